@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from cellama.api.client.async_client import AsyncJob
+from cellama.api.client.async_client import AsyncClient, AsyncJob
 from cellama.api.openai.answers import body_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.chunks import Chunks
@@ -22,7 +22,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 from .errors import ApiError, wrong
 from .parsing import ParsedRequest, count, flag, read, rest_of_context, tokens_of, within_limit
-from .running import Placed, RunningJobs, unless_gone
+from .running import Call, JobsRequest, Placed, RunningJobs, run_jobs
 from .sse import DONE, KEEP_ALIVE, frame
 
 MAX_PROMPTS = 128  # of one request: a job and a stream for each
@@ -32,18 +32,13 @@ KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
 _OURS = ("stream", "stream_options", "service_tier", "cache_salt")
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request for completions. `params` are those of each job, which has one of the `contents`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(JobsRequest):
+    """A request for completions: a job for each of the `contents`."""
 
     url: str
-    model: str  # as the job names it
     contents: tuple[Any, ...]
-    params: dict[str, Any]
-    tier: str
-    is_stream: bool
     include_usage: bool
-    prompt_tokens: int  # of all contents, about
 
     @property
     def kind(self) -> str:
@@ -55,25 +50,63 @@ class CompletionRequest:
 
     @property
     def num_jobs(self) -> int:
-        """Texts that it has generated: of each prompt as many as it has choices."""
+        """Of each prompt as many texts as it has choices."""
         return len(self.contents) * self.n
 
-    @property
-    def num_tokens(self) -> int:
-        """That it may read and generate, about."""
-        return self.prompt_tokens + self.num_jobs * count(self.params["max_tokens"], 1)
+    def calls(self, client: AsyncClient) -> list[Call]:
+        submit: Any = client.chat if self.kind == "chat" else client.generate
+
+        async def call(content: Any, key: str | None) -> AsyncJob[Any]:
+            job: AsyncJob[Any] = await submit(self.model, content, wait=True, idempotency_key=key, **self.params)
+            return job
+
+        return [partial(call, content) for content in self.contents]
+
+    def refusal(self, error: InvalidJob) -> ApiError:
+        return wrong(error, self.names)
+
+    async def whole(self, running: RunningJobs) -> dict[str, Any]:
+        reasoning_tokens = await running.ended()
+        results: Any = [await running.result(place) for place in range(len(running.jobs))]
+        body = body_of(self.kind, self._answer_id(running), results, reasoning_tokens)
+        return {**body, "service_tier": self.tier}
+
+    async def frames(self, running: RunningJobs, events: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
+        chunks = Chunks(
+            self.kind,
+            self._answer_id(running),
+            self.model,
+            self.n,
+            include_usage=self.include_usage,
+            shown={"service_tier": self.tier},
+        )
+        async for place, event in events:
+            if event["type"] == "ping":
+                yield KEEP_ALIVE
+            elif event["type"] == "done":  # of several choices only the result has all ends
+                result: Any = await running.result(place) if self.n > 1 else {}
+                yield b"".join(map(frame, chunks.ends(place, event, result.get("choices", ()))))
+            else:
+                yield b"".join(map(frame, chunks.of(place, event)))
+        yield b"".join(map(frame, chunks.usage())) + DONE
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return frame(error.envelope)
+
+    def _answer_id(self, running: RunningJobs) -> str:
+        return f"{PREFIXES[self.kind]}-{running.jobs[0].id}"
 
 
 def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> CompletionRequest:
     """Return what a body asks for. The payloads of its jobs check the rest. Raises ApiError."""
     body = parsed.body
-    tier = parsed.tier()
+    tier, names = parsed.tier(), callers_names(PARAMETERS[url], body)
     is_stream, include_usage = _stream(body)
     own = {name: value for name, value in body.items() if name not in _OURS}
     try:
         params = params_of_body(url, own)
     except InvalidJob as error:
-        raise wrong(error, callers_names(PARAMETERS[url], body)) from None
+        raise wrong(error, names) from None
     for name, instead in (("priority", "service_tier"), ("cache_scope", "cache_salt")):
         if name in params:
             raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
@@ -91,6 +124,7 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
         contents=contents,
         params=params,
         tier=tier,
+        names=names,
         is_stream=is_stream,
         include_usage=include_usage,
         prompt_tokens=tokens_of(*contents),
@@ -136,68 +170,7 @@ async def complete(request: Request) -> Response:
 
 async def _answer(parsed: ParsedRequest, url: str) -> Response:
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
-    completion = await parsed.read_by(parse_completion, parsed, url, model)
-    names = callers_names(PARAMETERS[url], parsed.body)
-    async with RunningJobs(parsed, completion.model, completion.tier, names=names) as running:
-        await unless_gone(parsed.request, _submit(running, completion))
-        if completion.is_stream:
-            frames_of = partial(_frames, running, completion)
-            return await running.stream(frames_of, lambda error: frame(error.envelope))
-        answer = await unless_gone(parsed.request, _whole(running, completion))
-        return JSONResponse(answer, headers=running.headers_for(answer))
-
-
-async def _submit(running: RunningJobs, completion: CompletionRequest) -> None:
-    client = running.parsed.gateway.client
-    submit: Any = client.chat if completion.kind == "chat" else client.generate
-    try:
-        await running.admit(completion.num_tokens, completion.num_jobs)
-        await running.submit(*(_call(submit, completion, content) for content in completion.contents))
-    except InvalidJob as error:
-        raise wrong(error, running.names) from None
-
-
-def _call(submit: Any, completion: CompletionRequest, content: Any) -> Callable[[str | None], Awaitable[AsyncJob[Any]]]:
-    return lambda key: submit(completion.model, content, wait=True, idempotency_key=key, **completion.params)
-
-
-async def _whole(running: RunningJobs, completion: CompletionRequest) -> dict[str, Any]:
-    """The body of an answer that comes all at once."""
-    reasoning_tokens = await running.ended()
-    results: Any = [await running.result(place) for place in range(len(running.jobs))]
-    answer = body_of(completion.kind, _answer_id(running, completion), results, reasoning_tokens)
-    return {**answer, "service_tier": completion.tier}
-
-
-async def _frames(
-    running: RunningJobs, completion: CompletionRequest, events: AsyncGenerator[Placed, None]
-) -> AsyncGenerator[bytes, None]:
-    chunks = Chunks(
-        completion.kind,
-        _answer_id(running, completion),
-        completion.model,
-        completion.n,
-        include_usage=completion.include_usage,
-        shown={"service_tier": completion.tier},
-    )
-    async for placed in events:
-        yield await _frames_of(running, chunks, placed)
-    yield b"".join(map(frame, chunks.usage())) + DONE
-
-
-async def _frames_of(running: RunningJobs, chunks: Chunks, placed: Placed) -> bytes:
-    """What is told of an event; of several choices only the result has all ends."""
-    place, event = placed
-    if event["type"] == "ping":
-        return KEEP_ALIVE
-    if event["type"] != "done":
-        return b"".join(map(frame, chunks.of(place, event)))
-    result: Any = await running.result(place) if chunks.n > 1 else {}
-    return b"".join(map(frame, chunks.ends(place, event, result.get("choices", ()))))
-
-
-def _answer_id(running: RunningJobs, completion: CompletionRequest) -> str:
-    return f"{PREFIXES[completion.kind]}-{running.jobs[0].id}"
+    return await run_jobs(parsed, await parsed.read_by(parse_completion, parsed, url, model))
 
 
 ROUTES = (Route(CHAT, chat, methods=["POST"]), Route(COMPLETIONS, complete, methods=["POST"]))

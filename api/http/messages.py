@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from starlette.requests import Request
@@ -15,13 +15,14 @@ from cellama.api.anthropic.answers import NO_THREADS, envelope, message_of
 from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, parse_counted_body
 from cellama.api.anthropic.parameters import COUNT_TOKENS, MESSAGES
 from cellama.api.anthropic.stream import PING, MessageStream
+from cellama.api.client.async_client import AsyncClient
 from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .errors import ApiError, of_job
 from .parsing import ParsedRequest, flag, read, tokens_of
-from .running import Placed, RunningJobs, run_one, unless_gone
+from .running import Call, JobsRequest, Placed, RunningJobs, run_jobs, run_one
 from .sse import frame
 
 REQUEST_ID = "request-id"  # Anthropic's clients read this one
@@ -30,26 +31,42 @@ _OURS = ("stream", "service_tier", "cache_salt")
 _INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
 
 
-@dataclass(frozen=True, slots=True)
-class MessageRequest:
-    """A request for a message. `params` are those of its job."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRequest(JobsRequest):
+    """A request for a message, which is one job."""
 
-    model: str  # as the job names it
     messages: list[dict[str, Any]]
-    params: dict[str, Any]
-    tier: str
-    is_stream: bool
+    request_id: str
     shows_thoughts: bool
-    prompt_tokens: int  # about
 
-    @property
-    def max_tokens(self) -> int:
-        return int(self.params["max_tokens"])
+    def calls(self, client: AsyncClient) -> list[Call]:
+        submit: Any = client.chat
+        return [lambda key: submit(self.model, self.messages, wait=True, idempotency_key=key, **self.params)]
 
-    @property
-    def num_tokens(self) -> int:
-        """That it may read and generate, about."""
-        return self.prompt_tokens + self.max_tokens
+    def refusal(self, error: InvalidJob) -> ApiError:
+        return wrong(error, self.names)
+
+    async def whole(self, running: RunningJobs) -> dict[str, Any]:
+        thinking_tokens = await running.ended()
+        result: Any = await running.result()
+        return message_of(
+            f"msg_{running.jobs[0].id}",
+            result,
+            max_tokens=self.params["max_tokens"],
+            tier=self.tier,
+            thinking_tokens=thinking_tokens,
+            shows_thoughts=self.shows_thoughts,
+        )
+
+    async def frames(self, running: RunningJobs, events: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
+        message_id, max_tokens = f"msg_{running.jobs[0].id}", self.params["max_tokens"]
+        stream = MessageStream(message_id, self.model, self.tier, max_tokens, shows_thoughts=self.shows_thoughts)
+        async for _, event in events:
+            shown = [PING] if event["type"] == "ping" else stream.of(event)
+            yield b"".join(frame(one, one["type"]) for one in shown)
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return frame(envelope(error.status, error.message, self.request_id, error.code), "error")
 
 
 def in_our_words(parsed: ParsedRequest) -> ParsedRequest:
@@ -61,19 +78,21 @@ def in_our_words(parsed: ParsedRequest) -> ParsedRequest:
 
 def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
     """Return what a body asks for. The payload of its job checks the rest. Raises ApiError."""
-    tier, is_stream = parsed.tier(), flag(parsed.body, "stream")
+    tier, is_stream, names = parsed.tier(), flag(parsed.body, "stream"), callers_names(parsed.body)
     for name, instead in _INSTEAD.items():
         if name in parsed.body:
             raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
     try:
-        body = parse_body(_own(parsed))
+        body = parse_body({name: value for name, value in parsed.body.items() if name not in _OURS})
     except InvalidJob as error:
-        raise wrong(error, parsed.body) from None
+        raise wrong(error, names) from None
     return MessageRequest(
         model=parsed.name_of(model),
         messages=body.messages,
         params={**body.params, "stream": is_stream, **parsed.params_of_caller()},
         tier=tier,
+        names=names,
+        request_id=parsed.request.state.request_id,
         is_stream=is_stream,
         shows_thoughts=body.shows_thoughts,
         prompt_tokens=tokens_of(body.messages),
@@ -86,17 +105,13 @@ def count_of(parsed: ParsedRequest) -> tuple[ParsedBody, int]:
         body = parse_counted_body(parsed.body)
         return body, tokens_of(body.messages)
     except InvalidJob as error:
-        raise wrong(error, parsed.body) from None
+        raise wrong(error, callers_names(parsed.body)) from None
 
 
-def wrong(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:
+def wrong(error: InvalidJob, names: Mapping[str, str]) -> ApiError:
     """Return what is wrong with the body, under Anthropic's names."""
-    message, _ = in_callers_words(str(error), callers_names(body))
+    message, _ = in_callers_words(str(error), names)
     return ApiError(400, message, code=NO_THREADS if message.startswith("thread is ") else None)
-
-
-def _own(parsed: ParsedRequest) -> dict[str, Any]:
-    return {name: value for name, value in parsed.body.items() if name not in _OURS}
 
 
 def _in_anthropics_words(endpoint: Endpoint) -> Endpoint:
@@ -117,11 +132,8 @@ def _in_anthropics_words(endpoint: Endpoint) -> Endpoint:
 
 
 def _failed(request: Request, error: ApiError) -> Response:
-    return JSONResponse(_envelope(request, error), error.status, error.headers)
-
-
-def _envelope(request: Request, error: ApiError) -> dict[str, Any]:
-    return envelope(error.status, error.message, request.state.request_id, error.code)
+    body = envelope(error.status, error.message, request.state.request_id, error.code)
+    return JSONResponse(body, error.status, error.headers)
 
 
 @_in_anthropics_words
@@ -129,14 +141,7 @@ async def create(request: Request) -> Response:
     """POST /v1/messages"""
     parsed = in_our_words(await read(request))
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
-    message = await parsed.read_by(parse_message, parsed, model)
-    async with RunningJobs(parsed, message.model, message.tier, names=callers_names(parsed.body)) as running:
-        await unless_gone(request, _submit(running, message))
-        if message.is_stream:
-            frames_of = partial(_frames, running, message)
-            return await running.stream(frames_of, lambda error: frame(_envelope(request, error), "error"))
-        answer = await unless_gone(request, _whole(running, message))
-        return JSONResponse(answer, headers=running.headers_for(answer))
+    return await run_jobs(parsed, await parsed.read_by(parse_message, parsed, model))
 
 
 @_in_anthropics_words
@@ -157,48 +162,8 @@ async def count_tokens(request: Request) -> Response:
             has_usage=False,
         )
     except InvalidJob as error:
-        raise wrong(error, parsed.body) from None
+        raise wrong(error, callers_names(parsed.body)) from None
     return JSONResponse({"input_tokens": len(result["tokens"])}, headers=headers)
-
-
-async def _submit(running: RunningJobs, message: MessageRequest) -> None:
-    submit: Any = running.parsed.gateway.client.chat
-    try:
-        await running.admit(message.num_tokens)
-        await running.submit(
-            lambda key: submit(message.model, message.messages, wait=True, idempotency_key=key, **message.params)
-        )
-    except InvalidJob as error:
-        raise wrong(error, running.parsed.body) from None
-
-
-async def _whole(running: RunningJobs, message: MessageRequest) -> dict[str, Any]:
-    """The body of an answer that comes all at once."""
-    thinking_tokens = await running.ended()
-    result: Any = await running.result()
-    return message_of(
-        _message_id(running),
-        result,
-        max_tokens=message.max_tokens,
-        tier=message.tier,
-        thinking_tokens=thinking_tokens,
-        shows_thoughts=message.shows_thoughts,
-    )
-
-
-async def _frames(
-    running: RunningJobs, message: MessageRequest, events: AsyncGenerator[Placed, None]
-) -> AsyncGenerator[bytes, None]:
-    stream = MessageStream(
-        _message_id(running), message.model, message.tier, message.max_tokens, shows_thoughts=message.shows_thoughts
-    )
-    async for _, event in events:
-        shown = [PING] if event["type"] == "ping" else stream.of(event)
-        yield b"".join(frame(one, one["type"]) for one in shown)
-
-
-def _message_id(running: RunningJobs) -> str:
-    return f"msg_{running.jobs[0].id}"
 
 
 ROUTES = (

@@ -7,13 +7,17 @@ import contextlib
 import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
-from cellama.api.client.async_client import AsyncJob
+from cellama.api.client.async_client import AsyncClient, AsyncJob
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.config.logging import logging_about
 from cellama.tasks.contract.all_kinds import Result
@@ -23,8 +27,8 @@ from cellama.tasks.traces.gate import trace_id_here
 
 from .auth import Admission, Unlimited
 from .errors import ApiError, of_code, of_job, of_worker
-from .parsing import ParsedRequest
-from .sse import EventStream
+from .parsing import ParsedRequest, count
+from .sse import EventStream, with_errors
 
 T = TypeVar("T")
 
@@ -37,6 +41,7 @@ WARNINGS = "x-cellama-warnings"
 MAX_HEADER_CHARS = 2048  # proxies take 4 to 8 KiB for all headers of an answer together
 
 Placed = tuple[int, Event]
+Call = Callable[[str | None], Awaitable[AsyncJob[Any]]]  # of an idempotency key: it queues a job
 
 
 class RunningJobs:
@@ -71,16 +76,16 @@ class RunningJobs:
     def headers(self) -> dict[str, str]:
         return dict(self._admission.headers)
 
-    def headers_for(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """Return the headers of an answer that comes all at once."""
-        return {**self.headers, **warning_headers(answer)}
+    def answer(self, body: Mapping[str, Any]) -> JSONResponse:
+        """Return an answer that comes all at once."""
+        return JSONResponse(body, headers={**self.headers, **warning_headers(body)})
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
         """Raises ApiError: 403 for a model that is not the caller's, 429 if the caller's limits don't allow it."""
         self.parsed.caller.check_model(self.model)
         await self._admission.reserve(num_tokens, num_jobs)
 
-    async def submit(self, *calls: Callable[[str | None], Awaitable[AsyncJob[Any]]]) -> None:
+    async def submit(self, *calls: Call) -> None:
         """Queues a job by each of these, which get its idempotency key. Raises ApiError."""
         key = self.parsed.idempotency_key
         for place, call in enumerate(calls):
@@ -125,13 +130,15 @@ class RunningJobs:
             )
         return await self.parsed.gateway.with_wait(error, self.model, self.tier)
 
+    async def _failure(self, event: Mapping[str, Any]) -> ApiError:
+        return await self.failed(of_code(event["code"], event["message"], retryable=event["retryable"]))
+
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
         """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""
         async with aclosing(self.told(ping_s)) as told:
             async for place, event in told:
                 if event["type"] == "error":
-                    failure = of_code(event["code"], event["message"], retryable=event["retryable"])
-                    raise await self.failed(failure)
+                    raise await self._failure(event)
                 if event["type"] == "done" and event["finish_reason"] == "cancelled":
                     raise ApiError(499, f"job {self.jobs[place].id} was cancelled", code="cancelled")
                 yield place, event
@@ -148,49 +155,38 @@ class RunningJobs:
                     self.usages[place] = event["usage"]
                 yield place, event
 
-    async def first_of(self, events: AsyncGenerator[Placed, None]) -> Placed:
-        """The first event, for which a stream waits: what a worker finds wrong at once is a status. Raises ApiError,
-        ClientDisconnect."""
-        return await unless_gone(self.parsed.request, _next(events))
-
     async def stream(
         self,
         frames_of: Callable[[AsyncGenerator[Placed, None]], AsyncGenerator[bytes, None]],
         error_frame: Callable[[ApiError], bytes],
+        *,
+        waits: bool = True,
+        with_failures: bool = False,
     ) -> EventStream:
-        """Return an answer of the frames that `frames_of` makes of the events; an error ends it with a last frame.
+        """Return an answer of the frames that `frames_of` makes of the events; an error ends it with a last frame. From
+        now on the jobs are closed with the answer.
 
-        It waits for the first event: what a worker finds wrong at once is a status. Raises ApiError, ClientDisconnect.
+        If it `waits` for the first event, what a worker finds wrong at once is a status. `with_failures` hands the
+        failure of a job on as an event. Raises ApiError, ClientDisconnect.
         """
-        events = self.events(self.parsed.gateway.settings.gateway_keepalive_s)
-        first = await self.first_of(events)
+        keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
+        events = self.told(keepalive_s) if with_failures else self.events(keepalive_s)
+        first = await unless_gone(self.parsed.request, _next(events)) if waits else None
+        if first is not None and first[1]["type"] == "error":
+            raise await self._failure(first[1])
 
         async def all_events() -> AsyncGenerator[Placed, None]:
-            yield first
+            if first is not None:
+                yield first
             async for placed in events:
                 yield placed
-
-        async def frames() -> AsyncGenerator[bytes, None]:
-            try:
-                async with aclosing(frames_of(all_events())) as made:
-                    async for one in made:
-                        yield one
-            except ApiError as error:
-                yield error_frame(error)
-            except JobError as error:
-                yield error_frame(of_job(error))
-
-        return self.stream_of(frames(), events)
-
-    def stream_of(self, frames: AsyncGenerator[bytes, None], events: AsyncGenerator[Placed, None]) -> EventStream:
-        """An answer of frames, which are made of these events. From now on this is closed with it."""
 
         async def close() -> None:
             await events.aclose()
             await self.close()
 
         self._is_streamed = True
-        return EventStream(frames, close, self.headers)
+        return EventStream(with_errors(frames_of(all_events()), error_frame), close, self.headers)
 
     async def result(self, place: int = 0) -> Result:
         """The result of a job that has ended. Raises ApiError."""
@@ -260,11 +256,70 @@ class RunningJobs:
                 self.usages[place] = event["usage"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsRequest(ABC):
+    """A request that is answered by jobs: what they are, and how their events and results become its answer."""
+
+    model: str  # as the jobs name it
+    params: dict[str, Any]  # of each job
+    tier: str
+    names: Mapping[str, str]  # the caller's names of these parameters
+    is_stream: bool
+    prompt_tokens: int  # of all jobs, about
+
+    @property
+    def num_jobs(self) -> int:
+        """How many texts are generated."""
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        """About how many tokens the jobs read and generate."""
+        return self.prompt_tokens + self.num_jobs * count(self.params["max_tokens"], 1)
+
+    @abstractmethod
+    def calls(self, client: AsyncClient) -> list[Call]:
+        """Return a call for each job, which gets its idempotency key and queues it."""
+
+    @abstractmethod
+    def refusal(self, error: InvalidJob) -> ApiError:
+        """Return what is wrong with the body, in the words of its API."""
+
+    @abstractmethod
+    async def whole(self, running: RunningJobs) -> dict[str, Any]:
+        """Return the body of an answer that comes all at once."""
+
+    @abstractmethod
+    def frames(self, running: RunningJobs, events: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
+        """Make the frames of a stream of the events."""
+
+    @abstractmethod
+    def error_frame(self, error: ApiError) -> bytes:
+        """Return the last frame of a stream that an error ends."""
+
+
+async def run_jobs(parsed: ParsedRequest, asked: JobsRequest) -> Response:
+    """Run the jobs of a request, and answer with their results or their stream. Raises ApiError, ClientDisconnect."""
+
+    async def start() -> None:
+        try:
+            await running.admit(asked.num_tokens, asked.num_jobs)
+            await running.submit(*asked.calls(parsed.gateway.client))
+        except InvalidJob as error:
+            raise asked.refusal(error) from None
+
+    async with RunningJobs(parsed, asked.model, asked.tier, names=asked.names) as running:
+        await unless_gone(parsed.request, start())
+        if asked.is_stream:
+            return await running.stream(partial(asked.frames, running), asked.error_frame)
+        return running.answer(await unless_gone(parsed.request, asked.whole(running)))
+
+
 async def run_one(
     parsed: ParsedRequest,
     model: str,
     num_tokens: int,
-    call: Callable[[str | None], Awaitable[AsyncJob[Any]]],
+    call: Call,
     *,
     has_usage: bool = True,
 ) -> tuple[Any, dict[str, str]]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from cellama.tasks.contract.errors import JobError
+
+from .errors import ApiError, of_job
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies shall pass on each frame at once
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -18,6 +23,20 @@ def frame(data: Any, event: str | None = None) -> bytes:
     """One event, with a name where the client wants one."""
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def with_errors(
+    frames: AsyncGenerator[bytes, None], error_frame: Callable[[ApiError], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """The frames, and a last one for an error that ends them."""
+    try:
+        async with aclosing(frames):
+            async for one in frames:
+                yield one
+    except ApiError as error:
+        yield error_frame(error)
+    except JobError as error:
+        yield error_frame(of_job(error))
 
 
 class EventStream(StreamingResponse):

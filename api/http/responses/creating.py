@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from cellama.api.client.async_client import AsyncJob
-from cellama.api.http.errors import ApiError, of_code, wrong
+from cellama.api.http.errors import ApiError, wrong
 from cellama.api.http.parsing import ParsedRequest, count, flag, rest_of_context, tokens_of, within_limit
 from cellama.api.http.running import Placed, RunningJobs, unless_gone
 from cellama.api.openai.parameters import callers_names
@@ -26,7 +26,7 @@ from cellama.tasks.contract.names import job_id_of_key
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .conversation import messages_for, previous_of
-from .reading import Events, frames, look
+from .reading import Events, error_frame, frames, look
 from .store import ResponseStore, digest_of, new_id
 
 
@@ -114,8 +114,7 @@ async def answer(parsed: ParsedRequest) -> Response:
         record = await unless_gone(parsed.request, _submit(running, new, records))
         if new.is_stream:
             return await _stream(running, record)
-        answer = await unless_gone(parsed.request, _object(running, record))
-        return JSONResponse(answer, headers=running.headers_for(answer))
+        return running.answer(await unless_gone(parsed.request, _object(running, record)))
 
 
 async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> NewResponse:
@@ -174,20 +173,13 @@ async def _object(running: RunningJobs, record: ResponseRecord) -> dict[str, Any
 
 
 async def _stream(running: RunningJobs, record: ResponseRecord) -> Response:
-    """The status is that of the first event: what a worker finds wrong at once is no stream, unless it goes on in the
-    background, where it can be read again."""
-    placed = running.told(running.parsed.gateway.settings.gateway_keepalive_s)
-    first = None
-    if not record.background:
-        first = await running.first_of(placed)
-        if (event := first[1])["type"] == "error":
-            failure = of_code(event["code"], event["message"], retryable=event["retryable"])
-            raise await running.failed(failure)
-    return running.stream_of(frames(record, _events(placed, first)), placed)
+    """A background response doesn't wait for its first event: what a worker finds wrong can be read again."""
 
+    async def events_of(placed: AsyncGenerator[Placed, None]) -> Events:
+        async for _, event in placed:
+            yield event
 
-async def _events(placed: AsyncGenerator[Placed, None], first: Placed | None) -> Events:
-    if first is not None:
-        yield first[1]
-    async for _, event in placed:
-        yield event
+    def frames_of(placed: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
+        return frames(record, events_of(placed))
+
+    return await running.stream(frames_of, error_frame, waits=not record.background, with_failures=True)

@@ -11,10 +11,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from cellama.api.http.errors import ApiError, not_there, of_job
+from cellama.api.http.errors import ApiError, not_there
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.running import CANCELLED_S, RESULT_S
-from cellama.api.http.sse import KEEP_ALIVE, EventStream, frame
+from cellama.api.http.sse import KEEP_ALIVE, EventStream, frame, with_errors
 from cellama.api.openai.responses.events import Fold, journal_of_result
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -112,7 +112,7 @@ def _event_of(entry: Any) -> Any:
 def stream_of(gateway: Gateway, record: ResponseRecord, after: int) -> EventStream:
     """Of a response that goes on without this reader, or has ended: what is numbered above `after`."""
     events = _events(gateway, record)
-    return EventStream(frames(record, events, after), events.aclose)
+    return EventStream(with_errors(frames(record, events, after), error_frame), events.aclose)
 
 
 async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
@@ -124,20 +124,19 @@ async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
 
 
 async def frames(record: ResponseRecord, events: Events, after: int = -1) -> AsyncGenerator[bytes, None]:
-    """What is told of the events of the job, which are all from the first one on. Where they can't be read to the end
-    the last frame has an error, and no number."""
+    """The frames numbered above `after`, made of all events of the job from the first one on."""
     fold = Fold(record)
-    if told := _frames(fold.begin(), after):
-        yield told
-    try:
-        async with aclosing(events):
-            async for event in events:
-                if told := KEEP_ALIVE if event["type"] == "ping" else _frames(fold.of(event), after):
-                    yield told
-    except ApiError as error:
-        yield frame(error.envelope)
-    except JobError as error:
-        yield frame(of_job(error).envelope)
+    if begun := _frames(fold.begin(), after):
+        yield begun
+    async with aclosing(events):
+        async for event in events:
+            if made := KEEP_ALIVE if event["type"] == "ping" else _frames(fold.of(event), after):
+                yield made
+
+
+def error_frame(error: ApiError) -> bytes:
+    """The last frame of a stream that can't be read to its end. It has no number."""
+    return frame(error.envelope)
 
 
 def _frames(events: list[dict[str, Any]], after: int) -> bytes:

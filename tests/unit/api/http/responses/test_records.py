@@ -17,8 +17,9 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.parsing import ParsedRequest
 from cellama.api.http.responses.creating import parse_response
-from cellama.api.http.responses.reading import EVENTS_PER_PAGE, frames, look
+from cellama.api.http.responses.reading import EVENTS_PER_PAGE, error_frame, frames, look
 from cellama.api.http.responses.store import ResponseStore, new_id
+from cellama.api.http.sse import with_errors
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract.errors import StreamTrimmed
 from cellama.tasks.contract.keys import (
@@ -213,7 +214,8 @@ async def _told(journal: Any, error: Exception | None = None) -> AsyncGenerator[
 
 def read(journal: Any, after: int = -1, error: Exception | None = None) -> bytes:
     async def all_of() -> bytes:
-        return b"".join([frame async for frame in frames(record(), _told(journal, error), after)])
+        made = frames(record(), _told(journal, error), after)
+        return b"".join([frame async for frame in with_errors(made, error_frame)])
 
     return asyncio.run(all_of())
 
