@@ -15,10 +15,8 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from rich.markup import escape
 
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_file import KeyFile
-from cellama.api.keys.key_text import KeyText, new_key, parse_key
-from cellama.api.keys.store import Found, KeyStore
+from cellama.api.keys.entry import KeyEntry, KeyText, new_key, parse_key
+from cellama.api.keys.store import Found, KeyFile, KeyStore
 from cellama.config import get_settings
 from cellama.config.settings import explain
 from cellama.tasks.connection.connections import connect_async

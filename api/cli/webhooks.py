@@ -9,9 +9,7 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
-from cellama.api.webhooks.endpoint import Endpoint, new_id
-from cellama.api.webhooks.signing import new_secret
-from cellama.api.webhooks.store import EndpointStore
+from cellama.api.webhooks.endpoints import Endpoint, EndpointStore, new_id, new_secret
 from cellama.config import get_settings
 from cellama.config.settings import explain
 

@@ -17,8 +17,7 @@ from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.access import KeyAccess, connect_keys
 from cellama.api.http.keys.limiter import LEASE_S
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_text import KeyText, new_key
+from cellama.api.keys.entry import KeyEntry, KeyText, new_key
 from cellama.api.keys.store import KeyStore
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key

@@ -16,15 +16,12 @@ from redis.exceptions import RedisError
 
 from cellama.api.http.auth import Access, Admission, Caller, LoopbackOnly, Unlimited, is_loopback
 from cellama.api.http.errors import ApiError
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_file import KeyFile
-from cellama.api.keys.key_text import given_key, parse_key
-from cellama.api.keys.store import Found, KeyStore
+from cellama.api.keys.entry import KeyEntry, given_key, parse_key
+from cellama.api.keys.store import Found, KeyFile, KeyStore
 from cellama.config import Settings, SettingsError
 from cellama.tasks.connection.connections import connect_async
 
-from .gathering import Gathering
-from .limiter import LimitDecision, Limiter, Reservation
+from .limiter import Gathering, LimitDecision, Limiter, Reservation
 
 log = logging.getLogger(__name__)
 

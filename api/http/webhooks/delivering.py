@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cellama.api.http.background import LookLoop
-from cellama.api.webhooks.store import EndpointStore
+from cellama.api.webhooks.endpoints import EndpointStore
 from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
 

@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from cellama.api.webhooks.announcing import announced, event_id
-from cellama.api.webhooks.endpoint import Endpoint
+from cellama.api.webhooks.endpoints import Endpoint
 from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, webhook_events_key
 

@@ -9,8 +9,7 @@ import pytest
 from openai import OpenAI
 from redis import Redis
 
-from cellama.api.webhooks.endpoint import Endpoint, new_id
-from cellama.api.webhooks.signing import new_secret
+from cellama.api.webhooks.endpoints import Endpoint, new_id, new_secret
 from cellama.tasks.contract.keys import webhooks_key
 
 from ...conftest import WorkerProcess, wait_until

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.api.anthropic.partial_json import completed
+from cellama.api.anthropic.answers import completed
 
 VALUES = st.recursive(
     st.text(max_size=4) | st.integers() | st.booleans() | st.none(),

@@ -12,8 +12,8 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
-from cellama.api.keys.key_file import read_keys
-from cellama.api.keys.key_text import parse_key
+from cellama.api.keys.entry import parse_key
+from cellama.api.keys.store import read_keys
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.keys import api_keys_used_key
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
 from cellama.api.machine.redis_server import RedisServer
-from cellama.api.webhooks.signing import key_of
+from cellama.api.webhooks.endpoints import key_of
 
 from ....conftest import empty_database
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cellama.api.cli.keys import as_toml
-from cellama.api.keys.key_file import KeyFile, read_keys
+from cellama.api.keys.store import KeyFile, read_keys
 from cellama.config import SettingsError
 
 from ..http.keys.conftest import key_and_entry

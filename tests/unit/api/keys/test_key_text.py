@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.api.keys.key_text import given_key, new_key, parse_key
+from cellama.api.keys.entry import given_key, new_key, parse_key
 
 
 def test_new_keys_differ_and_are_read_back_with_their_digests() -> None:

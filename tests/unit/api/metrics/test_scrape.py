@@ -11,8 +11,7 @@ import fakeredis
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_text import new_key
+from cellama.api.keys.entry import KeyEntry, new_key
 from cellama.api.metrics import queues
 from cellama.api.metrics import scrape as module
 from cellama.api.metrics.scrape import Scrape

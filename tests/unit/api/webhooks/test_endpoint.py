@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cellama.api.webhooks.endpoint import Endpoint, new_id
-from cellama.api.webhooks.signing import new_secret
+from cellama.api.webhooks.endpoints import Endpoint, new_id, new_secret
 
 
 def endpoint(**fields: Any) -> Endpoint:

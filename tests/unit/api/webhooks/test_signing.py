@@ -7,7 +7,7 @@ import time
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 
-from cellama.api.webhooks.signing import key_of, new_secret, signed_headers
+from cellama.api.webhooks.endpoints import key_of, new_secret, signed_headers
 
 
 def test_signature_is_that_of_the_specification() -> None:

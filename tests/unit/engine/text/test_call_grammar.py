@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cellama.api.anthropic.partial_json import completed
+from cellama.api.anthropic.answers import completed
 from cellama.engine import ChatOptions, InvalidRequest
 from cellama.engine.grammar.matcher import Matcher, MatcherTokens, SharedGrammar
 from cellama.engine.grammar.schema import prepare_schema

@@ -18,8 +18,7 @@ from starlette.testclient import TestClient
 from cellama.api.http import create_app
 from cellama.api.http.keys import key_access
 from cellama.api.http.keys.access import connect_keys
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_text import new_key
+from cellama.api.keys.entry import KeyEntry, new_key
 from cellama.api.keys.store import KeyStore
 
 from .world import CHAT, lines_of, request, settings_for

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_text import KeyText, new_key
+from cellama.api.keys.entry import KeyEntry, KeyText, new_key
 
 from ..conftest import Run
 

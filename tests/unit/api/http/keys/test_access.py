@@ -18,11 +18,9 @@ from cellama.api.http.auth import Caller, LoopbackOnly, NoKeys, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys import key_access
 from cellama.api.http.keys.access import KeyAccess, duration
-from cellama.api.http.keys.gathering import MOST_AT_ONCE
-from cellama.api.keys.entry import KeyEntry
-from cellama.api.keys.key_file import KeyFile
-from cellama.api.keys.key_text import KeyText, new_key
-from cellama.api.keys.store import KeyStore
+from cellama.api.http.keys.limiter import MOST_AT_ONCE
+from cellama.api.keys.entry import KeyEntry, KeyText, new_key
+from cellama.api.keys.store import KeyFile, KeyStore
 from cellama.config import SettingsError, get_settings
 from cellama.tasks.contract.keys import api_keys_key, api_keys_used_key
 

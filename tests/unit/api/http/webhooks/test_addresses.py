@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cellama.api.http.webhooks.addresses import AddressRefused, Target, is_global, target_of
+from cellama.api.http.webhooks.sending import AddressRefused, Target, is_global, target_of
 
 
 def target(url: str, *addresses: str, private: bool = False) -> Target:

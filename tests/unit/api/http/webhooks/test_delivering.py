@@ -17,9 +17,7 @@ from cellama.api.http.webhooks.delivering import AGAIN_S, AT_ONCE_TO_ONE, LEASE_
 from cellama.api.http.webhooks.ledger import DeliveryLedger
 from cellama.api.http.webhooks.sending import DeliveryOutcome, Sender
 from cellama.api.webhooks import announcement
-from cellama.api.webhooks.endpoint import Endpoint, new_id
-from cellama.api.webhooks.signing import new_secret
-from cellama.api.webhooks.store import EndpointStore
+from cellama.api.webhooks.endpoints import Endpoint, EndpointStore, new_id, new_secret
 from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, webhook_events_key, webhooks_key
 
 from .....receivers import Receiver
