@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 BODY_TYPE = "application/json"  # a page in a browser can't send this to another site unasked, but it can send none
 MAX_KEY_CHARS = 256
+MAX_LENGTH_DIGITS = 15  # of a size in bytes: a petabyte is beyond every limit
 LARGE_BYTES = 64 << 10  # a body above this is read in a thread: smaller ones take a millisecond or two
 MAX_VALUES = 1 << 18  # of a body: parsing JSON holds up all other threads, and so many values take some 20 ms
 VALUE_BYTES = 64  # about: memory of a small value beyond its text
@@ -129,6 +130,25 @@ class PageQuery:
         return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
 
 
+def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ApiError for a member of another name."""
+    for name in values:
+        if name not in known:
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(known)}", param=name)
+
+
+def declared_bytes(request: Request) -> int:
+    """Return the size of the body as the head of the request has it; 0 if it has none."""
+    given = request.headers.get("content-length", "")
+    return int(given[:MAX_LENGTH_DIGITS]) if given.isascii() and given.isdecimal() else 0
+
+
+def check_not_encoded(request: Request) -> None:
+    """Raises ApiError (415) for a body that is compressed."""
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"content-encoding is {shorten(encoding)}; send the body as it is")
+
+
 def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     """A member that is true or false, or not there. Raises ApiError."""
     value = values.get(name)
@@ -159,10 +179,8 @@ async def _parts(request: Request, limit: int, caller: Caller, context: RequestC
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != BODY_TYPE:
         raise ApiError(415, f"content-type is {shorten(kind)}; send application/json")
-    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(415, f"content-encoding is {shorten(encoding)}; send the body as it is")
-    told = request.headers.get("content-length", "")
-    size, parts = int(told) if told.isdecimal() else 0, []
+    check_not_encoded(request)
+    size, parts = declared_bytes(request), []
     if size <= limit:
         size = 0
         async for part in request.stream():

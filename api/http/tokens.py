@@ -9,12 +9,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .errors import ApiError, of_job
-from .parsing import ParsedRequest, flag, read, tokens_of
+from .errors import of_job
+from .parsing import ParsedRequest, check_known, flag, read, tokens_of
 from .running import run_one
 
 _OF_TEXT = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
@@ -27,11 +26,11 @@ async def tokenize(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     if "messages" in body:
-        _check(body, _OF_CHAT)
+        check_known(body, _OF_CHAT)
         params = {"tools": body["tools"]} if body.get("tools") else {}
         model, result, headers = await _run(parsed, client.apply_chat_template, body["messages"], params)
     else:
-        _check(body, _OF_TEXT)
+        check_known(body, _OF_TEXT)
         content = body.get("content", body.get("prompt"))
         params = {
             "add_special": flag(body, "add_special", default=flag(body, "add_special_tokens", default=True)),
@@ -46,16 +45,10 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize"""
     parsed = await read(request)
-    _check(parsed.body, _OF_TOKENS)
+    check_known(parsed.body, _OF_TOKENS)
     _, result, headers = await _run(parsed, parsed.gateway.client.detokenize, parsed.body.get("tokens"), {})
     text = result["text"]
     return JSONResponse({"content": text, "prompt": text, "model": result["model"]}, headers=headers)
-
-
-def _check(body: dict[str, Any], known: tuple[str, ...]) -> None:
-    for name in body:
-        if name not in known:
-            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(known)}", param=name)
 
 
 async def _run(

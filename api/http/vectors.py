@@ -12,11 +12,10 @@ from cellama.api.openai.answers import embeddings_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import EMBEDDINGS, PARAMETERS, callers_names
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.json_values import shorten
 
 from .auth import TIERS
 from .errors import ApiError, wrong
-from .parsing import ParsedRequest, flag, read, tokens_of
+from .parsing import ParsedRequest, check_known, flag, read, tokens_of
 from .running import run_one
 
 RERANK = "/v1/rerank"
@@ -45,9 +44,7 @@ async def rerank(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     model = await _model(parsed)
-    for name in body:
-        if name not in _OF_RERANK:
-            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(_OF_RERANK)}", param=name)
+    check_known(body, _OF_RERANK)
     with_documents = flag(body, "return_documents")
     documents = [_text(document) for document in _list(body.get("documents"))]
     params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}

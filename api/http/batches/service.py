@@ -16,12 +16,14 @@ from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, key_reused
 from cellama.api.http.files.records import Record, RecordStore
 from cellama.api.http.files.service import life_of_object
+from cellama.api.http.parsing import check_known
+from cellama.api.openai.responses.bodies import metadata_of
 from cellama.api.webhooks import BATCH_ENDS, announcement
 from cellama.config import Settings
 from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import batch_key, http_open_key
-from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.traces.gate import headers_here
 
 from .input_check import ENDPOINTS
@@ -32,9 +34,6 @@ BUSY_RETRY_S = 60.0
 OpenBatch = tuple[str, str | None, float]  # id, tenant, time of making
 _COUNTS = ("total", "finished", "failed")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-MAX_PAIRS = 16  # of metadata
-MAX_NAME_CHARS = 64
-MAX_VALUE_CHARS = 512
 MIN_WINDOW_S = 60
 MAX_WINDOW_S = 30 * 86_400
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
@@ -192,9 +191,7 @@ def _digest(text: str) -> str:
 
 def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
     """Return what a body asks for. Raises ApiError."""
-    for name in body:
-        if name not in _KNOWN:
-            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(_KNOWN)}", param=name)
+    check_known(body, _KNOWN)
     file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
     if not isinstance(file_id, str) or not file_id:
         raise ApiError(400, f"input_file_id is {shorten(file_id)}; it must be the id of a file", param="input_file_id")
@@ -202,7 +199,10 @@ def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
         known = ", ".join(ENDPOINTS)
         raise ApiError(400, f"endpoint is {shorten(endpoint)}; it must be one of {known}", param="endpoint")
     window = body.get("completion_window")
-    metadata = _metadata(body.get("metadata"))
+    try:
+        metadata = None if body.get("metadata") is None else metadata_of(body["metadata"])
+    except InvalidJob as error:
+        raise ApiError(400, str(error), param="metadata") from None
     life_s = life_of_object(body.get("output_expires_after"), "output_expires_after")
     return BatchOrder(
         input_file_id=file_id,
@@ -221,20 +221,3 @@ def _window_s(window: Any) -> int:
         told = f"completion_window is {shorten(window)}; it must be like '24h', from '1m' to '30d'"
         raise ApiError(400, told, param="completion_window")
     return seconds
-
-
-def _metadata(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or len(value) > MAX_PAIRS:
-        raise ApiError(400, f"metadata must be an object of at most {MAX_PAIRS} members", param="metadata")
-    for name, text in value.items():
-        if not _is_text(name, MAX_NAME_CHARS) or not _is_text(text, MAX_VALUE_CHARS):
-            told = f"metadata.{name[:MAX_NAME_CHARS]} is wrong: names have at most {MAX_NAME_CHARS} characters, values "
-            raise ApiError(400, f"{told}are texts of at most {MAX_VALUE_CHARS}, in valid Unicode", param="metadata")
-    return dict(value)
-
-
-def _is_text(value: Any, most_chars: int) -> bool:
-    """False also for half a surrogate pair, which JSON can have and no answer can."""
-    return isinstance(value, str) and len(value) <= most_chars and valid_text(value) == value

@@ -15,13 +15,13 @@ from cellama.api.http.auth import Caller
 from cellama.api.http.context import caller_of, charged, context_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
-from cellama.api.http.parsing import PageQuery
+from cellama.api.http.parsing import PageQuery, declared_bytes
 from cellama.tasks.contract.json_values import shorten
 
 from .records import Quota
 from .service import DEFAULT_LIFE_S, FileService, life_of, life_of_object, shown
 from .store import unavailable
-from .upload import UploadForm, least_bytes, received
+from .upload import FORM_BYTES, UploadForm, received
 
 FILES = "/v1/files"
 PURPOSE = "batch"
@@ -35,7 +35,8 @@ async def create(request: Request) -> Response:
     files, caller = _files(request), await charged(request)
     settings = gateway_of(request).settings
     quota = Quota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
-    limit, least = settings.gateway_max_file_bytes, least_bytes(request)
+    limit = settings.gateway_max_file_bytes
+    least = max(0, declared_bytes(request) - FORM_BYTES)  # of the file, without the rest of the form
     async with files.receiving(caller, least, quota), received(request, files.store.work_dir, limit) as form:
         life_s = _checked(form)
         record = await files.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)

@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from cellama.api.http.background import FILES, in_thread
 from cellama.api.http.errors import ApiError
+from cellama.api.http.parsing import check_not_encoded, declared_bytes
 
 from .store import make_folder, open_new, unavailable
 
@@ -38,19 +39,12 @@ class UploadForm:
     num_bytes: int = 0
 
 
-def least_bytes(request: Request) -> int:
-    """How large the file of a form is at least, as far as its head says."""
-    told = request.headers.get("content-length", "")
-    return max(0, int(told) - FORM_BYTES) if told.isdecimal() and len(told) <= 15 else 0
-
-
 @contextlib.asynccontextmanager
 async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
     """The form of a request. Its file is deleted at the end: who wants it copies it. Raises ApiError, and
     ClientDisconnect."""
     boundary = _boundary(request)
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and (len(told) > 15 or int(told) > limit + FORM_BYTES):
+    if declared_bytes(request) > limit + FORM_BYTES:
         raise _too_large(limit)
     folder = work_dir / UPLOADS / uuid.uuid4().hex
     try:
@@ -176,8 +170,7 @@ def _boundary(request: Request) -> bytes:
     if kind != b"multipart/form-data" or not boundary:
         shown = request.headers.get("content-type", "")[:80]
         raise ApiError(415, f"content-type is {shown!r}; send multipart/form-data, with its boundary")
-    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(415, f"content-encoding is {encoding[:40]!r}; send the body as it is")
+    check_not_encoded(request)
     return boundary
 
 

@@ -9,10 +9,11 @@ from cellama.api.openai.bodies import allow, schema_of_form, set_effort
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten
 from cellama.tasks.contract.payloads import CONSTRAINTS
+from cellama.tasks.contract.valid_text import valid_text
 
 from .parameters import INCLUDABLE, RULES
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # as OpenAI's; the last two in characters
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's limits; the last two in characters
 _LOGPROBS, _ENCRYPTED = INCLUDABLE
 _AROUND = 8  # levels of a body around a schema, and more
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but shown again
@@ -47,7 +48,7 @@ def shown_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "instructions": _text(body, "instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": _metadata(body.get("metadata")),
+        "metadata": metadata_of(body.get("metadata")),
         "parallel_tool_calls": True if parallel is None else parallel,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
@@ -89,18 +90,24 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _metadata(given: Any) -> dict[str, str]:
+def metadata_of(given: Any) -> dict[str, str]:
+    """Return the metadata of a response or a batch; none is {}."""
     if given is None:
         return {}
     if not isinstance(given, dict) or len(given) > MAX_METADATA:
-        raise InvalidJob(f"metadata is {shorten(given)}; it must be an object of up to {MAX_METADATA} texts")
+        raise InvalidJob(f"metadata is {shorten(given)}; it must be an object of at most {MAX_METADATA} texts")
     for name, value in given.items():
-        if len(name) > MAX_METADATA_KEY or not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
+        if not _is_text(name, MAX_METADATA_KEY) or not _is_text(value, MAX_METADATA_VALUE):
             raise InvalidJob(
-                f"metadata is {shorten({name: value})}: names have up to {MAX_METADATA_KEY} characters, values are "
-                f"texts of up to {MAX_METADATA_VALUE}"
+                f"metadata is {shorten({name: value})}: names have at most {MAX_METADATA_KEY} characters, values are "
+                f"texts of at most {MAX_METADATA_VALUE}, in valid Unicode"
             )
-    return given
+    return dict(given)
+
+
+def _is_text(value: Any, max_chars: int) -> bool:
+    """Return False also for half a surrogate pair, which JSON can have and no answer can."""
+    return isinstance(value, str) and len(value) <= max_chars and valid_text(value) == value
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -184,7 +184,7 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"include": "x"}, "include is 'x'"),
         ({"include": [7]}, "include is [7]"),
         ({"metadata": {"a": 1}}, "metadata is"),
-        ({"metadata": {str(n): "" for n in range(17)}}, "up to 16"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "at most 16"),
         ({"instructions": ["x"]}, "instructions is"),
     ],
 )
