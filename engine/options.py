@@ -155,7 +155,7 @@ class EngineOptions:
 
     @property
     def queue_bytes(self) -> int:
-        """Of states that left RAM and wait to be written to disk, at most."""
+        """Bytes of states that left RAM and wait to be written to disk, at most."""
         return self.saved_bytes // 4 if self.keeps_states else 0
 
     @property
@@ -165,7 +165,7 @@ class EngineOptions:
 
     @property
     def held_bytes(self) -> int:
-        """What saved states take of RAM at most, those on their way to disk and from it included."""
+        """Bytes of RAM that saved states take at most, also those on their way to disk and from it."""
         return self.saved_bytes + self.queue_bytes + self.warm_bytes
 
     @property

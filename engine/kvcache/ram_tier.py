@@ -12,6 +12,7 @@ from typing import Any
 
 from cellama.engine.backend import KvMemory
 from cellama.engine.events import CacheTier
+from cellama.engine.kvstore.benefit import CHAT_REUSE
 
 from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens
@@ -26,7 +27,7 @@ class StateNote:
     """What the sequence that computed a state says of it."""
 
     next_token: int | None = None  # sampled after the state's tokens: with it they are the context that has a key
-    reuse_probability: float = 0.5  # that a later request continues from the state
+    reuse_probability: float = CHAT_REUSE  # that a later request continues from the state
 
 
 @dataclass(eq=False, slots=True)

@@ -12,6 +12,7 @@ from cellama.engine.events import CacheTier, Completion, Context, FinishReason, 
 from cellama.engine.kvcache.disk_tier import LoadWait
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.kvcache.ram_tier import StateNote
+from cellama.engine.kvstore.benefit import reuse_probability
 from cellama.engine.kvstore.states import StateMatch
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
 
 
-# How probable it is that a request goes on from a state: guesses, which order what is written to disk.
-USE_OF_PREFILL, USE_OF_SHARED, USE_OF_CHAT, USE_OF_OTHER = 1.0, 0.7, 0.5, 0.1
 GROWTH = 4 / 3  # a running sequence is copied again when it has become so many times as long
 
 
@@ -141,15 +140,16 @@ class Sequence:
 
     @property
     def note(self) -> StateNote:
-        """What is to be known of its state when it ends."""
+        """What the cache needs to know of its state when it ends."""
         pending = self.tokens[self.num_computed :]
-        if self.request.prefill_only:
-            use = USE_OF_PREFILL
-        elif self.num_cached >= WORTH_SAVING_TOKENS:
-            use = USE_OF_SHARED
-        else:
-            use = USE_OF_CHAT if self.request.reply is not None else USE_OF_OTHER
-        return StateNote(next_token=pending[0] if len(pending) == 1 else None, reuse_probability=use)
+        return StateNote(
+            next_token=pending[0] if len(pending) == 1 else None,
+            reuse_probability=reuse_probability(
+                is_prefill=self.request.prefill_only,
+                has_shared=self.num_cached >= WORTH_SAVING_TOKENS,
+                is_chat=self.request.reply is not None,
+            ),
+        )
 
     @property
     def is_due_to_be_copied(self) -> bool:
