@@ -20,7 +20,7 @@ from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence as Running
-from cellama.engine.scheduling.sequence import Work
+from cellama.engine.scheduling.sequence import SlotWork
 from cellama.engine.scheduling.strategies import Strategy
 
 from .workloads import Line
@@ -126,7 +126,7 @@ def _move(scheduler: Scheduler, found: Simulated) -> None:
         scheduler.layout.carry_out(moves, look)
 
 
-def _decode(scheduler: Scheduler, works: list[Work], costs: Costs, found: Simulated) -> int:
+def _decode(scheduler: Scheduler, works: list[SlotWork], costs: Costs, found: Simulated) -> int:
     """A decode call as the engine makes it; the number of its tokens."""
     layout, backend = scheduler.layout, scheduler.cache.memory
     assert isinstance(backend, FakeBackend)
@@ -149,7 +149,7 @@ def _enqueue(scheduler: Scheduler, line: Line, priority: int, now: float) -> Non
     scheduler.enqueue(Running(request, seed=0, submitted_at=now, tokens=list(line.prompt)), now)
 
 
-def _commit(scheduler: Scheduler, work: Work, found: Simulated) -> None:
+def _commit(scheduler: Scheduler, work: SlotWork, found: Simulated) -> None:
     scheduler.commit(work)
     sequence = work.sequence
     if work.chunk.samples:

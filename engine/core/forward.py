@@ -12,7 +12,7 @@ from cellama.engine.errors import DecodeFailed
 from cellama.engine.scheduling.bulk_policy import Interruptions
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
-from cellama.engine.scheduling.sequence import Sequence, State, Work, work_of
+from cellama.engine.scheduling.sequence import Sequence, SlotWork, State, work_of
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
@@ -21,8 +21,8 @@ from .requests import EngineRequests
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
-BROKEN = 3  # requests that failed alone, one after another, and nothing was computed between
+ATTEMPTS_ALONE = 2  # of a request in a decode call of its own before it fails: once may have been the machine
+BROKEN = 3  # requests that failed alone one after another, with nothing computed between: then it is not their fault
 
 
 class Deferred(DecodeError):
@@ -36,7 +36,7 @@ class BackendBroken(Exception):
 class Computed(NamedTuple):
     """What one decode call computed."""
 
-    works: list[Work]
+    works: list[SlotWork]
     num_tokens: int
     at: float  # time.monotonic() at its end
     seconds: float
@@ -60,17 +60,17 @@ class Forward:
         self._has_come = False  # one has, since the step began
 
     def begin_step(self) -> None:
-        """Way is made for who comes from now on: before the inbox is looked into."""
+        """Note that no interactive request has arrived yet: called before the inbox is read."""
         self._has_come = False
 
     def make_way(self) -> None:
-        """An interactive request is in the inbox: bulk work ends early, and no more begins in this step. Any thread."""
+        """End bulk work early, and start no more in this step: an interactive request is in the inbox. Any thread."""
         self._has_come = True
         if self._yields:
             self._backend.abort()
 
-    def run(self, works: list[Work]) -> Iterator[Computed]:
-        """Decodes micro-batch by micro-batch, and yields each: what it samples has to be sampled before the next.
+    def run(self, works: list[SlotWork]) -> Iterator[Computed]:
+        """Decode micro-batch by micro-batch, and yield each: what it samples has to be sampled before the next.
 
         What fails is tried alone; what fails alone ends its request. Raises BackendBroken where another process can
         go on.
@@ -79,22 +79,22 @@ class Forward:
         checks, works = self._drafting.take_checks(works)
         for check in checks:
             yield from self._compute([check])
-        if works and self._may_guess():
+        if works and self._may_draft():
             micro_batches = self._drafting.calls_of(works)
         else:
             micro_batches = micro_batches_of(works, unified=self._backend.unified)
         for micro_batch in micro_batches:
             yield from self._compute(micro_batch)
 
-    def _may_guess(self) -> bool:
-        """True if every slot decodes, all for readers or all for bulk work: drafts hold up no prompt and no stream."""
+    def _may_draft(self) -> bool:
+        """Return whether every slot decodes, all interactive or all bulk: drafts delay no prompt and no stream."""
         if not self._drafting.is_active:
             return False
         busy = [sequence for sequence in self._scheduler.slots if sequence is not None]
         kinds = {(sequence.state, sequence.request.is_interactive) for sequence in busy}
         return len(kinds) == 1 and next(iter(kinds))[0] is State.DECODING
 
-    def _compute(self, works: list[Work]) -> Iterator[Computed]:
+    def _compute(self, works: list[SlotWork]) -> Iterator[Computed]:
         # Only what its slot still has to compute next: a request may have ended, or lost its slot, meanwhile.
         works = [work for work in works if work[0].slot == work[1].slot and work[0].num_computed == work[1].position]
         if not works:
@@ -125,18 +125,20 @@ class Forward:
         self._drafting.observe(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
 
-    def _decode(self, works: list[Work], chunks: list[Chunk], num_tokens: int, *, may_yield: bool) -> Exception | None:
-        """One decode call of these chunks, those of the works among them; returns what it failed with."""
+    def _decode(
+        self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_yield: bool
+    ) -> Exception | None:
+        """Decode these chunks, those of the works among them, in one call; return what it failed with."""
         self.worth_aborting = self._main_request(works, num_tokens)
         self._yields = may_yield
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
-            if may_yield and self._has_come:  # asked after it yields: whoever comes from now on aborts it
+            if may_yield and self._has_come:  # after _yields is set: a request that arrives from now on aborts the call
                 raise Deferred(ABORTED)
             self._backend.decode(chunks, works[0].sequence.adapters)
         except DecodeError as error:
             return error
-        except Exception as error:  # of a request's tokens or adapters, perhaps: its neighbours shall not pay
+        except Exception as error:  # perhaps of one request's tokens or adapters: the others must not fail
             log.exception("a decode call of %d requests failed in an unforeseen way", len(works))
             return error
         finally:
@@ -144,8 +146,8 @@ class Forward:
             self._pulse.beat("sample", size=len(works))
         return None
 
-    def _main_request(self, works: list[Work], num_tokens: int) -> Handle | None:
-        """The request that most of the batch is computed for: without it the others are better served anew."""
+    def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
+        """Return the request that most of the batch is computed for: if it is cancelled, the call is aborted."""
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # a token of each
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
@@ -156,8 +158,8 @@ class Forward:
         is_long = self._scheduler.strategy.may_yield(num_tokens)
         return self._backend.partial_reuse and (is_long or self._interruptions.are_affordable)
 
-    def _recover(self, works: list[Work], error: Exception) -> Iterator[Computed]:
-        """Rolls the slots back, then tries each alone: only what fails alone is failed."""
+    def _recover(self, works: list[SlotWork], error: Exception) -> Iterator[Computed]:
+        """Roll the slots back, then try each alone: only a request that fails alone ends."""
         for work in works:
             self._scheduler.rollback(work)
         code = error.code if isinstance(error, DecodeError) else None

@@ -1,19 +1,19 @@
-"""Whose turn it is when running sequences use different adapter sets: a decode call serves one set. Pure.
+"""Which adapter set the next step serves when running sequences use several: a decode call serves one set. Pure.
 
-A turn lasts for a slice of time, because changing the set costs llama.cpp a new graph (docs/adr/004-adapters.md). Then
-comes the group that has waited longest, where one with bulk requests only counts as if it had begun to wait later.
+A turn lasts for a slice of time, because changing the set costs llama.cpp a new graph (docs/adr/004-adapters.md). The
+next turn is for the group that has waited longest. A group with bulk requests only counts as if it had started to wait
+BULK_EXTRA_S later.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import groupby
 
-SLICE_S = 0.1
-BULK_SLICE_S = 0.5  # when no reader waits for each token
-BULK_EXTRA_S = 0.3  # a group with bulk requests only waits so much longer
+SLICE_S = 0.1  # of a turn: a switch costs 4 to 9 % of it, and each other group waits so long
+BULK_SLICE_S = 0.5  # of a turn while only bulk requests have slots: nobody reads along, and a switch costs 1 to 2 %
+BULK_EXTRA_S = 0.3  # that a group with bulk requests only waits longer: as long as a bulk step may take
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Rotation:
         self._since = -math.inf  # when the turn began
 
     def add(self, key: Hashable, interactive: bool, now: float) -> None:
-        """One more sequence of this group has a slot."""
+        """Add a sequence that has got a slot to its group."""
         group = self._groups.get(key)
         if group is None:
             self._end_of_being_alone(now)
@@ -45,12 +45,12 @@ class Rotation:
         group.num_interactive += interactive
 
     def _end_of_being_alone(self, now: float) -> None:
-        """A single group has had its turn until now: the one that comes is next."""
+        """Let the group that arrives be next, because the single one before had its turn until now."""
         if len(self._groups) == 1:
             self._turn, self._since = next(iter(self._groups)), -math.inf
 
     def remove(self, key: Hashable, interactive: bool) -> None:
-        """A sequence of this group has lost its slot, or ended."""
+        """Remove a sequence that has lost its slot or ended from its group."""
         group = self._groups[key]
         group.num -= 1
         group.num_interactive -= interactive
@@ -62,12 +62,8 @@ class Rotation:
         """True while there is more than one group."""
         return len(self._groups) > 1
 
-    def is_needed_with(self, key: Hashable) -> bool:
-        """True if there will be more than one group with this one."""
-        return len(self._groups.keys() | {key}) > 1
-
     def turn(self, now: float) -> Hashable:
-        """The group that the next step serves. Only while there is one."""
+        """Return the group that the next step serves. There must be one."""
         current = self._groups.get(self._turn)
         if current is not None:
             if now < self._since + self._slice_s():
@@ -80,20 +76,3 @@ class Rotation:
 
     def _slice_s(self) -> float:
         return SLICE_S if any(group.num_interactive for group in self._groups.values()) else BULK_SLICE_S
-
-
-def slot_beside(key: Hashable, holders: Sequence[Hashable | None]) -> int | None:
-    """The idle slot that suits a group best: next to its own, else in the middle of a gap, so that it can grow.
-
-    `holders` has the group of each slot, None where it is idle. With a stream of cells per slot llama.cpp decodes slots
-    that are not neighbours in one pass each (llama-batch.cpp: split_equal).
-    """
-    gaps = [list(gap) for is_idle, gap in groupby(range(len(holders)), lambda slot: holders[slot] is None) if is_idle]
-    for gap in sorted(gaps, key=len, reverse=True):
-        first, last = gap[0], gap[-1]
-        if first > 0 and holders[first - 1] == key:
-            return first
-        if last + 1 < len(holders) and holders[last + 1] == key:
-            return last
-    widest = max(gaps, key=len, default=[])
-    return widest[len(widest) // 2] if widest else None

@@ -1,25 +1,24 @@
-"""Where a prefill stops for a checkpoint: what others share has to end there, where a state can't be cut back. Pure."""
+"""Where a prefill stops for a checkpoint, in memory that can't be cut back: what others share must end there. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 from cellama.engine.kvcache.manager import KvCache
 
 from .sequence import Sequence, State
+from .slots import SlotTable
 from .waiting_queue import WaitingQueue
 
-APART_TOKENS = 64  # fewer are faster computed again
-MAX_CUTS = 8  # in one prompt when it gets a slot; as many again for those that come while it is read
-TURN_END_TOKENS = 4  # of a chat's prompt that its next turn may not have, for instance an opened block of thinking
+APART_TOKENS = 64  # between two cuts: fewer tokens are computed again faster than a checkpoint is restored
+MAX_CUTS = 8  # of a prompt when it gets a slot, each a pass more; as many again for requests that arrive meanwhile
+TURN_END_TOKENS = 4  # at the end of a chat's prompt that its next turn may lack, such as an opened reasoning block
 
 
 class CutPlanner:
-    """Plans the cuts of sequences of which no other one could take over a part otherwise, and of none else."""
+    """Plans the cuts of sequences where memory can't be cut back, so that others can take over a part of a state."""
 
-    def __init__(self, cache: KvCache, queue: WaitingQueue, slots: Seq[Sequence | None]) -> None:
-        """`slots` is the scheduler's own list."""
+    def __init__(self, cache: KvCache, queue: WaitingQueue, slots: SlotTable) -> None:
         self._cache = cache
         self._queue = queue
         self._slots = slots
@@ -29,14 +28,14 @@ class CutPlanner:
         return not self._cache.checkpoints.are_kept
 
     def plan(self, sequence: Sequence, num_taken_over: int) -> None:
-        """A sequence that still waits gets a slot: it is cut where others leave its path, and at a chat's end."""
+        """Plan the cuts of a sequence that gets a slot: where other prompts part from it, and near its end."""
         sequence.cuts = ()
         if self._is_idle or not sequence.request.cache_prompt:
             return
         tokens, scope = sequence.tokens, sequence.scope
         lengths = {*self._queue.branches(sequence), *self._cache.branches(tokens, scope)}
         sequence.cuts = _cuts(lengths, num_taken_over, len(tokens) - 1)
-        if sequence.request.prefill_only:  # it is read for others, all of it
+        if sequence.request.prefill_only:  # it is prefilled for others, all of it
             sequence.cuts = (*sequence.cuts, sequence.num_prompt)
         elif sequence.request.reply is not None:
             end = sequence.num_prompt - TURN_END_TOKENS
@@ -44,7 +43,7 @@ class CutPlanner:
                 sequence.cuts = (*sequence.cuts, end)
 
     def ask(self, sequence: Sequence) -> None:
-        """A sequence begins to wait: whoever reads what it begins with is cut there, if it is not too late."""
+        """Cut a sequence that prefills what a new sequence shares with it where that ends, if it is not too late."""
         if self._is_idle:
             return
         for slot, shared in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
@@ -59,7 +58,7 @@ class CutPlanner:
 
 
 def _cuts(lengths: Iterable[int], start: int, most: int) -> tuple[int, ...]:
-    """The shortest first: who shares a length that is left out finds a cut not far below it."""
+    """Return the cuts. A request that shares a length that is left out finds a cut not far below it."""
     ordered = sorted({min(length, most) for length in lengths})
     apart = APART_TOKENS
     while len(cuts := _apart(ordered, start, apart)) > MAX_CUTS:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from .sequence import Work
+from .sequence import SlotWork
 from .strategies import MIN_CHUNK
 
 
-def micro_batches_of(works: Seq[Work], *, unified: bool) -> list[list[Work]]:
-    """The decode calls of a step, in order; each chunk is in one of them.
+def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWork]]:
+    """Return the decode calls of a step, in order; each chunk is in one of them.
 
     With a stream per slot (not `unified`) single tokens go apart from longer chunks. Together llama.cpp would run the
     first token of every slot in one pass and the rest of the chunks in another, and these rests, a token short, would
-    miss its tiles of 64 (docs/adr/002-prefill-chunks.md). The longer ones always go first: now the one, now the other
-    first would put two of them between two tokens of a stream. Of these, prompts at whose end a reader waits go one by
-    one, by admission: the first need not wait for the second.
+    miss its tiles of 64 (docs/adr/002-prefill-chunks.md). The longer ones always go first, because a changing order
+    would put two of them between two tokens of a stream. Of these, prompts at whose end a reader waits are decoded one
+    by one, by admission, so that the first does not wait for the second.
     """
     if unified:
         return [list(works)] if works else []
     lengths = Counter(len(work.chunk.tokens) for work in works)
-    awaited: list[tuple[float, Work]] = []
-    others: list[Work] = []
-    single: list[Work] = []
+    awaited: list[tuple[float, SlotWork]] = []
+    others: list[SlotWork] = []
+    single: list[SlotWork] = []
     for work in works:
         if len(work.chunk.tokens) == 1:
             single.append(work)
@@ -36,6 +36,6 @@ def micro_batches_of(works: Seq[Work], *, unified: bool) -> list[list[Work]]:
     return [part for part in parts if part]
 
 
-def _is_awaited(work: Work) -> bool:
-    """True if an interactive request has its first token after this chunk."""
+def _is_awaited(work: SlotWork) -> bool:
+    """Return whether an interactive request has its first token after this chunk."""
     return work.sequence.request.is_interactive and work.chunk.samples

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Slots with consecutive indices."""
 
     first: int
@@ -30,19 +30,19 @@ class Cover(NamedTuple):
     holes: list[int]  # slots that are filled
 
 
-def runs_of(slots: Seq[int]) -> list[Run]:
-    """The runs of slots, which are in order."""
-    runs: list[Run] = []
+def runs_of(slots: Seq[int]) -> list[SlotRun]:
+    """Return the runs of slots, which are in order."""
+    runs: list[SlotRun] = []
     for slot in slots:
         if runs and runs[-1].end == slot:
-            runs[-1] = Run(runs[-1].first, runs[-1].size + 1)
+            runs[-1] = SlotRun(runs[-1].first, runs[-1].size + 1)
         else:
-            runs.append(Run(slot, 1))
+            runs.append(SlotRun(slot, 1))
     return runs
 
 
 def cheapest_cover(slots: Seq[int], can_fill: Callable[[int], bool], cost: Seq[float]) -> Cover:
-    """The holes between these slots, which are in order, whose rows cost less than the passes that they save.
+    """Return the holes between these slots, which are in order, whose rows cost less than the passes that they save.
 
     Exact: the best way to cover the first runs is the best way to cover fewer of them, and a pass over the others.
     """
@@ -62,7 +62,7 @@ def cheapest_cover(slots: Seq[int], can_fill: Callable[[int], bool], cost: Seq[f
     return Cover(best[-1], _holes(runs, since))
 
 
-def _holes(runs: Seq[Run], since: Seq[int]) -> list[int]:
+def _holes(runs: Seq[SlotRun], since: Seq[int]) -> list[int]:
     holes: list[int] = []
     last = len(runs)
     while last > 0:
@@ -74,10 +74,14 @@ def _holes(runs: Seq[Run], since: Seq[int]) -> list[int]:
 
 
 def moves_together(own: Seq[int], idle: Seq[int], weight: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Moves of `own` slots to idle ones after which they lie in as few runs as can be: (from, to), none in vain.
+    """Return moves (from, to) of `own` slots to idle ones after which they lie in as few runs as possible.
 
-    Of the places with as few runs it is the one where least has to move: `weight` says how much lies in each
-    slot. Slots that are neither are others', and stay.
+    A window of as many places as there are own slots slides over the places, which are own and idle slots in order.
+    The best window has the fewest breaks, where a slot of others lies between two places, and of these windows the one
+    in which least has to move, by the `weight` of each slot. Own slots outside of it move to idle ones in it.
+
+    With own 0 and 3, idle 1, 2 and 5, and 4 of others, places are 0 1 2 3 5. No window of two but (3, 5) has a break.
+    If slot 3 weighs most, the best of the others is (2, 3), and the only move is (0, 2).
     """
     places, mine, count = sorted([*own, *idle]), set(own), len(own)
     breaks = [0] + [int(after != before + 1) for before, after in pairwise(places)]
@@ -94,12 +98,12 @@ def moves_together(own: Seq[int], idle: Seq[int], weight: Mapping[int, int]) -> 
 
 
 def beside(running: Seq[int], empty: Seq[int]) -> int | None:
-    """The empty slot for one more that shall lie beside those that run: in a hole if there is one."""
+    """Return the empty slot for one more sequence next to running ones: in a hole if there is one."""
     return next(iter(by_nearness(empty, running)), None)
 
 
 def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
-    """Slots in the order in which they should go with those that run: holes, then neighbours, then by distance."""
+    """Return slots in the order in which they suit running ones: holes first, then neighbours, then by distance."""
     others = sorted(running)
 
     def distances(slot: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
-"""Where a waiting sequence can go: which slot, with which prefix, whether there are cells for it, and who gives way.
+"""Which slot a waiting sequence gets, with which prefix and cells, and which running sequences give way to it. Pure.
 
-Pure. Interactive sequences are kept together, so that llama.cpp decodes them in one pass (docs/adr/011).
+Interactive sequences are kept together, so that llama.cpp decodes them in one pass (docs/adr/011).
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ from collections.abc import Sequence as Seq
 from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvcache.manager import KvCache, Placement
 
-from .adapter_rotation import Rotation, slot_beside
 from .bulk_policy import gives_way_though_older
 from .neighbours import beside, by_nearness
 from .sequence import Sequence, State
+from .slots import SlotTable
 from .waiting_queue import rank_if_preempted
 
-WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
-GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
+WORTH_WAITING_TOKENS = 64  # of a shared prefix that another slot computes: fewer are computed twice, in one pass
+GROWTH_TOKENS = 16  # cells of a pool that each running sequence keeps when another one is admitted: some 16 steps
 
 
 class SlotFinder:
-    """Looks at the slots, which are the scheduler's, and changes nothing but idle cells that it has emptied."""
+    """Finds slots. It changes nothing, except that it empties cells of idle slots."""
 
-    def __init__(self, cache: KvCache, slots: Seq[Sequence | None], rotation: Rotation) -> None:
-        """`slots` is the scheduler's own list: it has the sequence of each slot at any time."""
+    def __init__(self, cache: KvCache, slots: SlotTable) -> None:
         self._cache = cache
         self._slots = slots
-        self._rotation = rotation
         self.disk: DiskTier | None = None
 
     def prefix_is_coming(self, sequence: Sequence, now: float) -> bool:
-        """True while a slot computes, or a file is read, from which this sequence could take over a prefix soon."""
+        """Return whether a prefix that this sequence could take over is being computed, or read from a file."""
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
         sequence.waits_for = None
@@ -58,13 +56,13 @@ class SlotFinder:
         return sequence.file_wait is not None and sequence.file_wait.continues(now)
 
     def _num_coming(self, holder: Sequence, shared: int) -> int:
-        """How many of the shared tokens can be taken over from a slot once they are computed."""
+        """Return how many of the shared tokens can be taken over from a slot once they are computed."""
         if self._cache.memory.partial_reuse or shared == len(holder.tokens):
             return shared
         return max((cut for cut in holder.cuts if cut <= shared), default=0)
 
     def find_slot(self, sequence: Sequence, idle: list[int]) -> Placement | None:
-        """Where the sequence goes with the cells that it needs, for which idle slots may be emptied."""
+        """Return where the sequence goes with the cells that it needs, for which idle slots may be emptied."""
         placement = self._cache.find_slot(sequence.tokens, sequence.scope, idle, self._preferred_slot(sequence, idle))
         needed = self._cells_needed(sequence)
         others = [slot for slot in idle if slot not in (placement.slot, placement.source)]
@@ -77,33 +75,30 @@ class SlotFinder:
         return anew if len(idle) == len(self._slots) and self._cache.reclaim(idle, len(sequence.tokens)) else None
 
     def would_fit(self, sequence: Sequence, idle: list[int], victims: list[Sequence]) -> bool:
-        """True if there are cells enough once all victims have lost their slots."""
+        """Return whether there are cells enough once all victims have lost their slots."""
         slots = idle + [victim.slot for victim in victims if victim.slot is not None]
         cells = self._cache.cells
         return self._cells_needed(sequence, victims) <= cells.free + cells.freed_by(slots)
 
     def _preferred_slot(self, sequence: Sequence, idle: list[int]) -> int | None:
-        """The slot beside others with the same adapters; else an empty one beside its like, or any that run."""
+        """Return an empty slot next to those that are decoded together with this sequence, else next to any others."""
         if self._cache.memory.unified:
             return None
-        if not self._rotation.is_needed_with(sequence.adapters):
-            running = [slot for slot, holder in enumerate(self._slots) if holder is not None]
-            like = self._slots_like(sequence)
-            return beside(like or running, [slot for slot in idle if not self._cache.cells.of(slot)])
-        return slot_beside(sequence.adapters, [None if s is None else s.adapters for s in self._slots])
+        neighbours = self._slots_like(sequence) or self._slots.busy
+        return beside(neighbours, [slot for slot in idle if not self._cache.cells.of(slot)])
 
     def _slots_like(self, sequence: Sequence) -> list[int]:
-        """Those of interactive sequences, or of bulk ones, that can be decoded in a pass with this one."""
+        """Return the slots of sequences like this one, which may be decoded in one pass: interactive or bulk."""
         kind = sequence.request.is_interactive, sequence.adapters
         return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
 
     def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
-        """The running sequences that should rather wait than this one, the one that loses its slot first comes first.
+        """Return the running sequences that should rather wait than this one, the first to lose its slot first.
 
-        The order of the queue decides, in which only time spent waiting makes a sequence older. Before a reader waits
-        for a slot, a bulk request that is older gives way, too, but not at once again: so it comes to its end.
+        The order of the queue decides, in which only time spent waiting makes a sequence older. An older bulk request
+        also gives way to an interactive one, but not again at once, so it makes progress.
         """
-        less_urgent = [s for s in self._slots if s is not None and s.request.priority > sequence.request.priority]
+        less_urgent = [s for s in self._slots.running if s.request.priority > sequence.request.priority]
         ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
         younger = [s for s in less_urgent if ranks[s] > sequence.rank]
         older = [s for s in less_urgent if ranks[s] <= sequence.rank and gives_way_though_older(s, sequence, now)]
@@ -111,7 +106,7 @@ class SlotFinder:
         return self._cheapest_first(younger, sequence) + older
 
     def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
-        """The least urgent first; of these the youngest, or, where nothing gets lost, who lies nearest to its like."""
+        """Return the least urgent first; of these the youngest or, where states are saved, the nearest."""
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
             return sorted(victims, key=expendable, reverse=True)
         slots = [victim.slot for victim in victims if victim.slot is not None]
@@ -119,11 +114,11 @@ class SlotFinder:
         return sorted(victims, key=lambda victim: (-victim.request.priority, order[victim.slot or 0]))
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
-        """Cells that have to be free for the sequence, and for what runs beside it without the victims."""
+        """Return the cells that the sequence needs, and the running ones without the victims."""
         if not self._cache.memory.unified:
             return 0  # each slot has its own
         gone = frozenset(victims)
-        others = [holder for holder in self._slots if holder is not None and holder not in gone]
+        others = [holder for holder in self._slots.running if holder not in gone]
         return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
 
 
@@ -132,5 +127,5 @@ def _will_compute(sequence: Sequence, length: int) -> bool:
 
 
 def expendable(sequence: Sequence) -> tuple[int, float, int]:
-    """Larger for what should rather give up its slot: the less urgent, then the younger."""
+    """Return a key that is larger for what should rather give up its slot: the less urgent, then the younger."""
     return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order

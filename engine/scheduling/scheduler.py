@@ -15,8 +15,9 @@ from .bulk_policy import prefill_order
 from .cuts import CutPlanner
 from .decode_costs import DecodeCosts, pass_rows_of
 from .placement import SlotFinder, expendable
-from .sequence import Sequence, State, Work, work_of
+from .sequence import Sequence, SlotWork, State, work_of
 from .slot_layout import SlotLayout
+from .slots import SlotTable
 from .strategies import SlotView, Strategy
 from .strategy_registry import Guarded
 from .waiting_queue import WaitingQueue
@@ -42,11 +43,11 @@ class Scheduler:
         """`ram_bytes` is the quota of states that are saved in RAM; 0 saves nothing."""
         self.limits = limits
         self.strategy = Guarded(strategy)
-        self.slots: list[Sequence | None] = [None] * memory.n_slots
+        self.slots = SlotTable(memory.n_slots)
         self.queue = WaitingQueue(limits.max_queue)
         self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
         self._rotation = Rotation()
-        self.finder = SlotFinder(self.cache, self.slots, self._rotation)
+        self.finder = SlotFinder(self.cache, self.slots)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
         self.costs = DecodeCosts()
         self.layout = SlotLayout(self.cache, self.slots, self.costs, limits.budget)
@@ -64,7 +65,7 @@ class Scheduler:
     def enqueue(self, sequence: Sequence, now: float) -> None:
         """Puts a new sequence into the waiting queue. Raises PromptTooLong, QueueFull."""
         self.check(sequence.num_prompt)
-        self.queue.add(sequence, now, num_idle=self.slots.count(None))
+        self.queue.add(sequence, now, num_idle=len(self.slots.idle))
         self._cuts.ask(sequence)
 
     # Admission and preemption
@@ -78,8 +79,8 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
-        readers = False  # only they can still have a slot
-        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop(interactive=readers)) is not None:
+        is_full = False  # only interactive sequences can still get a slot: that of a bulk one
+        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop(interactive=is_full)) is not None:
             try:
                 is_held = self.finder.prefix_is_coming(sequence, now)
                 sequence.note_prefix_wait(is_held, now)
@@ -89,9 +90,9 @@ class Scheduler:
                 placement = self._find_slot(sequence, now)
                 if placement is None:
                     passed_over.append(sequence)
-                    if readers or sequence.request.is_interactive or self.cache.memory.unified:
+                    if is_full or sequence.request.is_interactive or self.cache.memory.unified:
                         break  # in one pool others would use up the cells that it waits for
-                    readers = True
+                    is_full = True
                     continue
                 self._assign_slot(sequence, placement, now)
             except Exception as error:
@@ -102,14 +103,13 @@ class Scheduler:
                 admitted.append(sequence)
         for sequence in passed_over:
             self.queue.requeue(sequence)
-        return [
-            sequence for sequence in admitted if sequence.slot is not None
-        ]  # another of its request may have failed
+        # One may have lost its slot again: to a more urgent one, or because another one of its request failed.
+        return [sequence for sequence in admitted if sequence.slot is not None]
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
         """A slot for the sequence, for which others may lose theirs; None, and none does, if it has to wait."""
         while True:
-            idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
+            idle = self.slots.idle
             if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
                 return placement
             victims = self.finder.victims(sequence, now)
@@ -117,20 +117,13 @@ class Scheduler:
                 return None
             self.preempt(victims[0], now)
 
-    def _victim(self) -> Sequence | None:
-        """The least urgent running sequence, and of these the youngest."""
-        running = [s for s in self.slots if s is not None]
-        return max(running, key=expendable, default=None)
-
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
-        assert sequence.slot is not None
-        committed = sequence.tokens[: sequence.num_computed]
-        self.cache.save(sequence.slot, committed, sequence.scope)
-        self.cache.clear(sequence.slot)
-        self.slots[sequence.slot] = None
+        slot = self.slots.release(sequence)
+        self.cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
+        self.cache.clear(slot)
         self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
-        sequence.slot, sequence.num_computed, sequence.state = None, 0, State.WAITING
+        sequence.num_computed, sequence.state = 0, State.WAITING
         self.queue.add_preempted(sequence, now)
         self.num_preemptions += 1
 
@@ -148,14 +141,14 @@ class Scheduler:
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.cache_tier = tier if sequence.num_cached else None
         sequence.placed_at, sequence.num_output_placed = now, sequence.num_output
-        sequence.slot, sequence.state, sequence.waits_for = placement.slot, State.PREFILLING, None
-        self.slots[placement.slot] = sequence
+        sequence.state, sequence.waits_for = State.PREFILLING, None
+        self.slots.assign(placement.slot, sequence)
         self._rotation.add(sequence.adapters, sequence.request.is_interactive, now)
         self.queue.remove(sequence)
 
     # The batch of a step
 
-    def schedule(self, now: float, only: int | None = None) -> list[Work]:
+    def schedule(self, now: float, only: int | None = None) -> list[SlotWork]:
         """The work of this step in order of slots, all with the same adapters; empty when no slot is busy.
 
         When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
@@ -171,17 +164,17 @@ class Scheduler:
 
     def free_cells(self, missing: int, now: float) -> bool:
         """Frees cells for running sequences; False when only one is left, which has them all."""
-        idle = [slot for slot, holder in enumerate(self.slots) if holder is None and self.cache.cells.of(slot)]
+        idle = [slot for slot in self.slots.idle if self.cache.cells.of(slot)]
         freed = self.cache.cells.freed_by(idle)
         if freed:
             return self.cache.reclaim(idle, min(missing, freed))
-        victim = self._victim()
-        if victim is None or sum(1 for s in self.slots if s is not None) == 1:
+        running = self.slots.running
+        if len(running) < 2:
             return False
-        self.preempt(victim, now)
+        self.preempt(max(running, key=expendable), now)
         return True
 
-    def _build_batch(self, now: float, only: int | None) -> list[Work]:
+    def _build_batch(self, now: float, only: int | None) -> list[SlotWork]:
         views = self._views(now) if only is None else [_view(s) for s in [self.slots[only]] if s is not None]
         if not views:
             return []
@@ -189,7 +182,7 @@ class Scheduler:
         return [work_of(s, count) for slot, count in sorted(allocations) if (s := self.slots[slot]) is not None]
 
     def _views(self, now: float) -> list[SlotView]:
-        busy = [s for s in self.slots if s is not None]
+        busy = self.slots.running
         if self._rotation.is_needed:
             turn = self._rotation.turn(now)
             busy = [s for s in busy if s.adapters == turn]
@@ -201,7 +194,7 @@ class Scheduler:
         if all(chunk.decode or len(chunk.tokens) == 1 for chunk in chunks):
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
-    def commit(self, work: Work) -> None:
+    def commit(self, work: SlotWork) -> None:
         """Accounts a chunk that was decoded, but for drafts; its sequence decodes from now on if it samples."""
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
@@ -212,7 +205,7 @@ class Scheduler:
         if chunk.samples:
             sequence.state = State.DECODING
 
-    def rollback(self, work: Work) -> None:
+    def rollback(self, work: SlotWork) -> None:
         """Puts a slot back to where it was before a chunk that failed; to its beginning where that can't be done."""
         sequence, chunk = work
         if sequence.slot == chunk.slot:  # else it has lost it
@@ -243,12 +236,12 @@ class Scheduler:
             self.queue.remove(sequence)
         self.queue.forget(sequence)
         self.layout.observe_end(sequence)
-        sequence.state, slot, sequence.slot = State.FINISHED, sequence.slot, None
+        sequence.state = State.FINISHED
         if not sequence.request.cache_prompt:
             self.cache.forget_scope(sequence.scope)
-        if slot is None:
+        if sequence.slot is None:
             return
-        self.slots[slot] = None
+        slot = self.slots.release(sequence)
         self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:
             committed = sequence.tokens[: sequence.num_computed]
@@ -258,7 +251,7 @@ class Scheduler:
 
     def unfinished(self) -> list[Sequence]:
         """Every sequence that waits or has a slot."""
-        return [s for s in self.slots if s is not None] + self.queue.waiting()
+        return self.slots.running + self.queue.waiting()
 
     @property
     def num_waiting(self) -> int:
@@ -267,21 +260,21 @@ class Scheduler:
     @property
     def num_busy(self) -> int:
         """Slots that a sequence has."""
-        return len([s for s in self.slots if s is not None])
+        return len(self.slots.running)
 
     @property
     def has_work(self) -> bool:
-        return self.num_waiting > 0 or any(s is not None for s in self.slots)
+        return self.num_waiting > 0 or bool(self.slots.running)
 
     @property
     def kv_used_tokens(self) -> int:
         """Positions that running sequences hold."""
-        return sum(s.num_computed for s in self.slots if s is not None)
+        return sum(s.num_computed for s in self.slots.running)
 
     @property
     def kv_cached_tokens(self) -> int:
         """Positions that wait in idle slots for sequences that begin alike."""
-        return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
+        return sum(self.cache.cells.of(slot) for slot in self.slots.idle)
 
 
 def _view(sequence: Sequence) -> SlotView:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
 
 
-GROWTH = 4 / 3  # a running sequence is copied again when it has become so many times as long
+GROWTH = 4 / 3  # times as long as at its last copy is a running sequence copied again: each token is copied 4 times
 
 
 class State(Enum):
@@ -100,7 +100,7 @@ class Sequence:
 
     @property
     def is_as_predicted(self) -> bool:
-        """True as long as the last token of its output is the one that was predicted there."""
+        """True while the last token of its output is the one that was predicted there."""
         at = self.num_output - 1
         return at < len(self.request.prediction) and self.tokens[-1] == self.request.prediction[at]
 
@@ -127,7 +127,7 @@ class Sequence:
         return None if timeout_s is None else self.submitted_at + timeout_s
 
     def cut_back(self, num_tokens: int) -> None:
-        """Its slot holds no more than so many of its tokens; it computes what is missing again."""
+        """Note that its slot holds no more than so many of its tokens; it computes the others again."""
         if num_tokens < self.num_computed:
             self.num_computed = num_tokens
             if self.num_pending > 1:
@@ -158,7 +158,7 @@ class Sequence:
         return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= least
 
     def keep(self, parts: list[Part]) -> None:
-        """Adds final parts of the reply to what the completion will say."""
+        """Add final parts of the reply to the completion."""
         self.texts += [part.text for part in parts if part.kind == "text"]
         self.thoughts += [part.text for part in parts if part.kind == "reasoning"]
 
@@ -205,25 +205,25 @@ class Sequence:
         return Context(self.identity, key_of(self.adapters), request.cache_scope, request.prompt, generated)
 
     def note_prefix_wait(self, is_held: bool, now: float) -> None:
-        """Whether it waits for a prefix from now on."""
+        """Note whether it waits for a prefix from now on."""
         if is_held:
             self.held_since = now if self.held_since is None else self.held_since
         elif self.held_since is not None:
             self.prefix_wait_s, self.held_since = self.prefix_wait_s + now - self.held_since, None
 
 
-class Work(NamedTuple):
-    """A chunk of a step's batch, and the sequence that it is computed for."""
+class SlotWork(NamedTuple):
+    """What a step computes in a slot: a chunk, and its sequence."""
 
     sequence: Sequence
     chunk: Chunk
 
 
-def work_of(sequence: Sequence, count: int) -> Work:
-    """The next `count` tokens of a sequence that has a slot."""
+def work_of(sequence: Sequence, count: int) -> SlotWork:
+    """Return the next `count` tokens of a sequence that has a slot."""
     assert sequence.slot is not None
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + count]
     decode = sequence.state is State.DECODING
     chunk = Chunk(sequence.slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
-    return Work(sequence, chunk)
+    return SlotWork(sequence, chunk)

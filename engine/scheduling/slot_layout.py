@@ -16,17 +16,18 @@ from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS, KvCache
 
 from .decode_costs import MOVE_TOKENS, DecodeCosts, MoveCosts
 from .neighbours import cheapest_cover, moves_together, runs_of
-from .sequence import Sequence, Work, work_of
+from .sequence import Sequence, SlotWork, work_of
+from .slots import SlotTable
 
 log = logging.getLogger(__name__)
 
-USUAL_OUTPUT_TOKENS = 64.0  # of a sequence, before any has ended
-LENGTH_WEIGHT = 0.05  # of a new length in the running mean
-LOOK_AGAIN = 16  # steps after which the same layout is weighed anew
+USUAL_OUTPUT_TOKENS = 64.0  # of a sequence, before any has ended: a short answer, so early moves have to pay soon
+LENGTH_WEIGHT = 0.05  # of a new length in the running mean: lengths vary much, so the last 40 or so count
+LOOK_AGAIN = 16  # steps after which the same layout is weighed again: costs change slowly, and weighing takes time
 
 
 class Move(NamedTuple):
-    """A running sequence goes to another slot; what is there goes the other way, also a bulk sequence that runs."""
+    """A running sequence moves to another slot; what is there moves the other way, also a bulk sequence that runs."""
 
     sequence: Sequence
     slot: int  # where it is
@@ -34,10 +35,10 @@ class Move(NamedTuple):
 
 
 class SlotLayout:
-    """Fills holes and moves sequences. Shares the scheduler's slots; engine thread only."""
+    """Fills holes and moves sequences. Engine thread only."""
 
-    def __init__(self, cache: KvCache, slots: list[Sequence | None], costs: DecodeCosts, budget: int) -> None:
-        """`slots` is the scheduler's own list; a decode call has at most `budget` rows."""
+    def __init__(self, cache: KvCache, slots: SlotTable, costs: DecodeCosts, budget: int) -> None:
+        """A decode call has at most `budget` rows."""
         self.is_active = not cache.memory.unified and len(slots) > 2  # one pool: any slots are decoded in one pass
         self.num_moves = 0  # since the start
         self._cache = cache
@@ -51,8 +52,8 @@ class SlotLayout:
 
     # Filling
 
-    def fill(self, works: list[Work]) -> tuple[list[Work], list[Chunk]]:
-        """Single tokens with what fills the holes between them: the next tokens of other slots, and padding.
+    def fill(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[Chunk]]:
+        """Return single tokens with what fills the holes between them: the next tokens of other slots, and padding.
 
         Padding is a token that is taken off again (`take_off`) after the decode call, whatever becomes of that.
         """
@@ -69,7 +70,7 @@ class SlotLayout:
         return sorted(works + useful, key=lambda work: work.chunk.slot), padding
 
     def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
-        """Of none, all and what is cheapest by all that is known, what may well be the best."""
+        """Return the holes to fill: none, all or what is expected to be cheapest, whichever may well be the best."""
         costs = self._decode_costs
         tables = costs.table(len(self._slots)), self._one_for_each_pass
         covers = [cheapest_cover(slots, can_fill, table) for table in tables]
@@ -83,21 +84,21 @@ class SlotLayout:
         return self._can_pad(slot)
 
     def _can_pad(self, slot: int) -> bool:
-        """True if one more token can be taken off again. In a stream of its own it takes no cell from anything."""
+        """Return whether one more token can be taken off again. In a stream of its own it takes no cell from others."""
         memory = self._cache.memory
         return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
 
-    def _padding(self, slot: int, work: Work) -> Chunk:
-        """A row that says nothing: any token will do."""
+    def _padding(self, slot: int, work: SlotWork) -> Chunk:
+        """Return a row of which nothing is used: any token will do."""
         return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
 
     def take_off(self, padding: Seq[Chunk]) -> None:
-        """Slots hold again what they held before they were padded."""
+        """Cut padded slots back to what they held before."""
         for chunk in padding:
             self.restore_slot(chunk.slot)
 
     def restore_slot(self, slot: int) -> None:
-        """The device's cells of a slot are those that are accounted; a state that can't be cut to them is forgotten."""
+        """Cut the device's cells of a slot back to those that are accounted; a state that can't be cut is forgotten."""
         num_cells = self._cache.cells.of(slot)
         if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
             self._cache.wipe(slot)
@@ -105,7 +106,7 @@ class SlotLayout:
     # Learning
 
     def observe_end(self, sequence: Sequence) -> None:
-        """Is told of each sequence that ends."""
+        """Learn the length of an output that has ended."""
         if sequence.num_output:
             self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
 
@@ -123,8 +124,8 @@ class SlotLayout:
         return self.is_active and self._decode_costs.is_measured
 
     def next_moves(self) -> list[Move]:
-        """Moves that cost less than they save over what their sequences will probably still need."""
-        busy = [slot for slot, holder in enumerate(self._slots) if holder is not None]
+        """Return moves that cost less than they save over what their sequences will probably still generate."""
+        busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []
         layout = self._layout()
@@ -142,17 +143,16 @@ class SlotLayout:
         return [self._kind(slot) for slot in range(len(self._slots))]
 
     def _kind(self, slot: int) -> int:
-        """What decides where the slot's sequence should lie, if it has one."""
+        """Return what decides where the slot's sequence should lie: 0 idle, 1 bulk, 2 interactive."""
         holder = self._slots[slot]
         return 0 if holder is None else 1 + holder.request.is_interactive
 
     def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """The busy slots that are decoded together, those with the same adapters, and where they can go: idle ones.
+        """Yield the busy slots that are decoded together, with the same adapters, and the idle ones where they can go.
 
         Of these the interactive ones again: few others decode with them (bulk_policy.py), and change places with them.
         """
-        taken = set(busy)
-        idle = [slot for slot in range(len(self._slots)) if slot not in taken]
+        idle = self._slots.idle
         groups: dict[Hashable, list[int]] = {}
         for slot in busy:
             holder = self._slots[slot]
@@ -184,12 +184,12 @@ class SlotLayout:
         return Move(sequence, slot, target)
 
     def _weight(self, slot: int) -> int:
-        """Tokens whose moving costs as much as emptying this slot, or using it."""
+        """Return the tokens whose moving costs as much as emptying this slot, or using it."""
         num_tokens = self._num_moved(slot)
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 
     def _num_moved(self, slot: int) -> int:
-        """Cells that a move to or from this slot takes along."""
+        """Return the cells that a move to or from this slot takes along."""
         num_cells = self._cache.cells.of(slot)
         return num_cells if self._slots[slot] is not None or num_cells >= WORTH_SAVING_TOKENS else 0
 
@@ -197,12 +197,12 @@ class SlotLayout:
         return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))
 
     def carry_out(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
-        """Moves one sequence after another, as long as that takes no longer than a decode call does.
+        """Move one sequence after another, as long as that takes no longer than a decode call.
 
         What the idle slots have goes the other way. What gets lost is computed again.
         """
         started = clock()
-        running = [slot for slot, holder in enumerate(self._slots) if holder is not None]
+        running = self._slots.busy
         allowed_s = cheapest_cover(running, self._can_pad, self._decode_costs.table(len(self._slots))).seconds
         for index, move in enumerate(moves):
             now = clock()
@@ -216,12 +216,11 @@ class SlotLayout:
             self.num_moves += 1
 
     def _carry_out(self, move: Move) -> bool:
-        """False: it could not be moved."""
+        """Return False if it could not be moved."""
         sequence, slot, target = move
         other = self._slots[target]
         if other is None and not self._num_moved(target):
             self._cache.clear(target)
-        pair = [(sequence, target), *([] if other is None else [(other, slot)])]
         try:
             if not self._cache.swap(slot, target):
                 return False
@@ -229,11 +228,11 @@ class SlotLayout:
             log.exception("a slot could not be moved; its sequence is computed again")
             for index in (target, slot):
                 self._cache.wipe(index)
-            for each, _ in pair:
-                each.cut_back(0)
+            for each in (sequence, other):
+                if each is not None:
+                    each.cut_back(0)
             return False
-        self._slots[slot], self._slots[target] = other, sequence
-        for each, index in pair:
-            each.slot = index
-            each.cut_back(self._cache.cells.of(index))
+        for each in self._slots.swap(slot, target):
+            assert each.slot is not None
+            each.cut_back(self._cache.cells.of(each.slot))
         return True

@@ -1,4 +1,4 @@
-"""The waiting queue of an engine: the most urgent first, but no sequence waits for ever. Pure."""
+"""The waiting queue of an engine: the most urgent first, but no sequence waits forever. Pure."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from cellama.engine.kvcache.prefix import PrefixIndex
 
 from .sequence import Sequence, State
 
-MAX_EMPTY = 16  # places of those that left a heap, beyond as many as are taken
-AGEING_S = 30.0  # waiting this long counts as much as one step of priority
+MAX_EMPTY = 16  # entries of sequences that left a heap, beyond twice as many as are in it: then it is rebuilt
+AGEING_S = 30.0  # of waiting count as one step of priority: after 4.5 minutes priority 9 goes before a new priority 0
 
 
 class _Heap:
-    """Sequences by a number. One that left is forgotten at once, with all that it holds; its entry a bit later."""
+    """Sequences by a number. One that leaves is forgotten at once; its entry is dropped later."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int]] = []
         self._sequences: dict[int, Sequence] = {}  # by order of arrival
 
     def push(self, number: float, sequence: Sequence) -> None:
-        """Adds a sequence that is not in it."""
+        """Add a sequence that is not in it."""
         self._sequences[sequence.order] = sequence
         heapq.heappush(self._entries, (number, sequence.order))
 
     @property
     def first(self) -> tuple[float, int]:
-        """The smallest number, and the order of its sequence; infinity if there is none."""
+        """The smallest number and the order of its sequence; infinity if the heap is empty."""
         while self._entries and self._entries[0][1] not in self._sequences:
             heapq.heappop(self._entries)
         return self._entries[0] if self._entries else (math.inf, 0)
 
     def pop(self, up_to: float = math.inf) -> Sequence | None:
-        """Takes the one with the smallest number out, if that is not above `up_to`."""
+        """Remove the sequence with the smallest number, and return it, if that is not above `up_to`."""
         number, order = self.first
         if not self._entries or number > up_to:
             return None
@@ -44,7 +44,7 @@ class _Heap:
         return self._sequences.pop(order)
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes a sequence out, if it is in."""
+        """Remove a sequence, if it is in the heap."""
         self._sequences.pop(sequence.order, None)
         if len(self._entries) > 2 * len(self._sequences) + MAX_EMPTY:
             self._entries = [entry for entry in self._entries if entry[1] in self._sequences]
@@ -71,7 +71,7 @@ class WaitingQueue:
         self._prompts: PrefixIndex[Sequence] = PrefixIndex()
 
     def add(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
-        """A new sequence waits from now on; `num_idle` slots are idle. Raises QueueFull.
+        """Add a new sequence; `num_idle` slots are idle. Raises QueueFull.
 
         The limit is for requests, not for their completions, and never for one that can have a slot at once.
         """
@@ -88,7 +88,7 @@ class WaitingQueue:
             self._deadlines.push(sequence.deadline, sequence)
 
     def add_preempted(self, sequence: Sequence, now: float) -> None:
-        """A sequence that lost its slot waits again, as if it had not waited while it had one."""
+        """Add a sequence that lost its slot, as if it had not waited while it had one."""
         sequence.rank = rank_if_preempted(sequence, now)
         self._begin_to_wait(sequence)
 
@@ -100,44 +100,44 @@ class WaitingQueue:
         self.requeue(sequence)
 
     def pop(self, *, interactive: bool = False) -> Sequence | None:
-        """The next sequence, or the next interactive one. It still counts as waiting until `remove`. None: none."""
+        """Return the next sequence, or the next interactive one; it counts as waiting until `remove`."""
         heap = self._heaps[True] if interactive else min(self._heaps.values(), key=lambda heap: heap.first)
         return heap.pop()
 
     def requeue(self, sequence: Sequence) -> None:
-        """A popped sequence goes on waiting where it was, unless it has ended."""
+        """Put a popped sequence back where it was, unless it has ended."""
         if sequence.state is State.WAITING:
             self._heaps[sequence.request.is_interactive].push(sequence.rank, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """One of those who waited does so no more: it got a slot or has ended."""
+        """Remove a waiting sequence, which got a slot or has ended."""
         self.num_waiting -= 1
         self._num_requests -= sequence.index == 0
         self._prompts.remove(sequence)
         self._heaps[sequence.request.is_interactive].discard(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended: its deadline means nothing any more."""
+        """Forget the deadline of a sequence that has ended."""
         self._deadlines.discard(sequence)
 
     def demanded_prefix(self, tokens: tuple[int, ...], scope: Hashable) -> int:
-        """With how many of these tokens a waiting sequence begins."""
+        """Return with how many of these tokens a waiting sequence begins."""
         return self._prompts.longest(tokens, scope)
 
     def branches(self, sequence: Sequence) -> list[int]:
-        """The lengths at which other waiting sequences part from this one, or end."""
+        """Return the lengths at which other waiting sequences part from this one, or end."""
         return self._prompts.branches(sequence.tokens, sequence.scope, at_least=2)
 
     def expired(self, now: float) -> Iterator[Sequence]:
-        """Every unfinished sequence whose deadline has passed, once, waiting or not."""
+        """Yield every unfinished sequence whose deadline has passed, once, waiting or not."""
         while (sequence := self._deadlines.pop(now)) is not None:
             yield sequence
 
     def waiting(self) -> list[Sequence]:
-        """All that wait, in no order."""
+        """Return all that wait, in no order."""
         return [sequence for heap in self._heaps.values() for sequence in heap]
 
 
 def rank_if_preempted(sequence: Sequence, now: float) -> float:
-    """Where a running sequence would stand in the queue: only time spent waiting makes it older."""
+    """Return the rank of a running sequence if it waited: only time spent waiting makes it older."""
     return sequence.rank + now - (now if sequence.placed_at is None else sequence.placed_at)

@@ -12,7 +12,7 @@ from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.bulk_policy import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.scheduling.decode_costs import DecodeCosts
-from cellama.engine.scheduling.sequence import Sequence, Work
+from cellama.engine.scheduling.sequence import Sequence, SlotWork
 from cellama.engine.scheduling.slot_layout import SlotLayout
 from cellama.engine.snapshots import SourceDrafts
 
@@ -81,7 +81,7 @@ class Drafting:
             self.gate.account(self._step.num_tokens, self._step.seconds)
         self._step = None
 
-    def take_checks(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
+    def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
         """Split off the work of requests that only check candidates (Engine.verify), with as many as have logits.
 
         Each of these is a decode call of its own, whatever it costs, because it is what its caller asks for.
@@ -93,7 +93,7 @@ class Drafting:
         }
         return list(checks.values()), [work for work in works if work.sequence not in checks]
 
-    def _with_candidates(self, work: Work, num_works: int) -> Work | None:
+    def _with_candidates(self, work: SlotWork, num_works: int) -> SlotWork | None:
         sequence, chunk = work
         request, memory = sequence.request, self._cache.memory
         if not (chunk.decode and self._can_take_back):
@@ -106,7 +106,7 @@ class Drafting:
             return None
         drafted = self._drafted.setdefault(sequence, DraftedSequence([], AcceptanceRates(self._rates), None))
         drafted.num_tokens, drafted.draft = len(sequence.tokens), DraftTokens("prediction", tokens, [])
-        return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
+        return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
     def _max_drafts(self, sequence: Sequence) -> int:
         """Return how many drafts its slot has room for and can take back, up to the end of its output."""
@@ -116,7 +116,7 @@ class Drafting:
             return 0
         return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
 
-    def calls_of(self, works: list[Work]) -> list[list[Work]]:
+    def calls_of(self, works: list[SlotWork]) -> list[list[SlotWork]]:
         """Return the decode calls for these single tokens, with drafts as far as they pay."""
         if len(works) > self._max_rows:
             return [works]
@@ -127,7 +127,7 @@ class Drafting:
             self.is_active = False
             return [works]
 
-    def _calls_with_drafts(self, works: list[Work]) -> list[list[Work]]:
+    def _calls_with_drafts(self, works: list[SlotWork]) -> list[list[SlotWork]]:
         self._step = StepAccount()
         if not self.gate.begin_step(len(works)):
             return [works]
@@ -178,7 +178,7 @@ class Drafting:
         drafted = self._drafted[sequence] = DraftedSequence(sources, AcceptanceRates(self._rates), pool)
         return drafted
 
-    def _candidate(self, work: Work, *, can_pad: bool = True) -> Candidate:
+    def _candidate(self, work: SlotWork, *, can_pad: bool = True) -> Candidate:
         """Return the candidate of a slot with the draft that it has."""
         drafted, slot = self._drafted[work.sequence], work.chunk.slot
         rates = [] if drafted.draft is None else drafted.rates.of_draft(drafted.draft)
@@ -186,7 +186,7 @@ class Drafting:
         can_pad = can_pad and not memory.unified and memory.first_cut(slot) <= work.sequence.num_computed
         return Candidate(slot, rates, can_pad=can_pad)
 
-    def _choose_with_model(self, model: DraftModel, works: Seq[Work], max_s: float) -> Mapping[int, int]:
+    def _choose_with_model(self, model: DraftModel, works: Seq[SlotWork], max_s: float) -> Mapping[int, int]:
         """Return how many drafts of each slot to decode, by slot; those of the draft model are made before."""
         model.begin_step()
         candidates = [self._candidate_of_model(model, work) for work in works]
@@ -207,7 +207,7 @@ class Drafting:
         self._step = StepAccount(len(works), seconds)  # the time is spent, whatever is decoded now
         return self.gate.fit([self._candidate(work, can_pad=False) for work in works], max_s - seconds)
 
-    def _candidate_of_model(self, model: DraftModel, work: Work) -> Candidate:
+    def _candidate_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
         """Return what the draft model could propose for a slot, if that is likely to be more than what there is."""
         candidate, drafted = self._candidate(work, can_pad=False), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
@@ -217,14 +217,14 @@ class Drafting:
         num_left = max(1.0, self._layout.steps_left(work.sequence))
         return model.candidate(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, num_left)
 
-    def _fit(self, works: Seq[Work], lengths: Mapping[int, int]) -> bool:
+    def _fit(self, works: Seq[SlotWork], lengths: Mapping[int, int]) -> bool:
         """Return whether there are cells for all of them. Drafts take none from a sequence."""
         memory = self._cache.memory
         if memory.unified:
             return self._cache.cells.free >= len(works) + sum(lengths.values())
         return all(self._cache.cells.of(slot) + 1 + length <= memory.ctx_per_slot for slot, length in lengths.items())
 
-    def _with_draft(self, work: Work, length: int) -> Work:
+    def _with_draft(self, work: SlotWork, length: int) -> SlotWork:
         """Return the work with its draft, padded to this length: slots of one pass have equally many rows."""
         sequence, chunk = work
         if not length:
@@ -232,7 +232,7 @@ class Drafting:
         draft = self._drafted[sequence].draft
         tokens = [] if draft is None else draft.tokens[:length]
         padding = [(tokens or chunk.tokens)[-1]] * (length - len(tokens))
-        return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens, *padding], num_drafts=len(tokens)))
+        return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens, *padding], num_drafts=len(tokens)))
 
     # After it
 
@@ -244,7 +244,7 @@ class Drafting:
             self._step.seconds += seconds
         self.gate.observe(seconds)
 
-    def begin_verifying(self, work: Work) -> None:
+    def begin_verifying(self, work: SlotWork) -> None:
         """The chunk is decoded, its first token accounted; its drafts lie in the slot behind it."""
         sequence, chunk = work
         if (drafted := self._drafted.get(sequence)) is None:

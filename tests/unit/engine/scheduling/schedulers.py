@@ -9,7 +9,7 @@ from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
-from cellama.engine.scheduling.sequence import Sequence, Work
+from cellama.engine.scheduling.sequence import Sequence, SlotWork
 from cellama.engine.scheduling.strategies import (
     DecodeMaximal,
     SlotView,
@@ -52,7 +52,7 @@ def run_step(scheduler: Scheduler, now: float = 0.0, *, pass_s: float = 1.0, row
     return scheduled
 
 
-def decode(scheduler: Scheduler, works: list[Work], pass_s: float, row_s: float) -> list[Work]:
+def decode(scheduler: Scheduler, works: list[SlotWork], pass_s: float, row_s: float) -> list[SlotWork]:
     """A decode call with its holes filled; what it computed."""
     backend, layout = scheduler.cache.memory, scheduler.layout
     assert isinstance(backend, FakeBackend)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, slot_beside
+from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation
 
 GROUPS = "abcdef"
 MAX_STEP_S = 0.4
@@ -88,35 +88,3 @@ def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_t
     rotation.remove("b", interactive=True)
     assert not rotation.is_needed
     assert rotation.turn(0.0) == "a"
-
-
-@pytest.mark.parametrize(
-    ("holders", "key", "place"),
-    [
-        ("........", "a", 4),
-        ("aa......", "a", 2),
-        ("aa......", "b", 5),
-        ("aa.bb...", "b", 5),
-        ("aa...bb.", "b", 4),
-        ("aab.b...", "a", 6),
-        ("aabb.aab", "a", 4),
-        ("abab.bab", "c", 4),
-        (".baababa", "a", 0),
-        ("abababab", "a", None),
-    ],
-)
-def test_place_for_a_group_is_beside_its_own_or_in_the_middle_of_a_gap(
-    holders: str, key: str, place: int | None
-) -> None:
-    assert slot_beside(key, [None if holder == "." else holder for holder in holders]) == place
-
-
-def test_groups_that_arrive_mixed_lie_together() -> None:
-    holders: list[str | None] = [None] * 12
-    for key in "abc" * 4:
-        place = slot_beside(key, holders)
-        assert place is not None
-        assert holders[place] is None
-        holders[place] = key
-    runs = ["".join(run) for _, run in itertools.groupby(map(str, holders))]
-    assert len(runs) <= 6

@@ -10,7 +10,7 @@ from cellama.engine import InvalidRequest
 from cellama.engine.backend import Chunk
 from cellama.engine.scheduling.bulk_policy import Adaptive
 from cellama.engine.scheduling.micro_batches import micro_batches_of
-from cellama.engine.scheduling.sequence import State, Work
+from cellama.engine.scheduling.sequence import SlotWork, State
 from cellama.engine.scheduling.strategies import (
     MIN_CHUNK,
     TILE,
@@ -137,8 +137,8 @@ def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> No
     for holder, admitted_at in zip(holders, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
         holder.admitted_at = admitted_at
 
-    def work(slot: int, count: int, *, samples: bool = True) -> Work:
-        return Work(holders[slot], Chunk(slot, 0, [0] * count, samples))
+    def work(slot: int, count: int, *, samples: bool = True) -> SlotWork:
+        return SlotWork(holders[slot], Chunk(slot, 0, [0] * count, samples))
 
     younger, older, bulk = work(0, MIN_CHUNK), work(1, MIN_CHUNK), work(2, MIN_CHUNK)
     part, single = work(3, MIN_CHUNK, samples=False), work(4, 1)
