@@ -62,7 +62,7 @@ class Rotation:
         """True while there is more than one group."""
         return len(self._groups) > 1
 
-    def turn(self, now: float) -> Hashable:
+    def take_turn(self, now: float) -> Hashable:
         """Return the group that the next step serves. There must be one."""
         current = self._groups.get(self._turn)
         if current is not None:

@@ -28,12 +28,15 @@ class SlotFinder:
         self._slots = slots
         self.disk: DiskTier | None = None
 
-    def prefix_is_coming(self, sequence: Sequence, now: float) -> bool:
-        """Return whether a prefix that this sequence could take over is being computed, or read from a file."""
+    def await_prefix(self, sequence: Sequence, now: float) -> bool:
+        """Return whether the sequence waits, for a prefix that a slot computes or that is read from a file.
+
+        Reading starts here if there is a file with a longer prefix than slots and RAM have.
+        """
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
         sequence.waits_for = None
-        if self._is_read_from_disk(sequence, now):
+        if self._await_file(sequence, now):
             return True
         if None not in self._slots:
             return False  # it can't have a slot now, or only that of a less urgent one: no reason to search
@@ -48,7 +51,7 @@ class SlotFinder:
                 return True
         return False
 
-    def _is_read_from_disk(self, sequence: Sequence, now: float) -> bool:
+    def _await_file(self, sequence: Sequence, now: float) -> bool:
         match, sequence.match = sequence.match, None
         if match is not None and self.disk is not None:
             ready = self._cache.longest_prefix(sequence.tokens, sequence.scope)

@@ -82,7 +82,7 @@ class Scheduler:
         is_full = False  # only interactive sequences can still get a slot: that of a bulk one
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop(interactive=is_full)) is not None:
             try:
-                is_held = self.finder.prefix_is_coming(sequence, now)
+                is_held = self.finder.await_prefix(sequence, now)
                 sequence.note_prefix_wait(is_held, now)
                 if is_held:
                     passed_over.append(sequence)
@@ -184,7 +184,7 @@ class Scheduler:
     def _views(self, now: float) -> list[SlotView]:
         busy = self.slots.running
         if self._rotation.is_needed:
-            turn = self._rotation.turn(now)
+            turn = self._rotation.take_turn(now)
             busy = [s for s in busy if s.adapters == turn]
         busy.sort(key=prefill_order)
         return [_view(s) for s in busy]

@@ -48,7 +48,8 @@ class SlotLayout:
         self._move_costs = MoveCosts()
         self._one_for_each_pass = [0.0] + [1.0] * len(slots)
         self._output_tokens = USUAL_OUTPUT_TOKENS
-        self._weighed: tuple[list[int], int] = ([], 0)  # a layout that is left as it is, and for how many steps
+        self._kept_layout: list[int] = []  # is left as it is …
+        self._num_kept = 0  # … for so many steps more
 
     # Filling
 
@@ -129,14 +130,13 @@ class SlotLayout:
         if not self._may_move or len(busy) < 2:
             return []
         layout = self._layout()
-        weighed, left = self._weighed
-        if layout == weighed and left > 0:
-            self._weighed = weighed, left - 1
+        if layout == self._kept_layout and self._num_kept > 0:
+            self._num_kept -= 1
             return []
         for own, places in self._groups(busy):
             if moves := self._worthwhile(own, places):
                 return moves
-        self._weighed = layout, LOOK_AGAIN
+        self._kept_layout, self._num_kept = layout, LOOK_AGAIN
         return []
 
     def _layout(self) -> list[int]:
@@ -210,7 +210,7 @@ class SlotLayout:
                 break
             num_tokens = self._num_moved(move.slot) + self._num_moved(move.target)
             if not self._carry_out(move):
-                self._weighed = self._layout(), LOOK_AGAIN
+                self._kept_layout, self._num_kept = self._layout(), LOOK_AGAIN
                 break
             self._move_costs.observe(num_tokens, clock() - now)
             self.num_moves += 1

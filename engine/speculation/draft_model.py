@@ -100,10 +100,10 @@ class DraftModel:
         """False for a while after it did not pay, and for good after it failed."""
         return self._num_rest <= 0 and self._num_failures < MAX_FAILURES
 
-    def candidate(
+    def offer(
         self, slot: int, sequence: Sequence, rates: AcceptanceRates, max_tokens: int, num_left: float
     ) -> Candidate:
-        """Return what it could propose for a sequence that still has `num_left` tokens to generate."""
+        """Follow a sequence that has `num_left` tokens to generate, and return what the model could propose."""
         read = len(self._follow(sequence).tokens)
         return Candidate(
             slot,
@@ -187,14 +187,12 @@ class DraftModel:
         left = min(max(MIN_READ, len(asked), int(READ_S / max(self._token_s, 1e-6))), self._pass_tokens)
         chunks: dict[Sequence, Chunk] = {}
         unread = {sequence: len(sequence.tokens) - len(self._follow(sequence).tokens) for sequence in asked}
-        free = self._num_free(sum(unread.values()) + length * len(asked))
         for sequence in sorted(asked, key=unread.__getitem__):
             slot = self._slot_of[sequence]
             first = len(slot.tokens)
             tokens = sequence.tokens[first : first + left]
-            if tokens and len(tokens) + length <= free and max(tokens) < self.backend.n_vocab:  # it may have fewer
+            if tokens and max(tokens) < self.backend.n_vocab:  # it may have fewer
                 left -= len(tokens)
-                free -= len(tokens) + length
                 chunks[sequence] = Chunk(slot.index, first, tokens, first + len(tokens) == len(sequence.tokens))
         if not chunks:
             return [], 0.0
@@ -262,16 +260,6 @@ class DraftModel:
 
     def _cut(self, slot: DraftSlot, length: int) -> None:
         del slot.tokens[length if self.backend.trim(slot.index, length) else 0 :]
-
-    def _num_free(self, wanted: int) -> int:
-        """Return the free cells; where these are fewer than wanted, slots of ended sequences are emptied."""
-        for empties in (False, True):
-            if empties:
-                self.forget_idle()
-            free = self.backend.n_cells - sum([len(slot.tokens) for slot in self._slots])
-            if free >= wanted:
-                break
-        return free
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended. What is worth keeping stays for a request that continues it."""

@@ -178,18 +178,18 @@ class Drafting:
         drafted = self._drafted[sequence] = DraftedSequence(sources, AcceptanceRates(self._rates), pool)
         return drafted
 
-    def _candidate(self, work: SlotWork, *, can_pad: bool = True) -> Candidate:
+    def _candidate(self, work: SlotWork) -> Candidate:
         """Return the candidate of a slot with the draft that it has."""
         drafted, slot = self._drafted[work.sequence], work.chunk.slot
         rates = [] if drafted.draft is None else drafted.rates.of_draft(drafted.draft)
         memory = self._cache.memory
-        can_pad = can_pad and not memory.unified and memory.first_cut(slot) <= work.sequence.num_computed
+        can_pad = not memory.unified and memory.first_cut(slot) <= work.sequence.num_computed
         return Candidate(slot, rates, can_pad=can_pad)
 
     def _choose_with_model(self, model: DraftModel, works: Seq[SlotWork], max_s: float) -> Mapping[int, int]:
         """Return how many drafts of each slot to decode, by slot; those of the draft model are made before."""
         model.begin_step()
-        candidates = [self._candidate_of_model(model, work) for work in works]
+        candidates = [self._offer_of_model(model, work) for work in works]
         lengths = self.gate.choose(candidates, max_s, model.seconds)
         offered = {candidate.slot for candidate in candidates if candidate.is_made}
         chosen = [work.sequence for work in works if work.chunk.slot in offered & lengths.keys()]
@@ -205,17 +205,17 @@ class Drafting:
             tokens, buckets = draft.tokens[: drafted.max_drafts], draft.buckets[: drafted.max_drafts]
             drafted.draft = draft._replace(tokens=tokens, buckets=buckets)
         self._step = StepAccount(len(works), seconds)  # the time is spent, whatever is decoded now
-        return self.gate.fit([self._candidate(work, can_pad=False) for work in works], max_s - seconds)
+        return self.gate.fit([self._candidate(work) for work in works], max_s - seconds)
 
-    def _candidate_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
+    def _offer_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
         """Return what the draft model could propose for a slot, if that is likely to be more than what there is."""
-        candidate, drafted = self._candidate(work, can_pad=False), self._drafted[work.sequence]
+        candidate, drafted = self._candidate(work), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
         if is_good or not drafted.max_drafts or not model.is_considered:
             return candidate
         num_left = max(1.0, self._layout.steps_left(work.sequence))
-        return model.candidate(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, num_left)
+        return model.offer(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, num_left)
 
     def _fit(self, works: Seq[SlotWork], lengths: Mapping[int, int]) -> bool:
         """Return whether there are cells for all of them. Drafts take none from a sequence."""

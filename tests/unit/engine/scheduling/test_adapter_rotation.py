@@ -34,7 +34,7 @@ def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arriva
         present = {key for key, _, _ in running}
         served = {key: at for key, at in served.items() if key in present}
         assert rotation.is_needed == (len(present) > 1)
-        turn = rotation.turn(now) if rotation.is_needed else next(iter(present), None)
+        turn = rotation.take_turn(now) if rotation.is_needed else next(iter(present), None)
         if turn is not None:
             assert turn in present
             served[str(turn)] = now
@@ -46,7 +46,7 @@ def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arriva
 
 def turns(rotation: Rotation, seconds: float, step_s: float = 0.01) -> list[str]:
     """Who was served in each step."""
-    return [str(rotation.turn(step * step_s)) for step in range(round(seconds / step_s))]
+    return [str(rotation.take_turn(step * step_s)) for step in range(round(seconds / step_s))]
 
 
 def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
@@ -71,8 +71,8 @@ def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often()
     rotation = Rotation()
     rotation.add("bulk", interactive=False, now=0.0)
     rotation.add("chat", interactive=True, now=5.0)
-    assert rotation.turn(5.0) == "chat"
-    served = [rotation.turn(5.0 + step * 0.01) for step in range(1000)]
+    assert rotation.take_turn(5.0) == "chat"
+    served = [rotation.take_turn(5.0 + step * 0.01) for step in range(1000)]
     assert 0.1 < served.count("bulk") / len(served) < 0.4
     assert "bulk bulk" in " ".join(map(str, served))
     longest = max(map(len, "".join("b" if s == "bulk" else " " for s in served).split()))
@@ -84,7 +84,7 @@ def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_t
     rotation.add("a", interactive=True, now=0.0)
     assert not rotation.is_needed
     rotation.add("b", interactive=True, now=0.0)
-    assert rotation.turn(0.0) == "b"
+    assert rotation.take_turn(0.0) == "b"
     rotation.remove("b", interactive=True)
     assert not rotation.is_needed
-    assert rotation.turn(0.0) == "a"
+    assert rotation.take_turn(0.0) == "a"
