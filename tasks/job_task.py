@@ -50,9 +50,16 @@ from cellama.tasks.state.records import Call
 from .app import CellamaApp, app
 
 _INTERVALS = ("interval_start", "interval_step", "interval_max")
-# Options of a job whose message is like others (message_templates.py), and who may change what Celery publishes.
-PROMPTS = ("messages", "system")  # parameters that are, or may be, given by name
-LIKE_OTHERS = {"task_id", "queue", "priority", "headers", "argsrepr", "kwargsrepr"}
+PROMPTS = ("messages", "system")  # contents that may be given by name, and which Flower and logs must not show
+LIKE_OTHERS = {  # the options of a job whose message can be made from a template (message_templates.py)
+    "task_id",
+    "queue",
+    "priority",
+    "headers",
+    "argsrepr",
+    "kwargsrepr",
+}
+# Their handlers may change what Celery publishes.
 PUBLISHING = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
 
 
@@ -117,7 +124,7 @@ class JobTask(Task):  # type: ignore[misc]
             )
 
         with reaching_redis(self.app.redis_url, job.job_id):
-            list(enqueue(self.app, Ledger(self.backend.client), [job], publish, self._alike("one")))
+            list(enqueue(self.app, Ledger(self.backend.client), [job], publish, self._alike(is_bulk=False)))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
         return results[0] if results else self.AsyncResult(job.job_id)  # one like others; who asks for it subscribes
@@ -188,7 +195,7 @@ class JobTask(Task):  # type: ignore[misc]
         num_queued = 0
         try:
             with reaching_redis(self.app.redis_url):
-                for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish, self._alike("many")):
+                for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish, self._alike(is_bulk=True)):
                     num_queued += 1
         except (RedisUnreachable, RedisRefused) as error:
             some = f"the first {num_queued} of {len(jobs)} jobs are queued, and perhaps up to {PAGE_JOBS} more"
@@ -217,11 +224,15 @@ class JobTask(Task):  # type: ignore[misc]
         digest = "" if key is None else call.digest(self.kind.positional)
         return Checked(call, options, payload_json, digest, options.keys() == LIKE_OTHERS and not headers)
 
-    def _alike(self, way: str) -> Alike:
-        """What messages that are published now have in common, if they need nothing but what jobs need."""
+    def _alike(self, *, is_bulk: bool) -> Alike | None:
+        """Return what usual messages of this task have in common now.
+
+        None if Celery must build each message: within a task it adds the task's family, and handlers of signals may
+        change a message.
+        """
         if current_task or any(signal.receivers for signal in PUBLISHING):
             return None
-        return way, self.name, os.getpid(), self.app.thread_oid
+        return Alike(task=self.name, is_bulk=is_bulk, pid=os.getpid(), thread_id=self.app.thread_oid)
 
     def _publish(self, producer: Producer, job: Checked) -> None:
         """As Celery does, but for its subscription to the result: who asks for that subscribes."""

@@ -1,8 +1,8 @@
-"""How jobs get into Redis: what Celery would publish is collected, and pushed together with the ledger's entries.
+"""Queue jobs: collect the messages that Celery would publish, and push them together with the ledger's entries.
 
-Celery and kombu make the messages, or the one that a message is like, so any Celery worker reads them. The script that
-writes a job's entry pushes its message as well: there is never one without the other, and up to `PAGE_JOBS` jobs take
-one round trip to Redis.
+Celery and kombu build the messages, or the one from which a template is made, so any Celery worker can read them. The
+script that writes a job's entry pushes its message as well: neither exists without the other, and up to `PAGE_JOBS`
+jobs take one round trip to Redis.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import Celery
 from kombu import Producer
@@ -22,12 +22,14 @@ from cellama.tasks.state.records import Call, Message, Submission
 from cellama.tasks.state.scripts import SentScript
 from cellama.tasks.traces.gate import sending
 
-PAGE_JOBS = 100  # per script: Redis serves no other client meanwhile
-PAGE_BYTES = 4 * 2**20
+from .message_templates import Template
+
+PAGE_JOBS = 100  # per script: a few milliseconds, in which Redis serves no other client
+PAGE_BYTES = 4 * 2**20  # per script, for large jobs: for the same reason
 
 
 class Collector(Producer):  # type: ignore[misc]
-    """A producer that keeps what is published through it, in kombu's form, instead of sending it."""
+    """A producer that keeps the messages that are published through it, in kombu's form, instead of sending them."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel, auto_declare=False)
@@ -48,7 +50,7 @@ class Collector(Producer):  # type: ignore[misc]
         declare: Iterable[Any],
         *_: Any,
     ) -> None:
-        """Declares the exchange of events, once; a list of Redis needs no declaration."""
+        """Declare the exchange of events, once; a Redis list needs no declaration."""
         channel = self.channel
         if exchange and exchange not in channel.state.exchanges:
             for entity in declare:
@@ -57,26 +59,35 @@ class Collector(Producer):  # type: ignore[misc]
         channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=self)
 
     def add(self, *command: Any) -> None:
-        """What kombu's channel calls instead of Redis (kombu.transport.redis: Channel._put)."""
+        """Keep a command. kombu's channel calls this instead of Redis (kombu.transport.redis: Channel._put)."""
         self._commands.append(command)
 
     def take(self) -> Message:
-        """The message that was published since the last time, and the event that tells of it."""
+        """Return the message that was published since the last call, with its event."""
         commands, self._commands = self._commands, []
         ((_, key, payload),) = (command for command in commands if command[0] == "lpush")
         events = tuple((topic, event) for name, topic, event in commands if name == "publish")
         return Message(key, payload, events)
 
 
+class Alike(NamedTuple):
+    """What messages need in common, besides queue and priority, so that one can be made from the text of another."""
+
+    task: str
+    is_bulk: bool  # the two ways of publishing in `JobTask` write different headers
+    pid: int  # and thread: replies to a producer name them
+    thread_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A job that may be queued, with what Celery is told of it beside its call."""
+    """A valid job, with the options for Celery."""
 
     call: Call
     options: dict[str, Any]
     payload_json: str  # args and kwargs
-    digest: str = ""  # of an idempotent one
-    is_usual: bool = False  # its message is like that of others with the same task, queue and priority; but for a trace
+    digest: str = ""  # with an idempotency key
+    is_usual: bool = False  # its message may be made from another one's: nothing but the trace is its own
 
     @property
     def job_id(self) -> str:
@@ -84,101 +95,107 @@ class Checked:
 
 
 Publish = Callable[[Producer, Checked], Any]
-Alike = tuple[Any, ...] | None  # what the usual ones of some jobs have in common; None: each is built by Celery
 
 
 class _Messages(contextlib.ExitStack):
-    """Makes the messages of jobs: like one that was made before, or by Celery and kombu."""
+    """Makes the messages of jobs, from templates or by Celery and kombu."""
 
-    def __init__(self, app: Any, ledger: Ledger, publish: Publish, alike: Alike) -> None:
+    def __init__(self, app: Any, ledger: Ledger, publish: Publish, alike: Alike | None) -> None:
         super().__init__()
         self._app = app
         self._ledger = ledger
         self._publish = publish
         self._alike = alike
         self._collector: Collector | None = None
-        self.is_heard = True  # a program listens to Celery's events, as far as it is known
+        self.has_listeners = True  # a program listens to Celery's events, as far as is known
 
-    def message(self, job: Checked, tells: bool) -> Message:
-        """`tells`: with its event, also where it is not heard."""
-        options, common, template = job.options, None, None
-        more: dict[str, str] = {}
-        if self._alike is not None and job.is_usual:
-            more = {name: text for name, text in options["headers"].items() if name != SUBMITTED_AT_HEADER}
-            common = (*self._alike, options["queue"], options["priority"], *more)
-            template = self._app.templates.get(common)
-        if template is not None:
-            shown = (options["argsrepr"], options["kwargsrepr"])
-            at = options["headers"][SUBMITTED_AT_HEADER]
-            clock = self._app.clock.forward() if tells or self.is_heard else None
-            made: Message = template.message(job.job_id, job.payload_json, shown, at, clock, more)
-            return made
+    def message(self, job: Checked, with_event: bool) -> Message:
+        """Return the message of a job. `with_event`: with its `task-sent` event, even if no program listens."""
+        if self._alike is None or not job.is_usual:
+            return self._built(job)
+        options = job.options
+        trace = {name: text for name, text in options["headers"].items() if name != SUBMITTED_AT_HEADER}
+        common = (self._alike, options["queue"], options["priority"], *trace)
+        template: Template | None = self._app.templates.get(common)
+        if template is None:
+            message = self._built(job)
+            self._app.templates.learn(common, message, job.payload_json, trace)
+            return message
+        return template.message(
+            job.job_id,
+            job.payload_json,
+            argsrepr=options["argsrepr"],
+            kwargsrepr=options["kwargsrepr"],
+            submitted_at=options["headers"][SUBMITTED_AT_HEADER],
+            clock=self._app.clock.forward() if with_event or self.has_listeners else None,
+            trace=trace,
+        )
+
+    def _built(self, job: Checked) -> Message:
         if self._collector is None:
             producer = self.enter_context(self._app.producer_pool.acquire(block=True))
             if not producer.connection.connected:
                 self._ledger.reach()  # kombu itself tries to connect for a long time
             self._collector = Collector(producer.channel)
         self._publish(self._collector, job)
-        message = self._collector.take()
-        if common is not None:
-            self._app.templates.learn(common, message, job.payload_json, more)
-        return message
+        return self._collector.take()
 
 
 def enqueue(
-    app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, alike: Alike = None
+    app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, alike: Alike | None = None
 ) -> Iterator[bool]:
-    """Queues jobs in their order, and tells of each whether it is new.
+    """Queue jobs in their order, and yield for each whether it is new: False if its idempotency key was known.
 
-    While Redis notes a page, the next one is made. If no program has heard the events of a page, only the first jobs of
-    those that follow have one, until one is heard.
+    While Redis runs the script for a page of jobs, the next page is made. If no program received the events of a page,
+    only the first job of each later page has an event, until a program receives one. With `alike`, messages are made
+    from templates.
 
-    Raises what Redis raises, and InvalidJob if an idempotency key stands for something else. The jobs told of by then
-    are queued, and those of the next page perhaps.
+    Raises what Redis raises, and InvalidJob if an idempotency key stands for another job. The jobs yielded by then are
+    queued, and perhaps those of the next page.
     """
     before: list[Submission] = []
     sent: SentScript | None = None
     try:
         with sending([job.options for job in jobs]), _Messages(app, ledger, publish, alike) as messages:
-            for page, following in _pages(jobs, messages):
+            for page, num_left in _pages(jobs, messages):
                 if sent is not None:
-                    told, num_heard = sent.reply()
-                    messages.is_heard = num_heard != 0
-                    yield from _told(before, told)
+                    replies, num_listeners = sent.reply()
+                    messages.has_listeners = num_listeners != 0
+                    yield from _are_new(before, replies)
                     sent = None
-                if following:
-                    before, sent = page, ledger.send(page, following)
+                if num_left:
+                    before, sent = page, ledger.send(page, num_left)
                 else:
-                    yield from _told(page, ledger.submit(page))
+                    yield from _are_new(page, ledger.submit(page))
     finally:
         if sent is not None:
             sent.close()
 
 
 def _pages(jobs: Sequence[Checked], messages: _Messages) -> Iterator[tuple[list[Submission], int]]:
-    """Jobs with their messages, as many as a script takes, and how many follow."""
+    """Yield the jobs with their messages in pages for one script each, and how many jobs are left after the page."""
     page: list[Submission] = []
     num_bytes = 0
     for number, job in enumerate(jobs, start=1):
-        page.append(Submission(job.job_id, job.call, messages.message(job, tells=not page), job.digest))
+        page.append(Submission(job.job_id, job.call, messages.message(job, with_event=not page), job.digest))
         num_bytes += page[-1].num_bytes
         if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES or number == len(jobs):
             yield page, len(jobs) - number
             page, num_bytes = [], 0
 
 
-def _told(page: Sequence[Submission], told: Sequence[int]) -> Iterator[bool]:
-    for job, how in zip(page, told, strict=True):
-        if how < 0:
+def _are_new(page: Sequence[Submission], replies: Sequence[int]) -> Iterator[bool]:
+    for job, reply in zip(page, replies, strict=True):
+        if reply < 0:
             raise InvalidJob(
                 f"the idempotency key of job {job.job_id} was used for a {job.call.task} with other parameters; "
-                "give each its own key, or ask for the first one's result"
+                "give each job its own key, or ask for the result of the first one"
             )
-        yield bool(how)
+        yield bool(reply)
 
 
 def ranges(places: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
+    """Return 0, 1, 2, 5 as "0-2, 5"."""
     parts: list[list[int]] = []
     for place in places:
         if parts and place == parts[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""Messages like one that Celery and kombu have built, without building each of them anew.
+"""Make messages from the text of one that Celery and kombu have built, which is much faster than building each of them.
 
-Jobs of one queue differ in few places of their message and of its `task-sent` event. What lies between is taken from
-the text of the first one; a template that would not give that one again, letter by letter, is none.
+Jobs of one queue differ in few values of their message and of its `task-sent` event. A template is the text between
+these values. A message from which its template would not reproduce the same text, letter by letter, gets no template.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any
 
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.state.records import Message
 
-Place = tuple[str, ...]  # of a value in a JSON object
+Path = tuple[str, ...]  # of a value in a JSON object
 
 ID, TAG, BODY, AT, ARGS, KWARGS, NOW, CLOCK = "id", "tag", "body", "at", "args", "kwargs", "now", "clock"
-MESSAGE: Mapping[Place, str] = {
+MESSAGE: Mapping[Path, str] = {
     ("body",): BODY,
     ("headers", "id"): ID,
     ("headers", "root_id"): ID,
@@ -31,8 +30,8 @@ MESSAGE: Mapping[Place, str] = {
     ("properties", "correlation_id"): ID,
     ("properties", "delivery_tag"): TAG,
 }
-EVENT_FRAME: Mapping[Place, str] = {("body",): BODY, ("properties", "delivery_tag"): TAG}
-EVENT: Mapping[Place, str] = {
+EVENT_FRAME: Mapping[Path, str] = {("body",): BODY, ("properties", "delivery_tag"): TAG}
+EVENT: Mapping[Path, str] = {
     ("uuid",): ID,
     ("root_id",): ID,
     ("args",): ARGS,
@@ -42,18 +41,15 @@ EVENT: Mapping[Place, str] = {
 }
 
 
-NO_MORE: Mapping[str, str] = {}
+class _JsonTemplate:
+    """A JSON text in which values, which are JSON texts as well, can be replaced."""
 
-
-class _Text:
-    """A JSON text with places for values, which are JSON texts, too."""
-
-    def __init__(self, text: str, places: Mapping[Place, str]) -> None:
-        """Raises KeyError, ValueError if this is no such text."""
+    def __init__(self, text: str, paths: Mapping[Path, str]) -> None:
+        """Raise KeyError or ValueError if the text is not JSON with these values."""
         parsed, mark = json.loads(text), uuid.uuid4().hex
-        self.first: dict[str, str] = {}  # the values that it had
-        for place, name in places.items():
-            *outer, last = place
+        self.first: dict[str, str] = {}  # the values of this text
+        for path, name in paths.items():
+            *outer, last = path
             inner = parsed
             for key in outer:
                 inner = inner[key]
@@ -68,69 +64,73 @@ class _Text:
 
 
 class Template:
-    """The message of a job, and its event if there is one, with places for those of another job."""
+    """The message of a job, and its `task-sent` event if it has one, for use with the values of other jobs."""
 
-    def __init__(self, message: Message, payload_json: str, more: Iterable[str] = ()) -> None:
-        """`payload_json` is the list of args and kwargs that the message holds, `more` are headers whose values differ,
-        too. Raises KeyError, ValueError."""
+    def __init__(self, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
+        """Make a template of a message that Celery has built.
+
+        `payload_json` is the list of args and kwargs in its body. `trace_headers` are headers with a value per job.
+        Raises KeyError or ValueError if the message is not of the expected form.
+        """
         self._key = message.key
-        self._text = _Text(message.payload, {**MESSAGE, **{("headers", name): name for name in more}})
+        self._text = _JsonTemplate(message.payload, {**MESSAGE, **{("headers", name): name for name in trace_headers}})
         body = _decoded(self._text.first[BODY])
         if not body.startswith(payload_json[:-1]):
-            raise ValueError("another body than kombu's")
+            raise ValueError("the body does not begin with the arguments")
         self._rest_of_body = body[len(payload_json) - 1 :]
-        self._events: list[tuple[str, _Text, _Text]] = []
+        self._events: list[tuple[str, _JsonTemplate, _JsonTemplate]] = []
         for topic, text in message.events:
-            frame = _Text(text, EVENT_FRAME)
-            self._events.append((topic, frame, _Text(_decoded(frame.first[BODY]), EVENT)))
-        self._check(message, payload_json)
-
-    def _check(self, message: Message, payload_json: str) -> None:
-        again = self._fill(self._text.first, payload_json, [(frame.first, own.first) for _, frame, own in self._events])
-        if again != message:
-            raise ValueError("not the message that it was made from")
+            frame = _JsonTemplate(text, EVENT_FRAME)
+            self._events.append((topic, frame, _JsonTemplate(_decoded(frame.first[BODY]), EVENT)))
+        events = [(frame.first, event.first) for _, frame, event in self._events]
+        if self._fill(self._text.first, payload_json, events) != message:
+            raise ValueError("the template does not reproduce its message")
 
     def message(
         self,
         job_id: str,
         payload_json: str,
-        shown: tuple[str, str],
+        *,
+        argsrepr: str,
+        kwargsrepr: str,
         submitted_at: float,
         clock: int | None,
-        more: Mapping[str, str] = NO_MORE,
+        trace: Mapping[str, str] | None = None,
     ) -> Message:
-        """That of another job. `shown` is what Flower shows of its arguments, `clock` Celery's logical one; without it
-        the message has no event. `more` are the headers that the template was made with."""
-        args, kwargs = shown
-        own = {
+        """Return the message of another job.
+
+        Flower shows `argsrepr` and `kwargsrepr`. `clock` is Celery's logical clock; without it the message has no
+        event. `trace` has the values of the trace headers.
+        """
+        values = {
             ID: quoted(job_id),
-            TAG: _tag(),
-            ARGS: quoted(args),
-            KWARGS: quoted(kwargs),
+            TAG: _new_tag(),
+            ARGS: quoted(argsrepr),
+            KWARGS: quoted(kwargsrepr),
             AT: json.dumps(submitted_at),
-            **{name: quoted(value) for name, value in more.items()},
+            **{name: quoted(value) for name, value in (trace or {}).items()},
         }
         if clock is None:
-            return self._fill(own, payload_json, [])
-        now = {**own, NOW: repr(time.time()), CLOCK: str(clock)}
-        return self._fill(own, payload_json, [({TAG: _tag()}, now) for _ in self._events])
+            return self._fill(values, payload_json, [])
+        now = {**values, NOW: repr(time.time()), CLOCK: str(clock)}
+        return self._fill(values, payload_json, [({TAG: _new_tag()}, now) for _ in self._events])
 
     def _fill(
         self,
         values: Mapping[str, str],
         payload_json: str,
-        of_events: Iterable[tuple[Mapping[str, str], Mapping[str, str]]],
+        values_of_events: Iterable[tuple[Mapping[str, str], Mapping[str, str]]],
     ) -> Message:
         text = self._text.fill({**values, BODY: _encoded(payload_json[:-1] + self._rest_of_body)})
         events = tuple(
             (topic, frame.fill({**of_frame, BODY: _encoded(event.fill(of_event))}))
-            for (topic, frame, event), (of_frame, of_event) in zip(self._events, of_events, strict=False)
+            for (topic, frame, event), (of_frame, of_event) in zip(self._events, values_of_events, strict=False)
         )
         return Message(self._key, text, events)
 
 
-def _tag() -> str:
-    """A name for one message: kombu takes any."""
+def _new_tag() -> str:
+    """A delivery tag: kombu accepts any text that no other message has."""
     return f'"{os.urandom(16).hex()}"'
 
 
@@ -145,19 +145,19 @@ def _encoded(text: str) -> str:
 class Templates:
     """Templates by what their messages have in common."""
 
-    LIMIT = 256
+    LIMIT = 256  # of a few KiB each: more than the tasks, queues and priorities that a producer uses
 
     def __init__(self) -> None:
-        self._templates: dict[Sequence[Any], Template | None] = {}
+        self._templates: dict[Hashable, Template | None] = {}
 
-    def get(self, common: Sequence[Any]) -> Template | None:
+    def get(self, common: Hashable) -> Template | None:
         return self._templates.get(common)
 
-    def learn(self, common: Sequence[Any], message: Message, payload_json: str, more: Iterable[str] = ()) -> None:
-        """Makes a template of a message; one that can't be made is not tried again."""
+    def learn(self, common: Hashable, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
+        """Make a template of a message. If that is not possible, it is not tried again."""
         if common in self._templates or len(self._templates) >= self.LIMIT:
             return
         try:
-            self._templates[common] = Template(message, payload_json, more)
+            self._templates[common] = Template(message, payload_json, trace_headers)
         except (KeyError, TypeError, ValueError):
             self._templates[common] = None

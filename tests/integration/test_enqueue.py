@@ -175,7 +175,7 @@ def test_sent_events_tell_of_many_jobs(unserved: str, redis_client: Redis) -> No
 def test_sent_events_are_few_while_no_program_listens(unserved: str, redis_client: Redis) -> None:
     jobs = generate.check_many([((unserved, "Hi"), {})] * 4 * PAGE_JOBS)
     ledger = Watched(redis_client)
-    assert list(enqueue(app, ledger, jobs, generate._publish, generate._alike("many"))) == [True] * len(jobs)
+    assert list(enqueue(app, ledger, jobs, generate._publish, generate._alike(is_bulk=True))) == [True] * len(jobs)
     assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1]  # the second page is made before the first one is told
     assert len(messages(redis_client, unserved)) == len(jobs)
 
@@ -184,7 +184,7 @@ def test_sent_events_are_told_again_once_a_program_listens(unserved: str, redis_
     jobs = generate.check_many([((unserved, "Hi"), {})] * 6 * PAGE_JOBS)
     ledger = Watched(redis_client)
     with redis_client.pubsub() as pubsub:
-        for number, _ in enumerate(enqueue(app, ledger, jobs, generate._publish, generate._alike("many"))):
+        for number, _ in enumerate(enqueue(app, ledger, jobs, generate._publish, generate._alike(is_bulk=True))):
             if number == 2 * PAGE_JOBS:
                 pubsub.psubscribe("*celeryev/task.sent")
                 assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "psubscribe"

@@ -41,7 +41,9 @@ def made(prompt: str, job_id: str) -> Message:
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_message_from_a_template_has_its_own_values_and_nothing_of_the_first_one(prompt: str) -> None:
     template = Template(made("a secret", "first"), body_of("a secret"))
-    message = template.message("own", body_of(prompt), (f"({prompt!r},)", "{}"), 9.25, 8)
+    message = template.message(
+        "own", body_of(prompt), argsrepr=f"({prompt!r},)", kwargsrepr="{}", submitted_at=9.25, clock=8
+    )
     told, event = decoded(message), decoded(Message("", message.events[0][1]))["body"]
     assert told["body"][:2] == [["tiny", prompt], {}]
     assert told["headers"] == {
@@ -62,7 +64,9 @@ def test_message_from_a_template_has_its_own_values_and_nothing_of_the_first_one
 @pytest.mark.parametrize("submitted_at", ["soon", float("nan"), 1e308, [[]]])
 def test_time_of_submission_of_a_caller_stays_json_whatever_it_is(submitted_at: Any) -> None:
     template = Template(made("Hi", "first"), body_of("Hi"))
-    told = decoded(template.message("own", body_of("Hi"), ("a", "k"), submitted_at, 8))["headers"]
+    told = decoded(
+        template.message("own", body_of("Hi"), argsrepr="a", kwargsrepr="k", submitted_at=submitted_at, clock=8)
+    )["headers"]
     assert repr(told["cellama_submitted_at"]) == repr(submitted_at)
 
 
@@ -91,10 +95,10 @@ def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() ->
 
     signals.before_task_publish.connect(note)
     try:
-        assert generate._alike("one") is None
+        assert generate._alike(is_bulk=False) is None
     finally:
         signals.before_task_publish.disconnect(note)
-    assert generate._alike("one") is not None
+    assert generate._alike(is_bulk=False) is not None
 
 
 def test_template_with_a_trace_has_each_jobs_own() -> None:
@@ -103,5 +107,7 @@ def test_template_with_a_trace_has_each_jobs_own() -> None:
     whole["headers"]["traceparent"] = "00-first"
     traced = Message(first.key, json.dumps(whole), first.events)
     template = Template(traced, body_of("Hi"), ["traceparent"])
-    message = template.message("own", body_of("Hi"), ("a", "k"), 1.0, 8, {"traceparent": '00-"own"'})
+    message = template.message(
+        "own", body_of("Hi"), argsrepr="a", kwargsrepr="k", submitted_at=1.0, clock=8, trace={"traceparent": '00-"own"'}
+    )
     assert decoded(message)["headers"]["traceparent"] == '00-"own"'
