@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ from .formats.call_reader import ToolReader
 from .formats.channels import END, MARKUP
 from .markup import SpecialToken
 from .reply_format import ReplyFormat
-from .template_messages import for_template
 from .template_renderer import TemplateProcess
 
 log = logging.getLogger(__name__)
@@ -124,6 +124,41 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the process. Idempotent."""
         self._process.close()
+
+
+def for_template(message: Any, *, arguments_as_text: bool = False) -> dict[str, Any]:
+    """Return a message as templates expect it. Raises InvalidRequest.
+
+    The content is text. The arguments of calls are an object, or JSON. Reasoning has its usual names.
+    """
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"a message is {type(message).__name__}; it must be an object with role and content")
+    known = {name: value for name, value in message.items() if value is not None and name != "signature"}
+    known.setdefault("content", "")
+    reasoning = known.pop("reasoning", None)
+    if reasoning is not None:
+        known["reasoning_content"] = known["thinking"] = reasoning
+    if "tool_calls" in known:
+        known["tool_calls"] = [_call_for_template(call, arguments_as_text) for call in known["tool_calls"]]
+    return known
+
+
+def _call_for_template(call: Any, arguments_as_text: bool) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise InvalidRequest("a tool call has no function; give it one with a name and arguments")
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            raise InvalidRequest(
+                f"the arguments of tool call {function.get('name')!r} are not valid JSON; a call that max_tokens cut "
+                "can't be sent back, so leave it out"
+            ) from None
+    if arguments_as_text and "arguments" in function:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    kept = {name: value for name, value in call.items() if name != "partial"}
+    return {"type": "function", **kept, "function": function}
 
 
 @dataclass(frozen=True, slots=True)

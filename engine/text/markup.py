@@ -1,17 +1,19 @@
 """Which characters of a prompt are its template's own markup, and what tokens they become. Pure.
 
 A prompt comes with `marked`: the same text, in which FROM_CALLER stands for each character of a caller that could be
-part of a control token. So what reads like a control token in a caller's text is not found in `marked`, and stays text.
+part of a control token. So a caller's text that reads like a control token is not found in `marked`, and stays text.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 FROM_CALLER = "\U0010ffff"
-_SPACE = " \t\n\v\f\r"  # C's isspace
+SPACE = " \t\n\v\f\r"  # C's isspace
+_SPACES = f"[{SPACE}]*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class SpecialToken:
 
 
 def from_caller(text: str) -> str:
-    """A text of a caller, as it may stand in `marked`: its space shows, as some tokens take the space beside them."""
+    """Return a caller's text for `marked`. Its space stays, because some tokens take the space beside them."""
     return re.sub(r"\S", FROM_CALLER, text)
 
 
@@ -37,65 +39,33 @@ def tokenize_marked(
     markup: frozenset[str],
     tokenize: Callable[[str, bool], list[int]],
 ) -> list[int]:
-    """The tokens of a prompt, in which the caller's text becomes no control token, and none of those in `markup`.
+    """Return the tokens of a prompt. The caller's text becomes no control token, and none of those in `markup`.
 
     `specials` are all of the vocabulary, the longest first. `tokenize(text, parse_special)` is the vocabulary's own,
-    and adds nothing. What has nothing of that kind in it becomes the same tokens as ever.
+    and adds nothing. A prompt without such text becomes the same tokens as ever.
     """
     guarded = [special.text for special in specials if special.is_control or special.text in markup]
     if marked == text or all(text.count(literal) == marked.count(literal) for literal in guarded):
         return tokenize(text, True)
-    tokens: list[int] = []
-    for part in _parts(marked, specials):
-        if isinstance(part, SpecialToken):
-            tokens.append(part.id)
-        else:
-            for piece in _cut(text[part[0] : part[1]], markup):
-                tokens += tokenize(piece, False)
-    return tokens
+    # As llama.cpp does it (tokenizer_st_partition): special tokens first, the longest before those that it contains.
+    found = {special.text: special for special in specials if special.text and special.text in marked}
+    pattern = "|".join(f"({re.escape(text)}){_SPACES * special.strips_right}" for text, special in found.items())
+    tokens, at = [], 0
+    for match in re.finditer(pattern or "(?!)", marked):
+        special, before = found[match[match.lastindex or 0]], text[at : match.start()]
+        tokens += _tokens_of_text(before.rstrip(SPACE) if special.strips_left else before, markup, tokenize)
+        tokens.append(special.id)
+        at = match.end()
+    return tokens + _tokens_of_text(text[at:], markup, tokenize)
 
 
-def _parts(marked: str, specials: Iterable[SpecialToken]) -> list[SpecialToken | tuple[int, int]]:
-    """Special tokens, and the ranges of text between them: as llama.cpp does it (tokenizer_st_partition)."""
-    parts: list[SpecialToken | tuple[int, int]] = [(0, len(marked))]
-    for special in specials:
-        if special.text and special.text in marked:
-            parts = [found for part in parts for found in _split(marked, part, special)]
-    return parts
+def _tokens_of_text(text: str, markup: frozenset[str], tokenize: Callable[[str, bool], list[int]]) -> list[int]:
+    """Tokenize a text in pieces, so that no piece holds one of `markup` whole: llama.cpp would find it regardless."""
+    cuts = sorted({match.start() + 1 for literal in markup if len(literal) > 1 for match in _found(literal, text)})
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+    return [token for piece in pieces if piece for token in tokenize(piece, False)]
 
 
-def _split(
-    marked: str, part: SpecialToken | tuple[int, int], special: SpecialToken
-) -> Iterator[SpecialToken | tuple[int, int]]:
-    if isinstance(part, SpecialToken):
-        yield part
-        return
-    start, end = part
-    while (at := marked.find(special.text, start, end)) >= 0:
-        before = at
-        while special.strips_left and before > start and marked[before - 1] in _SPACE:
-            before -= 1
-        if before > start:
-            yield start, before
-        yield special
-        start = at + len(special.text)
-        while special.strips_right and start < end and marked[start] in _SPACE:
-            start += 1
-    if start < end:
-        yield start, end
-
-
-def _cut(text: str, markup: Iterable[str]) -> list[str]:
-    """The text in pieces, so that no piece holds one of these whole: llama.cpp finds user-defined tokens regardless."""
-    pieces = [text]
-    for literal in markup:
-        pieces = [piece for whole in pieces for piece in _apart(whole, literal)]
-    return pieces
-
-
-def _apart(text: str, literal: str) -> Iterator[str]:
-    while len(literal) > 1 and (at := text.find(literal)) >= 0:
-        yield text[: at + 1]
-        text = text[at + 1 :]
-    if text:
-        yield text
+def _found(literal: str, text: str) -> Iterator[re.Match[str]]:
+    """Find all places, also where a literal overlaps itself."""
+    return re.finditer(f"(?={re.escape(literal)})", text)

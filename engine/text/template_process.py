@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -25,14 +26,13 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 1 << 24  # of a prompt
-MAX_PROBE_CHARS = 1 << 17
+MAX_CHARS = 1 << 24  # of a prompt: more than any context holds
+MAX_PROBE_CHARS = 1 << 17  # of a probe, whose longest words have a dozen characters; `derivation` compares them all
 THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # in a message they mean what they always do
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 FROM_CALLER = "\U0010ffff"  # stands in `marked` for a character that came from the caller and could be part of markup
 _COMMON = frozenset("_-./:,;'\"!?()")  # in so many words that masking them could change what a template does
-# Masks are printable (what is not, Python's repr writes otherwise), rare, and letters if what they stand for are some.
-_SYMBOLS, _LETTERS = range(0x1D800, 0x1DA00), range(0x30000, 0x3134B)  # SignWriting; ideographs, extension G
+_MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Python's repr escapes what is not
 
 
 class Invalid(Exception):
@@ -78,87 +78,92 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
 
 
 class Masks:
-    """Makes the caller's characters known in a rendered prompt, through whatever the template does with them.
+    """Shows which characters of a prompt come from the caller, whatever the template did with them.
 
-    Each control token has characters that tell it from words, such as `<` and `|`. In the caller's strings another
-    character stands for each of these: its mask. If the prompt made of such strings is the prompt but for the masks,
-    then the template treats both alike, and it shows what comes from the caller.
+    The template renders the conversation a second time, in which another character, the mask, stands for each
+    character of the caller's strings that tells a control token from words, such as `<` and `|`. If the two prompts
+    are equal except for the masks, then each mask is where a character of the caller is.
     """
 
-    def __init__(self, tree: nodes.Template, source: str, control: Iterable[str], markup: Iterable[str]) -> None:
+    def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
         """`control` are the texts of control tokens, `markup` those of others that belong to the template's markup."""
-        control = list(control)
         self._literals = [text for text in {*control, *markup} if text.strip()]
-        letters = {char for text in self._literals for char in text if not char.isspace()}
-        self._telling = {char for char in letters if not char.isalnum()} - _COMMON
-        self._bare = [text for text in self._literals if not self._telling & set(text)]
-        self._inside = "\n".join(self._literals)
-        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        self._names = constants | {node.attr for node in tree.find_all(nodes.Getattr)} | ROLES
-        turning = [text for text in control if text not in THINKING]
-        tested = [text for text in _tested(tree) if self._telling & set(text)]
-        self._tested = sorted((text for text in tested if not any(c in text for c in turning)), key=len, reverse=True)
+        self._fragments = "\n".join(self._literals)
+        self._characters = sorted({char for text in self._literals for char in text if not char.isspace()})
+        self._telling = {char for char in self._characters if not char.isalnum()} - _COMMON
+        self._words = [
+            text for text in self._literals if not self._telling & set(text)
+        ]  # literals that look like words
+        known = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)} | ROLES
+        known |= {node.attr for node in tree.find_all(nodes.Getattr)}
+        self._names = {
+            text
+            for text in known
+            if text.replace("_", "").replace("-", "").isalnum() and not any(word in text for word in self._words)
+        }
+        turns = [text for text in control if text not in THINKING]
+        sought = {text for text in _sought(tree) if self._telling & set(text) and not any(t in text for t in turns)}
+        self._sought = re.compile("|".join(map(re.escape, sorted(sought, key=len, reverse=True))) or "(?!)")
         self._taken = set(source)
-        self._letters = sorted(letters)
 
-    def for_strings(self, strings: list[str]) -> tuple[dict[int, int], dict[int, int]]:
-        """Character → its mask, for all characters of control tokens; those that tell alone. None of the masks is in
-        the strings."""
-        taken = self._taken.union(*(set(text) for text in strings))
-        symbols, letters = (iter([code for code in codes if chr(code) not in taken]) for codes in (_SYMBOLS, _LETTERS))
-        every = {ord(char): next(letters if char.isalnum() else symbols) for char in self._letters}
-        return every, {code: mask for code, mask in every.items() if chr(code) in self._telling}
+    def masks(self, strings: Iterable[str]) -> dict[int, int]:
+        """Return a mask for each character of control tokens. No mask is in the strings or in the template."""
+        taken = self._taken.union(*map(set, strings))
+        free = [code for code in _MASKS if chr(code) not in taken]
+        return dict(zip(map(ord, self._characters), free[: len(self._characters)], strict=True))
 
-    def mask(self, text: str, every: dict[int, int], telling: dict[int, int], *, spare_tested: bool) -> str:
-        """The text with its characters masked. What the template looks for in texts is left as it is if wanted."""
-        is_name = text in self._names and text.replace("_", "").replace("-", "").isalnum()
-        if is_name and not any(bare in text for bare in self._bare):
+    def masked(self, text: str, masks: Mapping[int, int]) -> str:
+        """Return a string of the caller with masks."""
+        if text in self._names:  # the template may compare it, and what it writes around a role is its own
             return text
-        if text and text in self._inside and not self._telling & set(text):  # part of one that the template completes
-            return text.translate(every)
-        tested = next((found for found in self._tested if found in text), None) if spare_tested else None
-        if tested is not None:
-            before, _, after = text.partition(tested)
-            return tested.join(self.mask(part, every, telling, spare_tested=True) for part in (before, after))
-        for bare in self._bare:
-            text = text.replace(bare, bare.translate(every))
-        return text.translate(telling)
+        if text in self._fragments and not self._telling & set(text):  # a word that the template may complete
+            return text.translate(masks)
+        for word in self._words:
+            text = text.replace(word, word.translate(masks))
+        return text.translate({ord(char): masks[ord(char)] for char in self._telling})
 
-    def suspect(self, prompt: str, strings: list[str]) -> str | None:
-        """A control token in the prompt that the caller's strings may have a part in."""
-        for literal in self._literals:
-            if literal in prompt and any(self._takes_part(literal, text) for text in strings):
-                return literal
-        return None
+    def masked_except_sought(self, text: str, masks: Mapping[int, int]) -> str:
+        """As `masked`, except for what the template looks for in texts, such as the end of earlier reasoning."""
+        pieces, at = [], 0
+        for found in self._sought.finditer(text):
+            pieces += [self.masked(text[at : found.start()], masks), found[0]]
+            at = found.end()
+        return "".join([*pieces, self.masked(text[at:], masks)])
+
+    def suspect(self, prompt: str, strings: Sequence[str]) -> str | None:
+        """Return a control token in the prompt that the caller's strings may have a part in."""
+        found = [literal for literal in self._literals if literal in prompt]
+        return next((literal for literal in found if any(self._takes_part(literal, text) for text in strings)), None)
 
     def _takes_part(self, literal: str, text: str) -> bool:
+        """Whether a string has the literal, or starts or ends with a part of it that tells it from words."""
         if literal in text or (text in literal and self._telling & set(text)):
             return True
-        cuts = range(1, len(literal))
         return any(
             (text.endswith(literal[:cut]) and self._telling & set(literal[:cut]))
             or (text.startswith(literal[cut:]) and self._telling & set(literal[cut:]))
-            for cut in cuts
+            for cut in range(1, len(literal))
         )
 
 
-def _tested(tree: nodes.Template) -> set[str]:
-    """The texts that a template compares with, splits at, and so on."""
+def _sought(tree: nodes.Template) -> set[str]:
+    """Return the texts that a template compares with, splits at, and so on."""
     users = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
     return {c.value for user in users for c in user.find_all(nodes.Const) if isinstance(c.value, str) and c.value}
 
 
-def _strings_of(value: Any) -> list[str]:
-    """All strings in a JSON value, keys too."""
+def _strings_of(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, keys too."""
     if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for pair in value.items() for part in pair for text in _strings_of(part)]
-    return [text for part in value for text in _strings_of(part)] if isinstance(value, list) else []
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings_of(part)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The JSON value with all its strings changed."""
+    """Return the JSON value with all its strings changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -209,19 +214,15 @@ class Renderer:
 
     def _marked(self, text: str, messages: list[Any], variables: dict[str, Any]) -> str:
         given = [messages, list(variables.values())]
-        strings = _strings_of(given)
-        every, telling = self._masks.for_strings(strings)
-        for spare_tested in (False, True):
-
-            def change(part: str, spare_tested: bool = spare_tested) -> str:
-                return self._masks.mask(part, every, telling, spare_tested=spare_tested)
-
-            changed = _mapped(given, change)
+        strings = list(_strings_of(given))
+        masks = self._masks.masks(strings)
+        for masked in (self._masks.masked, self._masks.masked_except_sought):
+            changed = _mapped(given, functools.partial(masked, masks=masks))
             if changed == given:
                 return text
-            masked = self._attempt(changed[0], dict(zip(variables, changed[1], strict=True)), every.values())
-            if masked.translate({mask: code for code, mask in every.items()}) == text:
-                return masked.translate(dict.fromkeys(every.values(), FROM_CALLER))
+            found = self._attempt(changed[0], dict(zip(variables, changed[1], strict=True)), masks.values())
+            if found.translate({mask: char for char, mask in masks.items()}) == text:
+                return found.translate(dict.fromkeys(masks.values(), FROM_CALLER))
         suspect = self._masks.suspect(text, strings)
         if suspect is not None:
             raise Invalid(
@@ -231,11 +232,11 @@ class Renderer:
         return text
 
     def _attempt(self, messages: Any, variables: Any, masks: Iterable[int]) -> str:
-        """The prompt of masked strings; nothing if the template takes no such strings."""
+        """Return the prompt of masked strings; nothing if the template rejects such strings."""
         self._used = masks
         try:
             return self._render(messages, variables)
-        except Exception:  # a template is foreign code; the prompt without masks is there
+        except Exception:  # a template is foreign code; the prompt without masks exists
             return ""
         finally:
             self._used = ()

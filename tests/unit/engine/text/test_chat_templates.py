@@ -115,6 +115,15 @@ def test_template_that_never_ends_is_ended_and_the_next_one_is_rendered(monkeypa
         template.render([])
 
 
+def test_template_that_gets_no_time_to_compute_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(
+        "{% for i in range(99999) %}{% for i in range(99999) %}{{ i if i < 0 }}{% endfor %}{% endfor %}"
+    )
+    monkeypatch.setattr(templates, "WALL_S", 0.3)
+    with pytest.raises(TemplateFailed, match=r"\(signal SIGKILL\)"):
+        template.render([])
+
+
 def test_template_that_compiles_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "CPU_S", 0.3)
     with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s"):
@@ -123,7 +132,7 @@ def test_template_that_compiles_for_ever_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_process_of_a_template_ends_with_it() -> None:
     template = ChatTemplate("x")
-    process = psutil.Process(template._process._child._process.pid)
+    process = psutil.Process(template._process._process.pid)
     del template
     gc.collect()
     assert not process.is_running()
