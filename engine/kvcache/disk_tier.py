@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cellama.engine.backend import KvMemory
 from cellama.engine.kvstore.benefit import RunningRate, saved_s
-from cellama.engine.kvstore.keys import seed_of
+from cellama.engine.kvstore.keys import BLOCK, seed_of
 from cellama.engine.kvstore.states import KeptState, StateMatch
 from cellama.engine.kvstore.store import StateStore
 from cellama.engine.options import EngineOptions
@@ -25,7 +25,6 @@ from .ram_tier import RamTier, SavedState, StateNote
 
 log = logging.getLogger(__name__)
 
-WORTH_READING_TOKENS = 64  # computing fewer is faster than any file
 COPY_SHARE = 0.02  # of the engine thread's time, for copies of running sequences
 RUNNING_SHARE = 8  # the copy of a running sequence takes at most this part of RAM's quota: it is seldom needed
 PREFILL_GUESS = 1000.0  # tokens/s, before a prefill is measured: a small model on a processor, or a large one on a GPU
@@ -85,8 +84,6 @@ class DiskTier:
 
     def find(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         """Return the file with the longest prefix of a prompt. Not for the engine thread: it may read the directory."""
-        if len(tokens) <= WORTH_READING_TOKENS:
-            return None
         try:
             return self.store.longest(seed, tokens)
         except Exception:  # whatever is wrong with the directory, the prompt can be computed
@@ -99,7 +96,7 @@ class DiskTier:
         `ready` of the tokens are on the device or in RAM already.
         """
         num_more = match.usable(up_to) - ready
-        if num_more < WORTH_READING_TOKENS:
+        if num_more < BLOCK:
             return None
         until = now + num_more / self.prefill_rate.per_s
         if (load := self._loads.get(match.head.key)) is not None:

@@ -98,7 +98,8 @@ class StateReader:
             if not self.is_busy:
                 self.memory.add_piece(must_stop=lambda: self.is_busy or not self._asked.empty())
         except Exception:  # no memory, for instance; the boundary of the thread
-            log.exception("kv store: can't provide memory in advance")
+            log.exception("kv store: can't provide memory in advance; it is no longer tried")
+            self.memory = WarmMemory(0)
 
     def _read(self, match: StateMatch) -> KeptState | None:
         path = self._catalog.path_of(match.head.key)
