@@ -45,7 +45,7 @@ from cellama.tasks.contract.names import (
 )
 from cellama.tasks.contract.payloads import parse_job
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Call
+from cellama.tasks.state.records import TaskCall
 
 from .app import CellamaApp, app
 
@@ -251,12 +251,21 @@ class JobTask(Task):  # type: ignore[misc]
 
     def _call(
         self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any], delay: float = 0.0
-    ) -> Call:
+    ) -> TaskCall:
         timeout_s = timeout_of(kwargs or {}, priority)
         due_s = None if timeout_s is None else timeout_s + delay
-        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, due_s, headers, delay)
+        return TaskCall(
+            task=self.name,
+            args=list(args or ()),
+            kwargs=dict(kwargs or {}),
+            queue=queue,
+            priority=priority,
+            timeout_s=due_s,
+            headers=headers,
+            delay_s=delay,
+        )
 
-    def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> Call:
+    def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> TaskCall:
         """What a message of plain Celery asks for; it is not checked yet."""
         priority = plain_priority(kwargs, delivery.get("priority"))
         return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
@@ -287,7 +296,7 @@ class JobTask(Task):  # type: ignore[misc]
         return result
 
 
-def _written(call: Call, limit: int) -> str:
+def _written(call: TaskCall, limit: int) -> str:
     """Args and kwargs as JSON. Raises InvalidJob when they are larger than messages may be, or no JSON."""
     try:
         text = json.dumps([call.args, call.kwargs])

@@ -64,17 +64,17 @@ from cellama.tasks.contract.shapes.results import Usage, usage_of
 from cellama.tasks.middleware import AttemptContext, Middleware, context_of
 from cellama.tasks.publishing.attempt_stream import AttemptStream
 from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
-from cellama.tasks.state.foundation import (
+from cellama.tasks.state.history import Past, read_past
+from cellama.tasks.state.ledger import new_run
+from cellama.tasks.state.provenance import (
     Choice,
-    Foundation,
+    Provenance,
     changed,
-    foundation_of,
     grammar_changed,
     have_adapters,
     may_come,
+    provenance_of,
 )
-from cellama.tasks.state.history import Past, read_past
-from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import DEAD, Attempt
 from cellama.tasks.state.registry import live_workers, llguidance_version, recent_workers
 from cellama.tasks.worker.conversation import conversation_of
@@ -313,7 +313,7 @@ class JobAttempt:
 
     def _model(self, model_id: str) -> Model:
         """Hold the job's model until the attempt ends. Raises UnknownModel, or Ignore if it is being unloaded."""
-        begun = self._past.foundation
+        begun = self._past.provenance
         if begun is not None and model_id == names.DEFAULT_MODEL:  # it may be another one by now
             models = self._runtime.manager.models()
             model_id = next((name for name, model in models.items() if begun.is_in(model)), model_id)
@@ -331,20 +331,20 @@ class JobAttempt:
 
     def _sampling_defaults(self, model: Model) -> Mapping[str, object]:
         """Those of the model, as the first attempt had them."""
-        return model.options.sampling_defaults if self._past.foundation is None else self._past.foundation.sampling
+        return model.options.sampling_defaults if self._past.provenance is None else self._past.provenance.sampling
 
-    def _foundation(
+    def _provenance(
         self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = (), *, is_constrained: bool
-    ) -> Foundation:
+    ) -> Provenance:
         """What this attempt rests on: the same as the first one, or nothing at all. Raises Ignore, JobFailed."""
-        begun, here = self._past.foundation, llguidance_version()
+        begun, here = self._past.provenance, llguidance_version()
         if begun is None:
-            begun = foundation_of(model, choice, also)
+            begun = provenance_of(model, choice, also)
             begun = replace(begun, llguidance=here) if is_constrained else begun
         elif is_constrained and begun.llguidance is None:  # it began in a version that had other code for that
             begun = replace(begun, llguidance="")
         if begun.is_in(model) and begun.llguidance in (None, here):
-            self._stream.details = begun.details()
+            self._stream.details = begun.fields()
             return begun
         workers = self._reaching_redis(lambda: recent_workers(self._runtime.redis))
         if not may_come(workers, asked, begun):
@@ -400,8 +400,8 @@ class JobAttempt:
     def _submit(self, model: Model, job: Completing) -> Handle:
         given = {name: getattr(job, name) for name in job.model_fields_set}
         constrained = not isinstance(job, PrefillJob) and is_constrained(given, self._sampling_defaults(model))
-        rests_on = self._foundation(model, job.model, job.adapters, is_constrained=constrained)
-        chosen = self._past.foundation is None and job.adapters is not None
+        rests_on = self._provenance(model, job.model, job.adapters, is_constrained=constrained)
+        chosen = self._past.provenance is None and job.adapters is not None
         try:
             asked = self._asked(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)
             self._runtime.middlewares.call(Middleware.before_request, self._context, "", job)
@@ -413,7 +413,7 @@ class JobAttempt:
                 raise
             raise self._left_to_others() from None  # or one of the model's own adapters was removed just now
 
-    def _asked(self, model: Model, job: Completing, rests_on: Foundation, adapters: Choice) -> Asked:
+    def _asked(self, model: Model, job: Completing, rests_on: Provenance, adapters: Choice) -> Asked:
         """What the request has in addition to the job's own parameters."""
         asked = Asked(
             id=self._attempt.run_id,
@@ -447,7 +447,7 @@ class JobAttempt:
     def chunk(self, job: ChunkJob) -> Result:
         model = self._model(job.model)
         constrained = has_constrained_lines(job, self._sampling_defaults(model))
-        rests_on = self._foundation(model, job.model, None, adapters_of_lines(job), is_constrained=constrained)
+        rests_on = self._provenance(model, job.model, None, adapters_of_lines(job), is_constrained=constrained)
         lines = ChunkRun(
             model=model,
             job=job,

@@ -22,8 +22,8 @@ from cellama.tasks.middleware import AttemptContext, Middleware
 from cellama.tasks.publishing.attempt_stream import AttemptStream
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
-from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
+from cellama.tasks.state.provenance import Provenance
 
 from .engine_request import Asked, has_seed, is_constrained, request_of
 from .parent import parent_tokens
@@ -64,7 +64,7 @@ class ChunkRun:
         stream: AttemptStream,
         past: Past,
         runtime: Runtime,
-        rests_on: Foundation,
+        rests_on: Provenance,
         reaching_redis: Callable[[Callable[[], Parent]], Parent],
     ) -> None:
         """What the chunk rests on is for lines that do not choose; `reaching_redis` waits until Redis answers."""

@@ -1,4 +1,4 @@
-"""What an engine is asked for a job: its prompt, and how it goes on."""
+"""The request to an engine that a job becomes: its prompt, and what it resumes from."""
 
 from __future__ import annotations
 
@@ -158,9 +158,10 @@ def _check_signatures(
     messages: Sequence[Message], options: ChatOptions, signer: Signer, parent_key: str | None
 ) -> None:
     """Raises InvalidJob for a thought that is not as it was signed, after another context or messages than these."""
-    told = options.all_of(messages)
-    if (wrong := signer.first_wrong(told, parent_key)) is not None:
+    conversation = options.all_of(messages)
+    if (wrong := signer.first_wrong(conversation, parent_key)) is not None:
+        place = wrong - len(conversation) + len(messages)
         raise InvalidJob(
-            f"messages.{wrong - len(told) + len(messages)}: the signature is not that of its reasoning after the "
+            f"messages.{place}: the signature is not that of its reasoning after the "
             "messages before it and the parent_key; send all of them as they came, or leave the signature out"
         )

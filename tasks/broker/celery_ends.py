@@ -33,7 +33,7 @@ from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.names import TOKEN_HEADER
-from cellama.tasks.state.records import Ending, Stored
+from cellama.tasks.state.records import CeleryState, Ending
 
 from .pool import JobControl
 
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 IS_STORED = "cellama_is_stored"  # attribute of a task's request: its result is in Redis
 
 
-def started_state(task: Task) -> Stored | None:
+def started_state(task: Task) -> CeleryState | None:
     """What the script that begins an attempt stores for Celery: STARTED; None if no state of the task is kept."""
     request = task.request
     if get_actual_ignore_result(task, request):
         return None
     where = {"pid": os.getpid(), "hostname": request.hostname}
-    stored: Stored = task.backend.stored(request.id, where, states.STARTED, request)
+    stored: CeleryState = task.backend.stored(request.id, where, states.STARTED, request)
     return stored
 
 
@@ -63,7 +63,7 @@ class CeleryEnd:
     the message, which is released.
     """
 
-    stored: Callable[[Result], Stored | None]
+    stored: Callable[[Result], CeleryState | None]
     token: str
     result: Result | None = None  # once Celery has it, and the message is gone: nothing is left to do
 
@@ -75,10 +75,10 @@ def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
     if request.callbacks or request.chain or request.chord or get_actual_ignore_result(task, request):
         return None
 
-    def stored(result: Result) -> Stored | None:
+    def stored(result: Result) -> CeleryState | None:
         if control.interruption is not None:  # Celery stores another end
             return None
-        made: Stored = backend.stored(request.id, shape(result), states.SUCCESS, request)
+        made: CeleryState = backend.stored(request.id, shape(result), states.SUCCESS, request)
         return made
 
     return CeleryEnd(stored, getattr(request, TOKEN_HEADER, ""))

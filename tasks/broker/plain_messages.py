@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Call, Message, Submission
+from cellama.tasks.state.records import Message, Submission, TaskCall
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
     """
     args, kwargs, _ = message.payload
     given = message.properties.get("priority")
-    call: Call = task.call_of_plain(args, kwargs, {**message.delivery_info, "priority": given})
+    call: TaskCall = task.call_of_plain(args, kwargs, {**message.delivery_info, "priority": given})
     adopted = Message(queue_key(call.queue, call.priority), _adopted(message, call.priority, ledger.now()))
     ledger.submit([Submission(message.headers["id"], call, adopted)])
 

@@ -20,7 +20,7 @@ from cellama.config import get_settings, mask_url
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.state.encoding import encode
-from cellama.tasks.state.records import Stored
+from cellama.tasks.state.records import CeleryState
 from cellama.tasks.state.scripts import run_script
 
 from .celery_ends import is_stored_already
@@ -71,10 +71,10 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         counted again."""
         return self._ensure_retryable(super().on_chord_part_return, request, state, result, *args, **options)
 
-    def stored(self, task_id: str, result: Any, state: str, request: Any) -> Stored:
+    def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
         """What stands in Redis in this state of a task, to be stored elsewhere. Raises as `encode`."""
         value = self._value(task_id, result, state, None, request)
-        return Stored(value if isinstance(value, bytes) else value.encode(), self.expires)
+        return CeleryState(value if isinstance(value, bytes) else value.encode(), self.expires)
 
     def value_around_id(self, error: Exception, state: str) -> tuple[bytes, bytes]:
         """Return what is stored for a task that ended with this error, as the parts before and behind its id."""

@@ -24,7 +24,7 @@ from cellama.tasks.connection.kombu_internals import (
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Call, Message, Submission
+from cellama.tasks.state.records import Message, Submission, TaskCall
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
     )
     failure = JobFailed(error.code, str(error))
     ledger = Ledger(task.backend.client)
-    call, no_message = Call(task.name, [], {}, queue, 0, None, {}), Message("", "")
-    ledger.submit([Submission(job_id, call, no_message)])  # whoever reads the step's stream is told as well
+    call = TaskCall(task=task.name, queue=queue)
+    # With an entry in the ledger, readers of the step's stream receive the error as well.
+    ledger.submit([Submission(job_id, call, message=Message("", ""))])
     ledger.end_waiting(job_id, events.error(failure.code, failure.message, failure.retryable))
     task.backend.mark_as_failure(job_id, failure, request=context)
     ledger.settle(job_id)

@@ -18,7 +18,7 @@ from kombu import Producer
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Call, Message, Submission
+from cellama.tasks.state.records import Message, Submission, TaskCall
 from cellama.tasks.state.scripts import SentScript
 from cellama.tasks.traces.gate import sending
 
@@ -83,7 +83,7 @@ class Alike(NamedTuple):
 class Checked:
     """A valid job, with the options for Celery."""
 
-    call: Call
+    call: TaskCall
     options: dict[str, Any]
     payload_json: str  # args and kwargs
     digest: str = ""  # with an idempotency key

@@ -39,7 +39,7 @@ class _Numbered(TypedDict, total=False):
     seq: int
 
 
-class Foundation(TypedDict, total=False):
+class ProvenanceFields(TypedDict, total=False):
     """What a job's tokens rest on: SHA-256 of its model; name, SHA-256 and scale of each adapter; `sampling` of the
     model's settings, for what the job leaves open; the version of `llguidance`, if its text is constrained."""
 
@@ -49,7 +49,7 @@ class Foundation(TypedDict, total=False):
     llguidance: str
 
 
-class StartedEvent(_Numbered, Foundation):
+class StartedEvent(_Numbered, ProvenanceFields):
     """Once, by the first worker that gave the job a slot."""
 
     type: Literal["started"]
@@ -99,14 +99,14 @@ class Failure(TypedDict):
     retryable: bool
 
 
-class Outcome(_Numbered, total=False):
+class LineOutcome(_Numbered, total=False):
     """Of a line: one of the two."""
 
     result: Result
     error: Failure
 
 
-class LineEvent(Outcome):
+class LineEvent(LineOutcome):
     """A line of a bulk run has ended."""
 
     type: Literal["line"]
@@ -171,7 +171,7 @@ def reasoning_end(signature: str, tokens: list[int], **details: Unpack[OutputDet
     return {"type": "reasoning_end", "signature": signature, "tokens": tokens, **details}
 
 
-def line(place: int, outcome: Outcome) -> LineEvent:
+def line(place: int, outcome: LineOutcome) -> LineEvent:
     """A line of a chunk has ended: `result`, as of a job of its own, or `error` with code, message, retryable."""
     return {"type": "line", "line": place, **outcome}
 

@@ -14,7 +14,7 @@ from cellama.tasks.contract.keys import job_key, running_key, waiting_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_INTERACTIVE, queue_name
 from cellama.tasks.contract.shapes.workers import WorkerModel
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Work, work_of_text
+from cellama.tasks.state.records import JobWork, work_of_text
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 from .forecast import HANDLING_S, ServiceTime, WaitEstimate, forecast, service_time
@@ -54,7 +54,7 @@ class ListedJob:
     """A job that waits, or has run on `worker` for `elapsed_s`."""
 
     kind: JobClass
-    work: Work
+    work: JobWork
     priority: int
     worker: str = ""
     elapsed_s: float = 0.0

@@ -18,7 +18,7 @@ from redis import Redis
 
 from cellama.tasks.contract.keys import took_key
 from cellama.tasks.contract.names import URGENT_PRIORITIES
-from cellama.tasks.state.records import Work
+from cellama.tasks.state.records import JobWork
 
 KEPT_S = 30 * 86400  # a model that was not used for a month may run elsewhere by now
 KEPT_SAMPLES = 128  # of each class: ten times as many as speak for one job, for jobs of all sizes
@@ -40,8 +40,8 @@ class JobClass:
         return took_key(self.queue, self.kind, "bulk" if self.is_bulk else "interactive")
 
 
-def class_of(queue: str, work: Work, priority: int) -> JobClass:
-    return JobClass(queue, work.kind, priority not in URGENT_PRIORITIES)
+def class_of(queue: str, work: JobWork, priority: int) -> JobClass:
+    return JobClass(queue, work.sample_kind, priority not in URGENT_PRIORITIES)
 
 
 class SampleWriter:
@@ -95,7 +95,7 @@ class Samples:
     @property
     def speed(self) -> float | None:
         """The mean speed of the last jobs that counted tokens; None if none has ended."""
-        classes = [samples for kind, samples in self.by_class.items() if Work(kind.kind).counts_tokens]
+        classes = [samples for kind, samples in self.by_class.items() if JobWork.of_kind(kind.kind).counts_tokens]
         speeds = [sample.speed for samples in classes for sample in samples[:NUM_SPEEDS]]
         return mean(speeds) if speeds else None
 

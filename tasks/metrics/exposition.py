@@ -116,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = text_of(self.server.collect())
         except Exception:  # the thread's boundary: the next scrape may be better
-            log.exception("metrics can't be told")
-            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "metrics can't be told; the log has why")
+            log.exception("metrics: a scrape failed")
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "the metrics can't be read; the log has the cause")
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", CONTENT_TYPE)

@@ -9,9 +9,9 @@ ENGINE = ("model_name", "engine")  # vLLM's labels
 MODEL = ("model",)
 
 
-def _of(kind: Kind, source: Source, labels: tuple[str, ...], *told: tuple[str, ...]) -> tuple[Row, ...]:
+def _of(kind: Kind, source: Source, labels: tuple[str, ...], *metrics: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows of name, help and perhaps a snapshot's field."""
-    return tuple(Row(name, kind, text, labels, source, field="".join(field)) for name, text, *field in told)
+    return tuple(Row(name, kind, text, labels, source, field="".join(field)) for name, text, *field in metrics)
 
 
 def _histogram(name: str, text: str, bounds: tuple[float, ...], source: Source, *labels: str) -> Row:

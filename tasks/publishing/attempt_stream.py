@@ -10,7 +10,7 @@ from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.broker.pool import JobControl
 from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import Event, Foundation, OutputEvent, is_output, is_terminal, numbered
+from cellama.tasks.contract.events import Event, OutputEvent, ProvenanceFields, is_output, is_terminal, numbered
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.records import Attempt, Contexts, Entry
 
@@ -47,7 +47,7 @@ class AttemptStream:
     on_token: Callable[[], None]
     celery_end: CeleryEnd | None
     sign: dict[str, Callable[[str], str]]  # signs reasoning of the request, or by line of a bulk run
-    details: Foundation = field(default_factory=lambda: Foundation())  # more for its `started`
+    details: ProvenanceFields = field(default_factory=lambda: ProvenanceFields())  # more for its `started`
     on_line: Callable[[int], None] = lambda line: None  # called when the end of a line is in Redis
     # Whether its terminal event counts. Raises JobFailed if an event could not be written, which ended the attempt.
     ended: Future[bool] = field(default_factory=Future)

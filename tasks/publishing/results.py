@@ -71,7 +71,7 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
     What only chats have stands beside the text until `with_messages` puts it into the message.
     """
     with_tokens = completion.context_tokens is not None
-    told: Any = {
+    made: Any = {
         **_choice(completion, sign, with_tokens),
         "usage": _usage(completion),
         "timings": _timings(completion),
@@ -82,10 +82,10 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
         "cache_hit_kind": completion.usage.cache_hit_kind,
     }
     if completion.context_tokens is not None:
-        told["context_tokens"] = list(completion.context_tokens)
+        made["context_tokens"] = list(completion.context_tokens)
     if completion.warnings:
-        told["warnings"] = _warnings(completion)
-    result = cast(GenerateResult, told)
+        made["warnings"] = _warnings(completion)
+    result = cast(GenerateResult, made)
     if completion.alternatives:
         result["choices"] = [
             cast(CompletionChoice, {"index": choice.index, **_choice(choice, sign, with_tokens)})

@@ -13,7 +13,7 @@ from cellama.tasks.contract.events import EVENT_FIELD, Event, TerminalEvent, is_
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.shapes.results import Logprob, Usage, usage_of
 
-from .foundation import Foundation, foundation_of_event
+from .provenance import Provenance, provenance_of_event
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Past:
 
     next_seq: int = 0
     seed: int | None = None
-    foundation: Foundation | None = None  # what its tokens rest on
+    provenance: Provenance | None = None  # what its tokens rest on
     outputs: dict[int, Output] = field(default_factory=dict)
     end: TerminalEvent | None = None
     trimmed: bool = False  # the first events are gone
@@ -44,7 +44,7 @@ class Past:
         self.next_seq = event["seq"] + 1
         if event["type"] == "started":
             self.seed = event["seed"]
-            self.foundation = foundation_of_event(event)
+            self.provenance = provenance_of_event(event)
         elif is_output(event):
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]

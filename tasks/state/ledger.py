@@ -39,6 +39,7 @@ from .gathering import Gathered
 from .history import earlier_of, read_past
 from .records import (
     Attempt,
+    CeleryState,
     DeadJob,
     Ending,
     Entry,
@@ -46,7 +47,6 @@ from .records import (
     PageLimits,
     Purged,
     State,
-    Stored,
     Submission,
     Taken,
     renamed,
@@ -210,7 +210,7 @@ class Ledger:
         *,
         token: str | None = None,
         alone: bool = False,
-        started: Stored | None = None,
+        started: CeleryState | None = None,
     ) -> Attempt:
         """Start an attempt of this worker at a job, unless the verdict says otherwise.
 
@@ -223,7 +223,14 @@ class Ledger:
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
         reply: Any = self._run_begin("begin", keys, args)
         verdict, number, failures, waited_s, *more = reply
-        attempt = Attempt(job_id, run, int(number), int(failures), verdict.decode(), float(waited_s))
+        attempt = Attempt(
+            job_id=job_id,
+            run=run,
+            number=int(number),
+            num_failures=int(failures),
+            verdict=verdict.decode(),
+            waited_s=float(waited_s),
+        )
         if not more:
             return attempt
         before, now, next_seq = more
@@ -344,7 +351,7 @@ def _taken(job_id: str, token: str, verdict: bytes, waited: bytes) -> Taken:
     return Taken(job_id, token if verdict == b"held" else "", float(waited) if waited else None)
 
 
-def _parts(stored: Stored | None) -> tuple[bytes, int | str]:
+def _parts(stored: CeleryState | None) -> tuple[bytes, int | str]:
     return (b"", "") if stored is None else (stored.value, stored.expires_s or "")
 
 

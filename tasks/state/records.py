@@ -30,70 +30,78 @@ State = Literal["queued", "running", "handed_back", "done"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """How much a job asks for: tokens of completions, else texts; its `pieces` can be side by side."""
+class JobWork:
+    """How much a job asks for: tokens of completions, else texts; its `pieces` can be computed at the same time."""
 
-    kind: str  # of its task; with a "!" a completion ends by its length only
+    kind: str  # of its task, such as "generate"
     asked: int = 1
     pieces: int = 1
+    is_exact: bool = False  # a completion that ends by its length only
+
+    @classmethod
+    def of_kind(cls, sample_kind: str, asked: int = 1, pieces: int = 1) -> JobWork:
+        """The work of a job whose `sample_kind` is this one."""
+        return cls(sample_kind.rstrip("!"), asked, pieces, is_exact=sample_kind.endswith("!"))
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it takes slots for tokens; else for seconds."""
-        return self.kind.rstrip("!") in ("generate", "chat")
+        """Whether it is counted in tokens; else in seconds."""
+        return self.kind in ("generate", "chat")
 
     @property
-    def is_exact(self) -> bool:
-        return self.kind.endswith("!")
+    def sample_kind(self) -> str:
+        """The kind as keys of samples and the ledger have it."""
+        return f"{self.kind}!" if self.is_exact else self.kind
 
     @property
     def text(self) -> str:
-        return f"{self.kind} {self.asked} {self.pieces}"
+        """As it stands in the ledger."""
+        return f"{self.sample_kind} {self.asked} {self.pieces}"
 
 
-def work_of_text(text: str) -> Work:
-    """The work as it stands in the ledger; that of a usual job if it does not."""
+def work_of_text(text: str) -> JobWork:
+    """The work as it stands in the ledger; that of a usual job if the text is not one."""
     try:
         kind, asked, pieces = text.split()
-        return Work(kind, max(1, int(asked)), max(1, int(pieces)))
+        return JobWork.of_kind(kind, max(1, int(asked)), max(1, int(pieces)))
     except ValueError:
-        return Work("generate", GenerateJob.model_fields["max_tokens"].default)
+        return JobWork("generate", GenerateJob.model_fields["max_tokens"].default)
 
 
-def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Work:
-    """What a call asks for. It need not be checked: what is nonsense counts as a usual job."""
+def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobWork:
+    """What a call asks for. It need not be validated: nonsense counts as a usual job."""
     kind = KINDS.get(task)
     name = task.removeprefix("cellama.")
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
     if kind is not None and kind.completes:
         pieces = _count(given.get("n"), 1)
         asked = pieces * _count(given.get("max_tokens"), GenerateJob.model_fields["max_tokens"].default)
-        return Work(name + "!" * (given.get("ignore_eos") is True and not given.get("stop")), asked, pieces)
+        return JobWork(name, asked, pieces, is_exact=given.get("ignore_eos") is True and not given.get("stop"))
     many = next(
         (given[part] for part in ("lines", "texts", "documents") if isinstance(given.get(part), list | tuple)), ()
     )
-    return Work(name, max(1, len(many)), max(1, len(many)) if name == "chunk" else 1)
+    return JobWork(name, max(1, len(many)), max(1, len(many)) if name == "chunk" else 1)
 
 
 def _count(given: Any, default: int) -> int:
     return given if type(given) is int and 0 < given <= MAX_ASKED else default
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCall:
     """A call of a task as its producer made it. `priority` and `timeout_s` are those of its payload."""
 
     task: str
-    args: list[Any]
-    kwargs: dict[str, Any]
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
     queue: str
-    priority: int
-    timeout_s: float | None
-    headers: dict[str, Any]
+    priority: int = 0
+    timeout_s: float | None = None
+    headers: dict[str, Any] = field(default_factory=dict)
     delay_s: float = 0.0  # before it may run at all
 
     @property
-    def work(self) -> Work:
+    def work(self) -> JobWork:
         """What it asks for."""
         return work_of(self.task, self.args, self.kwargs)
 
@@ -125,7 +133,7 @@ class Submission:
     """
 
     job_id: str
-    call: Call
+    call: TaskCall
     message: Message
     digest: str = ""
 
@@ -189,7 +197,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class CeleryState:
     """A state of a job as Celery keeps it, in JSON; None: for ever."""
 
     value: bytes
@@ -255,7 +263,7 @@ class Entry:
     run: str | None = None
     event: Event  # with its seq
     result: Result | None = None  # with the end of a job that ends well, until Celery has it
-    stored: Stored | None = None  # instead of a result: Celery has it with this event
+    stored: CeleryState | None = None  # instead of a result: Celery has it with this event
     token: str = ""  # with that: of the taking of its message, which is gone then
     contexts: Contexts = ()  # with the end of a job
     event_json: bytes = field(init=False, repr=False)

@@ -34,28 +34,28 @@ USAGE = {  # of results
 
 def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
     """Of a span about the message of a job; without an id about those of several."""
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "messaging.system": "celery",
         "messaging.destination.name": queue,
         "messaging.operation.name": operation,
         "messaging.operation.type": operation,
     }
-    return told if job_id is None else {**told, "messaging.message.id": job_id}
+    return attributes if job_id is None else {**attributes, "messaging.message.id": job_id}
 
 
 def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a model is asked; `parameters` are those of the call, checked or not."""
-    told: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
+    attributes: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if isinstance(parameters.get("model"), str):
-        told["gen_ai.request.model"] = parameters["model"]
+        attributes["gen_ai.request.model"] = parameters["model"]
     for name, attribute in NUMBERS.items():
         if isinstance(parameters.get(name), int | float):
-            told[attribute] = parameters[name]
+            attributes[attribute] = parameters[name]
     stop = parameters.get("stop")
     stops = [stop] if isinstance(stop, str) else stop
     if stops and isinstance(stops, list | tuple) and all(isinstance(text, str) for text in stops):
-        told["gen_ai.request.stop_sequences"] = list(stops)
-    return told
+        attributes["gen_ai.request.stop_sequences"] = list(stops)
+    return attributes
 
 
 def of_usage(usage: Mapping[str, Any]) -> dict[str, Any]:

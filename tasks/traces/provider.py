@@ -21,7 +21,7 @@ EXPORTERS = "opentelemetry_traces_exporter"  # the group of entry points
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # of OTLP
 
 
-class Ids(IdGenerator):
+class SpanIds(IdGenerator):
     """Another generator's ids, but for spans whose id others know before they see them."""
 
     def __init__(self, others: IdGenerator) -> None:

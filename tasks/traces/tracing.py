@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from .attributes import SCHEMA, of_message
 from .carrier import carried
-from .provider import Ids, make_provider, run_span_id
+from .provider import SpanIds, make_provider, run_span_id
 
 W3C = TraceContextTextMapPropagator()
 CLOSE_S = 3.0  # for spans that are left when a process ends: a collector that does not answer holds it up no longer
@@ -32,7 +32,7 @@ class Tracing:
             provider = make_provider()
         self.contents = contents
         self._provider = provider
-        self._ids = Ids(provider.id_generator)
+        self._ids = SpanIds(provider.id_generator)
         provider.id_generator = self._ids  # type: ignore[assignment]  # any generator will do
         self.tracer = provider.get_tracer("cellama", version("cellama"), schema_url=SCHEMA)
 

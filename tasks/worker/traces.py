@@ -65,7 +65,9 @@ class Traces(Middleware):
         span = self._tracing.attempt(record.run, record.job_id, name, parent, attributes={**attributes, **own})
         attempt.trace_id = trace_id_of(span)
         if span.is_recording():
-            self._attempts[record.run_id] = TracedAttempt(span, parent, name, attributes, began_ns)
+            self._attempts[record.run_id] = TracedAttempt(
+                span=span, parent=parent, name=name, attributes=attributes, began_ns=began_ns
+            )
 
     def after_attempt(self, attempt: AttemptContext) -> None:
         traced = self._attempts.pop(attempt.record.run_id, None)
@@ -150,7 +152,7 @@ class Traces(Middleware):
             span.end()
             return
         if self._tracing.contents:
-            attributes |= asked_of(parameters) | told_of(completion)
+            attributes |= prompt_of(parameters) | generated_of(completion)
         self._add_completion(traced, ns_of(attempt.requests_from), name, attributes, completion)
 
     def _add_completion(
@@ -204,17 +206,17 @@ def _ns(seconds: float) -> int:
 # Prompts and what was generated, as OpenTelemetry's conventions write messages
 
 
-def asked_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+def prompt_of(parameters: Mapping[str, Any]) -> dict[str, str]:
     """The messages of a chat, or the prompt."""
-    told = {}
+    attributes = {}
     if parameters.get("system") is not None:
-        told["gen_ai.system_instructions"] = json.dumps(_texts(parameters["system"]))
+        attributes["gen_ai.system_instructions"] = json.dumps(_texts(parameters["system"]))
     messages = parameters.get("messages")
     if messages is None and parameters.get("prompt") is not None:
         messages = [{"role": "user", "content": parameters["prompt"]}]
     if messages is not None:
-        told["gen_ai.input.messages"] = json.dumps([_message(message) for message in messages])
-    return told
+        attributes["gen_ai.input.messages"] = json.dumps([_message(message) for message in messages])
+    return attributes
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def _texts(content: Any) -> list[Part]:
     return [{"type": "text" if isinstance(content, str) else "tokens", "content": content}]
 
 
-def told_of(completion: Completion) -> dict[str, str]:
+def generated_of(completion: Completion) -> dict[str, str]:
     """What was generated."""
     messages = [_reply(part) for part in (completion, *completion.alternatives)]
     return {"gen_ai.output.messages": json.dumps(messages)}

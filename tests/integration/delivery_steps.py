@@ -13,7 +13,7 @@ from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_ke
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Ending, Entry, Stored, Taken
+from cellama.tasks.state.records import Attempt, CeleryState, Ending, Entry, Taken
 from cellama.tasks.worker.reaper import Reaper
 
 from .ledgers import submission
@@ -156,7 +156,9 @@ class Delivery:
         elif self.tell(worker, job_id, held, events.token(str(held.number), [held.num_tokens])):
             held.num_tokens += 1
 
-    def tell(self, worker: Worker, job_id: str, held: Held, event: events.Event, stored: Stored | None = None) -> bool:
+    def tell(
+        self, worker: Worker, job_id: str, held: Held, event: events.Event, stored: CeleryState | None = None
+    ) -> bool:
         assert held.attempt is not None
         entry = Entry(
             job_id=job_id,
@@ -182,7 +184,7 @@ class Delivery:
         if event is None:
             event = events.done("cancelled" if held.attempt.verdict == "cancelled" else "stop", {})
         if held.number % 2 and event.get("finish_reason") == "stop":  # Celery gets it with the event
-            if self.tell(worker, job_id, held, event, Stored(json.dumps(event).encode(), None)):
+            if self.tell(worker, job_id, held, event, CeleryState(json.dumps(event).encode(), None)):
                 assert self.redis.exists(result_key(job_id))
                 assert self.redis.hget(job_key(job_id), "holder") != held.taken.token.encode()
         elif self.tell(worker, job_id, held, event) and not dies:

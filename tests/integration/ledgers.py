@@ -12,7 +12,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, Taken
+from cellama.tasks.state.records import Attempt, Entry, Message, Submission, Taken, TaskCall
 
 LEASE_S = 600.0
 STARTED, TOKEN, DONE = events.started("tiny", 3, "w", 7), events.token("x", [1]), events.done("stop", {})
@@ -32,7 +32,7 @@ def submission(
     properties = {"correlation_id": job_id, "priority": priority, "delivery_tag": str(uuid.uuid4())}
     headers = {"id": job_id, "task": task, SUBMITTED_AT_HEADER: 1.0}
     payload = json.dumps({"body": "W10=", "headers": headers, "properties": properties})
-    call = Call(task, ["tiny", "Hi"], {}, queue, priority, timeout_s, {})
+    call = TaskCall(task=task, args=["tiny", "Hi"], queue=queue, priority=priority, timeout_s=timeout_s)
     return Submission(job_id, call, Message(queue_key(queue, priority), payload), digest)
 
 

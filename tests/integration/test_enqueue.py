@@ -24,7 +24,7 @@ from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Call, Message, Submission
+from cellama.tasks.state.records import Message, Submission, TaskCall
 from cellama.tasks.state.scripts import SentScript, run_script
 
 from ..conftest import PATIENCE_S, wait_until
@@ -41,7 +41,7 @@ def messages(redis: Redis, model: str, priority: int = 3) -> list[dict[str, Any]
 
 def submission(job_id: str, model: str) -> Submission:
     message = Message(queue_key(queue_name(model), 3), json.dumps({"headers": {"id": job_id}}))
-    return Submission(job_id, Call("cellama.generate", [], {}, queue_name(model), 3, None, {}), message)
+    return Submission(job_id, TaskCall(task="cellama.generate", queue=queue_name(model), priority=3), message)
 
 
 class Watched(Ledger):

@@ -28,7 +28,7 @@ from cellama.tasks.estimates.position import Position
 from cellama.tasks.estimates.samples import KEPT_SAMPLES, SampleWriter, class_of
 from cellama.tasks.state import scripts
 from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, work_of
+from cellama.tasks.state.records import Attempt, Entry, Message, Submission, TaskCall, work_of
 
 from ..conftest import worker_entry
 from .ledgers import submission
@@ -121,7 +121,8 @@ class Cluster:
         """A job that makes this part of what it asks for; its prompt takes as long as up to a third of that."""
         made = max(1.0, asked * part)
         job = submission(QUEUE, str(uuid.uuid4()))
-        call = Call("cellama.generate", [MODEL, "Hi"], {"max_tokens": asked, **params}, QUEUE, priority, None, {})
+        kwargs = {"max_tokens": asked, **params}
+        call = TaskCall(task="cellama.generate", args=[MODEL, "Hi"], kwargs=kwargs, queue=QUEUE, priority=priority)
         self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, priority), job.message.payload))])
         played = Played(asked, made * self.chance.uniform(1.0, 1.3), self.now, priority)
         self.jobs[job.job_id] = played

@@ -21,7 +21,7 @@ from cellama.tasks.contract.keys import (
     running_key,
 )
 from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
-from cellama.tasks.state.records import Entry, Stored
+from cellama.tasks.state.records import CeleryState, Entry
 
 from ..conftest import PATIENCE_S
 from .ledgers import DONE, STARTED, TOKEN, begin, journal, kept_result, submit, take, write
@@ -177,7 +177,7 @@ def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, red
 def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
-    stored, event = Stored(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}
+    stored, event = CeleryState(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}
     end = Entry(job_id=job_id, run=attempt.run, event=event, stored=stored, token=taken.token)
     assert ledger.write([end]) == ledger.write([end]) == (set(), set())  # the reply was lost
     assert redis_client.get(result_key(job_id)) == b'{"status": "SUCCESS"}'
@@ -191,7 +191,7 @@ def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, jo
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     redis_client.hdel(job_key(job_id), "holder")  # its worker was frozen
     other = take(ledger, job_id)
-    stored, event = Stored(b"{}", None), {"seq": 0, **DONE}
+    stored, event = CeleryState(b"{}", None), {"seq": 0, **DONE}
     end = Entry(job_id=job_id, run=attempt.run, event=event, stored=stored, token="token of the frozen one")
     assert ledger.write([end]) == (set(), set())
     assert redis_client.hget(job_key(job_id), "holder") == other.token.encode()
@@ -199,7 +199,7 @@ def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, jo
 
 
 def test_celery_is_told_of_a_start_once_it_has_begun(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
-    started = Stored(b'{"status": "STARTED"}', 100)
+    started = CeleryState(b'{"status": "STARTED"}', 100)
     assert begin(ledger, job_id, token="of somebody else", started=started).verdict == "superseded"
     assert redis_client.get(result_key(job_id)) is None
     begin(ledger, job_id, token=take(ledger, job_id).token, started=started)

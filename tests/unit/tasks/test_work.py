@@ -6,29 +6,29 @@ from typing import Any
 
 import pytest
 
-from cellama.tasks.state.records import Work, work_of, work_of_text
+from cellama.tasks.state.records import JobWork, work_of, work_of_text
 
 
 @pytest.mark.parametrize(
     ("task", "args", "kwargs", "work"),
     [
-        ("generate", ["m", "Hi"], {}, Work("generate", 256)),
-        ("generate", ["m", "Hi"], {"max_tokens": 8, "n": 3}, Work("generate", 24, 3)),
-        ("generate", ["m", "Hi"], {"max_tokens": 8, "ignore_eos": True}, Work("generate!", 8)),
-        ("generate", ["m", "Hi"], {"max_tokens": 8, "ignore_eos": True, "stop": ["."]}, Work("generate", 8)),
-        ("chat", [], {"messages": [], "max_tokens": True, "n": -1}, Work("chat", 256)),
-        ("embed", ["m", ["a", "b"]], {}, Work("embed", 2)),
-        ("rerank", ["m"], {"query": "q", "documents": ("a", "b", "c")}, Work("rerank", 3)),
-        ("chunk", ["m", [{}, {}]], {}, Work("chunk", 2, 2)),
-        ("tokenize", ["m", "text"], {}, Work("tokenize")),
-        ("unheard_of", [1, 2, 3], {"texts": 7}, Work("unheard_of")),
+        ("generate", ["m", "Hi"], {}, JobWork("generate", 256)),
+        ("generate", ["m", "Hi"], {"max_tokens": 8, "n": 3}, JobWork("generate", 24, 3)),
+        ("generate", ["m", "Hi"], {"max_tokens": 8, "ignore_eos": True}, JobWork("generate", 8, is_exact=True)),
+        ("generate", ["m", "Hi"], {"max_tokens": 8, "ignore_eos": True, "stop": ["."]}, JobWork("generate", 8)),
+        ("chat", [], {"messages": [], "max_tokens": True, "n": -1}, JobWork("chat", 256)),
+        ("embed", ["m", ["a", "b"]], {}, JobWork("embed", 2)),
+        ("rerank", ["m"], {"query": "q", "documents": ("a", "b", "c")}, JobWork("rerank", 3)),
+        ("chunk", ["m", [{}, {}]], {}, JobWork("chunk", 2, 2)),
+        ("tokenize", ["m", "text"], {}, JobWork("tokenize")),
+        ("unheard_of", [1, 2, 3], {"texts": 7}, JobWork("unheard_of")),
     ],
 )
-def test_work_of_a_call(task: str, args: list[Any], kwargs: dict[str, Any], work: Work) -> None:
+def test_work_of_a_call(task: str, args: list[Any], kwargs: dict[str, Any], work: JobWork) -> None:
     assert work_of(f"cellama.{task}", args, kwargs) == work
     assert work_of_text(work.text) == work
 
 
 @pytest.mark.parametrize("text", ["", "generate", "generate x 1", "a b c d"])
 def test_work_that_the_ledger_does_not_have_is_that_of_a_usual_job(text: str) -> None:
-    assert work_of_text(text) == Work("generate", 256)
+    assert work_of_text(text) == JobWork("generate", 256)

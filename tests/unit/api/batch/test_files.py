@@ -23,7 +23,7 @@ from cellama.api.batch.start import _read_input as read_input
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
 from cellama.tasks.contract.kinds.chunk import room_bytes
 from cellama.tasks.job_task import _written as check_size
-from cellama.tasks.state.records import Call
+from cellama.tasks.state.records import TaskCall
 
 
 def line(number: int, prompt: str, line_id: LineId | None = None, model: str = "m") -> BatchLine:
@@ -319,7 +319,8 @@ def test_chunk_is_never_larger_than_a_job_may_be(limit: int) -> None:
     while lines:
         fitting = that_fit(lines, room)
         sent = [{"kind": line.kind, "params": line.params} for line in fitting]
-        check_size(Call("t", ["m", sent], {"priority": 9}, "q", 9, None, {}), limit)  # raises what is too large
+        call = TaskCall(task="t", args=["m", sent], kwargs={"priority": 9}, queue="q", priority=9)
+        check_size(call, limit)  # raises what is too large
         lines = lines[len(fitting) :]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from cellama.engine import DecodeFailed, EmbeddingHandle
 from cellama.tasks.attempt.bulk_slice import ChunkRun
 from cellama.tasks.contract.kinds.chunk import ChunkJob
-from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
+from cellama.tasks.state.provenance import Provenance
 
 from ..attempt_contexts import context
 
@@ -70,7 +70,7 @@ def run_lines(*params: dict[str, Any]) -> dict[int, str]:
         stream=stream,
         past=Past(),
         runtime=runtime,
-        rests_on=Foundation("sha"),
+        rests_on=Provenance("sha"),
         reaching_redis=lambda ask: ask(),
     ).run()
     codes: dict[int, str] = stream.codes()

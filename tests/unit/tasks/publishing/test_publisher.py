@@ -21,7 +21,7 @@ from cellama.tasks.publishing.attempt_stream import STRIDE
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
-from cellama.tasks.state.records import Stored
+from cellama.tasks.state.records import CeleryState
 
 from ....conftest import PATIENCE_S, wait_until
 from .memory_ledger import COMPLETION, MemoryLedger, publisher_of
@@ -238,9 +238,9 @@ def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ways = {
-        "told": CeleryEnd(lambda result: Stored(b"told", 9), "token"),
+        "told": CeleryEnd(lambda result: CeleryState(b"told", 9), "token"),
         "interrupted": CeleryEnd(lambda result: None, "token"),
-        "failed": CeleryEnd(lambda result: Stored(b"told", 9), "token"),
+        "failed": CeleryEnd(lambda result: CeleryState(b"told", 9), "token"),
     }
     ends = [publisher.open_job(job_id, celery_end=way) for job_id, way in ways.items()]
     tell = publisher.listener("tiny")
@@ -250,7 +250,7 @@ def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -
     assert publisher.close()
     written = {entry.job_id: entry for entry in ledger.entries}
     assert (written["told"].stored, written["told"].token, written["told"].result) == (
-        Stored(b"told", 9),
+        CeleryState(b"told", 9),
         "token",
         None,
     )

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import Foundation as FoundationDetails
-from cellama.tasks.contract.events import StartedEvent
+from cellama.tasks.contract.events import ProvenanceFields, StartedEvent
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import WorkerModel
 
@@ -25,7 +24,7 @@ Choice = tuple[tuple[str, float], ...]  # adapters by name, and their scales
 
 
 @dataclass(frozen=True, slots=True)
-class Foundation:
+class Provenance:
     """SHA-256 of the model, and (name, SHA-256, scale) of each adapter; 0: only for lines that choose it."""
 
     model: str
@@ -33,16 +32,16 @@ class Foundation:
     sampling: Mapping[str, object] = field(default_factory=dict)  # the model's defaults
     llguidance: str | None = None  # its version, of a constrained job; "" before there was one; None: any will do
 
-    def details(self) -> FoundationDetails:
+    def fields(self) -> ProvenanceFields:
         """For the `started` event."""
-        details: FoundationDetails = {"fingerprint": self.model}
+        fields: ProvenanceFields = {"fingerprint": self.model}
         if self.adapters:
-            details["adapters"] = list(self.adapters)
+            fields["adapters"] = list(self.adapters)
         if self.sampling:
-            details["sampling"] = dict(self.sampling)
+            fields["sampling"] = dict(self.sampling)
         if self.llguidance:
-            details["llguidance"] = self.llguidance
-        return details
+            fields["llguidance"] = self.llguidance
+        return fields
 
     def is_in(self, model: Model) -> bool:
         """True if this is the model, and its adapters are there under their names."""
@@ -63,15 +62,15 @@ class Foundation:
         return {(name, fingerprint) for name, fingerprint, _ in self.adapters}
 
 
-def foundation_of_event(event: StartedEvent) -> Foundation | None:
+def provenance_of_event(event: StartedEvent) -> Provenance | None:
     """What a `started` event tells; None if it is from a version that told nothing of it."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
     if "fingerprint" not in event:
         return None
-    return Foundation(event["fingerprint"], adapters, event.get("sampling", {}), event.get("llguidance"))
+    return Provenance(event["fingerprint"], adapters, event.get("sampling", {}), event.get("llguidance"))
 
 
-def foundation_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
+def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:
     """What a request with these adapters rests on; None stands for those of requests that do not choose.
 
     An adapter that is not there is left out: whoever asks for it hears so from the engine.
@@ -80,14 +79,14 @@ def foundation_of(model: Model, choice: Choice | None, also: Iterable[str] = ())
     chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
     scales = {**dict.fromkeys(also, 0.0), **{name: scale for name, scale in chosen if scale}}
     adapters = tuple((i.name, i.fingerprint, float(scales[i.name])) for i in infos if i.name in scales)
-    return Foundation(model.info.fingerprint, adapters, model.options.sampling_defaults)
+    return Provenance(model.info.fingerprint, adapters, model.options.sampling_defaults)
 
 
 def _ready(model: Model) -> list[AdapterInfo]:
     return [info for info in model.adapters() if info.status == "ready"]
 
 
-def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Foundation) -> bool:
+def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Provenance) -> bool:
     """True if one of these workers has, or had when it ended, what it takes, or was loading what may be that."""
     entries = [e for worker in workers if wanted.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
@@ -112,7 +111,7 @@ def changed(model_id: str) -> JobFailed:
     return JobFailed("model_changed", message)
 
 
-def grammar_changed(begun: Foundation, here: str) -> JobFailed:
+def grammar_changed(begun: Provenance, here: str) -> JobFailed:
     """Return the error of a constrained job that can't continue because no worker has its version of llguidance."""
     version = f"llguidance {begun.llguidance}" if begun.llguidance else "a version of cellama without llguidance"
     message = (

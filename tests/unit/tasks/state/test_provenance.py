@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from cellama.tasks.contract import events
-from cellama.tasks.state.foundation import (
-    Foundation,
-    foundation_of,
-    foundation_of_event,
+from cellama.tasks.state.history import Past
+from cellama.tasks.state.provenance import (
+    Provenance,
     grammar_changed,
     may_come,
+    provenance_of,
+    provenance_of_event,
 )
-from cellama.tasks.state.history import Past
 from cellama.tasks.state.registry import WorkerEntry
 
 from ....conftest import worker_entry
@@ -33,17 +33,17 @@ def worker(*models: Any) -> WorkerEntry:
     return worker_entry("w", *models)
 
 
-def test_foundation_has_the_adapters_of_the_job_or_those_of_jobs_that_do_not_choose() -> None:
+def test_provenance_has_the_adapters_of_the_job_or_those_of_jobs_that_do_not_choose() -> None:
     here = model(adapter("a", 0.5), adapter("b", 0), adapter("c", status="loading"))
-    assert foundation_of(here, None).choice == (("a", 0.5),)
-    assert foundation_of(here, (("b", 2.0), ("a", 0.0), ("unknown", 1.0))).choice == (("b", 2.0),)
-    chunk = foundation_of(here, None, also=["b"])
+    assert provenance_of(here, None).choice == (("a", 0.5),)
+    assert provenance_of(here, (("b", 2.0), ("a", 0.0), ("unknown", 1.0))).choice == (("b", 2.0),)
+    chunk = provenance_of(here, None, also=["b"])
     assert chunk.choice == (("a", 0.5),)
     assert [name for name, _, _ in chunk.adapters] == ["a", "b"]
 
 
-def test_foundation_is_in_the_same_contents_only() -> None:
-    begun = foundation_of(model(adapter("a")), None)
+def test_provenance_is_in_the_same_contents_only() -> None:
+    begun = provenance_of(model(adapter("a")), None)
     assert begun.is_in(model(adapter("x"), adapter("a", scale=0.1)))
     assert not begun.is_in(model())
     assert not begun.is_in(model(adapter("a"), fingerprint="other"))
@@ -51,16 +51,16 @@ def test_foundation_is_in_the_same_contents_only() -> None:
     assert not begun.is_in(model(adapter("a", status="unloading")))
 
 
-def test_foundation_survives_the_journal() -> None:
-    begun, past = foundation_of(model(adapter("a", 0.25), sampling={"top_k": 3}), None), Past()
-    past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.details()})
-    assert past.foundation == begun
+def test_provenance_survives_the_journal() -> None:
+    begun, past = provenance_of(model(adapter("a", 0.25), sampling={"top_k": 3}), None), Past()
+    past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.fields()})
+    assert past.provenance == begun
     assert begun.sampling == {"top_k": 3}
-    assert foundation_of_event({"type": "started", "seed": 1}) is None
+    assert provenance_of_event({"type": "started", "seed": 1}) is None
 
 
 def test_job_may_go_on_where_a_worker_has_or_loads_what_it_began_with() -> None:
-    begun = Foundation("sha", (("a", "sha-a", 1.0),))
+    begun = Provenance("sha", (("a", "sha-a", 1.0),))
     full = {"id": "m", "status": "ready", "default": False, "fingerprint": "sha"}
     full["adapters"] = [{"name": "a", "fingerprint": "sha-a"}]
     assert may_come([worker(), worker(full)], "m", begun)
@@ -73,11 +73,11 @@ def test_job_may_go_on_where_a_worker_has_or_loads_what_it_began_with() -> None:
 
 def test_version_of_llguidance_survives_the_journal_when_the_text_is_constrained() -> None:
     for version in ("1.9.1", None):
-        begun = replace(foundation_of(model(), None), llguidance=version)
-        assert ("llguidance" in begun.details()) == (version is not None)
+        begun = replace(provenance_of(model(), None), llguidance=version)
+        assert ("llguidance" in begun.fields()) == (version is not None)
         past = Past()
-        past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.details()})
-        assert past.foundation == begun
+        past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.fields()})
+        assert past.provenance == begun
 
 
 def test_constrained_job_continues_only_where_a_worker_has_its_version_of_llguidance() -> None:
@@ -85,15 +85,15 @@ def test_constrained_job_continues_only_where_a_worker_has_its_version_of_llguid
     workers = {version: replace(worker(entry), llguidance=version) for version in ("", "1.9.1", "1.9.2")}
     loading = replace(worker({"id": "m", "status": "loading", "default": False}), llguidance="1.9.2")
     for begun in ("", "1.9.1"):
-        constrained = Foundation("sha", llguidance=begun)
+        constrained = Provenance("sha", llguidance=begun)
         assert [version for version, one in workers.items() if may_come([one], "m", constrained)] == [begun]
         assert not may_come([loading], "m", constrained)
-    assert all(may_come([one], "m", Foundation("sha")) for one in workers.values())
+    assert all(may_come([one], "m", Provenance("sha")) for one in workers.values())
 
 
 def test_error_of_a_constrained_job_names_both_versions() -> None:
-    error = grammar_changed(Foundation("sha", llguidance="1.9.1"), "2.0.0")
+    error = grammar_changed(Provenance("sha", llguidance="1.9.1"), "2.0.0")
     assert (error.code, error.retryable, error.http_status) == ("grammar_changed", True, 409)
     assert "llguidance 1.9.1" in str(error)
     assert "2.0.0" in str(error)
-    assert "without llguidance" in str(grammar_changed(Foundation("sha", llguidance=""), "2.0.0"))
+    assert "without llguidance" in str(grammar_changed(Provenance("sha", llguidance=""), "2.0.0"))
