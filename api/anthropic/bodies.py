@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cellama.api.openai.bodies import given_of, taken_of
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
@@ -33,16 +34,15 @@ class ParsedBody:
 
 def parse_body(body: Mapping[str, Any]) -> ParsedBody:
     """The order of a message."""
-    given = _checked(body)
+    given = given_of(body, PARAMETERS)
     max_tokens = given.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 1:
         what = "missing" if max_tokens is None else shorten(max_tokens)
         raise InvalidJob(f"max_tokens is {what}; it must be a number of at least 1")
-    taken = (name for name in given if name not in PARAMETERS or PARAMETERS[name].fate == "as it is")
-    own = {name: given[name] for name in taken if name != "model"}
+    _check_stops(given.get("stop_sequences", []))
+    own = taken_of(given, PARAMETERS)
+    own.pop("model", None)
     mapped = _of_conversation(given) | _of_format(given)
-    if "stop_sequences" in given:
-        mapped["stop"] = _stops(given["stop_sequences"])
     thinking = given.get("thinking", {})
     if thinking.get("type") == "enabled":
         mapped["thinking_budget"] = _budget(thinking, max_tokens)
@@ -59,7 +59,7 @@ def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
     for name in body:
         if name not in COUNTED:
             raise InvalidJob(f"unknown parameter {shorten(name)}; known: {', '.join(COUNTED)}")
-    given = _checked(body)
+    given = given_of(body, PARAMETERS)
     params = _of_conversation(given)
     params.pop("parallel_tool_calls", None)
     return ParsedBody(_messages(given), params, True)
@@ -76,28 +76,13 @@ def _refuse_both(own: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
         raise InvalidJob(f"{name} is {shorten(own[name])}: {_OWN_NAMES[name]} is given, too; leave one out")
 
 
-def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, without what is refused. None is as good as nothing."""
-    given = {str(name): value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        rule = PARAMETERS.get(name)
-        if rule is not None and rule.refuses(value):
-            raise InvalidJob(f"{name} is {shorten(value)}: {rule.note}; leave it out")
-    return {name: value for name, value in given.items() if name not in PARAMETERS or not _is_dropped(name)}
-
-
-def _is_dropped(name: str) -> bool:
-    return PARAMETERS[name].fate in ("refused", "ignored") or name in ("stream", "service_tier")
-
-
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages_of(given.get("system"), given.get("messages"))
 
 
-def _stops(value: Any) -> list[str]:
+def _check_stops(value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise InvalidJob(f"stop_sequences is {shorten(value)}; it must be a list of texts")
-    return value
 
 
 def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,30 +23,37 @@ def params_of_body(url: Any, body: Any) -> dict[str, Any]:
         raise InvalidJob(f"{CONTENT[url]} is missing")
     if body.get("stream"):
         raise InvalidJob("body.stream is true; a bulk run does not stream: leave it out")
-    given = {str(name): value for name, value in body.items() if value is not None}
-    params: dict[str, Any] = {}
-    for name, value in given.items():
-        rule = PARAMETERS[url].get(name, ParameterRule("as it is"))
-        if rule.refuses(value):
-            raise InvalidJob(f"{name} is {_short(value)}: {rule.note}; leave it out")
-        if rule.fate in ("as it is", "renamed"):
-            _put(params, rule.to or name, value, name)
+    given = given_of(body, PARAMETERS[url])
+    params = taken_of(given, PARAMETERS[url])
     for read in _READERS:
         read(params, given, url)
     return params
 
 
-def _put(params: dict[str, Any], name: str, value: Any, told: str) -> None:
+def given_of(body: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
+    """Return the parameters of a body that are not null. Raises InvalidJob for one that is refused."""
+    given = {str(name): value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in rules and rules[name].refuses(value):
+            raise InvalidJob(f"{name} is {shorten(value)}: {rules[name].note}; leave it out")
+    return given
+
+
+def taken_of(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
+    """Return the job's parameters that a body gives as they are, or under another name. Raises InvalidJob for one that
+    it gives twice."""
+    params = {name: value for name, value in given.items() if name not in rules or rules[name].fate == "as it is"}
+    for name, value in given.items():
+        if name in rules and rules[name].fate == "renamed":
+            put(params, rules[name].to, value, name)
+    return params
+
+
+def put(params: dict[str, Any], name: str, value: Any, callers_name: str) -> None:
+    """Set a parameter of the job. Raises InvalidJob if the body gives it another value by another name."""
     if name in params and params[name] != value:
-        raise InvalidJob(f"{told} is {_short(value)}: {name} is given, too; leave one out")
+        raise InvalidJob(f"{callers_name} is {shorten(value)}: {name} is given, too; leave one out")
     params[name] = value
-
-
-def _short(value: Any) -> str:
-    try:
-        return json.dumps(value)[:80]
-    except RecursionError:
-        return shorten(value)
 
 
 def _take_messages(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
@@ -73,7 +79,7 @@ def _message(place: int, message: Any) -> Any:
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and part.get("type") != "text":
             raise InvalidJob(
-                f"messages.{place}.content.{number}.type is {_short(part.get('type'))}: models read text only; "
+                f"messages.{place}.content.{number}.type is {shorten(part.get('type'))}: models read text only; "
                 "images, audio and files can't be sent"
             )
     return kept
@@ -89,9 +95,9 @@ def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: s
     elif kind == "json_schema" and isinstance(wanted.get("json_schema"), dict):
         form = wanted["json_schema"]
     else:
-        raise InvalidJob(f"response_format is {_short(wanted)}; its type must be text, json_object or json_schema")
+        raise InvalidJob(f"response_format is {shorten(wanted)}; its type must be text, json_object or json_schema")
     schema, strict = schema_of_form(form, "response_format")
-    _put(params, "json_schema", schema, "response_format")
+    put(params, "json_schema", schema, "response_format")
     params.setdefault("strict_schema", strict)
 
 
@@ -100,9 +106,9 @@ def schema_of_form(form: Mapping[str, Any], told: str) -> tuple[dict[str, Any] |
     enforced. Raises InvalidJob."""
     schema, strict = form.get("schema"), form.get("strict")
     if schema is not None and not isinstance(schema, dict | bool):
-        raise InvalidJob(f"{told} is {_short(form)}: its schema must be a JSON Schema, which is an object")
+        raise InvalidJob(f"{told} is {shorten(form)}: its schema must be a JSON Schema, which is an object")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidJob(f"{told} is {_short(form)}: its strict must be true or false")
+        raise InvalidJob(f"{told} is {shorten(form)}: its strict must be true or false")
     return {"type": "object"} if schema is None else schema, strict is True
 
 
@@ -112,9 +118,9 @@ def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -
         return
     wanted, top = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(wanted, bool):
-        raise InvalidJob(f"logprobs is {_short(wanted)}: it must be true or false; top_logprobs says how many")
+        raise InvalidJob(f"logprobs is {shorten(wanted)}: it must be true or false; top_logprobs says how many")
     if top is not None and not wanted:
-        raise InvalidJob(f"top_logprobs is {_short(top)}, and logprobs is not true; set it")
+        raise InvalidJob(f"top_logprobs is {shorten(top)}, and logprobs is not true; set it")
     if wanted:
         params["logprobs"] = 0 if top is None else top
 
@@ -128,7 +134,7 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> N
         return
     if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise InvalidJob(
-            f"tool_choice is {_short(choice)}: an object must be of type function or allowed_tools; use one of these"
+            f"tool_choice is {shorten(choice)}: an object must be of type function or allowed_tools; use one of these"
         )
     if choice is not None:
         params["tool_choice"] = choice
@@ -147,7 +153,7 @@ def allow(
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
         raise InvalidJob(
-            f"tool_choice is {_short(choice)}: allowed_tools needs a mode, auto or required, and a list of tools, each "
+            f"tool_choice is {shorten(choice)}: allowed_tools needs a mode (auto, required) and a list of tools, each "
             "of type function with a name"
         )
     params["tool_choice"], params["allowed_tools"] = mode, names
@@ -158,7 +164,7 @@ def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url
     if url != CHAT or effort is None:
         return
     if not isinstance(effort, str):
-        raise InvalidJob(f"reasoning_effort is {_short(effort)}; it must be a text such as none, low, medium or high")
+        raise InvalidJob(f"reasoning_effort is {shorten(effort)}; it must be a text such as none, low, medium or high")
     set_effort(params, effort)
 
 
@@ -174,9 +180,9 @@ def set_effort(params: dict[str, Any], effort: str) -> None:
 def _take_encoding(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:
     wanted = given.get("encoding_format")
     if wanted not in (None, "float", "base64"):
-        raise InvalidJob(f"encoding_format is {_short(wanted)}; it must be float or base64")
+        raise InvalidJob(f"encoding_format is {shorten(wanted)}; it must be float or base64")
     if wanted is not None:
-        _put(params, "encoding", "list" if wanted == "float" else wanted, "encoding_format")
+        put(params, "encoding", "list" if wanted == "float" else wanted, "encoding_format")
 
 
 _READERS: tuple[Callable[[dict[str, Any], Mapping[str, Any], str], None], ...] = (

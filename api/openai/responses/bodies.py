@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.bodies import allow, schema_of_form, set_effort
+from cellama.api.openai.bodies import allow, given_of, schema_of_form, set_effort, taken_of
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten
 from cellama.tasks.contract.payloads import CONSTRAINTS
@@ -21,18 +21,11 @@ _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but sh
 
 def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of the chat, without its messages, its model and what only the gateway knows."""
-    given = {name: value for name, value in body.items() if value is not None}
-    params: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in body.items():
         if name != "input":
             _check(name, value)
-        rule = RULES.get(name)
-        if rule is None or rule.fate == "as it is":
-            params[name] = value
-        elif rule.fate == "renamed":
-            params[rule.to] = value
-        elif rule.refuses(value):
-            raise InvalidJob(f"{name} is {shorten(value)}: {rule.note}; leave it out")
+    given = given_of(body, RULES)
+    params = taken_of(given, RULES)
     params.pop("model", None)
     _take_text(params, given)
     _take_reasoning(params, given)

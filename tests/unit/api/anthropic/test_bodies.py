@@ -117,7 +117,7 @@ def test_counted_is_what_the_template_reads() -> None:
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "enable_thinking"),
         ({"thinking_budget": 9, "thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking_budget"),
-        ({"stop": ["A"], "stop_sequences": ["B"]}, "stop"),
+        ({"stop": ["A"], "stop_sequences": ["B"]}, "stop_sequences"),
         ({"json_schema": {}, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "json_schema"),
         ({"n": 2}, "n"),
         ({"logprobs": 1}, "logprobs"),

@@ -120,7 +120,7 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ({"tool_choice": {"type": "custom"}}, "must be of type function or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
-            "allowed_tools needs a mode, auto or required, and a list of tools",
+            "allowed_tools needs a mode (auto, required) and a list of tools",
         ),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
         ({"messages": None}, "messages is missing"),

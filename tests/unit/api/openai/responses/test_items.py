@@ -179,7 +179,7 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"tool_choice": {"type": "custom"}}, "or of type allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
-            "allowed_tools needs a mode, auto or required, and a list of tools",
+            "allowed_tools needs a mode (auto, required) and a list of tools",
         ),
         ({"include": "x"}, "include is 'x'"),
         ({"include": [7]}, "include is [7]"),
