@@ -27,7 +27,7 @@ _KINDS: dict[str, tuple[LineKind, str]] = {  # the field that tells the kind of 
     "text": ("embed", "texts"),
     "texts": ("embed", "texts"),
 }
-KEY_CHARS = 4096  # of a prompt, by which lines are put in order
+KEY_CHARS = 4096  # of a prompt, by which lines are sorted: prompts that share more are neighbours anyway
 READ_BYTES = 1 << 16  # of a line that is too long, at once
 ID_COLUMNS = ("custom_id", "id")  # that tell rows apart if nothing else is said
 
@@ -144,7 +144,8 @@ def _fitting(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
     num_over = line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)
     if num_over <= 0:
         return line
-    return BadLine(line.number, line.id, _too_long(max_bytes + num_over, max_bytes), line.columns)
+    message = _too_long(max_bytes + num_over, max_bytes)
+    return BadLine(number=line.number, id=line.id, message=message, columns=line.columns)
 
 
 def _too_long(size: int, limit: int) -> str:

@@ -14,7 +14,7 @@ from cellama.tasks.typed_tasks import ChatParams, EmbedParams
 from .lines import Format
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
-CLOCK_S = 1e-6  # the least that a rate divides by
+CLOCK_S = 1e-6  # the least time that a rate divides by: a clock may not have moved yet
 
 
 @dataclass(slots=True)

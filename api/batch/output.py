@@ -156,7 +156,7 @@ def _request_id(line: StoredLine) -> str:
     return f"line_{line.number}"
 
 
-LINES_PER_WRITE = 1000  # of those that end without a worker
+LINES_PER_WRITE = 1000  # lines that end without a worker, at once: some MB of memory
 Ended = list[tuple[StoredLine, dict[str, Any]]]  # lines with their results, or with their errors
 
 

@@ -32,7 +32,7 @@ from .output import LineFile, bad_line, id_of, rewrite_without, usage_of_line
 from .run import BatchRun, check_model
 from .work import WorkFile
 
-LINES_PER_WORD = 2000  # while the input is read
+LINES_PER_WORD = 2000  # lines between two reports while the input is read: about ten reports per second
 
 
 class CheckInput(Protocol):
@@ -116,7 +116,8 @@ def run_batch(
             raise
         if state == "completed":
             work.shrink()
-        return Summary(run.id, state, run.progress, paths.errors if errors.size and error_echo is None else None)
+        error_file = paths.errors if errors.size and error_echo is None else None
+        return Summary(id=run.id, state=state, progress=run.progress, errors=error_file)
 
 
 @contextlib.contextmanager
@@ -273,7 +274,7 @@ def _note(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, unre
         if earlier is None:
             return
         message = f"its id {line.id!r} is that of line {earlier}, too; ids must differ"
-        line = BadLine(line.number, line.id, message, line.columns)
+        line = BadLine(number=line.number, id=line.id, message=message, columns=line.columns)
     unreadable.append([bad_line(options.form, line)])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from .lines import BatchLine, LineId, StoredLine
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
-LINES_PER_TRANSACTION = 2000  # of a first reading
+LINES_PER_TRANSACTION = 2000  # of a first reading: the log of a transaction takes room on the disk
 IDS_ARE_JSON = 1  # the version of files whose ids are JSON, so that 7 and "7" are two; in older ones they are texts
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);

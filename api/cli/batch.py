@@ -42,8 +42,8 @@ IdColumnOption = Annotated[
 OutputOption = Annotated[
     Path, typer.Option("--output", "-o", help="File for results, a JSON object per line; - is stdout.")
 ]
-CONNECT_TIMEOUT_S = 3.0
-ID_SHOWN = 8  # characters
+CONNECT_TIMEOUT_S = 3.0  # a user at a terminal is told soon that Redis is away
+ID_SHOWN = 8  # characters of an id: enough to tell apart all runs of 30 days
 _WORDS = {"validating": "reading its input", "in_progress": "running", "finalizing": "ending", "cancelling": "ending"}
 RunArgument = Annotated[str, typer.Argument(help="Id of the run, its first characters, or its output.")]
 _NUMBERS = "lines, tokens"

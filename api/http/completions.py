@@ -25,8 +25,8 @@ from .parsing import ParsedRequest, count, flag, read, rest_of_context, tokens_o
 from .running import Call, JobsRequest, Placed, RunningJobs, run_jobs
 from .sse import DONE, KEEP_ALIVE, frame
 
-MAX_PROMPTS = 128  # of one request: a job and a stream for each
-TEXT_TOKENS = 16  # of a text that does not say how many, as at OpenAI's
+MAX_PROMPTS = 128  # of one request: each is a job and a stream
+TEXT_TOKENS = 16  # of a text without max_tokens, as at OpenAI's
 PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}  # of the ids of answers
 KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
 _OURS = ("stream", "stream_options", "service_tier", "cache_salt")

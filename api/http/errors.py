@@ -16,8 +16,8 @@ from cellama.tasks.contract.valid_text import valid_text
 
 log = logging.getLogger(__name__)
 
-MAX_PARAM_CHARS = 128
-RETRY_AFTER_S = 1.0  # where the queue has no estimate
+MAX_PARAM_CHARS = 128  # of a field's name in an error: a client may send any text as a name
+RETRY_AFTER_S = 1.0  # for clients, where the queue has no estimate
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BODY_TYPE = "application/json"  # a page in a browser can't send this to another site unasked, but it can send none
-MAX_KEY_CHARS = 256
+MAX_KEY_CHARS = 256  # of an idempotency key: more than any known client sends
 MAX_LENGTH_DIGITS = 15  # of a size in bytes: a petabyte is beyond every limit
 LARGE_BYTES = 64 << 10  # a body above this is read in a thread: smaller ones take a millisecond or two
 MAX_VALUES = 1 << 18  # of a body: parsing JSON holds up all other threads, and so many values take some 20 ms

@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-RESULT_S = 30.0  # the result is stored with the last event
-CANCELLED_S = 10.0  # until a job that is cancelled has ended
-BUFFERED = 4  # events of several jobs that wait for a slow reader
+RESULT_S = 30.0  # wait for a result: it is stored with the last event, so only an outage takes longer
+CANCELLED_S = 10.0  # wait for the end of a job that is cancelled: a worker needs a step, Redis perhaps seconds
+BUFFERED = 4  # events of several jobs that wait for a slow reader: more would only take memory
 WARNINGS = "x-cellama-warnings"
 MAX_HEADER_CHARS = 2048  # proxies take 4 to 8 KiB for all headers of an answer together
 

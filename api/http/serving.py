@@ -16,8 +16,6 @@ from .app import create_app
 from .auth import Access
 from .keys import key_access
 
-BACKLOG = 2048  # connections that wait to be accepted
-
 
 def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol, which closes connections that take longer than this to send the head of a request: the
@@ -71,7 +69,6 @@ def serve(settings: Settings, host: str, port: int, access: Access | None = None
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
         timeout_graceful_shutdown=settings.drain_s,
     )
     # What was imported stays: each full collection would look at it again, and hold up all streams for 0.1 s.

@@ -135,7 +135,8 @@ class KeyStore:
             known = self._file.entries()
             entries, num_keys = [known.get(key_id) for key_id in key_ids], len(known)
         pairs = zip(entries, used, strict=True)
-        return [Found(entry, _time(at), seconds_of(time), num_keys) for entry, at in pairs]
+        now = seconds_of(time)
+        return [Found(entry=entry, used_at=_time(at), now=now, num_keys=num_keys) for entry, at in pairs]
 
     async def note_uses(self, uses: Sequence[Found]) -> list[None]:
         """Keeps that keys are in use now."""
@@ -171,7 +172,8 @@ class KeyStore:
         told = [entry for value in told.values() if (entry := _parsed(value)) is not None]
         entries = told if self._file is None else list(self._file.entries().values())
         last = {key_id.decode(): _time(at) for key_id, at in used.items()}
-        found = [Found(entry, last.get(entry.id), seconds_of(time), len(entries)) for entry in entries]
+        now, num_keys = seconds_of(time), len(entries)
+        found = [Found(entry=one, used_at=last.get(one.id), now=now, num_keys=num_keys) for one in entries]
         return sorted(found, key=_age)
 
     async def now(self) -> datetime:

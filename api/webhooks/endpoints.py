@@ -21,7 +21,7 @@ from cellama.tasks.contract.keys import webhooks_key
 from .announcing import EVENT_TYPES
 
 PREFIX = "whsec_"
-SECRET_BYTES = 32
+SECRET_BYTES = 32  # as long as the digest that it signs
 MIN_BYTES, MAX_BYTES = 24, 64  # as the specification has them
 
 
@@ -52,7 +52,7 @@ def signed_headers(secret: str, message_id: str, sent_at: int, body: bytes) -> d
     }
 
 
-MAX_URL_CHARS = 2000
+MAX_URL_CHARS = 2000  # longer URLs fail in many servers
 
 
 def check_url(url: str) -> str:

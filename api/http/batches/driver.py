@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 1.0  # between two reads of the record, which says whether the batch is to be cancelled
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 3.0  # shorter than the time between two renewals of a lease
 OUTPUT_PURPOSE = "batch_output"
 EXPIRED = {"code": "batch_expired", "message": "the completion window was over before this request had its answer"}
 

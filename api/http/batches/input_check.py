@@ -13,7 +13,7 @@ from cellama.tasks.contract.json_values import shorten
 
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
 MAX_ERRORS = 100  # enough to find what is wrong with the program that wrote the file
-MAX_ID_CHARS = 512
+MAX_ID_CHARS = 512  # an id is repeated in each result
 _TAKEN = {"priority": "a batch is bulk work", "cache_scope": "a batch runs in its tenant's scope"}
 Wrong = tuple[str, str, str | None]  # code, message, param
 OnEnd = Callable[[int, str | None], None]

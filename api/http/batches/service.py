@@ -30,12 +30,12 @@ from .input_check import ENDPOINTS
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
-BUSY_RETRY_S = 60.0
+BUSY_RETRY_S = 60.0  # for clients with too many open batches, which take minutes or hours
 OpenBatch = tuple[str, str | None, float]  # id, tenant, time of making
 _COUNTS = ("total", "finished", "failed")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MIN_WINDOW_S = 60
-MAX_WINDOW_S = 30 * 86_400
+MAX_WINDOW_S = 30 * 86_400  # a window that outlives the input file would be of no use
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 _KNOWN = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
 

@@ -26,7 +26,7 @@ from .upload import FORM_BYTES, UploadForm, received
 FILES = "/v1/files"
 PURPOSE = "batch"
 PAGE = 10_000  # OpenAI's, for lists that name no limit; and the largest
-MAX_PURPOSE_CHARS = 40
+MAX_PURPOSE_CHARS = 40  # of a wrong purpose in an error
 _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 
 

@@ -27,9 +27,9 @@ from cellama.tasks.contract.keys import (
 
 Kind = Literal["file", "batch"]
 Record = dict[str, Any]
-KEPT_S = 86_400  # that Redis keeps a record after its thing has expired: until the sweep has been there
-LONGEST_S = 90 * 86_400  # no record lives so long
-ENTRIES_PER_LOOK = 100
+KEPT_S = 86_400  # a record stays a day after its end, until a sweep has deleted the contents
+LONGEST_S = 90 * 86_400  # longer than any record lives: 30 days of a batch, 30 after it, and one until the sweep
+ENTRIES_PER_LOOK = 100  # OpenAI's largest page of batches: it takes one round trip
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-[a-z]+)?")  # other ids could be parts of other keys
 
 

@@ -21,10 +21,10 @@ from cellama.tasks.contract.keys import http_expiring_key
 from .records import KEPT_S, Quota, Record, RecordStore
 from .store import FileStore, blocks_of, give_identity, identity_of, unavailable
 
-DEFAULT_LIFE_S = 30 * 86_400
-MIN_LIFE_S = 3600
-MAX_LIFE_S = 30 * 86_400
-SWEPT_AT_ONCE = 500
+DEFAULT_LIFE_S = 30 * 86_400  # as OpenAI's files for batches
+MIN_LIFE_S = 3600  # OpenAI's limit
+MAX_LIFE_S = 30 * 86_400  # OpenAI's limit, and the longest that tenants can fill a disk
+SWEPT_AT_ONCE = 500  # files: some seconds of a slow store, once a minute
 
 
 def life_of(anchor: Any, seconds: Any, param: str, anchors: tuple[str, ...] = ("created_at",)) -> int:

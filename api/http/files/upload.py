@@ -22,10 +22,10 @@ from cellama.api.http.parsing import check_not_encoded, declared_bytes
 
 from .store import make_folder, open_new, unavailable
 
-FORM_BYTES = 64 << 10  # that all of the form may have beside its file
-MAX_PARTS = 8
-MAX_NAME_CHARS = 255
-OLD_S = 86_400  # after which an upload is one of a gateway that died
+FORM_BYTES = 64 << 10  # of a form without its file, which stays in memory: fields are some bytes each
+MAX_PARTS = 8  # OpenAI's clients send at most 4
+MAX_NAME_CHARS = 255  # of a file name, as in most file systems
+OLD_S = 86_400  # a day without a change: no upload takes that long, so its gateway died
 UPLOADS = "incoming"
 
 

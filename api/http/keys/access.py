@@ -26,8 +26,8 @@ from .limiter import Gathering, LimitDecision, Limiter, Reservation
 log = logging.getLogger(__name__)
 
 JOBS_RETRY_S = 1.0  # when one of a key's jobs ends can't be known
-OUTAGE_RETRY_S = 1.0
-ANSWER_S = 2.0  # a request is not let in by a Redis that takes longer
+OUTAGE_RETRY_S = 1.0  # for clients, while Redis is away
+ANSWER_S = 2.0  # for a reply of Redis: clients would rather retry than wait longer for a check of their key
 _HOW = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` makes a key"
 RATE_HEADER_NAMES = tuple(
     f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")

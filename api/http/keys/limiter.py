@@ -22,7 +22,7 @@ from cellama.api.keys.entry import KeyEntry
 from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
 
-MOST_AT_ONCE = 256  # so that the first of very many need not wait for the last
+MOST_AT_ONCE = 256  # questions in one round trip: the first of very many does not wait for the last
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -65,9 +65,9 @@ class Gathering(Generic[Q, A]):
 
 log = logging.getLogger(__name__)
 
-WINDOW_S = 60
-LEASE_S = 20
-RENEW_S = 5.0
+WINDOW_S = 60  # limits are per minute
+LEASE_S = 20  # jobs of a gateway that died count for so long: short for its clients, long for a Redis that is slow
+RENEW_S = 5.0  # three renewals may fail
 SCRIPTS = ("admit", "settle", "renew")
 
 Call = tuple[str, list[str], list[Any]]  # of a script: its name, keys and arguments

@@ -29,7 +29,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 from .reading import Events, Standing, error_frame, frames, look
 from .store import ResponseStore, digest_of, new_id
 
-MAX_TURNS = 200  # responses that one conversation is built from
+MAX_TURNS = 200  # responses that a conversation is built from: each takes two round trips to Redis
 _OF_THE_CONTEXT = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
 _FIELD = "previous_response_id"
 
@@ -157,7 +157,8 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
         shows_signatures=own.shows_signatures,
     )
     num_read += own.num_tokens
-    return NewResponse(record, tier, is_stream, num_read + count(params["max_tokens"], 1))
+    num_tokens = num_read + count(params["max_tokens"], 1)
+    return NewResponse(record=record, tier=tier, is_stream=is_stream, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ async def end_of(gateway: Gateway, record: ResponseRecord, timeout_s: float = CA
 def _ended(fold: Fold, events: list[Mapping[str, Any]], *, is_whole: bool = True) -> Standing:
     for event in events:
         fold.of(event)
-    return Standing(fold.response(), True, events[-1].get("finish_key"), is_whole)
+    finish_key = events[-1].get("finish_key")
+    return Standing(response=fold.response(), has_ended=True, finish_key=finish_key, is_whole=is_whole)
 
 
 async def _of_journal(gateway: Gateway, record: ResponseRecord) -> Standing | None:
@@ -92,7 +93,7 @@ async def _of_journal(gateway: Gateway, record: ResponseRecord) -> Standing | No
         after = f"({entries[-1][0].decode()}"
     if event is None or event["type"] not in TERMINAL_TYPES:
         return None
-    return Standing(fold.response(), True, event.get("finish_key"))
+    return Standing(response=fold.response(), has_ended=True, finish_key=event.get("finish_key"))
 
 
 async def _kept(gateway: Gateway, record: ResponseRecord, end: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from cellama.tasks.contract.keys import (
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 TOLD_S = 10.0  # between a job's end and Celery's word of it; only a worker that dies there takes longer
-TOLD_LOOK_S = 0.02
+TOLD_LOOK_S = 0.02  # pause between two looks for that
 
 
 def new_id(key: str | None) -> str:

@@ -22,12 +22,12 @@ from .sending import DeliveryOutcome, Sender
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 5.0  # of Redis
+ANSWER_S = 5.0  # for a reply of Redis, far shorter than a lease
 AT_ONCE = 16  # attempts: each holds a connection, and most endpoints answer within a second
 AT_ONCE_TO_ONE = 4  # attempts to one endpoint: an endpoint that is slow delays no other one
 AGAIN_S = (5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)  # after each attempt that failed
-SPREAD_OF_WAITS = 0.1
-LEASE_BEYOND_S = 30.0  # for what is done around an attempt
+SPREAD_OF_WAITS = 0.1  # a wait is up to a tenth longer, so deliveries that failed together do not come together
+LEASE_BEYOND_S = 30.0  # of a lease beyond the attempt: for the calls of Redis before and after it
 
 
 class Webhooks:

@@ -16,9 +16,9 @@ from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, w
 
 log = logging.getLogger(__name__)
 
-KEPT_S = 5 * 24 * 3600  # longer than all attempts take
-MOST_EVENTS = 100  # spread at once
-MOST_LOOKED_AT = 1000  # of those that are due
+KEPT_S = 5 * 24 * 3600  # of a delivery: all attempts take three days
+MOST_EVENTS = 100  # spread at once: some milliseconds of Redis
+MOST_LOOKED_AT = 1000  # of those that are due, so endpoints with full places do not hide others
 SCRIPTS = ("spread", "take", "settle")
 
 

@@ -79,8 +79,8 @@ def _wrapped(address: IPv4Address | IPv6Address) -> list[IPv4Address]:
     return [one for one in inner if one is not None]
 
 
-MOST_RETRY_AFTER_S = 24 * 3600
-GONE = 410
+MOST_RETRY_AFTER_S = 24 * 3600  # the longest wait that an endpoint can ask for, as long as the last of our own
+GONE = 410  # the endpoint wants no more events, as Standard Webhooks defines it
 
 
 @dataclass(frozen=True, slots=True)
