@@ -1,10 +1,11 @@
-"""Celery's consumer, taught two things: to survive a Redis that restarts while jobs run, and urgent before bulk.
+"""Celery's consumer with two additions: jobs survive a restart of Redis, and urgent jobs come before bulk jobs.
 
-On a lost connection Celery 5.7 on Redis gives back everything that is not acked, although it still runs here, and its
-acks go to the channel of yesterday. This consumer keeps what runs: after a reconnect the new channels take it over.
+When Celery 5.7 loses its connection to Redis, it returns all messages that are not acked, although their tasks still
+run, and sends later acks to the old channel. This consumer keeps the messages, and moves them to the new channels after
+it has connected again.
 
-It has two channels, on two connections: one waits for urgent jobs, one for bulk jobs. A model that is full of bulk
-jobs gets no more of them, but urgent ones as before; the engine makes room (docs/delivery.md).
+It has two channels on two connections: one reads urgent jobs, the other one bulk jobs. A model whose places are full of
+bulk jobs still gets urgent jobs, and the engine preempts bulk requests for them (docs/delivery.md).
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from .task_events import TaskEvents
 
 log = logging.getLogger(__name__)
 
-ACK_RETRY_S = 1.0
-REFUSED_RETRY_S = (0.5, 1.0, 2.0)  # before Redis is asked again whether it accepts commands; the last one from then on
-EVENTS_EVERY_S = 0.1
-MAX_EVENTS = 1000  # gathered
+ACK_RETRY_S = 1.0  # while there is no channel
+REFUSED_RETRY_S = (0.5, 1.0, 2.0)  # until Redis is asked again whether it accepts commands; the last one repeats
+EVENTS_EVERY_S = 0.1  # Celery sends events in each turn of the loop; Flower shows no difference
+MAX_EVENTS = 1000  # in one message of events; more are sent at once
 
 
 class SteadyConsumer(Consumer):  # type: ignore[misc]
-    """Acks on the channels that are there now, and gives nothing back that still runs."""
+    """Acks on the present channels, and returns no message whose job still runs."""
 
     places: Places  # set before the first job is taken (Runtime.attach)
     bulk_connection: Any = None
@@ -51,13 +52,13 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
     @property
     def channels(self) -> list[Any]:
-        """Of the urgent and of the bulk jobs; none while there is no connection."""
+        """Return the channels of the urgent and of the bulk jobs; [] while there is no connection."""
         if self.connection is None or self.task_consumer is None or self.bulk_consumer is None:
             return []
         return [self.task_consumer.channel, self.bulk_consumer.channel]
 
     def channel_of(self, message: Any) -> Any:
-        """The channel that answers for a message now; None while there is no connection."""
+        """Return the channel that holds a message now; None while there is no connection."""
         channels = self.channels
         if not channels or any(channel.connection is None for channel in channels):
             return None
@@ -66,7 +67,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         return channels[(message.properties.get("priority") or 0) in BULK_PRIORITIES]
 
     def connect(self) -> Any:
-        """As Celery's, once Redis accepts commands: each step of the consumer's start would be refused in turn."""
+        """Connect as Celery does, once Redis accepts commands: it would refuse each step of the start in turn."""
         retries_s = iter(REFUSED_RETRY_S)
         with redis_waits.of("the consumer") as waits:
             while (refusal := self._refusal()) is not None:
@@ -94,38 +95,38 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
     def close_bulk(self) -> None:
         connection, self.bulk_connection, self.bulk_consumer = self.bulk_connection, None, None
         if connection is not None:
-            with contextlib.suppress(Exception):  # whatever a dead connection says to that
+            with contextlib.suppress(Exception):  # the connection may be lost
                 connection.collect(socket_timeout=1)
             ignore_errors(connection, connection.close)
 
     def add_task_queue(self, queue: str, *args: Any, **kwargs: Any) -> None:
-        """Takes messages of one more queue, on both channels."""
+        """Read one more queue on both channels."""
         super().add_task_queue(queue, *args, **kwargs)
         if self.bulk_consumer is not None and not self.bulk_consumer.consuming_from(queue):
             self.bulk_consumer.add_queue(self.app.amqp.queues[queue])
             self.bulk_consumer.consume()
 
     def cancel_task_queue(self, queue: str) -> None:
-        """Takes no more messages of a queue."""
+        """Stop reading a queue."""
         super().cancel_task_queue(queue)
         if self.bulk_consumer is not None:
             self.bulk_consumer.cancel_by_queue(queue)
 
     def ask_again(self) -> None:
-        """Asks Redis for jobs of models that have room by now; called at each turn of the event loop."""
+        """Ask Redis for jobs of models that have capacity by now. The event loop calls it in each turn."""
         if self.channels:
             for reader in self.readers:
                 reader.ask_again()
 
     def _flush_events(self) -> None:
-        """Sends what Flower is told together with what comes within EVENTS_EVERY_S; Celery sends it at each turn."""
+        """Send the events of EVENTS_EVERY_S together."""
         now = time.monotonic()
-        if now >= self._next_flush_at:  # a reconnect clears the timer: what was planned is not waited for
+        if now >= self._next_flush_at:  # not "once the last timer has fired": a reconnect clears the timers
             self._next_flush_at = now + EVENTS_EVERY_S
             self.timer.call_after(EVENTS_EVERY_S, super()._flush_events)
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs an ack or a reject on the event loop, as soon as there is a channel."""
+        """Run an ack or a reject on the event loop as soon as there is a channel."""
         message = getattr(p, "__self__", None)
 
         def run(*run_args: Any, **run_kwargs: Any) -> Any:
@@ -141,7 +142,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
 
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The second channel; and after a reconnect, the new channels answer for the messages of jobs that still run."""
+    """Opens the second channel. After a reconnect, it moves the messages of running jobs to the new channels."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -175,7 +176,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
                 message.channel.qos.append(message, message.delivery_tag)
 
     def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
-        """Both take messages in the same way, from here on."""
+        """Start to read both channels, which handle messages alike."""
         take = consumer.task_consumer.on_message
 
         def take_now(message: Any) -> None:
@@ -187,7 +188,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         hub.on_tick.add(consumer.ask_again)
 
     def stop(self, consumer: SteadyConsumer) -> None:
-        """Takes no more jobs; a message that is on its way from Redis goes back at once."""
+        """Take no more jobs. A message that Redis is sending is read, and returned when the channel is closed."""
         if not consumer.channels:
             return
         for task_consumer, reader in zip(

@@ -1,7 +1,7 @@
-"""Revoking and purging that last: Celery's own live in the memory of workers, and know nothing of the ledger.
+"""Revokes and purges that last. Those of Celery live in the memory of workers, and don't change the ledger.
 
-Who asks does not matter: our app writes it down where it is asked for, a worker when it hears of it from any app.
-Commands and answers are sent with a bound: Celery's own try it until Redis is back.
+Our app writes a revoke into the ledger when it is called, and a worker does when it receives one from any app. Commands
+and replies are sent with a few retries, whereas Celery retries until Redis is back.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ PURGE_PAGE = 200  # messages per script, which takes some milliseconds, and Redi
 
 
 class BoundedMailbox(Mailbox):  # type: ignore[misc]
-    """Kombu's, which sends no command and no answer again and again until Redis is back.
+    """Kombu's mailbox, with a bound on retries.
 
-    A worker's event loop would stand still in that, and hear of no signal; Flower's threads would keep it from ending.
+    Without it the event loop of a worker would block while Redis is away and handle no signal, and Flower would not
+    exit.
     """
 
     @contextlib.contextmanager
     def producer_or_acquire(self, producer: Any = None, channel: Any = None) -> Iterator[Any]:
-        """What kombu publishes through; it names no policy itself."""
+        """Yield what kombu publishes with, which passes no retry policy itself."""
         with super().producer_or_acquire(producer, channel) as found:
             yield SimpleNamespace(publish=partial(found.publish, retry_policy=RETRY_POLICY))
 
 
 class LastingControl(Control):  # type: ignore[misc]
-    """Celery's remote control, whose `revoke` and `purge` are written down as well."""
+    """Celery's remote control, whose `revoke` and `purge` change the ledger too."""
 
     Mailbox = BoundedMailbox
 
     def revoke(self, task_id: Any, destination: Any = None, terminate: bool = False, **options: Any) -> Any:
-        """Ends waiting jobs at once, and with `terminate` running ones, now or when a worker comes back to them."""
+        """End waiting jobs now. With `terminate`, end running jobs now, or when a worker continues them."""
         note_revoke(self.app, task_id, terminate)
         return super().revoke(task_id, destination=destination, terminate=terminate, **options)
 
     def purge(self, connection: Connection | None = None) -> int:
-        """End all jobs that wait in any model's queue; return how many jobs that were."""
+        """End all jobs that wait in the queue of any model. Returns how many there were."""
         found: Any = self.app.backend.client.smembers(queues_key())
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
@@ -64,13 +65,13 @@ class LastingControl(Control):  # type: ignore[misc]
 
 
 def note_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> None:
-    """Ends jobs that wait; with `terminate`, a worker that runs one ends it, too."""
+    """End jobs that wait. With `terminate`, the worker that runs a job ends it."""
     redis: Redis = app.backend.client
     ledger = Ledger(redis)
     for job_id in {task_ids} if isinstance(task_ids, str) else set(task_ids):
         if ledger.state(job_id) is not None:
             _cancel(app, ledger, job_id, running=terminate)
-        else:  # of plain Celery, and not taken yet, or another app's: remembered as long as Celery does
+        else:  # plain Celery sent it, and no worker has taken it, or another app did: it expires as in Celery
             redis.set(cancel_key(job_id), "1", ex=REVOKED_S)
 
 
@@ -119,7 +120,7 @@ def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
 
 
 def purging_with(purge: Callable[[str], int], connection: Connection) -> Connection:
-    """The connection; its channels purge models' queues like that. `celery purge` uses nothing but a channel."""
+    """Return the connection with channels that purge the queues of models with `purge`, as `celery purge` needs."""
     transport = connection.transport
 
     class Channel(transport.Channel):  # type: ignore[misc,name-defined]

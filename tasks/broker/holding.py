@@ -27,7 +27,7 @@ from .places import HeldJobs
 
 log = logging.getLogger(__name__)
 
-SOON_S = 6.0  # so long before its ETA a job is in the hands of a worker, whose timer is exact
+SOON_S = 6.0  # before its ETA a worker takes a job, because its timer is exact; a reaper looks less often
 
 
 class HoldingQoS(QoS):  # type: ignore[misc]
@@ -71,7 +71,7 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         self._settle(delivery_tag, self._ledger.requeue if requeue else self._ledger.release)
 
     def _settle(self, delivery_tag: str, how: Callable[[Taken], None]) -> None:
-        """If Redis does not hear of it, the lease ends, and whoever takes the message next finds the job as it is."""
+        """Settle a message in the ledger. If Redis is away, its lease ends, and the next worker finds its job there."""
         message = self._delivered.get(delivery_tag)
         if message is not None and (taken := taken_of(message)) is not None:
             try:
@@ -81,9 +81,9 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
-        """True if its ETA is far off: Redis has the message until shortly before it, and this worker no more.
+        """Return True if the ETA is far off, and Redis keeps the message until shortly before it.
 
-        A message that Redis does not take back stays with this worker.
+        If Redis does not accept the message, this worker keeps it.
         """
         taken, eta = taken_of(message), _unix_s(message.headers.get("eta"))
         if taken is None or not taken.token or eta is None or (wait_s := eta - time.time() - SOON_S) <= 0:
@@ -99,21 +99,21 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         return True
 
     def forget(self, message: Any) -> None:
-        """The message is another worker's: only its place here is free again. Any thread."""
+        """Free the place of a message that another worker holds. Any thread."""
         if self._delivered.get(message.delivery_tag) is message:
             self._quick_ack(message.delivery_tag)
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Gives back what is still held when the worker ends."""
+        """Return what is still held when the worker ends."""
         for delivery_tag in list(self._delivered):
             self.reject(delivery_tag, requeue=True)
         self._delivered.clear()
 
     def restore_visible(self, *_: Any, **__: Any) -> None:
-        """Nothing: the reaper gives back what others have left."""
+        """Do nothing, because reapers return what other workers have left."""
 
     def messages(self) -> list[Any]:
-        """What this channel holds. Any thread."""
+        """Return what this channel holds. Any thread."""
         return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
 
 
@@ -123,8 +123,10 @@ def _weight_of(message: Any) -> int:
 
 
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
-    """Moves `eta` and `expires`, which are by the producer's clock, to that of this machine, with which Celery compares
-    them: the message was sent `waited_s` ago, and says when that was by its producer's clock."""
+    """Convert `eta` and `expires` from the producer's clock to this machine's, with which Celery compares them.
+
+    The message was sent `waited_s` ago, and has that time by its producer's clock.
+    """
     try:
         shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])
         for name in ("eta", "expires"):
@@ -135,7 +137,7 @@ def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
 
 
 def _unix_s(iso: Any) -> float | None:
-    """Unix seconds; None also for what Celery shall complain of."""
+    """Return unix seconds; None also for a value that Celery will refuse."""
     try:
         return float(maybe_make_aware(maybe_iso8601(iso)).timestamp()) if iso else None
     except (TypeError, ValueError, OverflowError):
@@ -143,13 +145,13 @@ def _unix_s(iso: Any) -> float | None:
 
 
 def taken_of(message: Any) -> Taken | None:
-    """The taking of a message, if there was one."""
+    """Return how this worker has taken a message; None if plain Celery sent it."""
     token = message.headers.get(TOKEN_HEADER)
     return None if token is None else Taken(str(message.headers["id"]), token)
 
 
 def forget_lost(message: Any) -> None:
-    """Ends what this worker does with a message that another worker holds by now. Any thread."""
+    """Stop the work on a message that another worker holds by now. Any thread."""
     for request in list(state.requests.values()):
         if request.message is message:
             request.supersede()

@@ -29,7 +29,7 @@ class JobRequest(Request):  # type: ignore[misc]
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job may end in its
     own thread while the main thread revokes it; the second ack would raise in Celery's event loop and end the worker.
 
-    The message of a superseded run is not its own any more: another worker holds it now, or none.
+    The message of a superseded attempt is not its own any more, because another worker or none holds it now.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +38,7 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def maybe_expire(self) -> bool | None:
-        """Whether `expires` is over, unless the job has begun: then another worker goes on with it."""
+        """Return whether the job has expired. A job that has started before does not, because it is continued."""
         expires: datetime | None = self.expires  # type: ignore[has-type]
         if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_begun():
             self.expires = None
@@ -71,12 +71,12 @@ class JobRequest(Request):  # type: ignore[misc]
         return not self.acknowledged and not self._is_superseded
 
     def supersede(self) -> None:
-        """Another worker has the job by now: what runs here ends without a word. Any thread."""
+        """End the attempt without an event, because another worker has the job by now. Any thread."""
         if (control := self._control) is not None:
             control.interrupt(Interruption.SUPERSEDED)
 
     def _forget_message(self) -> None:
-        """Gives back the place that the message takes among those that this worker may hold, and nothing else."""
+        """Free the place that the message takes in this worker, and nothing else."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:
@@ -98,7 +98,7 @@ class JobRequest(Request):  # type: ignore[misc]
                 super().reject(requeue)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """As Celery's, but for the order: what Celery tells of the end is told before the job ends, and not after."""
+        """Terminate as Celery does, but send Celery's events of the end before the job ends, not after it."""
         if not self.time_start:
             super().terminate(pool, signal)  # which comes back here when it has begun
             return
@@ -109,7 +109,7 @@ class JobRequest(Request):  # type: ignore[misc]
             pool.terminate_job(self.worker_pid, signum)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """As Celery's. A job whose hard limit is over before it has begun ends here: no run of it will tell its end."""
+        """Do what Celery does. A job whose hard limit passes before it starts ends here, because no attempt ends it."""
         super().on_timeout(soft, timeout)
         if soft or worker_state.should_terminate:
             return
@@ -119,10 +119,10 @@ class JobRequest(Request):  # type: ignore[misc]
             if ledger.state(self.id) in ("queued", "handed_back"):
                 ledger.end_waiting(self.id, done("timeout", read_past(redis, self.id).usage))
         except RedisError as error:
-            log.warning("that job %s took too long is not written down: %s", self.id, error)
+            log.warning("can't end job %s, whose time limit has passed, in Redis: %s", self.id, error)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
-        """Celery ends at once: the job goes back into its queue."""
+        """Return the job to its queue, because Celery exits at once."""
         control = self._control
         if control is not None:
             control.interrupt(Interruption.HANDED_BACK)

@@ -1,8 +1,8 @@
-"""Messages of plain Celery, whose producers know nothing of cellama.
+"""Messages of producers with plain Celery, without cellama.
 
-The first worker that gets one notes its job in the ledger, and queues it again as a message of ours. Kombu says
-priority 0, the most urgent, for a message without one. So 0 stands for the default here; who wants to be the most
-urgent says so in the payload.
+The first worker that takes such a message notes its job in the ledger, and queues it again as a message of ours. Kombu
+gives priority 0, the most urgent, to a message without a priority. So 0 stands for the default here. A producer that
+wants the most urgent priority sets it in the payload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HIDDEN = "(…)"  # what Flower shows of prompts
 
 
 def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
-    """Celery's way from a message to a running job, with a look at those of plain producers before."""
+    """Return Celery's strategy, which starts the job of a message, and adopts messages of plain producers before."""
     handle: Callable[..., Any] = default(task, app, consumer, **options)
 
     def take(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **others: Any) -> Any:
@@ -38,7 +38,7 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
         try:
             adopt(runtime.ledger, task, message)
         except RedisError as error:
-            log.warning("a job of plain Celery waits for Redis: %s", error)
+            log.warning("can't note a job of plain Celery: %s; it is retried", error)
             again = (message, body, ack, reject, callbacks)
             return consumer.timer.call_after(RETRY_S, take, again, others)
         return ack(log, consumer.connection_errors)
@@ -47,9 +47,9 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
 
 
 def adopt(ledger: Ledger, task: Any, message: Any) -> None:
-    """Queues the message again, as one of a job that the ledger knows, under the priority that it means.
+    """Queue a message again as one of ours, with a ledger entry and the priority that it means.
 
-    One that stands in the ledger is a copy of one that was adopted before, and goes.
+    A message whose job is in the ledger is a copy of one that was adopted before, and is dropped.
     """
     args, kwargs, _ = message.payload
     given = message.properties.get("priority")
@@ -59,9 +59,9 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
 
 
 def _adopted(message: Any, priority: int, now: float) -> str:
-    """The same message under another priority, and another tag, as this one is not acked yet.
+    """Return the message with another priority, and another delivery tag, because this one is not acked yet.
 
-    Its producer's clock is unknown: its `eta` and `expires` are taken for times of `now`'s clock, that of Redis.
+    Its producer's clock is unknown, so its `eta` and `expires` are taken as times of Redis' clock, like `now`.
     """
     made = message.serializable()
     made["properties"] = {**made["properties"], "priority": priority, "delivery_tag": uuid()}

@@ -1,6 +1,6 @@
-"""Celery's threads pool, with what the stock one lacks: cancel, time limits, and acks while it drains.
+"""A pool of threads for Celery, which can cancel jobs, has time limits, and acks while it drains.
 
-Each running job has a JobControl, by which Celery's main thread or a timer ends the wait of the job's thread.
+Each running job has a JobControl, with which Celery's main thread or a timer interrupts the thread of the job.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from cellama.tasks.connection.kombu_internals import run_ready_callbacks
 
 log = logging.getLogger(__name__)
 
-DRAIN_PUMP_S = 0.1
+DRAIN_PUMP_S = 0.1  # between two rounds of acks and timers, which the event loop does not do while the pool stops
 
 
 class Interruption(IntEnum):
-    """Why a job must end before its time; a higher one replaces a lower one."""
+    """Why an attempt must end early. A higher reason replaces a lower one."""
 
-    HANDED_BACK = 1  # the worker ends; another one goes on with it
+    HANDED_BACK = 1  # the worker exits, and another one continues the job
     SOFT_LIMIT = 2
     HARD_LIMIT = 3
     CANCELLED = 4
-    SUPERSEDED = 5  # another attempt of the job has begun, or it has ended, so this run is superseded
+    SUPERSEDED = 5  # another attempt of the job has started, or the job has ended
     FAILED = 6  # its events could not be written: its stream has ended with an error
 
 
 class JobControl:
-    """Ends one job from another thread. Its `terminate` is the interface that Celery's Request expects."""
+    """Interrupts one job from another thread. Celery's Request expects its `terminate`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -49,7 +49,7 @@ class JobControl:
         self._lock = threading.Lock()
 
     def when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
-        """Calls `stop` when the job is interrupted, at once if it is already."""
+        """Call `stop` when the job is interrupted, or now if it is already."""
         with self._lock:
             self._stop = stop
             reason = self.interruption
@@ -57,7 +57,7 @@ class JobControl:
             stop(reason)
 
     def interrupt(self, reason: Interruption) -> None:
-        """Ends the job for this reason. Idempotent."""
+        """Interrupt the job for this reason. Idempotent."""
         with self._lock:
             if self._ended or (self.interruption is not None and self.interruption >= reason):
                 return
@@ -70,7 +70,7 @@ class JobControl:
         self.interrupt(Interruption.CANCELLED)
 
     def claim_end(self) -> bool:
-        """True for the one caller that may tell Celery how the job ended."""
+        """Return True for the one caller that may report the end of the job to Celery."""
         with self._lock:
             first, self._ended = not self._ended, True
         return first
@@ -80,12 +80,12 @@ _current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", defa
 
 
 def current_job() -> JobControl:
-    """The control of the job that runs in this thread; outside a pool, one of its own."""
+    """Return the control of the job that runs in this thread, or a new one outside a pool."""
     return _current.get() or JobControl(0)
 
 
 class TaskPool(BasePool):  # type: ignore[misc]
-    """One thread per job that waits; the work itself is done by the engine threads."""
+    """One thread per job, which waits for the engine's threads."""
 
     limit: int  # jobs of all models, as `inspect stats` shows it; what bounds them is Places
     signal_safe = False
@@ -112,7 +112,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         timeout_callback: Callable[[bool, float], None] | None = None,
         **_: Any,
     ) -> JobControl:
-        """Runs a job in a thread. Returns what Celery terminates it by."""
+        """Run a job in a thread. Returns its control, with which Celery terminates it."""
         control = JobControl(next(self._numbers))
         soft_timeout = soft_timeout or self.options.get("soft_timeout")
         timeout = timeout or self.options.get("timeout")
@@ -130,7 +130,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
                 for timer in timers:
                     timer.cancel()
 
-        # The strong reference that Celery's Request does not keep. The job may end before it stands there.
+        # Celery's Request keeps only a weak reference. The job may end before it is noted, so the callback removes it.
         future = self._executor.submit(run)
         self._jobs[control.number] = (control, future)
         future.add_done_callback(lambda _: self._jobs.pop(control.number, None))
@@ -160,13 +160,13 @@ class TaskPool(BasePool):  # type: ignore[misc]
         return timers
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
-        """Cancels a job by its number. Must not raise: Celery then marks it revoked and acks it."""
+        """Cancel a job by its number. It must not raise, because Celery then marks the job as revoked and acks it."""
         job = self._jobs.get(pid)
         if job is not None:
             job[0].terminate(signal)
 
     def on_stop(self) -> None:
-        """Lets running jobs finish, and Celery's acks and timers go on meanwhile; hands back what takes too long."""
+        """Let running jobs finish, and hand back those that take too long. Acks and timers of Celery run meanwhile."""
         hub = get_event_loop()
         self.drained_at = deadline = time.monotonic() + get_settings().drain_s
         while jobs := list(self._jobs.values()):
@@ -184,11 +184,11 @@ class TaskPool(BasePool):  # type: ignore[misc]
             run_ready_callbacks(hub)
 
     def hurry(self) -> None:
-        """Hands running jobs back instead of letting them finish, now or when the pool stops."""
+        """Hand running jobs back instead of letting them finish, now or when the pool stops."""
         self.in_a_hurry = True
 
     def on_terminate(self) -> None:
-        """Hands running jobs back at once."""
+        """Hand running jobs back now."""
         for control, _ in list(self._jobs.values()):
             control.interrupt(Interruption.HANDED_BACK)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -210,7 +210,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
 
 def _once(control: JobControl, callback: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The callback of a job that ends by itself; nothing if a time limit ended it before."""
+    """Return the callback of a job, which does nothing if a time limit has ended the job before."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         if callback is not None and control.claim_end():

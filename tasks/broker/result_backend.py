@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from functools import cached_property
 from typing import Any
 
 from celery import states
@@ -33,12 +32,11 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     """Stores a state with one script. Safe from any thread."""
 
     def __init__(self, *args: Any, app: Any, url: str | None = None, **options: Any) -> None:
-        """Without a URL, Redis is where the app has it: Celery would mask only some of a URL's passwords in
-        `inspect conf`."""
+        """Connect to `url`, or else to the app's Redis: Celery would show some passwords of a URL in `inspect conf`."""
         super().__init__(*args, app=app, url=url or app.redis_url or get_settings().redis_url, **options)
 
     def _params_from_url(self, url: str, defaults: dict[str, Any]) -> dict[str, Any]:
-        """Nothing: what a URL means is known in one place only."""
+        """Return nothing, because `connect` alone parses URLs."""
         return {}
 
     def _create_client(self, **_: Any) -> Redis:
@@ -67,12 +65,12 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return result
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, *args: Any, **options: Any) -> Any:
-        """As Celery's, which gives up at once if Redis does not count the part. A part that counts already is not
-        counted again."""
+        """Count a part of a chord as Celery does, and retry while Redis is away, which Celery doesn't. No part counts
+        twice."""
         return self._ensure_retryable(super().on_chord_part_return, request, state, result, *args, **options)
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
-        """What stands in Redis in this state of a task, to be stored elsewhere. Raises as `encode`."""
+        """Return what Celery stores in this state of a task, to be stored by a script. Raises what `encode` raises."""
         value = self._value(task_id, result, state, None, request)
         return CeleryState(value if isinstance(value, bytes) else value.encode(), self.expires)
 
@@ -82,34 +80,19 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         before, _, behind = stored.value.partition(ID_MARK.encode())
         return before, behind
 
-    @cached_property
-    def _is_extended(self) -> bool:
-        return bool(self.app.conf.find_value_for_key("extended", "result"))
-
-    def _get_result_meta(self, result: Any, state: str, traceback: Any, request: Any, **options: Any) -> dict[str, Any]:
-        """As Celery's, which looks into its configuration each time."""
-        if self._is_extended or options:
-            extended: dict[str, Any] = super()._get_result_meta(result, state, traceback, request, **options)
-            return extended
-        done_at = self.app.now().isoformat() if state in states.READY_STATES else None
-        children = self.current_task_children(request)
-        meta = {"status": state, "result": result, "traceback": traceback, "children": children, "date_done": done_at}
-        own = {"group_id": getattr(request, "group", None), "parent_id": getattr(request, "parent_id", None)}
-        return {**meta, **{name: value for name, value in own.items() if value}}
-
     def _value(self, task_id: str, result: Any, state: str, traceback: Any, request: Any) -> bytes | str:
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         return self._encoded({**meta, "task_id": task_id})
 
     def _encoded(self, meta: dict[str, Any]) -> bytes | str:
-        """As Celery does; numbers by the million are JSON already."""
+        """Encode as Celery does, but fast: vectors are JSON already."""
         try:
             return encode(meta)
         except TypeError:  # what a user's own task gives: dates, decimals
             return self.encode(meta)  # type: ignore[no-any-return]
 
     def _chord_publish_claim_expires(self, initial_expires: int, callback: Any) -> int:
-        """Celery's estimate includes all retries, which are thousands here, and a worker that dies keeps its claim."""
+        """Return the seconds of a claim. Celery's estimate includes all retries, which are thousands here."""
         return max(initial_expires, CHORD_CLAIM_S)
 
     def is_chord_claimed(self, request: Any) -> bool:
@@ -123,7 +106,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return claim not in (None, b"done") and size is not None
 
     def has_body_run(self, request: Any) -> bool:
-        """Whether the body of the chord that this job is a part of has a final state."""
+        """Return whether the body of this job's chord has a final state."""
         body_id = request.chord["options"].get("task_id")
         return body_id is not None and self.get_state(body_id) in states.READY_STATES
 

@@ -1,7 +1,7 @@
-"""Reads the events of a job: what is in the journal, then what is published live, without gap or repetition.
+"""Read the events of a job: first from the journal, then what is published live, without gap or repetition.
 
-The order is in one pure class. The loop here is that of threads, with a connection for each reader; for asyncio
-`tasks/live` has readers of many jobs on two connections.
+`EventCursor` decides the order, and is pure. The loop here is for threads, with a connection for each reader. For
+asyncio, `tasks/live` reads many jobs over two connections.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from cellama.tasks.contract.errors import InvalidJob, JobTimeout, StreamTrimmed,
 from cellama.tasks.contract.events import EVENT_FIELD, Event, is_terminal
 from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id
 
-QUIET_S = 1.0  # after so long without a message the journal is read again: pub/sub may lose one
+QUIET_S = 1.0  # without a message, until the journal is read again, because pub/sub may lose one
 SUBSCRIBE_S = 10.0  # for Redis to confirm a subscription
-PAGE = 200  # journal entries per read: as many a slow reader holds
-STREAM_TIMEOUT_S = 30.0
-UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery does not tell of before a worker has it
-GONE_S = 10.0  # for a known job of which Redis has nothing any more: a failover may be under way
+PAGE = 200  # journal entries per read, which a slow reader has in memory
+STREAM_TIMEOUT_S = 30.0  # without an event, until the reader gives up
+UNKNOWN_S = 2.0  # for the first sign of a job, which has no entry before a worker takes it if plain Celery sent it
+GONE_S = 10.0  # for a known job to come back, because a failover may be under way
 MOST_AFTER = 2**63 - 1  # ids of journal entries are 64 bits long
-TOLD = ("type", "index", "tokens", "text", "line", "result")  # fields of events
+COMPARED = ("type", "index", "tokens", "text", "line", "result")  # fields of events that must not change
 
 
 @dataclass(frozen=True, slots=True)
 class JournalPage:
-    """What Redis has of a job, read in the order of these fields, so a job that was done has all its events in them."""
+    """What Redis has of a job, read in the order of these fields: if the state is `done`, all events are in them."""
 
     state: str | None  # of the ledger's entry, None if it has none
     num_events: int  # that the entry counts
     last: Event | None  # of the whole journal
-    entries: list[Any]  # from the place on that the reader asked for, up to PAGE
+    entries: list[Any]  # up to PAGE, from the id on that was asked for
 
     @property
     def is_known(self) -> bool:
-        """There is a sign of the job."""
+        """Return whether there is a sign of the job."""
         return self.state is not None or self.last is not None
 
     def end_seq(self) -> int | None:
@@ -60,14 +60,14 @@ NUM_REPLIES = 3  # to the commands of `ask_for_page`
 
 
 def ask_for_page(pipe: Any, job_id: str, start: str) -> None:
-    """Puts the commands for a page into a pipeline, which need not be a transaction."""
+    """Add the commands for a page to a pipeline, which need not be a transaction."""
     pipe.hmget(job_key(job_id), "state", "next_seq")
     pipe.xrevrange(journal_key(job_id), count=1)
     pipe.xrange(journal_key(job_id), min=start, count=PAGE)
 
 
 def page_of(replies: Sequence[Any]) -> JournalPage:
-    """The page that these replies are."""
+    """Return the page that these replies contain."""
     (state, num_events), last, entries = replies
     return JournalPage(
         None if state is None else state.decode(),
@@ -78,14 +78,14 @@ def page_of(replies: Sequence[Any]) -> JournalPage:
 
 
 class EventCursor:
-    """Knows which event comes next, and who has it. Pure: it neither reads nor waits.
+    """Decides which event is next, and whether to read it from the journal. It neither reads nor waits.
 
-    It remembers what it has told: a Redis that has lost its last writes gets those events again, and if they are others
-    this time, the reader hears of it instead of a text that is half of the one and half of the other.
+    It keeps a checksum of each event that it returned. If Redis has lost its last writes, an attempt writes these
+    events again. If they differ this time, the reader gets an error instead of a text that is half old and half new.
     """
 
     def __init__(self, job_id: str, after: int = -1) -> None:
-        """Raises InvalidJob."""
+        """Return events with a seq above `after`. Raises InvalidJob."""
         if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after < MOST_AFTER:
             raise InvalidJob(
                 f"after is {after!r}, which is not the seq of an event; give the `seq` of the last event that you "
@@ -94,12 +94,12 @@ class EventCursor:
         self.job_id = job_id
         self.last_seq = after
         self.ended = False
-        self.needs_journal = True  # until the journal has nothing more to say
+        self.needs_journal = True  # until the journal has been read to its end
         self._first = self._next_read = after + 1
-        self._told = array("L")  # a sum of each event from `_first` on
+        self._checksums = array("L")  # of each event from `_first` on
 
     def connected_again(self) -> None:
-        """Redis may be another one by now, or have lost something: the journal is compared with what was told."""
+        """Compare the journal with what was returned, because Redis may be another one by now, or have lost events."""
         self.needs_journal, self._next_read = True, self._first
 
     def from_page(self, page: JournalPage) -> list[Event]:
@@ -137,7 +137,7 @@ class EventCursor:
         )
 
     def from_message(self, message: Any) -> list[Event]:
-        """The new event of a pub/sub message, if it is the next one; otherwise the journal is asked."""
+        """Return the event of a pub/sub message if it is the next one; otherwise the journal is needed."""
         if message is None:
             self.needs_journal = True
         elif message["type"] == "subscribe":  # the connection was lost
@@ -147,7 +147,7 @@ class EventCursor:
         return []
 
     def from_published(self, data: bytes) -> list[Event]:
-        """`from_message` for what was published itself."""
+        """Return the event that was published if it is the next one; otherwise the journal is needed."""
         event: Event = json.loads(data.decode())  # of bytes json would guess the encoding first
         self._compare(event)
         if event["seq"] == self.last_seq + 1 == self._next_read:
@@ -161,12 +161,12 @@ class EventCursor:
 
     @property
     def journal_start(self) -> str:
-        """Id of the journal entry to read from."""
+        """Return the id of the journal entry to read from."""
         return stream_id(self._next_read)
 
     def _compare(self, event: Event) -> None:
-        place = event["seq"] - self._first
-        if 0 <= place < len(self._told) and self._told[place] != _sum_of(event):
+        index = event["seq"] - self._first
+        if 0 <= index < len(self._checksums) and self._checksums[index] != _checksum(event):
             raise StreamTrimmed(
                 f"Redis has lost events of job {self.job_id} that were read, and from {event['seq']} on others "
                 "stand in their place; read the stream again from its start, or take the result"
@@ -177,7 +177,7 @@ class EventCursor:
 
     def _take(self, events: list[Event]) -> list[Event]:
         if events:
-            self._told.extend(map(_sum_of, events))
+            self._checksums.extend(map(_checksum, events))
             self.last_seq = events[-1]["seq"]
             self.ended = is_terminal(events[-1])
         return events
@@ -189,9 +189,9 @@ def _parse_entry(entry: Any) -> Event:
     return event
 
 
-def _sum_of(event: Event) -> int:
-    """Of what a reader goes by; which worker says it, and how fast, is nothing to him."""
-    return zlib.crc32(repr([event.get(name) for name in TOLD]).encode())
+def _checksum(event: Event) -> int:
+    """Return a checksum of what a reader relies on: not of the worker that wrote it, nor of its timings."""
+    return zlib.crc32(repr([event.get(name) for name in COMPARED]).encode())
 
 
 def _unknown(job_id: str) -> str:
@@ -199,9 +199,9 @@ def _unknown(job_id: str) -> str:
 
 
 class Patience:
-    """How long to wait for the next message, when to tell the caller that it goes on, and when to give up.
+    """Decides how long to wait for the next message, when to send a ping, and when to give up.
 
-    Of a job that is known the waits get longer, up to `most_quiet_s`, as long as it tells nothing.
+    While a known job writes nothing, the waits get longer, up to `most_quiet_s`.
     """
 
     def __init__(self, job_id: str, timeout_s: float, ping_s: float, most_quiet_s: float = QUIET_S) -> None:
@@ -210,24 +210,24 @@ class Patience:
         self._ping_s = ping_s
         self._most_quiet_s = most_quiet_s
         self.heard()
-        self._is_known = False  # there is a sign of the job
+        self._is_known = False  # whether there is a sign of the job
         self._unknown_at = time.monotonic() + UNKNOWN_S
 
     def heard(self) -> None:
-        """Of the job itself."""
+        """Note an event of the job."""
         now = time.monotonic()
         self._is_known = True
         self._deadline, self._ping_at = now + self._timeout_s, now + self._ping_s
         self._quiet_s, self._look_at = QUIET_S, now + QUIET_S
 
     def looked(self, is_known: bool) -> None:
-        """Whether a look into Redis has found a sign of the job. A job that was known is given time to come back."""
+        """Note whether Redis has a sign of the job. A job that was known gets GONE_S to come back."""
         if self._is_known and not is_known:
             self._unknown_at = time.monotonic() + GONE_S
         self._is_known = is_known
 
     def wait_s(self) -> float:
-        """Seconds to wait now. Raises JobTimeout, UnknownJob."""
+        """Return the seconds to wait now. Raises JobTimeout, UnknownJob."""
         now = time.monotonic()
         if not self._is_known and now >= self._unknown_at:
             raise UnknownJob(_unknown(self._job_id))
@@ -240,7 +240,7 @@ class Patience:
         return max(0.0, min(self._look_at - now, remaining_s, self._ping_at - now))
 
     def is_look_due(self) -> bool:
-        """Whether it is time to look at the journal, after a wait without a message."""
+        """Return whether to read the journal after a wait without a message."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -249,7 +249,7 @@ class Patience:
         return True
 
     def ping(self) -> list[Event]:
-        """One event without `seq` whenever `ping_s` have passed without another one."""
+        """Return an event without `seq` when `ping_s` have passed without an event, else nothing."""
         now = time.monotonic()
         if now < self._ping_at:
             return []
@@ -265,12 +265,12 @@ def stream_events(
     ping_s: float = math.inf,
     cursor: EventCursor | None = None,
 ) -> Iterator[Event]:
-    """The events of a job with a `seq` above `after`, to the terminal one; any number of readers may do so.
+    """Yield the events of a job with a `seq` above `after`, up to the terminal one. Any number of readers can do so.
 
-    The stream of a finished job whose last event has the seq `after`, or a lower one, ends at once without an event. A
-    `cursor` that was read with before goes on where it was, instead of behind `after`. Whenever `ping_s` pass without
-    an event there is one of type `ping`, without a `seq`. Raises InvalidJob when `after` is not a seq, JobTimeout when
-    nothing comes for `timeout_s`, StreamTrimmed when events are gone, UnknownJob when there is no sign of the job.
+    The stream of a finished job whose last `seq` is not above `after` ends at once. A `cursor` that was used before
+    continues where it was, instead of after `after`. Whenever `ping_s` pass without an event, an event of type `ping`
+    without a `seq` comes. Raises InvalidJob if `after` is not a seq, JobTimeout if nothing comes for `timeout_s`,
+    StreamTrimmed if events are gone, UnknownJob if there is no sign of the job.
     """
     cursor, patience = cursor or EventCursor(job_id, after), Patience(job_id, timeout_s, ping_s)
     cursor.connected_again()
