@@ -234,10 +234,10 @@ class Telemetry:
         counts = self._disk.store.counters
         return {
             "disk_loads": counts.hits,
-            "disk_misses": sum(counts.misses.values()),
+            "disk_misses": counts.misses,
             "disk_late": self._disk.num_late,
             "disk_saves": counts.saves,
-            "disk_drops": sum(counts.drops.values()),
+            "disk_drops": counts.drops,
             "disk_evictions": counts.evictions,
             "disk_read_bytes": counts.read_bytes,
             "disk_written_bytes": counts.written_bytes,

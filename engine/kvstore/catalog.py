@@ -56,8 +56,6 @@ class StateCatalog:
 
     def get(self, key: str) -> StateHead | None:
         """Return the head of the file of a key."""
-        if not is_key(key):
-            return None
         self.refresh()
         with self._lock:
             return self._heads.get(key)
@@ -139,7 +137,7 @@ class StateCatalog:
                 self.add(head)
             elif head is not Miss.VANISHED:
                 self._bad.add(key)
-                self._counters.miss(head)
+                self._counters.add(misses=1)
         is_old = abs(time.time_ns() - modified_ns) > SETTLED_NS
         self._seen_ns = modified_ns if is_old else None
 

@@ -106,12 +106,12 @@ class StateReader:
         started = time.perf_counter()
         state = read_state(path, self._folder.quota_bytes, self.memory.take)
         if isinstance(state, Miss):
-            self._counters.miss(state)
+            self._counters.add(misses=1)
             self._catalog.refuse(match.head.key)
             if state is Miss.DAMAGED:
                 log.warning("kv store: %s is damaged; the state is computed again", path)
                 path.unlink(missing_ok=True)
             return None
-        self._counters.hit(match.head.num_bytes)
+        self._counters.add(hits=1, read_bytes=match.head.num_bytes)
         self.rate.add(match.head.num_bytes, time.perf_counter() - started)
         return state

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .counters import Drop, StoreCounters
+from .counters import StoreCounters
 from .states import KeptState
 
 # With a share of 0.01 and nothing for loads, 200 conversations with RAM for 20 of them computed 115,000 tokens, with
@@ -79,7 +79,7 @@ class SaveQueue:
                 return False
             self._waiting.append(offer)
             while len(self._waiting) > 1 and self._num_bytes() > self._max_bytes:
-                self._drop(min(self._waiting, key=_expected_saved_s), Drop.QUEUE_FULL)
+                self._drop(min(self._waiting, key=_expected_saved_s))
             self._changed.notify_all()
             return offer in self._waiting
 
@@ -119,7 +119,7 @@ class SaveQueue:
         with self._changed:
             self.is_closed = True
             while self._waiting:
-                self._drop(self._waiting[0], Drop.CLOSED)
+                self._drop(self._waiting[0])
             self._changed.notify_all()
 
     @property
@@ -165,9 +165,9 @@ class SaveQueue:
         current = 0 if self._current is None else self._current.num_bytes
         return current + sum(offer.num_bytes for offer in self._waiting)
 
-    def _drop(self, offer: SaveOffer, reason: Drop) -> None:
+    def _drop(self, offer: SaveOffer) -> None:
         self._waiting.remove(offer)
-        self._counters.drop(reason)
+        self._counters.add(drops=1)
 
 
 def _expected_saved_s(offer: SaveOffer) -> float:

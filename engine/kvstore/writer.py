@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cellama.engine.system.threads import give_way
 
 from .catalog import MAX_SLACK, StateCatalog
-from .counters import Drop, StoreCounters
+from .counters import StoreCounters
 from .eviction import FolderFull
 from .folder import Folder, is_pinned, touch
 from .save_queue import SaveOffer, SaveQueue
@@ -91,39 +91,34 @@ class StateWriter:
 
     def _write(self, offer: SaveOffer) -> None:
         started = time.thread_time()  # what the disk takes is not taken from the engine
-        dropped: Drop | None = Drop.ERROR
+        written = False
         try:
             state = offer.make()
-            dropped = Drop.INVALID if state is None else self._save(state)
+            written = state is not None and self._save(state)
         except Exception:  # the boundary of the thread
             log.exception("kv store: can't write a state; it is computed again when it is needed")
         finally:
-            if dropped is not None:
-                self._counters.drop(dropped)
+            self._counters.add(drops=not written)
             self._counters.evictions = self._folder.num_evictions
-            self._queue.done(dropped is None, time.thread_time() - started)
+            self._queue.done(written, time.thread_time() - started)
 
-    def _save(self, state: KeptState) -> Drop | None:
-        """Write a state; return why, if it is not written."""
+    def _save(self, state: KeptState) -> bool:
+        """Write a state; return False if it is not written."""
         if not self.is_off and not self._is_prepared:
             self._prepare()
-        if self.is_off:
-            return Drop.OFF
-        if self._is_kept(state):
-            return Drop.KEPT
+        if self.is_off or self._is_kept(state):
+            return False
         try:
             self._write_file(state)
-        except StoreClosed:
-            return Drop.CLOSED
-        except FolderFull as full:
-            log.debug("kv store: a state is not written: %s", full)
-            return Drop.QUOTA
+        except (StoreClosed, FolderFull) as reason:
+            log.debug("kv store: a state is not written: %s", reason)
+            return False
         except OSError as error:
-            self._counters.count("write_errors")
+            log.debug("kv store: a state is not written: %s", error)
             if error.errno not in _OF_THE_FILE:
                 self._switch_off(error)
-            return Drop.ERROR
-        return None
+            return False
+        return True
 
     def _is_kept(self, state: KeptState) -> bool:
         """True if the directory has the state, or a longer one that can be cut to it and is not much more to read."""
@@ -143,13 +138,13 @@ class StateWriter:
             file.publish(head.key)
         finally:
             file.close()
-        self._counters.save(head.num_bytes)
+        self._counters.add(saves=1, written_bytes=head.num_bytes)
         self._catalog.add(head)
         self._folder.remove(path for path in map(self._catalog.path_of, replaced) if not is_pinned(path))
 
     def _stop_if_closed(self) -> None:
         if self._queue.is_closed:
-            raise StoreClosed
+            raise StoreClosed("the store closes")
 
     def _prepare(self) -> None:
         try:
@@ -160,6 +155,5 @@ class StateWriter:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_prepared = False
-        self._counters.count("outages")
         log.warning("kv store: no states are written for %.0f s: %s", OFF_S, error)
-        self._off_until = self._clock() + OFF_S  # last: whoever sees it finds it counted and logged
+        self._off_until = self._clock() + OFF_S  # last: whoever sees it finds it logged

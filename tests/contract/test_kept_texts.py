@@ -112,4 +112,4 @@ def test_conversations_of_models_that_cannot_be_cut_go_on_from_files(
         assert found.tokens == second.engine.complete(talk, cache_prompt=False, **asked).tokens
     counters = second.engine.store.counters if second.engine.store else None
     assert counters is not None
-    assert not counters.misses.total()
+    assert not counters.misses

@@ -85,9 +85,9 @@ def _look(
 ) -> None:
     for kind, match in zip(kinds, matches, strict=False):
         found.wrong[kind] += match is not None and load(store, match) is not None
-    misses = store.counters.misses
+    num_misses = store.counters.misses
     unseen = sum(kind == "vanished" and match is None for kind, match in zip(kinds, matches, strict=False))
-    found.num_uncounted += max(0, len(kinds) - unseen - sum(misses.values()))
+    found.num_uncounted += max(0, len(kinds) - unseen - num_misses)
     for state, match in list(zip(states, matches, strict=True))[len(kinds) :]:
         found.num_good_lost += match is None or not is_equal(load(store, match), state)
 
