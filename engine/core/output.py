@@ -9,7 +9,7 @@ from cellama.engine.backend import Vocabulary
 from cellama.engine.events import Event, Text
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.text.detokenizer import StopMatch
-from cellama.engine.text.reply_format import Kind, Part
+from cellama.engine.text.reply_format import Kind, ReplyPart
 
 from .handle import Handle
 
@@ -42,7 +42,7 @@ class EventOutput:
         for token in tokens:
             released = self._text_after(sequence, token)
             text = released.released if isinstance(released, StopMatch) else released
-            sequence.keep([Part("text", text)] if sequence.reply is None else sequence.reply.push(text))
+            sequence.keep([ReplyPart("text", text)] if sequence.reply is None else sequence.reply.push(text))
             if isinstance(released, StopMatch):
                 return released.stop
         return None
@@ -92,7 +92,7 @@ class EventOutput:
             sequence.texts.append(text)
             self._tell_text(handle, sequence, text, "text")
 
-    def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[Part]) -> None:
+    def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[ReplyPart]) -> None:
         """Tells what is final of a chat's reply; now and then also that it goes on, while a tool call is held back."""
         sequence.keep(parts)
         for part in parts:

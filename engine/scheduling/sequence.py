@@ -19,7 +19,7 @@ from cellama.engine.request import Request
 from cellama.engine.text.channel_reader import ChannelReader
 from cellama.engine.text.detokenizer import TextStream
 from cellama.engine.text.formats.calls import ToolCall
-from cellama.engine.text.reply_format import Part
+from cellama.engine.text.reply_format import ReplyPart
 from cellama.engine.text.reply_parser import ReplyReader
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Sequence:
         least = max(WORTH_SAVING_TOKENS, GROWTH * max(self.num_kept, self.num_cached))
         return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= least
 
-    def keep(self, parts: list[Part]) -> None:
+    def keep(self, parts: list[ReplyPart]) -> None:
         """Add final parts of the reply to the completion."""
         self.texts += [part.text for part in parts if part.kind == "text"]
         self.thoughts += [part.text for part in parts if part.kind == "reasoning"]

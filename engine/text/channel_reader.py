@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from .detokenizer import possible_marker
 from .formats.calls import NoCalls, ToolCall, call_of, value_at
-from .formats.channels import CHANNEL, ENDS, MESSAGE, START, Head, head_of, may_be_head, next_mark
-from .reply_format import Kind, Part, ReplyFormat
+from .formats.channels import CHANNEL, ENDS, MESSAGE, START, MessageHead, head_of, may_be_head, next_mark
+from .reply_format import Kind, ReplyFormat, ReplyPart
 
 _BORDERS = (*ENDS, START, CHANNEL)
 _LONGEST = max(map(len, _BORDERS))
@@ -25,7 +25,7 @@ class ChannelReader:
         self._visible = dict(format_.visible)
         self._held = ""
         self._raw = ""  # of a message that may turn out to be no call
-        self._head: Head | None = None
+        self._head: MessageHead | None = None
         self._calls: list[ToolCall] = []
         self._told: set[Kind] = set()  # kinds of which there was some text
         self._num_seen = 0  # characters at the beginning of what is held in which no message ends
@@ -58,20 +58,20 @@ class ChannelReader:
         """The text of a control token that belongs to the markup; None for all others."""
         return self._visible.get(token)
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ReplyPart]:
         """Takes released text; returns what is final of it now, possibly nothing."""
         self._held += text
-        parts: list[Part] = []
+        parts: list[ReplyPart] = []
         while self._read_head(parts) if self._head is None else self._read_body(parts):
             pass
         return parts
 
-    def finish(self, *, cut: bool = False) -> tuple[list[Part], tuple[ToolCall, ...]]:
+    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ToolCall, ...]]:
         """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text.
 
         `cut` if the model would have written more.
         """
-        parts: list[Part] = []
+        parts: list[ReplyPart] = []
         cut = cut and self._format.has_bound_calls
         if self._head is None:
             self._tell(parts, "text", "" if cut else self._held)
@@ -88,16 +88,16 @@ class ChannelReader:
         assert self._head is not None
         return "reasoning" if self._head.channel == "analysis" and not self._head.recipient else "text"
 
-    def _read_head(self, parts: list[Part]) -> bool:
+    def _read_head(self, parts: list[ReplyPart]) -> bool:
         """True if there is one; False if there may be one when more has come."""
         head, found, rest = self._held.partition(MESSAGE)
         if not may_be_head(self._held):
-            self._begin(parts, Head("final"), "", self._held)
+            self._begin(parts, MessageHead("final"), "", self._held)
         elif found:
             self._begin(parts, head_of(head), head + found, rest)
         return self._head is not None
 
-    def _begin(self, parts: list[Part], head: Head, raw: str, rest: str) -> None:
+    def _begin(self, parts: list[ReplyPart], head: MessageHead, raw: str, rest: str) -> None:
         self._head, self._raw, self._held, self._fresh = head, raw, rest, True
         if self._kind == "text":
             self._end_thoughts(parts)
@@ -106,7 +106,7 @@ class ChannelReader:
             if head.function is None and head.channel == "final" and self._num_unbound is None:
                 self._num_unbound = self._num_tokens
 
-    def _read_body(self, parts: list[Part]) -> bool:
+    def _read_body(self, parts: list[ReplyPart]) -> bool:
         """True if the message has ended."""
         border = next_mark(self._held, _BORDERS, self._num_seen)
         while border is not None and self._function is not None and self._call(self._held[: border[0]]) is None:
@@ -130,7 +130,7 @@ class ChannelReader:
         tools, name = self._format.tools, self._head.function if self._head is not None else None
         return name if tools is not None and name is not None and tools.offers(name) else None
 
-    def _end_message(self, parts: list[Part], body: str) -> None:
+    def _end_message(self, parts: list[ReplyPart], body: str) -> None:
         call = self._call(body)
         if call is not None:
             self._calls.append(call)
@@ -148,16 +148,16 @@ class ChannelReader:
         except (NoCalls, RecursionError):
             return None
 
-    def _end_thoughts(self, parts: list[Part]) -> None:
+    def _end_thoughts(self, parts: list[ReplyPart]) -> None:
         if self._thinks:
-            parts.append(Part("reasoning_end"))
+            parts.append(ReplyPart("reasoning_end"))
             self._thinks = False
 
-    def _tell(self, parts: list[Part], kind: Kind, text: str) -> None:
+    def _tell(self, parts: list[ReplyPart], kind: Kind, text: str) -> None:
         if not text:
             return
         space = _SPACE if self._fresh and kind in self._told else ""
-        parts.append(Part(kind, space + text))
+        parts.append(ReplyPart(kind, space + text))
         self._told.add(kind)
         self._fresh = False
         self._thinks = self._thinks or kind == "reasoning"

@@ -12,8 +12,8 @@ from typing import Any
 
 from cellama.engine.errors import InvalidRequest, TemplateFailed
 
-from .derivation.markup import ReplyMarkup, derive_markup
 from .derivation.probes import SWITCHES, probes
+from .derivation.reply_markup import ReplyMarkup, derive_markup
 from .formats.call_grammar import CallGrammar, Offered, Prepare, Thoughts, WantedText
 from .formats.call_reader import ToolReader
 from .formats.channels import END, MARKUP

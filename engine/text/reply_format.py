@@ -11,7 +11,7 @@ Kind = Literal["text", "reasoning", "reasoning_end"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplyPart:
     """Final text of one kind; a `reasoning_end` has none."""
 
     kind: Kind

@@ -13,7 +13,7 @@ from enum import Enum
 
 from .detokenizer import possible_marker
 from .formats.calls import ToolCall
-from .reply_format import Kind, Part, ReplyFormat
+from .reply_format import Kind, ReplyFormat, ReplyPart
 
 
 class _State(Enum):
@@ -63,22 +63,22 @@ class ReplyReader:
         """The text of a control token that belongs to the markup; None for all others."""
         return self._visible.get(token)
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ReplyPart]:
         """Takes released text; returns what is final of it now, possibly nothing."""
         self._held += text
-        parts: list[Part] = []
+        parts: list[ReplyPart] = []
         while (following := self._advance(parts)) is not self._state:
             self._state = following
         return parts
 
-    def finish(self, *, cut: bool = False) -> tuple[list[Part], tuple[ToolCall, ...]]:
+    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ToolCall, ...]]:
         """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text.
 
         `cut` if the model would have written more.
         """
         cut = cut and self._format.has_bound_calls
         calls: tuple[ToolCall, ...] = ()
-        parts: list[Part] = []
+        parts: list[ReplyPart] = []
         if self._state is _State.THINKING:
             self._release(parts, "reasoning", self._held.rstrip())
         else:
@@ -90,7 +90,7 @@ class ReplyReader:
         self._held = ""
         return parts, calls
 
-    def _advance(self, parts: list[Part]) -> _State:
+    def _advance(self, parts: list[ReplyPart]) -> _State:
         """Releases what it can in the present state, and returns the one that follows."""
         match self._state:
             case _State.START:
@@ -110,18 +110,18 @@ class ReplyReader:
             return _State.THINKING
         return _State.START if opening.startswith(seen) and opening else _State.TEXT
 
-    def _think(self, parts: list[Part]) -> _State:
+    def _think(self, parts: list[ReplyPart]) -> _State:
         closing = self._format.think_close
         thought, closed, rest = self._held.partition(closing)
         if closed:
             self._release(parts, "reasoning", thought.rstrip())
-            parts.append(Part("reasoning_end"))
+            parts.append(ReplyPart("reasoning_end"))
             self._held, self._drops_space = rest, True
             return _State.TEXT
         self._release_up_to(parts, "reasoning", possible_marker(thought, (closing,)))
         return _State.THINKING
 
-    def _answer(self, parts: list[Part]) -> _State:
+    def _answer(self, parts: list[ReplyPart]) -> _State:
         tools = self._format.tools
         if tools is None:
             self._release_up_to(parts, "text", 0, keeps_space=True)
@@ -133,16 +133,16 @@ class ReplyReader:
         self._release_up_to(parts, "text", len(self._held) - at)
         return _State.CALLS
 
-    def _release_up_to(self, parts: list[Part], kind: Kind, num_held: int, *, keeps_space: bool = False) -> None:
+    def _release_up_to(self, parts: list[ReplyPart], kind: Kind, num_held: int, *, keeps_space: bool = False) -> None:
         """Releases all but the last characters, and the space before them, which may be in front of a tag."""
         text = self._held[: len(self._held) - num_held]
         text = text if keeps_space else text.rstrip()
         self._held = self._held[len(text) :]
         self._release(parts, kind, text)
 
-    def _release(self, parts: list[Part], kind: Kind, text: str) -> None:
+    def _release(self, parts: list[ReplyPart], kind: Kind, text: str) -> None:
         text = text.lstrip() if self._drops_space else text
         if text:
             self._drops_space = False
             self._answered = self._answered or kind == "text"
-            parts.append(Part(kind, text))
+            parts.append(ReplyPart(kind, text))

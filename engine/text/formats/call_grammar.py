@@ -20,12 +20,12 @@ from cellama.engine.errors import InvalidRequest
 from .argument_values import Values
 from .call_format import IN_CHANNELS, ArgumentTags, CallFormat
 from .channels import CHANNEL, END, ENDS, MESSAGE, START
-from .lark import Chars, Control, Grammar, Part, Rule, escaped, shared_parts, text_without
+from .lark import ControlToken, LarkGrammar, LarkPart, LarkRule, LarkText, escaped, shared_parts, text_without
 from .literals import KEY
 
 _MOST = 16  # calls that follow each other without text between them
-_SPACE = Chars(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models have it after thoughts
-_BLANK = Chars(r"/\s*/", may_be_empty=True)
+_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models have it after thoughts
+_BLANK = LarkText(r"/\s*/", may_be_empty=True)
 _IN_KEYS = {"const", "enum", "default", "examples"}  # values, not schemas
 _OF_SEVERAL_ARGUMENTS = frozenset(
     "allOf anyOf oneOf not if dependencies dependentRequired dependentSchemas maxProperties minProperties "
@@ -83,25 +83,25 @@ class CallGrammar:
         # What a template writes behind the name if there are no arguments, moved to what follows the name.
         has_behind = bool(self._behind) and self.format.inner.endswith(self._behind)
         self._inner = self.format.inner.removesuffix(self._behind) if has_behind else self.format.inner
-        self._before_first = self._behind if has_behind else ""
+        self.before_first = self._behind if has_behind else ""
 
     def write(self) -> str:
         """The grammar. Raises InvalidRequest."""
-        self._grammar, self.warnings = Grammar(self.controls), []
-        self._tools = [_Tool(self, f"t{i}", tool) for i, tool in enumerate(self.tools)]
+        self.grammar, self.warnings = LarkGrammar(self.controls), []
+        self._tools = [ToolRules(self, f"t{i}", tool) for i, tool in enumerate(self.tools)]
         if self.format is IN_CHANNELS:
             return self._in_channels()
         if self.forced:
-            return self._grammar.text(self._calls([_SPACE], self.format.open, with_middle=self.several))
+            return self.grammar.text(self._calls([_SPACE], self.format.open, with_middle=self.several))
         if self.wanted is not None:
-            return self._grammar.text(self._wanted(self.wanted))
-        return self._grammar.text(self._auto())
+            return self.grammar.text(self._wanted(self.wanted))
+        return self.grammar.text(self._auto())
 
     # Forms of replies
 
     def _auto(self) -> str:
         """Text, and calls from a marker on."""
-        grammar, markers = self._grammar, self.format.markers
+        grammar, markers = self.grammar, self.format.markers
         unlike = self._begins_otherwise()
         text = text_without(markers, *unlike)
         heads = []
@@ -121,25 +121,25 @@ class CallGrammar:
 
     def _wanted(self, wanted: WantedText) -> str:
         """A text of this kind, or calls."""
-        grammar = self._grammar
+        grammar = self.grammar
         if wanted.kind == "json_schema":
-            text = self._json("text", wanted.text, wanted.strict, "json_schema").expression
+            text = self.json_rule("text", wanted.text, wanted.strict, "json_schema").expression
         else:
             opening = grammar.parts(self.format.open)
-            first = next((part.token for part in opening[:1] if isinstance(part, Control)), None)
+            first = next((part.token for part in opening[:1] if isinstance(part, ControlToken)), None)
             begins = [] if first is not None else [f"/\\n{{0,2}}{escaped(self.format.open[:20])}(?s:.*)/"]
             kept = " & ".join([f"(/{_in_slashes(wanted.text)}/)", *(f"~({each})" for each in begins)])
-            text = grammar.expression([Chars(f"({kept})", may_be_empty=True)])
+            text = grammar.expression([LarkText(f"({kept})", may_be_empty=True)])
         if self.format.bare_json and wanted.kind == "json_schema" and not self.format.name_is_key:
             calls = " | ".join(tool.as_object().expression for tool in self._tools)
         else:
             calls = self._calls([_SPACE], self.format.open, with_middle=self.several)
         return self._after_thoughts(grammar.rule("reply", text, grammar.rule("calls", calls).expression))
 
-    def _after_thoughts(self, reply: Rule, *, may_stay_open: bool = False) -> str:
+    def _after_thoughts(self, reply: LarkRule, *, may_stay_open: bool = False) -> str:
         if not self.thoughts.open:
             return reply.expression
-        grammar, thought = self._grammar, text_without([self.thoughts.close])
+        grammar, thought = self.grammar, text_without([self.thoughts.close])
         opening = [_BLANK, *grammar.parts(self.thoughts.open), thought]
         closed = grammar.expression([*opening, *grammar.parts(self.thoughts.close)])
         replies = [reply.expression, f"{closed} {reply.expression}"]
@@ -157,22 +157,22 @@ class CallGrammar:
             unlike.append("/" + "|".join(names) + "/")
         return unlike
 
-    def _bare_head(self, tool: _Tool) -> str:
+    def _bare_head(self, tool: ToolRules) -> str:
         opening = self.format.open
         for marker in self.format.markers:
             opening = opening.removeprefix(marker)
         return opening + tool.name + self.format.inner
 
-    def _bare(self, tool: _Tool) -> str:
-        head = self._grammar.expression([Chars(f"/{_loose(self._bare_head(tool))}/")])
-        return f"{head} {tool.arguments} {self._grammar.expression(self._grammar.parts(self.format.close.rstrip()))}"
+    def _bare(self, tool: ToolRules) -> str:
+        head = self.grammar.expression([LarkText(f"/{_loose(self._bare_head(tool))}/")])
+        return f"{head} {tool.arguments} {self.grammar.expression(self.grammar.parts(self.format.close.rstrip()))}"
 
     def _in_channels(self) -> str:
         """Messages of thoughts, then one of text, or a call."""
-        grammar, text = self._grammar, text_without([*ENDS, START, CHANNEL])
+        grammar, text = self.grammar, text_without([*ENDS, START, CHANNEL])
         parts = grammar.parts
         channels = ["analysis"] if self.forced else ["analysis", "commentary"]
-        head = [*parts(CHANNEL), Chars(f"/{'|'.join(channels)}/"), *parts(MESSAGE), text]
+        head = [*parts(CHANNEL), LarkText(f"/{'|'.join(channels)}/"), *parts(MESSAGE), text]
         message = grammar.expression([*head, *parts(END + START + "assistant")])
         before = f"({message})?" if self.forced else f"({message})*"
         calls = [self._call_in_channel(tool) for tool in self._tools]
@@ -184,57 +184,57 @@ class CallGrammar:
             plain = text_without([*ENDS, START, CHANNEL], r"/\s*(to=|assistant)(?s:.*)/")
             ends = [final, grammar.expression(head), grammar.expression([plain])]
         elif self.wanted.kind == "json_schema":
-            made = self._json("text", self.wanted.text, self.wanted.strict, "json_schema").expression
+            made = self.json_rule("text", self.wanted.text, self.wanted.strict, "json_schema").expression
             ends = [f"{final} {made}"]
         else:
-            regex = Chars(f"(/{_in_slashes(self.wanted.text)}/)", may_be_empty=True)
+            regex = LarkText(f"(/{_in_slashes(self.wanted.text)}/)", may_be_empty=True)
             ends = [grammar.expression([*parts(f"{CHANNEL}final{MESSAGE}"), regex])]
         return grammar.text(f"{before} {grammar.rule('last', *(end for end in ends if end), *calls).expression}")
 
-    def _call_in_channel(self, tool: _Tool, *, recipient_first: bool = False) -> str:
-        parts = self._grammar.parts
+    def _call_in_channel(self, tool: ToolRules, *, recipient_first: bool = False) -> str:
+        parts = self.grammar.parts
         if recipient_first:
             head = parts(f" to=functions.{tool.name}{CHANNEL}commentary json{MESSAGE}")
         else:
             head = [*parts(self.format.open), tool.name, *parts(self.format.inner)]
-        return f"{self._grammar.expression(head)} {tool.arguments}"
+        return f"{self.grammar.expression(head)} {tool.arguments}"
 
     # Calls
 
-    def _calls(self, before: Sequence[Part], opening: str, *, with_middle: bool) -> str:
+    def _calls(self, before: Sequence[LarkPart], opening: str, *, with_middle: bool) -> str:
         """A call after these, and all that may follow it directly; `opening` is what is left of the format's."""
-        parts, format_ = self._grammar.parts, self.format
+        parts, format_ = self.grammar.parts, self.format
         first = self._either([*before, *parts(opening)])
         close = parts(self._behind + format_.close.removeprefix(self._behind).rstrip())
         if not with_middle or format_.middle is None:
-            return f"{first} {self._grammar.expression(close)}".rstrip()
+            return f"{first} {self.grammar.expression(close)}".rstrip()
         middle = parts(self._behind + format_.middle.removeprefix(self._behind))
         shared = shared_parts(close, middle)
-        end = self._grammar.expression(close[:shared])
+        end = self.grammar.expression(close[:shared])
         more = f"({self._either(middle[shared:])} {end}){{0,{_MOST - 1}}}"
-        return " ".join(part for part in (first, end, more, self._grammar.expression(close[shared:])) if part)
+        return " ".join(part for part in (first, end, more, self.grammar.expression(close[shared:])) if part)
 
-    def _either(self, before: Sequence[Part]) -> str:
+    def _either(self, before: Sequence[LarkPart]) -> str:
         """A call of one of the tools: its name, and its arguments."""
         made = []
         for tool in self._tools:
-            head = [*before, tool.name, *self._grammar.parts(self._inner, tool.name)]
-            made.append(f"{self._grammar.expression(head)} {tool.arguments}".rstrip())
+            head = [*before, tool.name, *self.grammar.parts(self._inner, tool.name)]
+            made.append(f"{self.grammar.expression(head)} {tool.arguments}".rstrip())
         return f"({' | '.join(made)})"
 
-    def _any_object(self) -> str:
-        if not any(line.startswith("any: ") for line in self._grammar.lines):
-            self._json("any", '{"type": "object"}', False, "tools")
+    def any_object(self) -> str:
+        if not any(line.startswith("any: ") for line in self.grammar.lines):
+            self.json_rule("any", '{"type": "object"}', False, "tools")
         return "any"
 
-    def _json(self, rule: str, schema: str, strict: bool, where: str) -> Rule:
+    def json_rule(self, rule: str, schema: str, strict: bool, where: str) -> LarkRule:
         prepared, warnings = self.prepare(schema, strict=strict, where=where)
         self.warnings += warnings
-        return self._grammar.json(rule, prepared)
+        return self.grammar.json(rule, prepared)
 
 
 @dataclass
-class _Tool:
+class ToolRules:
     """The rules of one tool's arguments, made when they are asked for."""
 
     owner: CallGrammar
@@ -263,7 +263,7 @@ class _Tool:
                 self._arguments = self._tagged(tags) if self.follows_schema else self._any_tagged(tags)
         return self._arguments
 
-    def as_object(self) -> Rule:
+    def as_object(self) -> LarkRule:
         """The whole call as an object of JSON, as one schema. Raises InvalidRequest."""
         format_, schema = self.owner.format, self._schema() if self.follows_schema else {"type": "object"}
         call = {
@@ -276,7 +276,7 @@ class _Tool:
             "additionalProperties": False,
             "$defs": {"arguments": _moved(schema, "#/$defs/arguments")},
         }
-        return self.owner._json(f"{self.rule}c", json.dumps(call), self.offered.strict, self.offered.where)
+        return self.owner.json_rule(f"{self.rule}c", json.dumps(call), self.offered.strict, self.offered.where)
 
     def _schema(self) -> dict[str, Any]:
         """Of the arguments, which are an object."""
@@ -287,13 +287,13 @@ class _Tool:
 
     def _object(self) -> str:
         if not self.follows_schema:
-            return self.owner._any_object()
+            return self.owner.any_object()
         made = json.dumps(self._schema())
-        return self.owner._json(f"{self.rule}a", made, self.offered.strict, self.offered.where).expression
+        return self.owner.json_rule(f"{self.rule}a", made, self.offered.strict, self.offered.where).expression
 
     def _tagged(self, tags: ArgumentTags) -> str:
         """Arguments in their order; m0, m1 … before the first of them is written, n0, n1 … after one."""
-        grammar, rule, schema = self.owner._grammar, self.rule, self._schema()
+        grammar, rule, schema = self.owner.grammar, self.rule, self._schema()
         values = Values(schema)
         required = values.schema.get("required") or ()
         for keyword in sorted(_OF_SEVERAL_ARGUMENTS & values.schema.keys()):
@@ -303,7 +303,7 @@ class _Tool:
         keys = list(values.properties)
         for i, key in reversed(list(enumerate(keys))):
             after, others = (f"{rule}n{i + 1}", f"{rule}m{i + 1}") if i + 1 < len(keys) else ("", '""')
-            first = self._argument(tags, values, i, key, self.owner._before_first)
+            first = self._argument(tags, values, i, key, self.owner.before_first)
             later = self._argument(tags, values, i, key, tags.gap)
             is_required = key in required
             grammar.rule(f"{rule}m{i}", f"{first} {after}".rstrip(), *([] if is_required else [others]))
@@ -311,7 +311,7 @@ class _Tool:
         return f"{rule}m0" if keys else ""
 
     def _argument(self, tags: ArgumentTags, values: Values, i: int, key: str, before: str) -> str:
-        grammar, parts = self.owner._grammar, self.owner._grammar.parts
+        grammar, parts = self.owner.grammar, self.owner.grammar.parts
         types = values.types_of(key)
         is_text = not types or "string" in types
         opening = parts(f"{before}{tags.open}{key}{tags.sep if is_text else tags.sep_of_json}", key=key)
@@ -325,7 +325,7 @@ class _Tool:
         if not any(line.startswith(f"{rule}: ") for line in grammar.lines):
             where = f"{self.offered.where}.properties.{key}"
             made = json.dumps(_alone(self._schema(), values.properties[key]))
-            self.owner._json(rule, made, self.offered.strict, where)
+            self.owner.json_rule(rule, made, self.offered.strict, where)
         return f"{grammar.expression(opening)} {rule} {grammar.expression(close)}"
 
     def _cannot_hold(self, path: str) -> None:
@@ -340,13 +340,13 @@ class _Tool:
 
     def _any_tagged(self, tags: ArgumentTags) -> str:
         """Arguments of any name, with any text."""
-        grammar, parts = self.owner._grammar, self.owner._grammar.parts
+        grammar, parts = self.owner.grammar, self.owner.grammar.parts
         keys = list(Values(self._schema()).properties) if KEY in tags.close else [None]
         made: dict[str, list[str]] = {"first": [], "later": []}
-        for place, before in (("first", self.owner._before_first), ("later", tags.gap)):
+        for place, before in (("first", self.owner.before_first), ("later", tags.gap)):
             for key in keys:
                 unlike = escaped('<>"\n' + tags.sep[:1])
-                name: Part = Chars(f"/[^{unlike}\\s\\/][^{unlike}]{{0,63}}/")
+                name: LarkPart = LarkText(f"/[^{unlike}\\s\\/][^{unlike}]{{0,63}}/")
                 named = name if key is None else key
                 close = parts(tags.close, key=key or "")
                 ends = [tags.close.replace(KEY, key or "").strip()]
@@ -356,7 +356,7 @@ class _Tool:
                 if tags.sep_of_json != tags.sep:
                     value = f"{self.rule}v"
                     if not any(line.startswith(f"{value}: ") for line in grammar.lines):
-                        self.owner._json(value, "{}", False, self.offered.where)
+                        self.owner.json_rule(value, "{}", False, self.offered.where)
                     head = grammar.expression([*opening, *parts(tags.sep_of_json)])
                     made[place].append(f"{head} {value} {grammar.expression(close)}")
         if not keys:
@@ -372,7 +372,9 @@ def _space_behind_arguments(format_: CallFormat) -> str:
     return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
 
 
-def _bare_text(schema: Mapping[str, Any], ends: list[str], key: str, cannot_hold: Callable[[str], None]) -> list[Part]:
+def _bare_text(
+    schema: Mapping[str, Any], ends: list[str], key: str, cannot_hold: Callable[[str], None]
+) -> list[LarkPart]:
     """Texts that a schema allows, none of which holds the closing tag."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(chosen, list):
@@ -384,13 +386,13 @@ def _bare_text(schema: Mapping[str, Any], ends: list[str], key: str, cannot_hold
         if regex is None:
             cannot_hold(f"properties.{key}.pattern")
         else:
-            text = Chars(f"({text.expression} & {regex})", may_be_empty=True)
+            text = LarkText(f"({text.expression} & {regex})", may_be_empty=True)
     if "format" in schema:
         cannot_hold(f"properties.{key}.format")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         length = f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
-        text = Chars(f"({text.expression} & {length})", may_be_empty=True)
+        text = LarkText(f"({text.expression} & {length})", may_be_empty=True)
     return [text]
 
 

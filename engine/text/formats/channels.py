@@ -19,7 +19,7 @@ _BEGINNINGS = (CHANNEL, START, MESSAGE, "to=", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class MessageHead:
     """What stands before a message's text: the channel, and to whom it goes."""
 
     channel: str
@@ -31,10 +31,10 @@ class Head:
         return self.recipient.removeprefix(FUNCTIONS) if self.recipient.startswith(FUNCTIONS) else None
 
 
-def head_of(text: str) -> Head:
+def head_of(text: str) -> MessageHead:
     """The head that this is, without its `<|message|>`."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
-    return Head(channel.group(1) if channel else "final", recipient.group(1) if recipient else "")
+    return MessageHead(channel.group(1) if channel else "final", recipient.group(1) if recipient else "")
 
 
 def may_be_head(text: str) -> bool:

@@ -17,26 +17,26 @@ ANYTHING = r"/(?s:.*)/"
 _CLASSES = {ID: "/[a-zA-Z0-9]{9}/", INDEX: "/[0-9]{1,3}/"}
 
 
-class Control(NamedTuple):
+class ControlToken(NamedTuple):
     """A control token."""
 
     token: int
 
 
-class Chars(NamedTuple):
+class LarkText(NamedTuple):
     """Some text: an expression of terminals, and whether it may be empty."""
 
     expression: str
     may_be_empty: bool = False
 
 
-class Rule(NamedTuple):
+class LarkRule(NamedTuple):
     """What another rule allows."""
 
     expression: str
 
 
-Part = str | Control | Chars | Rule  # str: this text
+LarkPart = str | ControlToken | LarkText | LarkRule  # str: this text
 
 
 def quoted(text: str) -> str:
@@ -54,59 +54,59 @@ def containing(texts: Iterable[str]) -> str:
     return f"/(?s:.*)({'|'.join(escaped(text) for text in texts)})(?s:.*)/"
 
 
-def text_without(texts: Iterable[str], *others: str) -> Chars:
+def text_without(texts: Iterable[str], *others: str) -> LarkText:
     """Any text that has none of these in it, and that none of the other expressions matches."""
     kept = [text for text in texts if text]
     unwanted = [*([containing(kept)] if kept else []), *others]
-    return Chars("(" + " & ".join([ANYTHING, *(f"~({each})" for each in unwanted)]) + ")", may_be_empty=True)
+    return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in unwanted)]) + ")", may_be_empty=True)
 
 
 @dataclass
-class Grammar:
+class LarkGrammar:
     """Terminals and rules. `controls` are the control tokens of the markup, by their text."""
 
     controls: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
     _terminals: dict[str, str] = field(default_factory=dict)
 
-    def parts(self, literal: str, name: str = "", key: str = "") -> list[Part]:
+    def parts(self, literal: str, name: str = "", key: str = "") -> list[LarkPart]:
         """A literal with slots, cut at its control tokens."""
-        made: list[Part] = []
+        made: list[LarkPart] = []
         at = 0
         by_length = sorted(self.controls, key=len, reverse=True)
         while at < len(literal):
             control = next((text for text in by_length if text and literal.startswith(text, at)), None)
             if control is not None:
-                made.append(Control(self.controls[control]))
+                made.append(ControlToken(self.controls[control]))
                 at += len(control)
                 continue
             char = literal[at]
-            made.append(Chars(_CLASSES[char]) if char in _CLASSES else {NAME: name, KEY: key}.get(char, char))
+            made.append(LarkText(_CLASSES[char]) if char in _CLASSES else {NAME: name, KEY: key}.get(char, char))
             at += 1
         return made
 
-    def expression(self, parts: Sequence[Part]) -> str:
+    def expression(self, parts: Sequence[LarkPart]) -> str:
         """What follows each other: one terminal for all that is between control tokens and rules."""
         items: list[str] = []
-        run: list[str | Chars] = []
+        run: list[str | LarkText] = []
         for part in [*parts, None]:
-            if isinstance(part, str | Chars):
+            if isinstance(part, str | LarkText):
                 run.append(part)
                 continue
             if run:
                 items.append(self._terminal(run))
                 run = []
-            if isinstance(part, Control):
+            if isinstance(part, ControlToken):
                 items.append(f"<[{part.token}]>")
             elif part is not None and part.expression:
                 items.append(part.expression)
         return " ".join(item for item in items if item)
 
-    def rule(self, name: str, *alternatives: str) -> Rule:
+    def rule(self, name: str, *alternatives: str) -> LarkRule:
         self.lines.append(f"{name}: {' | '.join(alternatives)}")
-        return Rule(name)
+        return LarkRule(name)
 
-    def json(self, name: str, schema: Mapping[str, Any] | bool) -> Rule:
+    def json(self, name: str, schema: Mapping[str, Any] | bool) -> LarkRule:
         """A rule of the JSON that a schema allows."""
         return self.rule(name, "%json " + json.dumps(schema, ensure_ascii=False))
 
@@ -115,7 +115,7 @@ class Grammar:
         terminals = [f"{name}: {expression}" for expression, name in self._terminals.items()]
         return "\n".join([f"start: {start}", *self.lines, *terminals])
 
-    def _terminal(self, run: Sequence[str | Chars]) -> str:
+    def _terminal(self, run: Sequence[str | LarkText]) -> str:
         pieces: list[str] = []
         literal = ""
         for part in run:
@@ -130,7 +130,7 @@ class Grammar:
             pieces.append(quoted(literal))
         if not pieces:
             return ""
-        if all(isinstance(part, Chars) and part.may_be_empty for part in run):
+        if all(isinstance(part, LarkText) and part.may_be_empty for part in run):
             return self._named(f"({' '.join(pieces)}) & /(?s:.+)/") + "?"
         return self._named(" ".join(pieces))
 
@@ -138,7 +138,7 @@ class Grammar:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
 
 
-def shared_parts(first: Sequence[Part], second: Sequence[Part]) -> int:
+def shared_parts(first: Sequence[LarkPart], second: Sequence[LarkPart]) -> int:
     """How many parts both begin with."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

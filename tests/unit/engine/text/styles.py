@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cellama.engine.text.chat_template import for_template
-from cellama.engine.text.derivation.markup import ReplyMarkup, derive_markup
 from cellama.engine.text.derivation.probes import probes
+from cellama.engine.text.derivation.reply_markup import ReplyMarkup, derive_markup
 from cellama.engine.text.template_process import Renderer
 
 _TURNS = """

@@ -16,7 +16,7 @@ from cellama.engine import ChatOptions, InvalidRequest
 from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.text import template_renderer
 from cellama.engine.text.chat_template import ChatTemplate, grammar_of_calls
-from cellama.engine.text.derivation.markup import ReplyMarkup
+from cellama.engine.text.derivation.reply_markup import ReplyMarkup
 from cellama.engine.text.formats.call_format import CallFormat
 from cellama.engine.text.formats.call_reader import ToolReader
 from cellama.engine.text.formats.literals import pieces_of
