@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 from .errors import InvalidRequest
 
@@ -12,7 +13,7 @@ def check(ok: bool, name: str, value: object, wanted: str) -> None:
         raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}")
 
 
-def is_real(value: object) -> bool:
+def is_real(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

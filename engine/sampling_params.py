@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from cellama.config import limits
@@ -13,38 +14,30 @@ from cellama.config import limits
 from .checks import check, check_int, check_length, check_number, is_real, utf8
 from .errors import InvalidRequest, nearest
 
-MAX_SEED = limits.MAX_SEED
 CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # at most one of these says what the text may be
 
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, limits.MAX_TEMPERATURE),
-    "min_p": (0, 1),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 1),
-    "repeat_penalty": (limits.MIN_REPEAT_PENALTY, limits.MAX_REPEAT_PENALTY),
-    "frequency_penalty": (-limits.MAX_PENALTY, limits.MAX_PENALTY),
-    "presence_penalty": (-limits.MAX_PENALTY, limits.MAX_PENALTY),
-    "dry_multiplier": (0, limits.MAX_PENALTY),
-}
+def _real(default: float, low: float, high: float) -> Any:
+    """A field with a number from `low` to `high`."""
+
+    def check_range(name: str, value: object) -> None:
+        check(is_real(value) and low <= value <= high, name, value, f"from {low:g} to {high:g}")
+
+    return field(default=default, metadata={"check": check_range})
 
 
-_ABOVE_ZERO = {
-    "top_p": 1.0,
-    "typical_p": 1.0,
-    "dry_base": limits.MAX_DRY_BASE,
-    "mirostat_tau": limits.MAX_MIROSTAT_TAU,
-    "mirostat_eta": limits.MAX_MIROSTAT_ETA,
-}
+def _above_zero(default: float, high: float) -> Any:
+    """A field with a number above 0 and at most `high`."""
+
+    def check_range(name: str, value: object) -> None:
+        check(is_real(value) and 0 < value <= high, name, value, f"above 0 and at most {high:g}")
+
+    return field(default=default, metadata={"check": check_range})
 
 
-_COUNTS = {
-    "top_k": (0, limits.MAX_COUNT),
-    "repeat_last_n": (0, limits.MAX_LOOK_BACK),
-    "dry_allowed_length": (0, limits.MAX_COUNT),
-    "dry_penalty_last_n": (-1, limits.MAX_LOOK_BACK),
-    "mirostat": (0, 2),
-}
+def _whole(default: int, low: int, high: int) -> Any:
+    """A field with a whole number from `low` to `high`."""
+    return field(default=default, metadata={"check": partial(check_int, low=low, high=high)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +47,27 @@ class SamplingParams:
     Raises InvalidRequest for a value out of range.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40  # 0 = all tokens
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0  # 1 = off
+    temperature: float = _real(0.8, 0.0, limits.MAX_TEMPERATURE)
+    top_k: int = _whole(40, 0, limits.MAX_COUNT)  # 0 = all tokens
+    top_p: float = _above_zero(0.95, 1.0)
+    min_p: float = _real(0.05, 0.0, 1.0)
+    typical_p: float = _above_zero(1.0, 1.0)  # 1 = off
     seed: int | None = None
-    repeat_penalty: float = 1.0  # 1 = off
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repeat_last_n: int = 64  # tokens that the penalties look back on, prompt included
+    repeat_penalty: float = _real(1.0, limits.MIN_REPEAT_PENALTY, limits.MAX_REPEAT_PENALTY)  # 1 = off
+    frequency_penalty: float = _real(0.0, -limits.MAX_PENALTY, limits.MAX_PENALTY)
+    presence_penalty: float = _real(0.0, -limits.MAX_PENALTY, limits.MAX_PENALTY)
+    repeat_last_n: int = _whole(64, 0, limits.MAX_LOOK_BACK)  # tokens that the penalties look back on, prompt included
     logit_bias: tuple[tuple[int, float], ...] = ()  # token, what is added to its logit; -inf forbids it
-    dry_multiplier: float = 0.0  # 0 = off
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2  # tokens that may repeat without a penalty
-    dry_penalty_last_n: int = -1  # tokens that DRY looks back on; -1 = the whole context
+    dry_multiplier: float = _real(0.0, 0.0, limits.MAX_PENALTY)  # 0 = off
+    dry_base: float = _above_zero(1.75, limits.MAX_DRY_BASE)
+    dry_allowed_length: int = _whole(2, 0, limits.MAX_COUNT)  # tokens that may repeat without a penalty
+    dry_penalty_last_n: int = _whole(-1, -1, limits.MAX_LOOK_BACK)  # tokens that DRY looks back on; -1 = all
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0  # 0 = off
-    xtc_threshold: float = 0.1  # above 0.5 it never applies
-    mirostat: int = 0  # 1 and 2 replace top_k, top_p, min_p, typical_p and XTC
-    mirostat_tau: float = 5.0  # wanted surprise, bits
-    mirostat_eta: float = 0.1
+    xtc_probability: float = _real(0.0, 0.0, 1.0)  # 0 = off
+    xtc_threshold: float = _real(0.1, 0.0, 1.0)  # above 0.5 it never applies
+    mirostat: int = _whole(0, 0, 2)  # 1 and 2 replace top_k, top_p, min_p, typical_p and XTC
+    mirostat_tau: float = _above_zero(5.0, limits.MAX_MIROSTAT_TAU)  # target surprise, bits
+    mirostat_eta: float = _above_zero(0.1, limits.MAX_MIROSTAT_ETA)
     json_schema: str | None = None  # JSON Schema as JSON text. At most one of json_schema, regex, lark and grammar
     strict_schema: bool = True  # False: keywords of json_schema that can't be enforced are ignored, with a warning
     regex: str | None = None  # a regular expression of the whole text, in the syntax of Rust's regex crate
@@ -84,15 +77,8 @@ class SamplingParams:
     logprobs: int | None = None  # top alternatives to report with each token's log-probability; None = no report
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            ok = is_real(value) and low <= value <= high
-            check(ok, name, value, f"from {low:g} to {high:g}")
-        for name, high in _ABOVE_ZERO.items():
-            value = getattr(self, name)
-            check(is_real(value) and 0 < value <= high, name, value, f"above 0 and at most {high:g}")
-        for name, (low, high) in _COUNTS.items():
-            check_int(name, getattr(self, name), low, high)
+        for name, check_range in _CHECKS.items():
+            check_range(name, getattr(self, name))
         if self.seed is not None:
             check_int("seed", self.seed, 0, limits.MAX_SEED)
         if self.logprobs is not None:
@@ -156,6 +142,7 @@ class SamplingParams:
         return self.is_greedy and not changed and not self.is_constrained
 
 
+_CHECKS = {each.name: each.metadata["check"] for each in fields(SamplingParams) if each.metadata}
 _NO_DEFAULTS = frozenset({"logprobs"})  # what a caller reads, and so asks for
 
 

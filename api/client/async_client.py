@@ -19,8 +19,17 @@ from cellama.tasks.estimates.position import Position
 from cellama.tasks.live.streams import Streams
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 
-from .client import CONNECT_TIMEOUT_S, RESULT_AFTER_END_S, Client, Job, R, has_result, result_timeout
-from .outage import OUTAGE_RETRY_S, Outage
+from .client import (
+    CONNECT_TIMEOUT_S,
+    OUTAGE_RETRY_S,
+    RESULT_AFTER_END_S,
+    Client,
+    Job,
+    Outage,
+    R,
+    has_result,
+    result_timeout,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")

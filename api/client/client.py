@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import time
@@ -27,6 +28,7 @@ from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.errors import (
     JobCancelled,
     JobTimeout,
+    RedisUnreachable,
     ResultIgnored,
     UnknownJob,
     UnknownModel,
@@ -77,7 +79,6 @@ from cellama.tasks.typed_tasks import (
 )
 
 from .commands import REPLY_S, Commands, Whom
-from .outage import OUTAGE_RETRY_S, Outage
 from .registry_views import Stats, memory_of, models_of, queues, stats
 
 CONNECT_TIMEOUT_S = 3.0  # a Redis in reach accepts a connection at once; without it, callers learn soon that it is away
@@ -88,6 +89,8 @@ UNLOAD_TIMEOUT_S = 60.0  # for the jobs that have the model
 ADAPTER_LOAD_TIMEOUT_S = 120.0  # adapters are some hundred megabytes
 ADAPTER_UNLOAD_TIMEOUT_S = 60.0  # for the jobs that have the adapter
 EVICT_TIMEOUT_S = 60.0  # KV states are written to disk meanwhile
+OUTAGE_S = 15.0  # for Redis to come back, while a stream is read: a failover takes less
+OUTAGE_RETRY_S = 0.5  # between attempts to read on: short beside a restart of Redis
 
 R = TypeVar("R", covariant=True, default=Result)
 
@@ -653,6 +656,27 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Outage:
+    """Lets a reader wait for a Redis that comes back within OUTAGE_S. Raises RedisUnreachable if it does not."""
+
+    def __init__(self, url: str | None = None) -> None:
+        self._url = url
+        self._since: float | None = None
+
+    def is_over(self) -> None:
+        self._since = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        try:
+            with reaching_redis(self._url):
+                yield
+        except RedisUnreachable:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > OUTAGE_S:
+                raise
 
 
 def has_result(client: Client, job_id: str) -> bool:

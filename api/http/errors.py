@@ -11,8 +11,7 @@ from typing import Any
 from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.codes import meaning_of, message_for_clients
 from cellama.tasks.contract.errors import InvalidJob, JobError
-from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.valid_text import valid_text
+from cellama.tasks.contract.json_values import shorten, valid_text
 
 log = logging.getLogger(__name__)
 

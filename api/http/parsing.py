@@ -12,10 +12,9 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from cellama.config import limits
-from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.json_values import shorten, valid_text
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
-from cellama.tasks.contract.valid_text import valid_text
 
 from .auth import TIERS, Caller
 from .background import BODIES, in_thread

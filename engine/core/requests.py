@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec
 
+from cellama.config import limits
 from cellama.engine.backend import Backend, Chunk
 from cellama.engine.errors import EngineError, RequestFailed
 from cellama.engine.events import Completion, Finished, FinishReason, Started
 from cellama.engine.kvcache.recent import RecentContexts
 from cellama.engine.logprobs import with_texts
-from cellama.engine.sampling_params import MAX_SEED
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.speculation.drafting import Drafting
@@ -100,9 +100,9 @@ class EngineRequests:
         handle, request = group.handle, group.handle.request
         assert request.submitted_at is not None
         seed = request.sampling.seed
-        seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+        seed = secrets.randbelow(limits.MAX_SEED + 1) if seed is None else seed
         for index in range(request.n):
-            seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
+            seed_of_it, prompt = (seed + index) % (limits.MAX_SEED + 1), list(request.prompt)
             sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
             if index == 0 or not request.resume:  # else what it resumes is not what was searched for
                 sequence.match = handle.match

@@ -18,7 +18,7 @@ JobError
 from __future__ import annotations
 
 from .codes import Exit, meaning_of
-from .valid_text import valid_text
+from .json_values import valid_text
 
 
 class JobError(Exception):

@@ -34,6 +34,18 @@ def shorten(value: object) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def valid_text(text: str) -> str:
+    """Return the text with U+FFFD for each lone half of a surrogate pair.
+
+    Such a half has no UTF-8, but JSON allows it, and models write it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 def check_text(text: str) -> str:
     """The text, if it may be stored and sent everywhere. Raises ValueError."""
     if "\0" in text:

@@ -13,9 +13,9 @@ from cellama.engine import Event as EngineEvent
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
+from cellama.tasks.contract.json_values import valid_text
 from cellama.tasks.contract.kinds.generate import GenerateResult
 from cellama.tasks.contract.shapes.results import CompletionChoice, Function, Logprob, Timings, ToolCall, Usage
-from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.state.contexts import KeptContext, pack, pack_after
 from cellama.tasks.state.history import Output, Past, outputs_of_line
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from cellama.api.openai.bodies import allow, given_of, schema_of_form, set_effort, taken_of
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.json_values import check_json, shorten
+from cellama.tasks.contract.json_values import check_json, shorten, valid_text
 from cellama.tasks.contract.payloads import CONSTRAINTS
-from cellama.tasks.contract.valid_text import valid_text
 
 from .parameters import INCLUDABLE, RULES
 
