@@ -90,8 +90,7 @@ class Forward:
         """Return whether every slot decodes, all interactive or all bulk: drafts delay no prompt and no stream."""
         if not self._drafting.is_active:
             return False
-        busy = [sequence for sequence in self._scheduler.slots if sequence is not None]
-        kinds = {(sequence.state, sequence.request.is_interactive) for sequence in busy}
+        kinds = {(sequence.state, sequence.request.is_interactive) for sequence in self._scheduler.slots.running}
         return len(kinds) == 1 and next(iter(kinds))[0] is State.DECODING
 
     def _compute(self, works: list[SlotWork]) -> Iterator[Computed]:

@@ -42,7 +42,7 @@ class CutPlanner:
             if end - max((num_taken_over, *sequence.cuts)) >= APART_TOKENS:
                 sequence.cuts = (*sequence.cuts, end)
 
-    def ask(self, sequence: Sequence) -> None:
+    def cut_for(self, sequence: Sequence) -> None:
         """Cut a sequence that prefills what a new sequence shares with it where that ends, if it is not too late."""
         if self._is_idle:
             return

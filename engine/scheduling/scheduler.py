@@ -1,4 +1,4 @@
-"""Who waits, who has a slot, and what the next step decodes. Pure: no llama.cpp, no clock, no threads."""
+"""Admission, preemption and the batch of each step. Pure: no llama.cpp, no clock, no threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Scheduler:
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
-        """Raises PromptTooLong for a prompt that no slot can ever hold."""
+        """Raise PromptTooLong for a prompt that no slot can ever hold."""
         most = self.cache.memory.ctx_per_slot - 1  # one cell is for the first generated token
         if num_prompt_tokens > most:
             raise PromptTooLong(
@@ -63,19 +63,19 @@ class Scheduler:
             )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Puts a new sequence into the waiting queue. Raises PromptTooLong, QueueFull."""
+        """Put a new sequence into the waiting queue. Raises PromptTooLong, QueueFull."""
         self.check(sequence.num_prompt)
         self.queue.add(sequence, now, num_idle=len(self.slots.idle))
-        self._cuts.ask(sequence)
+        self._cuts.cut_for(sequence)
 
     # Admission and preemption
 
     def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
-        """Gives slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
+        """Give slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
 
-        A sequence whose prefix another one is computing right now is passed over until that is done. A sequence
-        that is less urgent than one in the queue loses its slot to it. One for which that fails in an unforeseen way
-        has no slot, and is given to `on_failure`, which releases it.
+        A sequence whose prefix another one is computing right now is passed over until that is done. A running
+        sequence loses its slot to a more urgent one. A sequence for which this raises an unforeseen exception is passed
+        to `on_failure`, which releases it.
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
@@ -107,7 +107,7 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.slot is not None]
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
-        """A slot for the sequence, for which others may lose theirs; None, and none does, if it has to wait."""
+        """Return a slot for the sequence, for which others may lose theirs; None, and none does, if it must wait."""
         while True:
             idle = self.slots.idle
             if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
@@ -118,7 +118,7 @@ class Scheduler:
             self.preempt(victims[0], now)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
+        """Take its slot away from a sequence, which waits again, with its cells saved if the quota allows that."""
         slot = self.slots.release(sequence)
         self.cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
         self.cache.clear(slot)
@@ -149,7 +149,7 @@ class Scheduler:
     # The batch of a step
 
     def schedule(self, now: float, only: int | None = None) -> list[SlotWork]:
-        """The work of this step in order of slots, all with the same adapters; empty when no slot is busy.
+        """Return the work of this step in order of slots, all with the same adapters; empty when no slot is busy.
 
         When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
         With `only` it is for this slot alone.
@@ -163,7 +163,7 @@ class Scheduler:
                 return works
 
     def free_cells(self, missing: int, now: float) -> bool:
-        """Frees cells for running sequences; False when only one is left, which has them all."""
+        """Free cells for running sequences; False when only one is left, which has them all."""
         idle = [slot for slot in self.slots.idle if self.cache.cells.of(slot)]
         freed = self.cache.cells.freed_by(idle)
         if freed:
@@ -195,7 +195,7 @@ class Scheduler:
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:
-        """Accounts a chunk that was decoded, but for drafts; its sequence decodes from now on if it samples."""
+        """Account a chunk that was decoded, except for drafts; its sequence decodes from now on if it samples."""
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
         sequence.num_computed += count
@@ -206,13 +206,13 @@ class Scheduler:
             sequence.state = State.DECODING
 
     def rollback(self, work: SlotWork) -> None:
-        """Puts a slot back to where it was before a chunk that failed; to its beginning where that can't be done."""
+        """Put a slot back to where it was before a chunk that failed; to its start where that can't be done."""
         sequence, chunk = work
         if sequence.slot == chunk.slot:  # else it has lost it
             self._cut_back(sequence, chunk.slot, chunk.position)
 
     def settle(self) -> None:
-        """Puts every slot back to what its sequence has accounted, after a step that broke off anywhere."""
+        """Put every slot back to what its sequence has accounted, after a step that raised anywhere."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 self.layout.restore_slot(slot)
@@ -231,7 +231,7 @@ class Scheduler:
         return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Ends a sequence. With `keep`, and if it may, its slot's cells wait for another one."""
+        """End a sequence. With `keep`, and if its request allows it, its cells are kept for another one."""
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
         self.queue.forget(sequence)
@@ -250,7 +250,7 @@ class Scheduler:
             self.cache.clear(slot)
 
     def unfinished(self) -> list[Sequence]:
-        """Every sequence that waits or has a slot."""
+        """Return every sequence that waits or has a slot."""
         return self.slots.running + self.queue.waiting()
 
     @property
@@ -259,7 +259,7 @@ class Scheduler:
 
     @property
     def num_busy(self) -> int:
-        """Slots that a sequence has."""
+        """Slots that have a sequence."""
         return len(self.slots.running)
 
     @property
@@ -268,12 +268,12 @@ class Scheduler:
 
     @property
     def kv_used_tokens(self) -> int:
-        """Positions that running sequences hold."""
+        """Positions of running sequences."""
         return sum(s.num_computed for s in self.slots.running)
 
     @property
     def kv_cached_tokens(self) -> int:
-        """Positions that wait in idle slots for sequences that begin alike."""
+        """Positions in idle slots, kept for sequences that start with the same tokens."""
         return sum(self.cache.cells.of(slot) for slot in self.slots.idle)
 
 

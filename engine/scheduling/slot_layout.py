@@ -1,4 +1,4 @@
-"""Keeps slots that decode side by side, as far as that costs less than it saves (docs/adr/008-holes.md).
+"""Keep slots that decode side by side, as far as that costs less than it saves (docs/adr/008-holes.md).
 
 llama.cpp with a stream of cells per slot computes slots with consecutive indices in one pass; a hole between them
 begins another. Pure: times come from a clock that is given.
