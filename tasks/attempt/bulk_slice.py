@@ -1,4 +1,4 @@
-"""The lines of a chunk on their way through the engine. Each has a request of its own; the chunk has the journal."""
+"""The lines of a slice of a bulk run in the engine. Each line is a request; the slice is the job with the journal."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ Parent = tuple[int, ...]  # the context that a line follows
 
 
 def adapters_of_lines(job: ChunkJob) -> set[str]:
-    """The names of adapters that lines choose."""
+    """Return the names of the adapters that lines choose."""
     names: set[str] = set()
     for line in job.lines:
         if line.params.get("adapters") is not None:
-            with contextlib.suppress(InvalidJob):  # which its line is told
+            with contextlib.suppress(InvalidJob):  # the line fails with it later
                 parsed = job_of_line(line, job.model, job.priority)
                 names |= {name for name, _ in getattr(parsed, "adapters", None) or ()}
     return names
 
 
 def has_constrained_lines(job: ChunkJob, defaults: Mapping[str, object]) -> bool:
-    """Whether the text of a line is constrained."""
+    """Return whether the text of a line is constrained."""
     return any(line.kind != "embed" and is_constrained(line.params, defaults) for line in job.lines)
 
 
 class ChunkRun:
-    """One attempt at a chunk. Pool thread, but for `stop` and `_note_line`."""
+    """One attempt at a slice. Its thread is that of the job, except for `stop` and `_note_line`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ChunkRun:
         rests_on: Provenance,
         reaching_redis: Callable[[Callable[[], Parent]], Parent],
     ) -> None:
-        """What the chunk rests on is for lines that do not choose; `reaching_redis` waits until Redis answers."""
+        """`rests_on` holds for lines that choose no adapters. `reaching_redis` waits until Redis answers."""
         self._reaching_redis = reaching_redis
         self._model = model
         self._job = job
@@ -84,7 +84,7 @@ class ChunkRun:
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Returns when the end of every line is in Redis, or after `stop`."""
+        """Compute the lines. Returns when the end of every line is in Redis, or after `stop`."""
         self._context.requests_from = self.began_at  # a line that comes late has not waited for the engine
         self._stream.on_line = self._note_line
         self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
@@ -99,7 +99,7 @@ class ChunkRun:
             self._changed.wait_for(lambda: self._stopped or not self._left)
 
     def stop(self) -> None:
-        """Ends what runs; nothing more is told of it. Any thread."""
+        """Cancel the lines that run; nothing more of them is published. Any thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class ChunkRun:
                 self._changed.notify_all()
 
     def _try(self, place: int, step: Callable[[], None]) -> None:
-        """What goes wrong with a line ends that line only."""
+        """Do a step for a line. An error ends that line only."""
         try:
             step()
         except EmbeddingCancelled:
@@ -160,7 +160,7 @@ class ChunkRun:
             handle.cancel()
 
     def _seed_of(self, place: int) -> int:
-        """The same in every attempt, so that a line goes on as it began."""
+        """The seed of a line, the same in every attempt, so that the line continues as it began."""
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {place}".encode()) & 0x7FFFFFFF
 
     def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:

@@ -31,7 +31,7 @@ SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request has beside the job's own parameters. `submitted_at` is `time.monotonic()`."""
+    """What a request has in addition to the job's own parameters. `submitted_at` is `time.monotonic()`."""
 
     id: str
     submitted_at: float
@@ -45,7 +45,7 @@ class Asked:
 
 
 def prefill_of(model: Model, job: PrefillJob, asked: Asked) -> Request:
-    """The request that reads a prompt and samples nothing. Raises EngineError, InvalidJob."""
+    """Return the request that prefills a prompt and samples nothing. Raises EngineError, InvalidJob."""
     return Request(
         id=asked.id,
         prompt=(*asked.parent, *tokens_to_read(model, job)),
@@ -60,7 +60,8 @@ def prefill_of(model: Model, job: PrefillJob, asked: Asked) -> Request:
 
 
 def tokens_to_read(model: Model, job: PrefillJob) -> Sequence[int]:
-    """Of a conversation what all have that begin alike: nothing yet of a reply."""
+    """Return the tokens to prefill. Those of a conversation end before the reply, so that all continuations share
+    them."""
     if job.prompt is not None:
         model.require("generate")
         return _tokens_of(model, job.prompt, job.parent_key)
@@ -72,19 +73,19 @@ def tokens_to_read(model: Model, job: PrefillJob) -> Sequence[int]:
 
 
 def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) -> list[int]:
-    """Behind a parent's context nothing is put before those of the text."""
+    """Return the tokens of a prompt. After a parent's context it begins without special tokens."""
     return model.tokenize(prompt, add_special=parent_key is None) if isinstance(prompt, str) else prompt
 
 
 def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[int, ...]:
-    """Nothing is put before those of a text: they follow a prompt."""
+    """Return the tokens of a prediction. They follow a prompt, so they begin without special tokens."""
     if isinstance(prediction, str):
         prediction = model.tokenize(prediction, add_special=False)
     return tuple(prediction or ())
 
 
 def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
-    """The request of a generation or a chat. Raises EngineError, InvalidJob."""
+    """Return the request of a generation or a chat. Raises EngineError, InvalidJob."""
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
     prompt = _prompt_of(model, job, signer, sampling, asked.sampling)
     sampling |= prompt.sampling
@@ -114,7 +115,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
 
 
 def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object]) -> bool:
-    """Whether a schema, a regular expression, a grammar or the form of tool calls says what may come.
+    """Return whether a schema, a regular expression, a grammar or the format of tool calls constrains the text.
 
     `params` are those that a generation or a chat was given, `defaults` those of the model.
     """
@@ -124,7 +125,7 @@ def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object])
 
 
 def has_seed(job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> bool:
-    """Whether the job says its seed, or leaves that to the model's defaults, which have one."""
+    """Return whether the job has a seed, its own or that of the model's defaults."""
     seed = job.seed if "seed" in job.model_fields_set else defaults.get("seed")
     return seed is not None
 
@@ -157,7 +158,7 @@ def _prompt_of(
 def _check_signatures(
     messages: Sequence[Message], options: ChatOptions, signer: Signer, parent_key: str | None
 ) -> None:
-    """Raises InvalidJob for a thought that is not as it was signed, after another context or messages than these."""
+    """Raise InvalidJob if reasoning does not match its signature after these messages and this parent."""
     conversation = options.all_of(messages)
     if (wrong := signer.first_wrong(conversation, parent_key)) is not None:
         place = wrong - len(conversation) + len(messages)

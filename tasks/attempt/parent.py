@@ -1,4 +1,4 @@
-"""What a job goes on after: the tokens behind its `parent_key` (docs/adr/014-kept-states.md).
+"""The context that a job continues: the tokens behind its `parent_key` (docs/adr/014-kept-states.md).
 
 A key is only ever looked up. What is found counts if its tokens have this key for the scope and the adapters of the job
 that asks; else nothing was found, and no answer tells a key of others from one that there is not.

@@ -1,4 +1,4 @@
-"""Jobs that read texts and give numbers: embeddings and reranking. Used in workers only."""
+"""Embeddings and reranking: jobs whose results are numbers. Used in workers only."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Wait = Callable[[EmbeddingHandle, float | None], None]
 
 
 def embed(model: Model, job: EmbedJob, wait: Wait) -> EmbedResult:
-    """The vectors of a job's texts. `wait` returns when they are there. Raises EngineError, JobFailed."""
+    """Return the vectors of a job's texts. `wait` returns when they are computed. Raises EngineError, JobFailed."""
     handle = submit_texts(model, job)
     wait(handle, job.timeout)
     return vectors_of(model, job, handle)
 
 
 def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
-    """Hands a job's texts to the embedder. Raises EngineError."""
+    """Submit a job's texts to the embedder. Raises EngineError."""
     model.require("embed")
     embedder = model.embedder
     tokens = model.tokens_of(job.texts)
@@ -40,7 +40,7 @@ def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
 
 
 def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedResult:
-    """The result of a job, once its texts are embedded; waits for that. Raises EngineError."""
+    """Wait until a job's texts are embedded, and return its result. Raises EngineError."""
     embedder, vectors = model.embedder, handle.result()
     result: EmbedResult = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
     if embedder.per_token and job.encoding == "base64":
@@ -49,7 +49,7 @@ def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedRes
 
 
 def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: float) -> None:
-    """Until the texts are read. Raises JobFailed `timeout_s` after `submitted_at` (monotonic), EngineError."""
+    """Wait for the numbers. Raises JobFailed `timeout_s` after `submitted_at` (monotonic s), EngineError."""
     remaining_s = None if timeout_s is None else max(0.0, submitted_at + timeout_s - time.monotonic())
     try:
         handle.result(remaining_s)
@@ -60,7 +60,10 @@ def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: flo
 
 
 def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
-    """The documents' indices and scores, best first, equal ones in their order. Raises EngineError, JobFailed."""
+    """Return the documents' indices and scores, the best first and equal ones in their order.
+
+    Raises EngineError, JobFailed.
+    """
     model.require("rerank")
     handle = model.reranker.submit(job.query, job.documents, truncate=job.truncate)
     wait(handle, job.timeout)
@@ -78,7 +81,7 @@ def _check_size(num_vectors: int, dimensions: int) -> None:
 
 
 def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> Any:
-    """Lists of numbers, or texts, as they will be in JSON."""
+    """Return lists of numbers, or base64 texts, as they will be in JSON."""
     if job.encoding == "list":
         return [as_list(vector, unit=job.normalize) for vector in vectors]
     return [as_base64(vector) for vector in vectors]

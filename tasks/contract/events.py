@@ -40,8 +40,8 @@ class _Numbered(TypedDict, total=False):
 
 
 class ProvenanceFields(TypedDict, total=False):
-    """What a job's tokens rest on: SHA-256 of its model; name, SHA-256 and scale of each adapter; `sampling` of the
-    model's settings, for what the job leaves open; the version of `llguidance`, if its text is constrained."""
+    """What a job's tokens depend on: SHA-256 of its model; name, SHA-256 and scale of each adapter; the `sampling`
+    defaults of the model; the version of `llguidance`, if the text is constrained."""
 
     fingerprint: str
     adapters: list[tuple[str, str, float]]
@@ -50,7 +50,7 @@ class ProvenanceFields(TypedDict, total=False):
 
 
 class StartedEvent(_Numbered, ProvenanceFields):
-    """Once, by the first worker that gave the job a slot."""
+    """The first worker that gave the job a slot writes it, once."""
 
     type: Literal["started"]
     model: str
@@ -60,7 +60,7 @@ class StartedEvent(_Numbered, ProvenanceFields):
 
 
 class OutputDetails(_Numbered, total=False):
-    """What an event of output has if there is something to tell."""
+    """Optional fields of events of output."""
 
     index: int  # of the completion, unless 0
     logprobs: list[Logprob]
@@ -76,7 +76,7 @@ class TokenEvent(OutputDetails):
 
 
 class ReasoningEvent(OutputDetails):
-    """Text of what the model thinks."""
+    """Text of the model's reasoning."""
 
     type: Literal["reasoning"]
     text: str
@@ -84,7 +84,7 @@ class ReasoningEvent(OutputDetails):
 
 
 class ReasoningEndEvent(OutputDetails):
-    """The model has thought."""
+    """The reasoning has ended."""
 
     type: Literal["reasoning_end"]
     signature: str
@@ -100,7 +100,7 @@ class Failure(TypedDict):
 
 
 class LineOutcome(_Numbered, total=False):
-    """Of a line: one of the two."""
+    """The end of a line: one of the two."""
 
     result: Result
     error: Failure
@@ -114,7 +114,7 @@ class LineEvent(LineOutcome):
 
 
 class DoneDetails(_Numbered, total=False):
-    """What is known of a job that an engine had."""
+    """Fields of the end of a job that an engine computed."""
 
     stop_sequence: str | None
     timings: Timings
@@ -141,7 +141,7 @@ class ErrorEvent(_Numbered, Failure):
 
 
 class PingEvent(_Numbered):
-    """There was nothing to tell for so long as a reader asked for."""
+    """No event came for the time that the reader asked for."""
 
     type: Literal["ping"]
 
@@ -162,7 +162,7 @@ def token(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> Tok
 
 
 def reasoning(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEvent:
-    """What the model thinks before it answers, as `token` tells its answer."""
+    """Reasoning before the answer; fields as of `token`."""
     return {"type": "reasoning", "text": text, "tokens": tokens, **details}
 
 
@@ -188,16 +188,16 @@ def error(code: str, message: str, retryable: bool | None = None) -> ErrorEvent:
 
 
 def numbered(event: Event, seq: int) -> Event:
-    """The event as readers get it."""
+    """Return the event as readers receive it."""
     with_seq: Any = {"seq": seq, **event}
     return cast(Event, with_seq)
 
 
 def is_output(event: Event) -> TypeIs[OutputEvent]:
-    """True for what carries the ids of sampled tokens."""
+    """Return whether the event has the ids of sampled tokens."""
     return event["type"] in OUTPUT_TYPES
 
 
 def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
-    """True for the one event that ends a stream."""
+    """Return whether this is the event that ends a stream."""
     return event["type"] in TERMINAL_TYPES

@@ -1,4 +1,4 @@
-"""What the engine says, in the words of the contract: results and events. Used in workers only."""
+"""Convert what the engine reports into the results and events of the contract. Used in workers only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_WARNING_CHARS = 300  # of each: names of properties may be long
 
 
 def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Event:
-    """The contract's event for an engine's."""
+    """Return the contract's event for an engine's event."""
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
     if isinstance(event, Text):
@@ -95,7 +95,7 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
 
 
 def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResult | None:
-    """The result that comes with an engine's event: with the end of a request that did not fail."""
+    """Return the result that comes with the end of a request that did not fail; None with any other event."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
         return None
@@ -103,8 +103,8 @@ def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResu
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
-    """What is kept with the end of a request: the contexts of its completions by key. They begin with one prompt, which
-    is kept once."""
+    """Return the contexts of a request's completions by key, to be kept with its end. They share a prompt, which is
+    kept once."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.context is None:
         return ()
@@ -137,14 +137,14 @@ def _choice(completion: Completion, sign: Sign, with_tokens: bool) -> dict[str, 
 
 
 def _warnings(completion: Completion) -> list[str]:
-    """A schema may have thousands of keywords that are not enforced."""
+    """Return the first warnings: a schema may have thousands of keywords that are not enforced."""
     shown = [valid_text(warning[:MAX_WARNING_CHARS]) for warning in completion.warnings[:MAX_WARNINGS]]
     more = len(completion.warnings) - len(shown)
     return [*shown, f"and {more} more"] if more else shown
 
 
 def _tool_calls(completion: Completion) -> list[ToolCall]:
-    """In the OpenAI form. The ids depend on the output alone, so that an event and a result name a call alike."""
+    """Return the calls in OpenAI's format. Their ids depend on the output alone, so event and result have the same."""
     calls: list[ToolCall] = []
     for place, call in enumerate(completion.tool_calls):
         name = hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS]
@@ -169,7 +169,7 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
 
 
 def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> Event | None:
-    """The chunk's event for an engine's event of one of its lines; None if there is nothing to tell."""
+    """Return the slice's event for an engine's event of one of its lines; None if there is none."""
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):
@@ -181,12 +181,12 @@ def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> E
 
 
 def error_of(failure: JobFailed | InvalidJob) -> Failure:
-    """What a line says of its failure."""
+    """Return the failure as the event of a line has it."""
     return {"code": failure.code, "message": str(failure), "retryable": failure.retryable}
 
 
 def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
-    """What an engine needs to go on where earlier attempts of a job, or of a chunk's line, ended."""
+    """Return what an engine needs to resume where earlier attempts of a job, or of a line, ended."""
     outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
     if not any(output.tokens for output in outputs):
         return ()
@@ -214,7 +214,7 @@ def _timings(completion: Completion) -> Timings:
 
 
 def failure_of(error: EngineError) -> JobFailed:
-    """The job's failure for an engine's error."""
+    """Return the job's failure for an engine's error."""
     return JobFailed(error.code, str(error))
 
 

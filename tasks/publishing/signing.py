@@ -1,4 +1,4 @@
-"""Signatures of reasoning: whoever sends it back with a conversation can't have changed it, or what was said before."""
+"""Signatures of reasoning, by which a worker detects that a caller has changed it, or the messages before it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SIGNED = ("role", "content", "tool_calls", "tool_call_id", "name")  # of earlier messages; not their thoughts
+_SIGNED = ("role", "content", "tool_calls", "tool_call_id", "name")  # of earlier messages; not their reasoning
 
 
 class Signer:
     """Signs texts with HMAC-SHA256. Without a key every signature is empty, and none is accepted."""
 
     def __init__(self, key: str | None, conversation: str = "") -> None:
-        """`conversation` is a digest of what the texts answer to."""
+        """`conversation` is a digest of the messages before the reasoning."""
         self._key = key or None
         self._conversation = conversation
 
@@ -25,9 +25,9 @@ class Signer:
         return self._key is not None
 
     def after(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> Signer:
-        """Signs what is thought of these messages: in another conversation the same thought has another signature.
+        """Return a signer of reasoning after these messages: in another conversation the same text is signed otherwise.
 
-        `parent_key` names the context that they follow: all that was said and thought before, token by token.
+        `parent_key` names the context that the messages follow, with all of its tokens.
         """
         if self._key is None:
             return self
@@ -37,7 +37,7 @@ class Signer:
         return Signer(self._key, digest.hexdigest())
 
     def first_wrong(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> int | None:
-        """The place of a message whose thoughts are not as they were signed, after those before it; None: all are."""
+        """Return the index of the first message whose reasoning does not match its signature; None if all match."""
         so_far = hashlib.sha256(_begun(parent_key))
         for place, message in enumerate(messages):
             signature, signer = message.get("signature"), Signer(self._key, so_far.hexdigest())
@@ -47,21 +47,21 @@ class Signer:
         return None
 
     def sign(self, text: str) -> str:
-        """The signature in hex."""
+        """Return the signature in hex; empty without a key."""
         if self._key is None:
             return ""
         return hmac.new(self._key.encode(), f"{self._conversation}\n{text}".encode(), hashlib.sha256).hexdigest()
 
     def verifies(self, text: str, signature: str) -> bool:
-        """True if this is the signature of the text."""
+        """Return whether this is the signature of the text."""
         return self._key is not None and hmac.compare_digest(self.sign(text).encode(), signature.encode())
 
 
 def _begun(parent_key: str | None) -> bytes:
-    """What stands before the messages; no line of a message is like that of a parent."""
+    """Return the bytes before the messages. No line of a message equals that of a parent."""
     return b"" if parent_key is None else f"after {json.dumps(parent_key)}\n".encode()
 
 
 def _line(message: Mapping[str, Any]) -> bytes:
-    """Whether content is missing or empty makes no difference, nor what was thought: templates leave that out, too."""
+    """Return a message as bytes. Missing and empty content are equal, and reasoning is left out, as in templates."""
     return json.dumps({name: message[name] for name in _SIGNED if message.get(name)}, sort_keys=True).encode() + b"\n"

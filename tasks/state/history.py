@@ -1,4 +1,4 @@
-"""What earlier attempts of a job have done, read from its journal: where the next one goes on."""
+"""What earlier attempts at a job have done, read from its journal: the next one continues from there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.config.limits import MAX_COMPLETIONS
-from cellama.tasks.contract.events import EVENT_FIELD, Event, TerminalEvent, is_output, is_terminal
+from cellama.tasks.contract.events import EVENT_FIELD, Event, is_output
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.shapes.results import Logprob, Usage, usage_of
 
@@ -28,18 +28,17 @@ class Output:
 
 @dataclass(slots=True)
 class Past:
-    """The events of a job so far, added up. `outputs` is by index of the completion."""
+    """The sum of a job's events so far. `outputs` is by index of the completion."""
 
     next_seq: int = 0
     seed: int | None = None
     provenance: Provenance | None = None  # what its tokens rest on
     outputs: dict[int, Output] = field(default_factory=dict)
-    end: TerminalEvent | None = None
     trimmed: bool = False  # the first events are gone
     lines: set[int] = field(default_factory=set)  # of a chunk, that have ended
 
     def add(self, event: Event) -> None:
-        """Takes the next event into account."""
+        """Take the next event into account."""
         self.trimmed |= event["seq"] != self.next_seq
         self.next_seq = event["seq"] + 1
         if event["type"] == "started":
@@ -56,8 +55,6 @@ class Past:
             self.lines.add(event["line"])
             for index in outputs_of_line(event["line"]):
                 self.outputs.pop(index, None)
-        elif is_terminal(event):
-            self.end = event
 
     @property
     def started(self) -> bool:
@@ -65,12 +62,12 @@ class Past:
 
     @property
     def text(self) -> str:
-        """Of the first completion."""
+        """The text of the first completion so far."""
         return "".join(self.outputs[0].texts) if 0 in self.outputs else ""
 
     @property
     def usage(self) -> Usage:
-        """Of what earlier attempts have generated."""
+        """The usage of what earlier attempts have generated."""
         return usage_of(completion_tokens=self.num_tokens)
 
     @property
@@ -79,12 +76,12 @@ class Past:
 
 
 def outputs_of_line(line: int) -> range:
-    """The indices that the completions of a chunk's line have in its events."""
+    """Return the indices that the completions of a line have in the events of a bulk run's slice."""
     return range(line * MAX_COMPLETIONS, (line + 1) * MAX_COMPLETIONS)
 
 
 def read_past(redis: Redis, job_id: str) -> Past:
-    """The past of a job; an empty one if it has none."""
+    """Return the past of a job; an empty one if it has no journal. Raises RedisError."""
     past = Past()
     entries: Any = redis.xrange(journal_key(job_id))
     for _, fields in entries:
@@ -94,22 +91,21 @@ def read_past(redis: Redis, job_id: str) -> Past:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """An attempt before another one, in seconds before that began."""
+    """An attempt before another one. Its times are seconds before the other one began."""
 
     run: str
     began_s: float
     left_s: float  # when it was handed back, or its lease had ended
-    is_lost: bool  # its worker told no end of it
+    is_lost: bool  # its worker reported no end of it
     worker: str
 
 
 def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
-    """As the script that begins an attempt tells them, the oldest first: the one before, and if that was lost, those
-    of which it would have told."""
-    return tuple(_earlier(line.split(" ", 4), float(now)) for line in text.decode().splitlines())
-
-
-def _earlier(parts: list[str], now: float) -> Earlier:
-    run, began_at, left_at, lost, worker = parts
-    began_s, left_s = (max(0.0, now - float(at)) for at in (began_at, left_at))
-    return Earlier(run, began_s, left_s, lost == "1", worker)
+    """Parse the reply of begin.lua: the attempt before, and if it was lost, those that it would have reported. The
+    oldest comes first."""
+    found = []
+    for line in text.decode().splitlines():
+        run, began_at, left_at, lost, worker = line.split(" ", 4)
+        began_s, left_s = (max(0.0, float(now) - float(at)) for at in (began_at, left_at))
+        found.append(Earlier(run=run, began_s=began_s, left_s=left_s, is_lost=lost == "1", worker=worker))
+    return tuple(found)

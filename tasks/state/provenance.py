@@ -25,15 +25,19 @@ Choice = tuple[tuple[str, float], ...]  # adapters by name, and their scales
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """SHA-256 of the model, and (name, SHA-256, scale) of each adapter; 0: only for lines that choose it."""
+    """What an attempt computes with.
+
+    `model` is the SHA-256 of the model. `adapters` have a name, a SHA-256 and a scale each; the scale 0 stands for an
+    adapter that only some lines of a bulk run choose.
+    """
 
     model: str
     adapters: tuple[tuple[str, str, float], ...] = ()
     sampling: Mapping[str, object] = field(default_factory=dict)  # the model's defaults
-    llguidance: str | None = None  # its version, of a constrained job; "" before there was one; None: any will do
+    llguidance: str | None = None  # version, of a constrained job; "" for older versions of cellama; None: any version
 
     def fields(self) -> ProvenanceFields:
-        """For the `started` event."""
+        """Return the fields of the `started` event."""
         fields: ProvenanceFields = {"fingerprint": self.model}
         if self.adapters:
             fields["adapters"] = list(self.adapters)
@@ -44,17 +48,17 @@ class Provenance:
         return fields
 
     def is_in(self, model: Model) -> bool:
-        """True if this is the model, and its adapters are there under their names."""
+        """Return whether this is the model, and its adapters are loaded under their names."""
         return model.info.fingerprint == self.model and self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
 
     def is_served_by(self, entry: WorkerModel) -> bool:
-        """The same of a model in a worker's entry in the registry."""
+        """Return the same for a model in a worker's entry in the registry."""
         there = {(adapter["name"], adapter["fingerprint"]) for adapter in entry.get("adapters", ())}
         return entry.get("fingerprint") == self.model and self._needs <= there
 
     @property
     def choice(self) -> Choice:
-        """The adapters of a request."""
+        """The adapters of a request that does not choose."""
         return tuple((name, scale) for name, _, scale in self.adapters if scale)
 
     @property
@@ -63,7 +67,7 @@ class Provenance:
 
 
 def provenance_of_event(event: StartedEvent) -> Provenance | None:
-    """What a `started` event tells; None if it is from a version that told nothing of it."""
+    """Return what a `started` event says; None for events of versions of cellama that did not write it."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
     if "fingerprint" not in event:
         return None
@@ -71,9 +75,10 @@ def provenance_of_event(event: StartedEvent) -> Provenance | None:
 
 
 def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:
-    """What a request with these adapters rests on; None stands for those of requests that do not choose.
+    """Return the provenance of a request with these adapters; None stands for those of requests that do not choose.
 
-    An adapter that is not there is left out: whoever asks for it hears so from the engine.
+    An adapter that is not loaded is left out, because the engine refuses the request that names it. `also` are names
+    of adapters that only some lines choose.
     """
     infos = _ready(model)
     chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
@@ -87,14 +92,14 @@ def _ready(model: Model) -> list[AdapterInfo]:
 
 
 def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Provenance) -> bool:
-    """True if one of these workers has, or had when it ended, what it takes, or was loading what may be that."""
+    """Return whether one of these workers has (or had when it stopped) what the job needs, or loads what may be it."""
     entries = [e for worker in workers if wanted.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
     return any(entry["status"] == "loading" or wanted.is_served_by(entry) for entry in served)
 
 
 def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable[str]) -> bool:
-    """True if one of these workers has the model with all these adapters."""
+    """Return whether one of these workers has the model with all these adapters."""
     served = [
         e for w in workers for e in w.models if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])
     ]
@@ -103,7 +108,7 @@ def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable
 
 
 def changed(model_id: str) -> JobFailed:
-    """The end of a job that can't go on as it began."""
+    """Return the error of a job that can't continue with the model and the adapters that it began with."""
     message = (
         f"the job began with another model or adapter under the name {model_id!r}, and no worker has that any more; "
         "submit it again, or load what was there"

@@ -1,4 +1,4 @@
-"""What goes into the ledger, and what it answers."""
+"""The records that go into the ledger, and those that it returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .history import Earlier
 
 MAX_ASKED = 10**9
 MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
-DEAD = "dead"  # error code of jobs that ended their workers again and again
+DEAD = "dead"  # error code of jobs that crashed their workers repeatedly
 # What to do with an attempt. Nothing has started with the last four: the job has ended; it has ended and its entry has
 # expired; another worker holds its message; it may have crashed a worker.
 Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
@@ -190,7 +190,7 @@ PageLimits = Sequence[tuple[int, Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job ended: its last event, and its result if it ended well and Celery has not stored it yet."""
+    """How a job ended: its last event, and its result if it succeeded and Celery has not stored it yet."""
 
     event: TerminalEvent
     result: Result | None
@@ -198,7 +198,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CeleryState:
-    """A state of a job as Celery keeps it, in JSON; None: for ever."""
+    """A state of a job as Celery stores it, in JSON. `expires_s` None keeps it forever."""
 
     value: bytes
     expires_s: int | None
@@ -227,7 +227,7 @@ class Attempt:
 
 
 def renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]:
-    """A message of kombu's, for a job of another id."""
+    """Return a message of kombu for a job with another id."""
     headers, properties = message["headers"], message["properties"]
     headers["id"] = properties["correlation_id"] = new_id
     headers["eta"] = None  # its time has come, long ago
@@ -238,7 +238,7 @@ def renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]
 
 
 class DeadJob(TypedDict):
-    """A job that was put aside because it ended its workers again and again."""
+    """A job that was set aside because it crashed its workers repeatedly."""
 
     id: str
     at: float  # Unix seconds
@@ -254,9 +254,10 @@ Contexts = tuple[tuple[str, bytes], ...]  # by key, as `contexts` packs them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An event to write. With `run` None, no attempt's: it counts only while no attempt runs, as the next one.
+    """An event to write. Without a `run` it belongs to no attempt, and is written only while no attempt runs.
 
-    What can't be written is refused here, with ValueError, TypeError or RecursionError: writing never fails for it.
+    Raises ValueError, TypeError or RecursionError for an event that can't be written, so that `Ledger.write` never
+    fails because of its content.
     """
 
     job_id: str
@@ -277,13 +278,13 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What it sends to Redis."""
+        """The bytes that it sends to Redis."""
         kept = sum(len(context) for _, context in self.contexts)
         return len(self.event_json) + len(self.result_json) + (len(self.stored.value) if self.stored else 0) + kept
 
     @property
     def values(self) -> list[Any]:
-        """As the script that writes it reads them."""
+        """The arguments of write.lua."""
         values = [self.job_id, self.run or "", self.event_class, self.event["seq"]]
         values.append(self.event_json.partition(b",")[2])  # the script knows the seq
         if self.event_class == "terminal":

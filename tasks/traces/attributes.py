@@ -33,7 +33,7 @@ USAGE = {  # of results
 
 
 def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
-    """Of a span about the message of a job; without an id about those of several."""
+    """Return the attributes of a span about the message of a job; without an id, about the messages of several jobs."""
     attributes: dict[str, Any] = {
         "messaging.system": "celery",
         "messaging.destination.name": queue,
@@ -44,7 +44,7 @@ def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]
 
 
 def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a model is asked; `parameters` are those of the call, checked or not."""
+    """Return the attributes of a request to a model. `parameters` are those of the call, validated or not."""
     attributes: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if isinstance(parameters.get("model"), str):
         attributes["gen_ai.request.model"] = parameters["model"]
@@ -59,5 +59,5 @@ def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """How many tokens were read, generated, and read from a cache."""
+    """Return the numbers of tokens of the prompt, of the completion, and from a cache."""
     return {attribute: usage[name] for name, attribute in USAGE.items() if name in usage}

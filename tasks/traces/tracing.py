@@ -26,7 +26,7 @@ class Tracing:
     """One for a process. Any thread."""
 
     def __init__(self, *, contents: bool = False) -> None:
-        """`contents`: prompts and what was generated, too. Raises SettingsError."""
+        """With `contents`, spans have prompts and completions. Raises SettingsError."""
         provider = trace.get_tracer_provider()
         if not isinstance(provider, TracerProvider):
             provider = make_provider()
@@ -61,38 +61,38 @@ class Tracing:
         return self.tracer.start_as_current_span(name, context=parent, kind=SpanKind.SERVER)
 
     def parent(self, headers: Mapping[str, str]) -> Context:
-        """The context that these headers carry; without one what begins there has no parent."""
+        """Return the context that these headers carry. Without one, spans that start in it have no parent."""
         return W3C.extract(headers, context=Context())
 
     def headers_of(self, span: Span | None = None) -> dict[str, str]:
-        """What carries the context of this span, or the current one, elsewhere."""
+        """Return the headers that carry the context of this span, or of the current one."""
         headers: dict[str, str] = {}
         W3C.inject(headers, context=None if span is None else below(span))
         return headers
 
-    def attempt(self, run: str, job_id: str, name: str, parent: Context, **how: Any) -> Span:
-        """Begins the span of an attempt: its id is known from its run."""
+    def attempt(self, run: str, job_id: str, name: str, parent: Context, **options: Any) -> Span:
+        """Start the span of an attempt. Its id follows from its run. `options` are those of OpenTelemetry."""
         with self._ids.fixed(run, job_id):
-            return self.tracer.start_span(name, context=parent, kind=SpanKind.CONSUMER, **how)
+            return self.tracer.start_span(name, context=parent, kind=SpanKind.CONSUMER, **options)
 
     def link_to(self, run: str, span: Span) -> Link:
-        """Leads from a job's attempt to an earlier one, whose span this process need not have seen."""
+        """Return a link from a job's attempt to an earlier one, whose span another process may have made."""
         own = span.get_span_context()
         sampled = TraceFlags(TraceFlags.SAMPLED)
         return Link(SpanContext(own.trace_id, run_span_id(run), is_remote=True, trace_flags=sampled))
 
     def close(self) -> None:
-        """What is left is exported, if that takes no longer than `CLOSE_S`."""
+        """Export the remaining spans, for `CLOSE_S` at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="cellama-traces-end", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
 
 
 def below(span: Span) -> Context:
-    """The context of what has this span as its parent."""
+    """Return the context of spans that have this one as their parent."""
     return trace.set_span_in_context(span, Context())
 
 
 def trace_id_of(span: Span) -> str:
-    """As logs and other programs write it."""
+    """Return the trace id as logs and other programs write it."""
     return trace.format_trace_id(span.get_span_context().trace_id)
