@@ -17,15 +17,15 @@ from .output import err, out, print_error, print_json, readable_time, table_of
 
 LIMIT = 50
 JobArgument = Annotated[str, typer.Argument(help="Id of the job.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Only those for this model.")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Show only jobs for this model.")]
 
 
 def jobs_list_command(
     model: ModelOption = None,
-    limit: Annotated[int, typer.Option(help="At most so many.", min=1)] = LIMIT,
+    limit: Annotated[int, typer.Option(help="Maximum number of jobs to show.", min=1)] = LIMIT,
     json: JsonOption = False,
 ) -> None:
-    """List the jobs that run or wait, those of models that no worker serves included.
+    """List the jobs that run or wait, including those of models that no worker serves.
 
     Example:  cellama jobs list --model tiny
     """
@@ -46,7 +46,7 @@ def jobs_list_command(
 
 
 def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience: PatienceOption = 60.0) -> None:
-    """Show the stream of a job from its beginning to its end. Ctrl-C leaves the job alone.
+    """Show the stream of a job from its start to its end. Ctrl-C does not cancel the job.
 
     Example:  cellama jobs follow 5f0c…
     """
@@ -54,7 +54,7 @@ def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience:
         try:
             show(client.job(job_id), json, SilenceTimeout(job_id, patience, unserved=True))
         except KeyboardInterrupt:
-            err.print(f"\n[yellow]job {job_id} goes on; `cellama cancel {job_id}` ends it[/]")
+            err.print(f"\n[yellow]job {job_id} continues; `cellama cancel {job_id}` cancels it[/]")
             raise
 
 
@@ -62,7 +62,7 @@ def cancel_command(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
     json: JsonOption = False,
 ) -> None:
-    """Cancel jobs wherever they are: waiting or running.
+    """Cancel jobs that wait or run.
 
     Example:  cellama cancel 5f0c…
     """
@@ -77,7 +77,7 @@ def cancel_command(
         elif job_id in open_ids:
             out.print(f"job {job_id} is cancelled: it {'ran' if states[job_id] == 'running' else 'waited'}")
         else:
-            print_error(f"job {job_id} has ended already; `cellama status {job_id}` says how")
+            print_error(f"job {job_id} has ended already; `cellama status {job_id}` shows how")
     if len(open_ids) < len(job_ids):
         raise typer.Exit(Exit.FAILED)
 
@@ -86,7 +86,7 @@ def jobs_cancel_command(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
     json: JsonOption = False,
 ) -> None:
-    """Cancel jobs wherever they are, as `cellama cancel` does.
+    """Cancel jobs that wait or run, as `cellama cancel` does.
 
     Example:  cellama jobs cancel 5f0c…
     """
@@ -95,15 +95,15 @@ def jobs_cancel_command(
 
 def queue_purge_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """End all jobs that wait for a model; those that run go on. A bulk run that goes on sends its lines again.
+    """Cancel all jobs that wait for a model. Running jobs continue, and bulk runs send their lines again.
 
     Example:  cellama queue purge tiny --yes
     """
     with Client() as client:
-        if not yes and not Confirm.ask(f"End all jobs that wait for {model}?", console=err):
+        if not yes and not Confirm.ask(f"Cancel all jobs that wait for {model}?", console=err):
             raise typer.Exit(Exit.FAILED)
         count = client.purge(model)
     if json:
@@ -113,7 +113,7 @@ def queue_purge_command(
 
 
 def dead_list_command(json: JsonOption = False) -> None:
-    """List the jobs whose workers died again and again while they ran.
+    """List the jobs that were stopped because their workers died three times while they ran.
 
     Example:  cellama dead list
     """
@@ -137,7 +137,7 @@ def dead_requeue_command(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or `all`.")],
     json: JsonOption = False,
 ) -> None:
-    """Queue dead jobs again, as new jobs: the streams of the old ones have ended.
+    """Queue dead jobs again as new jobs, because the streams of the old ones have ended.
 
     Example:  cellama dead requeue all
     """

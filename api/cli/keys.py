@@ -31,26 +31,36 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 def keys_create_command(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is: keys of one tenant share prefixes and answers.")],
-    name: Annotated[str, typer.Option(help="What people call it.")] = "",
+    tenant: Annotated[str, typer.Argument(help="Tenant of the key. Keys of one tenant share prefixes and answers.")],
+    name: Annotated[str, typer.Option(help="Name of the key, for people.")] = "",
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="It may ask for this one; again for more.")
+        list[str] | None,
+        typer.Option("--model", "-m", help="Model that requests may use. May be given more than once (default: all)."),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option("--adapter", help="Name of a LoRA adapter that requests may use; again for more. Default: all."),
+        typer.Option(
+            "--adapter", help="LoRA adapter that requests may use. May be given more than once (default: all)."
+        ),
     ] = None,
     no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Refuse requests that name an adapter.")] = False,
     priority: Annotated[
-        str | None, typer.Option(help="flex, default or priority: of requests that name none, and the most urgent one.")
+        str | None,
+        typer.Option(
+            help="flex, default or priority: the tier of requests that name none, and the most urgent one allowed."
+        ),
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="In any 60 s.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Read and generated, in any 60 s.")] = None,
-    concurrent_jobs: Annotated[int | None, typer.Option(help="At the same time.")] = None,
-    expires_in: Annotated[str | None, typer.Option(help="30m, 12h, 90d or 4w from now; default: never.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Maximum number of requests in any 60 s.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens in any 60 s, prompts included.")
+    ] = None,
+    concurrent_jobs: Annotated[int | None, typer.Option(help="Maximum number of jobs at the same time.")] = None,
+    expires_in: Annotated[
+        str | None, typer.Option(help="Lifetime, for example 30m, 12h, 90d or 4w (default: no end).")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Make an API key for the gateway. It is shown once: only a digest of it is kept.
+    """Create an API key for the gateway. It is shown once, because only a digest of it is kept.
 
     Clients send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. What no option limits is not limited.
 
@@ -103,7 +113,7 @@ async def _create(store: KeyStore, given: dict[str, Any], expires_in_s: float | 
 
 
 def keys_list_command(json: JsonOption = False) -> None:
-    """List the API keys of the gateway: whose they are, what they may, when they were last used.
+    """List the API keys of the gateway with their tenants, rights and last use.
 
     Example:  cellama keys list
     """
@@ -122,7 +132,7 @@ def keys_list_command(json: JsonOption = False) -> None:
 
 
 def _cells(key: Found) -> Iterator[str]:
-    """What the table has of a key, in a terminal of 80 columns as well: the longer ones have lines."""
+    """Return the cells of a key, which wrap in a terminal of 80 columns."""
     entry = key.entry
     assert entry is not None
     yield entry.id
@@ -135,10 +145,12 @@ def _cells(key: Found) -> Iterator[str]:
 
 
 def keys_revoke_command(
-    key_id: Annotated[str, typer.Argument(metavar="KEY_ID", help="Its id, as `cellama keys list` has it, or the key.")],
+    key_id: Annotated[
+        str, typer.Argument(metavar="KEY_ID", help="Id of the key, as `cellama keys list` shows it, or the key itself.")
+    ],
     json: JsonOption = False,
 ) -> None:
-    """Revoke an API key: from the next request on it is refused. Requests that run go on.
+    """Revoke an API key. New requests with it are refused, and running requests continue.
 
     Example:  cellama keys revoke 4k2m9x0c7d1a
     """
@@ -164,7 +176,7 @@ async def _revoke(store: KeyStore, key_id: str) -> Found:
 
 
 def as_toml(entry: KeyEntry) -> str:
-    """The lines of a file of keys."""
+    """Return the lines of a file of keys."""
     lines = ["[[keys]]"]
     for name, value in entry.model_dump(exclude_none=True).items():
         if isinstance(value, datetime):
@@ -175,7 +187,7 @@ def as_toml(entry: KeyEntry) -> str:
 
 
 def _with_store(ask: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
-    """What the keys in Redis answer, or those of a file."""
+    """Return what an action on the keys in Redis, or on those of a file, returns."""
     return ask_redis(lambda redis: ask(KeyStore(redis, None if file is None else KeyFile(file))))
 
 
@@ -209,7 +221,7 @@ def _seconds_of(text: str | None) -> float | None:
 
 
 def ask_redis(ask: Callable[[Redis], Awaitable[_T]]) -> _T:
-    """What it answers to whom is given a connection. Raises QueueError if Redis can't be reached."""
+    """Return what an action with a connection returns. Raises QueueError if Redis can't be reached."""
 
     async def asked() -> _T:
         async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:

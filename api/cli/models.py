@@ -27,15 +27,17 @@ from cellama.tasks.contract.shapes.workers import DeviceUse, LoadFailure, Memory
 from .generation import JsonOption
 from .output import err, out, print_json, readable, readable_time, table_of
 
-WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of a pool.")]
-PoolOption = Annotated[str | None, typer.Option("--pool", help="Only the workers of this pool, also later ones.")]
+WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Name of one worker, instead of a pool.")]
+PoolOption = Annotated[
+    str | None, typer.Option("--pool", help="Name of a pool (default: all). It includes workers that join later.")
+]
 NameArgument = Annotated[str, typer.Argument(help="Name of the adapter.")]
 IdArgument = Annotated[str, typer.Argument(help="Id of the model.")]
 FINGERPRINT_SHOWN = 16  # digits; --json has all
 
 
 def models_list_command(json: JsonOption = False) -> None:
-    """List the models that live workers have, or are loading.
+    """List the models that live workers have or are loading.
 
     Example:  cellama models list
     """
@@ -63,7 +65,7 @@ def models_list_command(json: JsonOption = False) -> None:
 
 
 def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
-    """Show what is known of a model: what it is, how it is loaded, and the memory that it takes.
+    """Show a model: its file, how it is loaded, and the memory that it takes.
 
     Example:  cellama models info tiny
     """
@@ -93,21 +95,21 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
 
 
 def models_load_command(
-    model: Annotated[str, typer.Argument(help="Id of the model; left out, it is made from the source.")],
+    model: Annotated[str, typer.Argument(help="Id of the model (default: made from the source).")],
     source: Annotated[
         str | None, typer.Argument(help="Path of a GGUF file as the workers see it, hf://…, or bundled://tiny.")
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE as in cellama.toml; may be given more than once."),
+        typer.Option("--set", help="Setting as NAME=VALUE, as in cellama.toml. May be given more than once."),
     ] = None,
-    default: Annotated[bool, typer.Option("--default", help="Serve `:default` from it.")] = False,
+    default: Annotated[bool, typer.Option("--default", help="Serve `:default` from this model.")] = False,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait until it takes jobs.")] = LOAD_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds until the model takes jobs.")] = LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Load a model on running workers; others serve on meanwhile.
+    """Load a model on running workers. Other models are served meanwhile.
 
     Example:  cellama models load big /models/big.gguf --set n_parallel=16
     """
@@ -124,7 +126,9 @@ def models_unload_command(
     model_id: IdArgument,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for its running jobs to end.")] = UNLOAD_TIMEOUT_S,
+    timeout: Annotated[
+        float, typer.Option(help="Timeout in seconds for its running jobs to finish.")
+    ] = UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
     """Unload a model from running workers after its jobs have ended.
@@ -141,10 +145,10 @@ def models_evict_command(
     model_id: IdArgument,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for the states to be saved.")] = EVICT_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds for saving the KV states.")] = EVICT_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Empty a model's idle slots and its RAM tier; what is worth it goes to disk. The model stays, and jobs go on.
+    """Evict the KV states of a model from idle slots and RAM. Those that are worth it go to disk. Jobs continue.
 
     Example:  cellama models evict tiny
     """
@@ -190,13 +194,15 @@ def adapter_load_command(
     model_id: IdArgument,
     name: NameArgument,
     source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file as the workers see it, or hf://….")],
-    scale: Annotated[float, typer.Option(help="For jobs that do not choose; 0 = only for those that do.")] = 1.0,
+    scale: Annotated[
+        float, typer.Option(help="Scale for jobs that do not choose one. 0: only jobs that choose it have the adapter.")
+    ] = 1.0,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait until jobs can have it.")] = ADAPTER_LOAD_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds until jobs can use it.")] = ADAPTER_LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Load a LoRA adapter for a model; jobs run on meanwhile.
+    """Load a LoRA adapter for a model. Jobs continue meanwhile.
 
     Example:  cellama models adapter load tiny pirate /models/pirate.gguf --scale 0
     """
@@ -211,12 +217,15 @@ def adapter_load_command(
 def adapter_scale_command(
     model_id: IdArgument,
     name: NameArgument,
-    scale: Annotated[float, typer.Argument(help="For jobs that do not choose; 0 = only for those that do.")],
+    scale: Annotated[
+        float,
+        typer.Argument(help="Scale for jobs that do not choose one. 0: only jobs that choose it have the adapter."),
+    ],
     worker: WorkerOption = None,
     pool: PoolOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Change the scale of an adapter for the jobs that come from now on.
+    """Change the scale of an adapter for new jobs.
 
     Example:  cellama models adapter scale tiny pirate 0.5
     """
@@ -231,7 +240,7 @@ def adapter_unload_command(
     worker: WorkerOption = None,
     pool: PoolOption = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for the jobs that have it to end.")
+        float, typer.Option(help="Timeout in seconds for jobs that use it to finish.")
     ] = ADAPTER_UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
@@ -248,22 +257,22 @@ def adapter_unload_command(
 
 @contextlib.contextmanager
 def _loading(name: str, undo: str) -> Iterator[None]:
-    """Says what Ctrl-C does: workers load on, because others may wait for it, too."""
+    """Explain after Ctrl-C that workers continue to load, because others may wait for that too."""
     try:
         with err.status(f"loading {name} …"):
             yield
     except KeyboardInterrupt:
-        err.print(f"\n[yellow]the workers go on loading {name}; `{undo}` drops it when it is there[/]", soft_wrap=True)
+        err.print(f"\n[yellow]the workers continue to load {name}; `{undo}` unloads it afterwards[/]", soft_wrap=True)
         raise
 
 
 def _options(given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE; values are JSON where they can be, else text."""
+    """Return options given as NAME=VALUE. Values are JSON, or else text."""
     options: dict[str, Any] = {}
     for entry in given:
         name, equals, text = entry.partition("=")
         if not equals:
-            raise InvalidJob(f"--set {entry!r} is no NAME=VALUE; write for instance --set n_parallel=16")
+            raise InvalidJob(f"--set {entry!r} is not NAME=VALUE; write, for example, --set n_parallel=16")
         try:
             options[name] = json_module.loads(text)
         except ValueError:
@@ -272,31 +281,31 @@ def _options(given: list[str]) -> dict[str, Any]:
 
 
 def _not_so_on(client: Client, model_id: str, adapter: str | None = None) -> dict[str, LoadFailure]:
-    """By worker: why it could not load or unload what others did."""
+    """Return, by worker, why it could not load or unload what others did."""
     found = {worker.name: thing for worker in client.workers() for thing in worker.wanted if thing["model"] == model_id}
     return {name: thing["why"] for name, thing in found.items() if thing["adapter"] == adapter and thing["why"]}
 
 
 def _say(json: bool, value: dict[str, Any], text: str, but: dict[str, LoadFailure] | None = None) -> None:
-    """`but` has the workers on which it is not so yet, with the reason; they try again."""
+    """Report what was done. `but` has the workers that could not do it yet, with the reason."""
     if json:
         print_json(value)
         return
     out.print(text)
     for worker, failure in (but or {}).items():
-        err.print(f"[yellow]but not on {escape(worker)}, which tries again: {escape(failure['message'])}[/]")
+        err.print(f"[yellow]but not on {escape(worker)}, which retries: {escape(failure['message'])}[/]")
 
 
 # How models and their memory look on a terminal
 
 
 def num_params(count: int) -> str:
-    """A number of parameters: "3.9 M", "7.2 B"."""
+    """Return a number of parameters as text, for example "3.9 M" or "7.2 B"."""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
 def render_info(model: ModelView) -> RenderableType:
-    """Everything about one model that people ask for."""
+    """Return what `models info` shows."""
     grid = Table.grid(padding=(0, 2))
     for name, value in _facts(model).items():
         grid.add_row(f"[dim]{name}[/]", value)
@@ -353,7 +362,7 @@ def _sizes(usage: DeviceUse) -> list[int]:
 
 
 def render_memory(workers: Sequence[MemoryView]) -> RenderableType:
-    """A table per worker: its devices, and below each the models on it."""
+    """Return a table per worker with its devices, and below each device the models on it."""
     return Group(*(_worker_table(worker) for worker in workers))
 
 

@@ -45,22 +45,22 @@ ANSWER_S = 5.0  # of the gateway
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
     list[str] | None,
-    typer.Option("--model", "-m", help="A model to serve as ID=SOURCE; may be given more than once."),
+    typer.Option("--model", "-m", help="Model to serve, as ID=SOURCE. May be given more than once."),
 ]
-RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL, instead of CELLAMA_REDIS_URL.")]
+RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL (default: CELLAMA_REDIS_URL).")]
 GATEWAY_PORT = 8000
 METRICS_PORT = 9465
 SOCKET_TIMEOUT_S = 2.0  # less than Prometheus waits, also where it asks every 5 s
 
 
 class NotInstalled(Exception):
-    """An extra is missing; the message says which."""
+    """An extra of cellama is not installed. The message names it."""
 
 
 def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
-    """Run a worker: it loads the models and serves their queues. A worker process that dies is replaced.
+    """Run a worker, which loads the models and serves their queues. A worker process that dies is replaced.
 
-    SIGTERM or Ctrl-C lets running jobs finish; a second one ends them.
+    SIGTERM or Ctrl-C lets running jobs finish. A second one hands them to other workers.
 
     Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
     """
@@ -83,14 +83,15 @@ def up_command(
     redis: RedisOption = None,
     flower_port: Annotated[int, typer.Option(help="Port of Flower.")] = FLOWER_PORT,
     flower_address: Annotated[
-        str, typer.Option(help="Where Flower listens; outside loopback it asks for a password.")
+        str, typer.Option(help="Address on which Flower listens. Outside loopback it asks for a password.")
     ] = LOOPBACK,
     flower: Annotated[bool, typer.Option(help="Run Flower.")] = True,
     gateway_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Serve OpenAI's API on this port of loopback, too.")
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of loopback on which to serve OpenAI's API (default: none)."),
     ] = None,
 ) -> None:
-    """Run everything on this machine: Redis (unless one is reachable), a worker, Flower. Ctrl-C ends it all.
+    """Run everything on this machine: Redis (unless one is reachable), a worker and Flower. Ctrl-C stops everything.
 
     Example:  cellama up
     """
@@ -124,7 +125,7 @@ def up_command(
 
 
 def _check_beside(flower_port: int | None, gateway_port: int | None) -> None:
-    """Raises NotInstalled, PortTaken for what shall run beside the worker; None: it shall not."""
+    """Check what runs in addition to the worker, unless its port is None. Raises NotInstalled, PortTaken."""
     if flower_port is not None:
         if importlib.util.find_spec("flower") is None:
             raise NotInstalled("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
@@ -135,7 +136,7 @@ def _check_beside(flower_port: int | None, gateway_port: int | None) -> None:
 
 
 class _RedisChild(Child):
-    """The embedded Redis, for a supervisor that starts it again when it dies."""
+    """The embedded Redis, which a supervisor starts again when it dies."""
 
     def __init__(self, server: RedisServer) -> None:
         super().__init__("redis", (), final_codes=(), process=server.process, started_at=time.monotonic())
@@ -147,7 +148,7 @@ class _RedisChild(Child):
 
 
 def apply(models: list[str] | None, redis: str | None) -> Settings:
-    """Puts options over the environment, so that child processes see them too. Raises SettingsError."""
+    """Set options in the environment, so that child processes have them too. Raises SettingsError."""
     if models:
         os.environ["CELLAMA_MODELS"] = ",".join(models)
     if redis:
@@ -157,21 +158,21 @@ def apply(models: list[str] | None, redis: str | None) -> Settings:
 
 
 def check_installed() -> None:
-    """Raises NotInstalled for a machine that has what producers need, and not what workers do."""
+    """Raise NotInstalled if a package is missing that workers need."""
     missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise NotInstalled(f"this needs {', '.join(missing)}, as every worker does; `pip install 'cellama[worker]'`")
 
 
 def check_http_installed() -> None:
-    """Raises NotInstalled where the gateway's extra is missing."""
+    """Raise NotInstalled if the gateway's extra is missing."""
     missing = [name for name in HTTP_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise NotInstalled(f"the gateway needs {', '.join(missing)}; `pip install 'cellama[http]'`")
 
 
 def is_reachable(url: str) -> bool:
-    """True when a Redis answers there. Raises RedisRefused when it answers but lets no client in."""
+    """Return whether a Redis answers at this URL. Raises RedisRefused if it refuses the client."""
     try:
         with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
@@ -183,7 +184,7 @@ def is_reachable(url: str) -> bool:
 
 @contextlib.contextmanager
 def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
-    """The configured Redis if it answers (None), else an embedded one on the same loopback port."""
+    """Yield None if the configured Redis answers, else an embedded one on the same loopback port."""
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
     is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)
@@ -216,9 +217,9 @@ def _answers_without_password(host: str, port: int) -> bool:
 
 
 def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = None) -> None:
-    """Returns when the worker serves its models.
+    """Wait until the worker serves its models.
 
-    Raises RedisServerError with the end of its log if it ends, KeyboardInterrupt if a stop is asked for.
+    Raises RedisServerError with the end of its log if it exits, KeyboardInterrupt if a stop is requested.
     """
     with connect(url) as client:
 
@@ -229,13 +230,13 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
 
 
 def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Supervisor) -> None:
-    """Returns when it has a model for requests; at once if there shall be none. Raises as `wait_for_worker`."""
+    """Wait until the gateway, if there is one, has a model for requests. Raises what `wait_for_worker` raises."""
     if gateway is not None and port is not None:
         _wait_for(gateway, lambda: _is_ready(port), "waiting for the gateway …", supervisor)
 
 
 def _wait_for(child: Child, is_ready: Callable[[], bool], what: str, supervisor: Supervisor | None) -> None:
-    """Raises RedisServerError with the end of its log if it ends before, KeyboardInterrupt if a stop is asked for."""
+    """Wait for a child. Raises RedisServerError if it exits, KeyboardInterrupt if a stop is requested."""
     deadline = time.monotonic() + START_TIMEOUT_S
     with err.status(what):
         while time.monotonic() < deadline:
@@ -254,7 +255,7 @@ def _wait_for(child: Child, is_ready: Callable[[], bool], what: str, supervisor:
 
 
 def _is_ready(gateway_port: int) -> bool:
-    """Whether a gateway there has a model for requests."""
+    """Return whether the gateway on this port has a model for requests."""
     asking = http.client.HTTPConnection(LOOPBACK, gateway_port, timeout=ANSWER_S)
     with contextlib.closing(asking), contextlib.suppress(OSError, http.client.HTTPException):
         asking.request("GET", "/ready")
@@ -269,7 +270,7 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """USER:PASSWORD for Flower: those of the environment, else new ones unless it listens on loopback only."""
+    """Return USER:PASSWORD for Flower from the environment, else new ones unless it listens on loopback only."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given
@@ -310,15 +311,17 @@ def _say_ready(
 
 
 def gateway_command(
-    host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach needs keys.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Addresses outside loopback need API keys.")
+    ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = GATEWAY_PORT,
     redis: RedisOption = None,
 ) -> None:
-    """Serve OpenAI's and Anthropic's API over HTTP: requests become jobs of the queue, whichever workers serve it.
+    """Serve OpenAI's and Anthropic's APIs over HTTP. Requests become jobs, which any worker can run.
 
-    What speaks OpenAI gets the base URL http://127.0.0.1:8000/v1, what speaks Anthropic the same without /v1.
+    Clients for OpenAI need the base URL http://127.0.0.1:8000/v1, clients for Anthropic the same without /v1.
 
-    As long as `cellama keys create` has made no key, any will do, and only this machine is served.
+    Until `cellama keys create` creates a key, any key is accepted, and only this machine is served.
 
     SIGTERM or Ctrl-C lets running requests finish.
 
@@ -334,14 +337,16 @@ def gateway_command(
 
 
 def metrics_command(
-    host: Annotated[str, typer.Option(help="Address to listen on; whoever reaches it reads it.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Anyone who can reach it can read the metrics.")
+    ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = METRICS_PORT,
     redis: RedisOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the figures once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics once, and exit.")] = False,
 ) -> None:
-    """Tell Prometheus of queues, ledger, bulk runs and tenants: run one per Redis.
+    """Serve metrics of queues, ledger, bulk runs and tenants for Prometheus. Run one per Redis.
 
-    Workers tell of themselves with the setting metrics_port, the gateway under /metrics. --once fails without Redis.
+    Workers serve their own with the setting metrics_port, and the gateway under /metrics. --once fails without Redis.
 
     Example:  cellama metrics --once
     """

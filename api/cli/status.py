@@ -22,11 +22,11 @@ HITS = {"slot": "in their slot", "copy": "from another slot", "ram": "from RAM",
 
 
 def status_command(
-    job_id: Annotated[str | None, typer.Argument(help="Id of a job: where it is, and when its turn comes.")] = None,
+    job_id: Annotated[str | None, typer.Argument(help="Id of a job whose state and estimated start to show.")] = None,
     json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second; Ctrl-C ends it.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:
-    """Show workers, models, slots, queues and the token rate; or where one job is. With --watch as `cellama top`.
+    """Show workers, models, slots, queues and the token rate, or the state of one job. --watch is `cellama top`.
 
     Example:  cellama status --watch
     """
@@ -47,7 +47,7 @@ def status_command(
 
 def _position_or_problem(position: dict[str, Any], problem: str | None) -> RenderableType:
     shown = _render_position(position)
-    return shown if problem is None else Group(shown, f"[yellow]{escape(problem)}; looking again …[/]")
+    return shown if problem is None else Group(shown, f"[yellow]{escape(problem)}; retrying …[/]")
 
 
 def _read(client: Client) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _render(status: dict[str, Any]) -> RenderableType:
 
 
 def _worker(worker: dict[str, Any]) -> RenderableType:
-    """What a worker serves, in a terminal of 80 columns as well."""
+    """Return what a worker serves, in a table that fits into 80 columns."""
     pool = "" if worker["pool"] == "default" else f" · pool {escape(worker['pool'])}"
     title = f"{escape(worker['name'])} [dim]pid {worker['pid']}{pool}[/]"
     columns = ("model", "slots", "wait", "tok/s", "KV", "hits", "done", "threads")
@@ -73,7 +73,7 @@ def _worker(worker: dict[str, Any]) -> RenderableType:
 
 
 def _folders(models: list[dict[str, Any]]) -> list[str]:
-    """How full its folders of states are; models that share one say the same, or nearly, of it: the fullest counts."""
+    """Return how full the directories of KV states are. Models that share one may differ a little: the most counts."""
     full: dict[int, int] = {}
     for engine in filter(None, (model["engine"] for model in models)):
         quota, used = engine.get("disk_quota_bytes", 0), engine.get("disk_used_bytes", 0)
@@ -82,17 +82,17 @@ def _folders(models: list[dict[str, Any]]) -> list[str]:
 
 
 def _other_than_wanted(thing: dict[str, Any]) -> str:
-    """What a worker lacks, or has and shall not; nothing of what is as it shall be."""
+    """Return how a worker differs from its desired state in one thing; "" if it does not."""
     if thing["state"] == "ready":
         return ""
     name = f"model {thing['model']}" if thing["adapter"] is None else f"adapter {thing['adapter']} of {thing['model']}"
-    state = {"loading": "is loading", "lacking": "lacks", "leaving": "is letting go of"}[thing["state"]]
+    state = {"loading": "is loading", "lacking": "lacks", "leaving": "is unloading"}[thing["state"]]
     why = "" if thing["why"] is None else f": {thing['why']['message']}"
     return f"[yellow]{state} {escape(name)}{escape(why)}[/]"
 
 
 def _cells(model: dict[str, Any]) -> tuple[str, ...]:
-    """What the model generates; what it reads, if it only embeds or reranks."""
+    """Return the cells of a model: of its engine, or of what it reads if it only embeds or reranks."""
     if (engine := model["engine"]) is not None:
         return _engine_cells(engine)
     parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
@@ -117,7 +117,7 @@ def _engine_cells(engine: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
-    """What all models of all workers do together, and how old these figures are."""
+    """Return the totals of all workers, and how old they are."""
     hits = ", ".join(f"{totals[f'cache_hits_{kind}']} {name}" for kind, name in HITS.items())
     disk = f"; on disk: {totals['disk_saves']} written, {totals['disk_loads']} read" if totals["disk_saves"] else ""
     return [
@@ -130,7 +130,7 @@ def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
 
 
 def _queues(status: dict[str, Any]) -> list[str]:
-    """One line per queue with jobs, those that no worker serves at last and loudly."""
+    """Return the queues with jobs in one line, and a line for each queue that no worker serves."""
     unserved = status["unserved"]
     counts = {model: max(status["waiting"][model], status["queues"][model]) for model in status["waiting"]}
     served = [model for model, count in counts.items() if count and model not in unserved]
@@ -142,7 +142,7 @@ def _queues(status: dict[str, Any]) -> list[str]:
 
 
 def _queue(model: str, count: int, classes: dict[str, Any]) -> str:
-    """How many jobs wait, and how long a new job of each class would: an urgent one does not wait for bulk work."""
+    """Return how many jobs wait, and the estimate for a new job of each class: urgent ones don't wait for bulk jobs."""
     waits = [f"{name} ~{told['eta_s']:.1f} s" for name, told in classes.items() if told["eta_s"] is not None]
     return f"{escape(model)} {count}" + (f" (new job: {', '.join(waits)})" if waits else "")
 

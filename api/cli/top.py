@@ -31,10 +31,10 @@ Seen = TypeVar("Seen")
 
 
 def top_command(
-    every: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, max=60.0, help="Refresh interval in seconds.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the screen once, and exit.")] = False,
 ) -> None:
-    """Watch queues, models and workers on one screen, what is late first; Ctrl-C ends it.
+    """Watch queues, models and workers on one screen, with the latest first. Ctrl-C exits.
 
     Example:  cellama top --every 2
     """
@@ -46,12 +46,12 @@ def top_command(
 
 
 def watch_all(client: Client, every_s: float) -> None:
-    """Shows the screen until Ctrl-C."""
+    """Show the screen until Ctrl-C."""
     watch(partial(look, client), _shown, every_s, whole=True)
 
 
 def look(client: Client) -> dict[str, Any]:
-    """All that the screen shows. Raises RedisUnreachable, RedisRefused."""
+    """Return what the screen shows. Raises RedisUnreachable, RedisRefused."""
     workers = [asdict(worker) for worker in client.workers()]
     return {**client.stats(), "live": workers, "dead": client.dead()}
 
@@ -61,11 +61,11 @@ def _shown(seen: dict[str, Any], problem: str | None) -> RenderableType:
 
 
 def screen(seen: dict[str, Any], problem: str | None, height: int) -> RenderableType:
-    """All of it in so many lines."""
+    """Return the screen in `height` lines."""
     rows = max(LEAST_ROWS, (height - FIXED_LINES) // 4)  # three tables, and errors
     parts: list[RenderableType] = [_head(seen)]
     if problem is not None:
-        parts.append(f"[red]{escape(problem)}; looking again …[/]")
+        parts.append(f"[red]{escape(problem)}; retrying …[/]")
     waiting = queues(seen, rows)
     parts.append(waiting if waiting.row_count else "\n [dim]no job waits[/]\n")
     return Group(*parts, models(seen, rows), workers(seen, rows), *_last_errors(seen, rows))
@@ -84,7 +84,7 @@ def _head(seen: dict[str, Any]) -> str:
 
 
 def queues(seen: dict[str, Any], most: int) -> Table:
-    """Models with jobs: those that no worker serves first, then by the longest estimate, then by the oldest job.
+    """Return the models with jobs: first those without a worker, then by the longest estimate and the oldest job.
 
     A row has the estimates of both classes, because a new urgent job does not wait for the bulk work before it.
     """
@@ -124,7 +124,7 @@ def _late(seconds: float | None) -> str:
 
 
 def models(seen: dict[str, Any], most: int) -> Table:
-    """Each model of each worker, the busiest first."""
+    """Return the models of each worker, the busiest first."""
     found = [(worker, model) for worker in seen["live"] for model in worker["models"]]
     found.sort(key=lambda pair: (-_busy(pair[1]), pair[1]["id"], pair[0]["name"]))
     table = table_of("model", "worker", "slots", "wait", "tok/s", "KV", "hits", "lost slots", "errors", right=(
@@ -169,7 +169,7 @@ def _errors(count: int) -> str:
 
 
 def workers(seen: dict[str, Any], most: int) -> Table:
-    """Those that were not seen for the longest time first."""
+    """Return the workers, first those that were not seen for the longest time."""
     live = sorted(seen["live"], key=lambda worker: (-int(worker["age_s"] / STALE_S), worker["name"]))
     table = table_of("worker", "pool", "seen", "cores", "missing models", right="seen, cores")
     for worker in live[:most]:
@@ -182,7 +182,7 @@ def workers(seen: dict[str, Any], most: int) -> Table:
 
 
 def _last_errors(seen: dict[str, Any], most: int) -> list[str]:
-    """Why models could not be loaded lately, and the last dead jobs, one line each."""
+    """Return why models could not be loaded recently, and the last dead jobs, one line each."""
     lacking = [
         f"[yellow]{escape(worker['name'])}: {escape(name)}: {escape(failure['message'].partition(chr(10))[0])}[/]"
         for worker in seen["live"]
@@ -210,9 +210,9 @@ def _coloured(text: str, value: float, high: float, very_high: float) -> str:
 def watch(
     look: Callable[[], Seen], render: Callable[[Seen, str | None], RenderableType], every_s: float, *, whole: bool
 ) -> None:
-    """Shows what is seen, with a problem if there is one: what was seen last stays while Redis does not answer.
+    """Show what `look` returns in each interval. While Redis does not answer, the last view stays with the problem.
 
-    With `whole` it takes the whole terminal. Raises what the first look raises.
+    With `whole` it takes the whole terminal. Raises what the first call of `look` raises.
     """
     with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
         seen, problem = look(), None

@@ -21,16 +21,19 @@ _T = TypeVar("_T")
 
 
 def webhooks_create_command(
-    url: Annotated[str, typer.Argument(help="Where events go: https://…; a gateway must reach it.")],
-    tenant: Annotated[str, typer.Option(help="Whose events; default: those of whoever has no key.")] = "",
+    url: Annotated[str, typer.Argument(help="URL of the endpoint, https://…, which gateways must reach.")],
+    tenant: Annotated[
+        str, typer.Option(help="Tenant whose events to send (default: events of requests without a key).")
+    ] = "",
     event: Annotated[
-        list[str] | None, typer.Option("--event", "-e", help="It hears of this one; again for more. Default: all.")
+        list[str] | None,
+        typer.Option("--event", "-e", help="Type of event to send. May be given more than once (default: all)."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Register an endpoint for the ends of batches and responses. Its secret is shown once.
 
-    Calls are signed as Standard Webhooks says, and tried again for about three days until one is answered with 2xx.
+    Calls are signed as in Standard Webhooks, and retried for about three days until the endpoint answers with 2xx.
 
     Example:  cellama webhooks create https://example.org/hooks --tenant acme --event batch.completed
     """
@@ -47,7 +50,7 @@ def webhooks_create_command(
     out.print(secret, soft_wrap=True)
     err.print(f"this is the only time that the secret is shown; `cellama webhooks delete {endpoint.id}` ends it")
     if not url.startswith("https:") and not get_settings().gateway_webhook_private:
-        err.print("[yellow]it begins with http://: only gateways with gateway_webhook_private=true call it[/]")
+        err.print("[yellow]it starts with http://: only gateways with gateway_webhook_private=true call it[/]")
 
 
 async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
@@ -57,7 +60,7 @@ async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
 
 
 def webhooks_list_command(json: JsonOption = False) -> None:
-    """List the endpoints: whose they are, what they hear of. One that is off has answered 410.
+    """List the endpoints with their tenants and events. One that is off has answered 410.
 
     Example:  cellama webhooks list
     """
@@ -76,10 +79,12 @@ def webhooks_list_command(json: JsonOption = False) -> None:
 
 
 def webhooks_delete_command(
-    endpoint_id: Annotated[str, typer.Argument(metavar="ENDPOINT_ID", help="As `cellama webhooks list` has it.")],
+    endpoint_id: Annotated[
+        str, typer.Argument(metavar="ENDPOINT_ID", help="Id of the endpoint, as `cellama webhooks list` shows it.")
+    ],
     json: JsonOption = False,
 ) -> None:
-    """Delete an endpoint: nothing goes there any more, nor what waits for another attempt.
+    """Delete an endpoint. Nothing is sent to it any more, including calls that wait for a retry.
 
     Example:  cellama webhooks delete we_0f3a9c1d2b4e5f60
     """
@@ -92,7 +97,7 @@ def webhooks_delete_command(
 
 
 def _told(endpoint: Endpoint) -> dict[str, Any]:
-    """Without its secret."""
+    """Return an endpoint without its secret."""
     return endpoint.model_dump(mode="json", exclude={"secret"})
 
 

@@ -121,7 +121,7 @@ def test_top_is_one_screen(height: int) -> None:
 
 def test_top_keeps_what_it_saw_while_redis_is_away() -> None:
     text = shown(seen(worker("w", model("[red]m"))), problem="Redis [x] does not answer")
-    assert "Redis [x] does not answer; looking again" in text
+    assert "Redis [x] does not answer; retrying" in text
     assert "[red]m" in text
 
 
