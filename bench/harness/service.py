@@ -84,7 +84,7 @@ def _redis_password() -> str:
     return secrets.token_urlsafe(24)
 
 
-class Stored:
+class StoredStates:
     """Job id → the final states that were stored for it."""
 
     def __init__(self) -> None:
@@ -251,9 +251,9 @@ class Service:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     @contextlib.contextmanager
-    def counting_results(self) -> Iterator[Stored]:
+    def counting_results(self) -> Iterator[StoredStates]:
         """The final states that are stored, as Celery announces them."""
-        stored = Stored()
+        stored = StoredStates()
         pubsub = self.redis.pubsub()  # type: ignore[no-untyped-call]
 
         def note(message: dict[str, Any]) -> None:

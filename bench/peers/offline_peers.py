@@ -25,7 +25,7 @@ CONNECTIONS_PER_SLOT = 2  # so that the next line waits in the server when a slo
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TimedFile:
     """What a run took. `num_computed`: prompt tokens that were not taken from a cache."""
 
     num_lines: int
@@ -33,7 +33,7 @@ class Outcome:
     num_computed: int
 
 
-def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> Outcome:
+def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFile:
     """Runs it with the open output file. Raises RuntimeError if a line lacks tokens: then nothing can be compared."""
     wanted = {line.custom_id: line.num_new for line in read_lines(source)}
     started = time.monotonic()
@@ -44,7 +44,7 @@ def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> Outcome
     short = [result["custom_id"] for result in results if result["tokens"] != wanted[result["custom_id"]]]
     if short:
         raise RuntimeError(f"{len(short)} lines have another number of tokens than they asked for, first {short[0]}")
-    return Outcome(len(results), seconds, sum(result["computed"] for result in results))
+    return TimedFile(len(results), seconds, sum(result["computed"] for result in results))
 
 
 def write_result(out: IO[str], custom_id: str, text: str, num_tokens: int, num_computed: int) -> None:
@@ -62,7 +62,7 @@ def llama_server(
     context: int,
     threads: int,
     at_once: int | None = None,
-) -> Outcome:
+) -> TimedFile:
     """llama-server with `slots` slots of `context` tokens (0: as it chooses), kept busy by an asynchronous client.
 
     It asks for `at_once` lines at a time, which is twice as many as there are slots if nothing else is said.
@@ -86,7 +86,7 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
     await asyncio.gather(*(ask() for _ in range(num_connections)))
 
 
-def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> Outcome:
+def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> TimedFile:
     """The naive task: one message per line, one `llama_cpp.Llama` per process; they share the threads out."""
 
     def run(out: IO[str]) -> None:
@@ -106,11 +106,11 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
         return timed(source, target, run)
 
 
-def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> Outcome:
+def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> TimedFile:
     """Not run but computed: so many prompt tokens and all new ones at the rates of llama-batched-bench."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
     options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))
     found = batched_bench(program, model, slots, length, num_new, *options)
     seconds = num_computed / found["speed_pp"] + len(lines) * num_new / found["speed_tg"]
-    return Outcome(len(lines), float(seconds), num_computed)
+    return TimedFile(len(lines), float(seconds), num_computed)

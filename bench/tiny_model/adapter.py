@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .corpus import END_THINK, IM_END, TOOL_CALL, Document
-from .export import Shape
+from .export import TinyShape
 from .tokenizer import train_tokenizer
 from .train import SHORT_WINDOW, TinyLlama, loss_of, windows
 
@@ -59,7 +59,7 @@ def _say(text: str) -> str:
 def load_base(path: Path) -> TinyLlama:
     """The bundled model with the weights of its file, frozen."""
     stored = {tensor.name: torch.from_numpy(np.array(tensor.data)).float() for tensor in gguf.GGUFReader(path).tensors}
-    model = TinyLlama(Shape(stored["token_embd.weight"].shape[0]))
+    model = TinyLlama(TinyShape(stored["token_embd.weight"].shape[0]))
     model.load_state_dict(stored)
     model.requires_grad_(False)
     return model

@@ -19,7 +19,7 @@ LONG_WINDOW = 2048  # tokens
 
 
 @dataclass(frozen=True)
-class Shape:
+class TinyShape:
     """A Llama shape; `n_ctx` is what the GGUF file promises."""
 
     n_vocab: int
@@ -33,7 +33,7 @@ class Shape:
     eps: float = 1e-5
 
 
-def write_gguf(path: Path, shape: Shape, tensors: dict[str, NDArray[np.float32]], tokenizer: Any) -> None:
+def write_gguf(path: Path, shape: TinyShape, tensors: dict[str, NDArray[np.float32]], tokenizer: Any) -> None:
     """Writes matrices as F16 and vectors as F32; the file appears as a whole or not at all."""
     part = path.with_suffix(".part")
     writer = gguf.GGUFWriter(part, "llama")
@@ -51,7 +51,7 @@ def write_gguf(path: Path, shape: Shape, tensors: dict[str, NDArray[np.float32]]
     part.rename(path)
 
 
-def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
+def _add_shape(writer: gguf.GGUFWriter, shape: TinyShape) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_context_length(shape.n_ctx)
     writer.add_embedding_length(shape.n_embd)

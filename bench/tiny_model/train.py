@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from .corpus import Document, documents
-from .export import LONG_WINDOW, Shape, write_gguf
+from .export import LONG_WINDOW, TinyShape, write_gguf
 from .tokenizer import encode_document, train_tokenizer
 
 PROMPT_WEIGHT = 0.05  # of the loss on tokens that the model is given, not asked for
@@ -33,7 +33,7 @@ PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
 class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
     """Attention with grouped queries and rotary positions, then SwiGLU; names as llama.cpp's tensors."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.shape, self.d_head = shape, shape.n_embd // shape.n_head
         kv = self.d_head * shape.n_head_kv
@@ -72,7 +72,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class TinyLlama(nn.Module):  # type: ignore[misc]
     """A Llama with tied embeddings."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.shape = shape
         self.token_embd = nn.Embedding(shape.n_vocab, shape.n_embd)
@@ -161,7 +161,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     tokenizer = train_tokenizer()
-    model = TinyLlama(Shape(tokenizer.get_vocab_size()))
+    model = TinyLlama(TinyShape(tokenizer.get_vocab_size()))
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
     train(model, tokenizer, args.steps, args.seed)
     tensors = {name: p.detach().numpy().astype(np.float32) for name, p in model.named_parameters()}

@@ -30,7 +30,7 @@ SCHEMA = {
 }
 
 
-class Work(NamedTuple):
+class PredictableWork(NamedTuple):
     """Prompts, and how they are gone on with."""
 
     prompts: list[list[int]]
@@ -72,15 +72,15 @@ def _opening(animal: str, name: str) -> str:
     return "".join(story_parts(animal, name)[:3])
 
 
-def _copying(model: Model, count: int, streams: int) -> Work:
-    return Work([model.tokenize(text) for text in copying(count)], NUM_NEW[streams], {"sampling": GREEDY})
+def _copying(model: Model, count: int, streams: int) -> PredictableWork:
+    return PredictableWork([model.tokenize(text) for text in copying(count)], NUM_NEW[streams], {"sampling": GREEDY})
 
 
-def _stories(model: Model, count: int, streams: int) -> Work:
-    return Work([model.tokenize(text) for text in stories(count)], NUM_NEW[streams], {"sampling": GREEDY})
+def _stories(model: Model, count: int, streams: int) -> PredictableWork:
+    return PredictableWork([model.tokenize(text) for text in stories(count)], NUM_NEW[streams], {"sampling": GREEDY})
 
 
-def _forced(model: Model, count: int, streams: int) -> Work:
+def _forced(model: Model, count: int, streams: int) -> PredictableWork:
     """JSON by a schema with fixed keys, to its end."""
     asked = [
         f"<|im_start|>user\nMake JSON: name {NAMES[at % len(NAMES)]}, age {7 + at}, city {CITIES[at % len(CITIES)]}"
@@ -89,16 +89,16 @@ def _forced(model: Model, count: int, streams: int) -> Work:
     ]
     sampling = SamplingParams(temperature=0, json_schema=json.dumps(SCHEMA))
     prompts = [model.tokenize(text, parse_special=True) for text in asked]
-    return Work(prompts, 400, {"sampling": sampling, "ignore_eos": False})
+    return PredictableWork(prompts, 400, {"sampling": sampling, "ignore_eos": False})
 
 
-def _unpredictable(model: Model, count: int, streams: int) -> Work:
+def _unpredictable(model: Model, count: int, streams: int) -> PredictableWork:
     """Draws from random weights."""
     sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
-    return Work(random_prompts(count, 16, seed=streams), NUM_NEW[streams], {"sampling": sampling})
+    return PredictableWork(random_prompts(count, 16, seed=streams), NUM_NEW[streams], {"sampling": sampling})
 
 
-WORKS: dict[str, Callable[[Model, int, int], Work]] = {
+WORKS: dict[str, Callable[[Model, int, int], PredictableWork]] = {
     COPIED: _copying,
     FORCED: _forced,
     UNPREDICTABLE: _unpredictable,

@@ -25,7 +25,7 @@ from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, Reply, llama
 from cellama.engine import Model, Request
 from cellama.engine.bundled import TINY_PATH
 
-from .guessable import COPIED, FORCED, NUM_NEW, TOLD, UNPREDICTABLE, WORKS, Work
+from .guessable import COPIED, FORCED, NUM_NEW, TOLD, UNPREDICTABLE, WORKS, PredictableWork
 
 CONTEXT = 1024
 PARTS = (COPIED, FORCED, UNPREDICTABLE, TOLD)
@@ -116,19 +116,19 @@ def _compare(path: Path, name: str, streams: int, args: argparse.Namespace) -> d
     }
 
 
-def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Work:
+def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> PredictableWork:
     work = WORKS[name](model, max(3, streams), streams)
     return work._replace(num_new=args.new or work.num_new)
 
 
-def _groups(work: Work, streams: int) -> Iterator[list[list[int]]]:
+def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
     """What runs at once: as many prompts as there are streams; with one stream three of them in turn."""
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]
 
 
-def _run(model: Model, work: Work, streams: int, scope: str) -> WorkRun:
+def _run(model: Model, work: PredictableWork, streams: int, scope: str) -> WorkRun:
     """The work in a scope of its own, which knows nothing of the runs before."""
     groups: list[Together] = []
     for prompts in _groups(work, streams):
@@ -158,7 +158,7 @@ def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> di
     return rates
 
 
-def _ask(peer: LlamaServer, work: Work, streams: int) -> float:
+def _ask(peer: LlamaServer, work: PredictableWork, streams: int) -> float:
     """Tokens per second after the last first token; prompts are read anew, as ours are."""
     seconds, num_tokens = 0.0, 0.0
     for prompts in _groups(work, streams):

@@ -32,7 +32,7 @@ from cellama.tasks.contract.keys import journal_key, looked_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.state.registry import live_workers
 
-from .hostile import MODEL, Payload, corpus, full_contexts
+from .hostile import MODEL, FuzzPayload, corpus, full_contexts
 from .hostile_forms import hostile_form
 
 SLOTS = 16
@@ -124,7 +124,7 @@ class _Job:
 
     id: str
     sent_at: float
-    payload: Payload | None  # None: a good one
+    payload: FuzzPayload | None  # None: a good one
     expected: Any = None
     late: bool = False
 
@@ -164,7 +164,7 @@ class _Fuzz:
         name, arguments, kwargs = next(_good_calls())
         self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
 
-    def run(self, phase: str, payloads: Iterable[Payload], at_once: int) -> dict[str, Any]:
+    def run(self, phase: str, payloads: Iterable[FuzzPayload], at_once: int) -> dict[str, Any]:
         """Sends payloads, so many at a time, and takes what comes of them and of the good jobs beside them."""
         self._tally = tally = _Tally()
         started, source, open_ = time.monotonic(), iter(payloads), True
@@ -205,7 +205,7 @@ class _Fuzz:
         job_id = self._send_good(call).id
         self._jobs[job_id] = _Job(job_id, time.monotonic(), None, self._undisturbed[json.dumps(call)])
 
-    def _send(self, payload: Payload) -> bool:
+    def _send(self, payload: FuzzPayload) -> bool:
         """Queues a payload one way or the other, for the one worker there is; False if it is no JSON at all."""
         number = next(self._names)
         job_id = self._send_checked(payload) if number % 2 == 0 else None
@@ -218,7 +218,7 @@ class _Fuzz:
         self._jobs[job_id] = _Job(job_id, time.monotonic(), payload)
         return True
 
-    def _send_checked(self, payload: Payload) -> str | None:
+    def _send_checked(self, payload: FuzzPayload) -> str | None:
         task = self._app.tasks[payload.task]
         try:
             if task.parse(payload.args, payload.kwargs).model not in (MODEL, DEFAULT_MODEL):
@@ -230,7 +230,7 @@ class _Fuzz:
             self._blame(payload, f"the producer raises {type(error).__name__}: {error}")
         return None
 
-    def _send_plain(self, payload: Payload) -> str:
+    def _send_plain(self, payload: FuzzPayload) -> str:
         options = {"queue": queue_name(MODEL), "headers": dict(payload.headers), "priority": 3}
         return str(self._plain.send_task(payload.task, payload.args, payload.kwargs, **options).id)
 
@@ -300,7 +300,7 @@ class _Fuzz:
         else:
             self._blame(job.payload, what)
 
-    def _blame(self, payload: Payload, what: str) -> None:
+    def _blame(self, payload: FuzzPayload, what: str) -> None:
         self._tally.bad.add(payload.name)
         self._say(f"{payload.name!r} ({payload.task}): {what}")
 

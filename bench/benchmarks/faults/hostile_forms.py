@@ -14,7 +14,7 @@ from typing import Any
 from cellama.tasks.contract.kinds.chat import TASK_CHAT
 from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 
-from .hostile import HELLO, HUGE_INT, MODEL, Payload
+from .hostile import HELLO, HUGE_INT, MODEL, FuzzPayload
 
 MOST_TOKENS = 32
 TIMEOUT_S = 15.0
@@ -35,7 +35,7 @@ _GUIDANCE: tuple[Any, ...] = (
 )
 
 
-def hostile_form(seed: int, number: int) -> Payload:
+def hostile_form(seed: int, number: int) -> FuzzPayload:
     """The payload of this number: the same for the same seed, whatever came before."""
     random = Random(f"forms {seed} {number}")
     make = _KINDS[number % len(_KINDS)]
@@ -59,14 +59,14 @@ def hostile_form(seed: int, number: int) -> Payload:
     return _generate(name, params | strict, "json_schema", _json(schema))
 
 
-def _generate(name: str, params: dict[str, Any], form: str, text: str) -> Payload:
-    return Payload(name, TASK_GENERATE, [MODEL, "Hi"], {**params, form: text})
+def _generate(name: str, params: dict[str, Any], form: str, text: str) -> FuzzPayload:
+    return FuzzPayload(name, TASK_GENERATE, [MODEL, "Hi"], {**params, form: text})
 
 
-def _call(name: str, params: dict[str, Any], schema: Schema) -> Payload:
+def _call(name: str, params: dict[str, Any], schema: Schema) -> FuzzPayload:
     """The same schema as the parameters of a tool that has to be called."""
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    return Payload(name, TASK_CHAT, [MODEL, HELLO], {**params, "tools": [tool], "tool_choice": "f"})
+    return FuzzPayload(name, TASK_CHAT, [MODEL, HELLO], {**params, "tools": [tool], "tool_choice": "f"})
 
 
 def _json(schema: Schema) -> str:

@@ -21,7 +21,7 @@ from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.contract.payloads import parse_job
 from cellama.tasks.job_task import JobTask
 
-from .hostile import HUGE_INT, MODEL, SURROGATE, Payload
+from .hostile import HUGE_INT, MODEL, SURROGATE, FuzzPayload
 
 TASKS = (
     *(TASK_GENERATE,) * 4,
@@ -68,14 +68,14 @@ TEXTS += [
 WORDS = "Once upon a time there was a little fox named Mia who lived in a green forest with her friend Tom".split()
 
 
-def payload(seed: int, number: int) -> Payload:
+def payload(seed: int, number: int) -> FuzzPayload:
     """The payload of this number: the same for the same seed, whatever came before."""
     random = Random(f"{seed} {number}")
     task = random.choice(TASKS)
     make = random.choice((_right, _right, _at_the_edge, _at_the_edge, _nearly_right, _nearly_right, _anything))
     args, kwargs = make(random, task)
     headers = {SUBMITTED_AT_HEADER: _value(random)} if random.random() < 0.02 else {}
-    return Payload(f"{number} {make.__name__.lstrip('_')}", task, args, kwargs, headers)
+    return FuzzPayload(f"{number} {make.__name__.lstrip('_')}", task, args, kwargs, headers)
 
 
 def _right(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from cellama.api import Client
 from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, reference_texts
-from cellama.bench.harness.service import PATIENCE_S, POISON_TOKENS, Service, Stored, wait_until
+from cellama.bench.harness.service import PATIENCE_S, POISON_TOKENS, Service, StoredStates, wait_until
 from cellama.tasks.contract.errors import JobFailed, RedisUnreachable, StreamTrimmed
 from cellama.tasks.contract.keys import job_key
 
@@ -116,7 +116,7 @@ class Scenario:
         row["alive"] = f"{len(pids.items() & alive.items())}/{len(pids)}"
         return {**row, "poison": end_of_poison, "untimely": "; ".join(troubles.wrong)}
 
-    def _troubles(self, stored: Stored) -> Troubles:
+    def _troubles(self, stored: StoredStates) -> Troubles:
         return Troubles(self._service, self._args, stored)
 
     def submit(self, logprobs: int | None = None, count: int | None = None) -> list[Any]:

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from cellama.bench.harness.service import PATIENCE_S, Service, Stored, wait_until
+from cellama.bench.harness.service import PATIENCE_S, Service, StoredStates, wait_until
 from cellama.tasks.contract.keys import job_key, running_key
 
 if TYPE_CHECKING:  # tasks are made for the Redis of the settings, which the benchmark starts first
@@ -29,7 +29,7 @@ LATE_S = 45.0  # after the earliest time: less than the clocks are apart
 class Troubles:
     """One service's."""
 
-    def __init__(self, service: Service, args: argparse.Namespace, stored: Stored) -> None:
+    def __init__(self, service: Service, args: argparse.Namespace, stored: StoredStates) -> None:
         self._service, self._args, self._stored = service, args, stored
         self._random = random.Random(args.seed)
         self.count = 0

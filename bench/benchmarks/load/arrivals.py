@@ -53,7 +53,7 @@ class Arrivals:
 
 
 @dataclass
-class Reading:
+class StreamTimes:
     """One request as its reader sees it. Seconds, from when the reader began to send it."""
 
     line: Line
@@ -79,7 +79,7 @@ class Side(Protocol):
     name: str
     num_bulk: int
 
-    async def stream(self, reading: Reading) -> None:
+    async def stream(self, reading: StreamTimes) -> None:
         """One interactive request, to its end."""
 
     async def bulk(self, line: Line) -> None:
@@ -97,7 +97,7 @@ class Cellama:
     num_bulk: int
     name: str = OURS
 
-    async def stream(self, reading: Reading) -> None:
+    async def stream(self, reading: StreamTimes) -> None:
         line = reading.line
         params: dict[str, Any] = {"max_tokens": line.num_new, "temperature": 0, "ignore_eos": True}
         job = await self.client.generate("bench", list(line.prompt), **params)
@@ -129,7 +129,7 @@ class Server:
     num_bulk: int
     name: str = SERVER
 
-    async def stream(self, reading: Reading) -> None:
+    async def stream(self, reading: StreamTimes) -> None:
         await complete(self.port, reading.line.prompt, reading.line.num_new, reading.note)
 
     async def bulk(self, line: Line) -> None:
@@ -147,7 +147,7 @@ class Phase:
     who: str
     load: str
     rate: float
-    readings: Sequence[Reading]
+    readings: Sequence[StreamTimes]
     bulk_rate: float = 0.0  # tokens per second of bulk requests that ended meanwhile
 
     def row(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ async def _phase(side: Side, arrivals: Arrivals, load: str, index: int, bulk: _B
     return phase
 
 
-async def _arrive(side: Side, conversations: Sequence[Conversation], rate: float, seed: int) -> list[Reading]:
+async def _arrive(side: Side, conversations: Sequence[Conversation], rate: float, seed: int) -> list[StreamTimes]:
     """Begins conversations at times of a Poisson process, so that requests come at this rate in the mean."""
     rng, at, started = random.Random(seed), 0.0, time.monotonic()
     per_conversation = sum(map(len, conversations)) / len(conversations)
@@ -236,12 +236,12 @@ async def _arrive(side: Side, conversations: Sequence[Conversation], rate: float
     return [reading for readings in await asyncio.gather(*tasks) for reading in readings]
 
 
-async def _converse(side: Side, turns: Iterable[Line]) -> list[Reading]:
-    readings: list[Reading] = []
+async def _converse(side: Side, turns: Iterable[Line]) -> list[StreamTimes]:
+    readings: list[StreamTimes] = []
     for line in turns:
         if readings:
             await asyncio.sleep(THINK_S)
-        readings.append(Reading(line))
+        readings.append(StreamTimes(line))
         await side.stream(readings[-1])
     return readings
 

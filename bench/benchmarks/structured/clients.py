@@ -34,7 +34,7 @@ from .structured_clients import (
     NUM_AT_ONCE,
     VALID,
     WRONG,
-    Call,
+    SchemaCall,
     is_refused_rightly,
 )
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report(_rows(calls), ratios, {REFUSED: "0"}, caveats, wrong)
 
 
-def _calls(name: str, folder: Path, url: str) -> list[Call]:
+def _calls(name: str, folder: Path, url: str) -> list[SchemaCall]:
     """Make an environment and call its clients there. Raises CalledProcessError, TimeoutExpired."""
     package = folder.joinpath(*__package__.split("."))  # the clients' Python has no cellama, but modules of that name
     package.mkdir(parents=True)
@@ -90,7 +90,7 @@ def _calls(name: str, folder: Path, url: str) -> list[Call]:
     argv = [*_argv(name, folder), url] + [json.dumps(list(ZOD))] * (name == AI_SDK)
     apart = {key: value for key, value in os.environ.items() if not key.startswith(("CELLAMA_", "PYTHON"))}
     done = subprocess.run(argv, cwd=folder, env=apart, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
-    return [Call(**json.loads(line)) for line in done.stdout.splitlines()]
+    return [SchemaCall(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def _argv(name: str, folder: Path) -> list[str]:
@@ -111,19 +111,19 @@ def _install(argv: Sequence[str], folder: Path) -> None:
     subprocess.run(argv, cwd=folder, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
 
 
-def _with(calls: Sequence[Call], outcome: str) -> list[Call]:
+def _with(calls: Sequence[SchemaCall], outcome: str) -> list[SchemaCall]:
     return [call for call in calls if call.outcome == outcome]
 
 
-def _how(call: Call) -> tuple[str, str, str]:
+def _how(call: SchemaCall) -> tuple[str, str, str]:
     return call.client, call.version, call.how
 
 
-def _names(calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
+def _names(calls: Sequence[SchemaCall]) -> list[tuple[str, list[str]]]:
     return [(" ".join(how), [call.model for call in of_one]) for how, of_one in groupby(calls, _how)]
 
 
-def _rows(calls: Sequence[Call]) -> list[dict[str, Any]]:
+def _rows(calls: Sequence[SchemaCall]) -> list[dict[str, Any]]:
     rows = []
     for (client, version, how), of_one in groupby(calls, _how):
         counts = Counter(call.outcome for call in of_one)

@@ -135,7 +135,7 @@ class Networks(BaseModel):
     v4: ipaddress.IPv4Network
 
 
-class Ids(BaseModel):
+class Identifiers(BaseModel):
     id: uuid.UUID
     version: Annotated[str, Field(json_schema_extra={"format": "uuid4"})]
 
@@ -269,14 +269,14 @@ class Scalar(RootModel[int]):
 
 
 class Invoice(BaseModel):
-    class Line(BaseModel):
+    class InvoiceLine(BaseModel):
         article: str = Field(min_length=1)
         amount: int = Field(gt=0)
         price: decimal.Decimal = Field(ge=0)
 
     number: str = Field(pattern=r"^INV-[0-9]+$")
     day: datetime.date
-    lines: list[Line] = Field(min_length=1)
+    lines: list[InvoiceLine] = Field(min_length=1)
     currency: Literal["EUR", "USD"] = "EUR"
     note: str | None = None
 
@@ -300,7 +300,7 @@ MODELS: Mapping[str, type[BaseModel]] = {
     model.__name__: model
     for model in (
         *(Bounds, Positive, MultipleOf, Literals, Enums, Unions, Discriminated, ModelUnion, SetOfText, SetOfLiterals),
-        *(SetOfEnum, Decimals, Dates, Durations, Urls, Addresses, Networks, Ids, Nested, Tree, Linked, Person),
+        *(SetOfEnum, Decimals, Dates, Durations, Urls, Addresses, Networks, Identifiers, Nested, Tree, Linked, Person),
         *(Anything, Dicts, DictByPattern, DictByLiteral, DictByEnum, BytesAndPath, Constrained, Lists, Tuples),
         *(NamedTuples, Optionals, Described, Closed, Open, Aliases, Secrets, Numbers, Scalar, Invoice, Answer, Derived),
     )

@@ -51,14 +51,14 @@ CAVEATS = (
 )
 
 
-class Run(NamedTuple):
+class StructuredRun(NamedTuple):
     """A way to run the load: with which speculation, with schemas or without."""
 
     speculation: str
     is_bound: bool
 
 
-RUNS = {FREE: Run("off", False), BOUND: Run("off", True), DRAFTED: Run("auto", True)}
+RUNS = {FREE: StructuredRun("off", False), BOUND: StructuredRun("off", True), DRAFTED: StructuredRun("auto", True)}
 COMPARED = {
     "constrained over free": (BOUND, FREE),
     "constrained with forced tokens as drafts over free": (DRAFTED, FREE),
@@ -130,7 +130,7 @@ def _in_turns(models: Mapping[str, Model], sampling: str, args: argparse.Namespa
 
 
 def _requests(
-    model: Model, run: Run, sampling: Mapping[str, Any], scope: str, args: argparse.Namespace
+    model: Model, run: StructuredRun, sampling: Mapping[str, Any], scope: str, args: argparse.Namespace
 ) -> list[Request]:
     names = list(PLAIN)
     schemas = {name: json.dumps(list_of(PLAIN[name], minItems=LISTED, maxItems=2 * LISTED)) for name in names}

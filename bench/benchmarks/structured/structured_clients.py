@@ -37,7 +37,7 @@ Ask = Callable[[type[BaseModel]], Any]
 
 
 @dataclass(frozen=True)
-class Client:
+class SchemaClient:
     """A way to ask: the package, how it is called, and a function that connects to a gateway's URL without `/v1`."""
 
     package: str
@@ -47,7 +47,7 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Call:
+class SchemaCall:
     """One call. `detail` is the error, or what is wrong with the answer.
 
     Outcomes: `valid`: an instance of the model. `loose`: pydantic refused the answer for what the JSON Schema that was
@@ -184,19 +184,23 @@ def _langchain_anthropic(method: str) -> Callable[[str], Ask]:
 
 RECURSIVE = ("Tree", "Linked", "Person")  # langchain's function_calling writes {} for a reference within itself
 CLIENTS = (  # Anthropic's client takes bounds, patterns and tuples out of the schemas of output formats
-    Client("openai", "chat.completions.parse(response_format)", _openai_chat),
-    Client("openai", "chat.completions.parse(tools)", _openai_chat_tools),
-    Client("openai", "responses.parse(text_format)", _openai_responses),
-    Client("anthropic", "messages.parse(output_format)", _anthropic_parse, weakened=MODELS),
-    Client("anthropic", "messages.create(tools)", _anthropic_tools),
-    Client("instructor", "Mode.JSON_SCHEMA", _instructor("JSON_SCHEMA")),
-    Client("instructor", "Mode.TOOLS", _instructor("TOOLS")),
-    Client("instructor", "Mode.ANTHROPIC_TOOLS", _instructor("ANTHROPIC_TOOLS")),
-    Client("langchain-openai", "json_schema", _langchain_openai("json_schema")),
-    Client("langchain-openai", "json_schema, Responses", _langchain_openai("json_schema", use_responses_api=True)),
-    Client("langchain-openai", "function_calling", _langchain_openai("function_calling"), weakened=RECURSIVE),
-    Client("langchain-anthropic", "json_schema", _langchain_anthropic("json_schema"), weakened=MODELS),
-    Client("langchain-anthropic", "function_calling", _langchain_anthropic("function_calling"), weakened=RECURSIVE),
+    SchemaClient("openai", "chat.completions.parse(response_format)", _openai_chat),
+    SchemaClient("openai", "chat.completions.parse(tools)", _openai_chat_tools),
+    SchemaClient("openai", "responses.parse(text_format)", _openai_responses),
+    SchemaClient("anthropic", "messages.parse(output_format)", _anthropic_parse, weakened=MODELS),
+    SchemaClient("anthropic", "messages.create(tools)", _anthropic_tools),
+    SchemaClient("instructor", "Mode.JSON_SCHEMA", _instructor("JSON_SCHEMA")),
+    SchemaClient("instructor", "Mode.TOOLS", _instructor("TOOLS")),
+    SchemaClient("instructor", "Mode.ANTHROPIC_TOOLS", _instructor("ANTHROPIC_TOOLS")),
+    SchemaClient("langchain-openai", "json_schema", _langchain_openai("json_schema")),
+    SchemaClient(
+        "langchain-openai", "json_schema, Responses", _langchain_openai("json_schema", use_responses_api=True)
+    ),
+    SchemaClient("langchain-openai", "function_calling", _langchain_openai("function_calling"), weakened=RECURSIVE),
+    SchemaClient("langchain-anthropic", "json_schema", _langchain_anthropic("json_schema"), weakened=MODELS),
+    SchemaClient(
+        "langchain-anthropic", "function_calling", _langchain_anthropic("function_calling"), weakened=RECURSIVE
+    ),
 )
 
 
@@ -232,15 +236,15 @@ def installed() -> Mapping[str, str]:
     return versions
 
 
-def calls(url: str, models: Mapping[str, type[BaseModel]] = MODELS) -> Iterator[Call]:
+def calls(url: str, models: Mapping[str, type[BaseModel]] = MODELS) -> Iterator[SchemaCall]:
     """Call each installed client with each model, several at once; yield the calls in the order of the lists."""
     versions, requests = installed(), _Requests()
 
-    def call(client: Client, ask: Ask, name: str) -> Call:
+    def call(client: SchemaClient, ask: Ask, name: str) -> SchemaCall:
         statuses = requests.of_thread()
         statuses.clear()
         outcome, detail = _outcome(client, ask, models[name], statuses)
-        return Call(client.package, versions[client.package], client.how, name, outcome, detail)
+        return SchemaCall(client.package, versions[client.package], client.how, name, outcome, detail)
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         made = [
@@ -253,7 +257,7 @@ def calls(url: str, models: Mapping[str, type[BaseModel]] = MODELS) -> Iterator[
         yield from (future.result() for future in made)
 
 
-def _outcome(client: Client, ask: Ask, model: type[BaseModel], statuses: list[int]) -> tuple[str, str]:
+def _outcome(client: SchemaClient, ask: Ask, model: type[BaseModel], statuses: list[int]) -> tuple[str, str]:
     try:
         answer = ask(model)
     except Exception as error:  # clients raise what they like, and the next call must be made
@@ -275,7 +279,7 @@ def _is_beyond_schema(error: BaseException | None, is_weakened: bool) -> bool:
     )
 
 
-def is_refused_rightly(call: Call) -> bool:
+def is_refused_rightly(call: SchemaCall) -> bool:
     """Whether the gateway refused what OpenAI refuses as well, or with `strict` what can't be enforced."""
     as_tool = "tool" in call.how.lower() or call.how == "function_calling"
     return call.outcome == BY_GATEWAY and (

@@ -19,8 +19,8 @@ from cellama.bench.benchmarks.structured.structured_clients import (
     MODEL,
     NUM_AT_ONCE,
     VALID,
-    Call,
-    Client,
+    SchemaCall,
+    SchemaClient,
     installed,
     is_refused_rightly,
 )
@@ -33,7 +33,7 @@ TIMEOUT_S = 300.0  # of all calls: 15 to 40 s on two cores
 
 
 @pytest.fixture(scope="module")
-def made(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Call]]:
+def made(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SchemaCall]]:
     """A call of each client with each model, against a worker whose answers are short."""
     model = {"id": MODEL, "source": "bundled://tiny", "n_parallel": NUM_AT_ONCE, "ctx_per_slot": 2048, "threads": 1}
     models = json.dumps([{**model, "default": True, "sampling": brief_sampling()}])
@@ -49,12 +49,12 @@ def made(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
             worker.stop()
 
 
-def _calls(url: str, folder: Path) -> list[Call]:
+def _calls(url: str, folder: Path) -> list[SchemaCall]:
     argv = [sys.executable, "-m", "cellama.bench.benchmarks.structured.structured_clients", url]
     environment = clean_environment(LANGSMITH_TRACING="false")
     done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [Call(**json.loads(line)) for line in done.stdout.splitlines()]
+    return [SchemaCall(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
@@ -63,7 +63,7 @@ def _calls(url: str, folder: Path) -> list[Call]:
     [client for client in CLIENTS if client.package in installed()],
     ids=lambda client: f"{client.package} {client.how}",
 )
-def test_client_gets_what_its_schema_says_for_each_model(made: list[Call], client: Client) -> None:
+def test_client_gets_what_its_schema_says_for_each_model(made: list[SchemaCall], client: SchemaClient) -> None:
     of_client = [call for call in made if (call.client, call.how) == (client.package, client.how)]
     assert {call.model for call in of_client} == MODELS.keys()
     accepted = [call for call in of_client if call.outcome != BY_CLIENT and not is_refused_rightly(call)]
