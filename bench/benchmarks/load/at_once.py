@@ -14,7 +14,7 @@ from typing import Any
 from cellama.bench.harness.engines import context
 from cellama.bench.harness.mixed_load import LoadShape, Sizes, conversations, flat, sizes
 from cellama.bench.harness.workloads import write_lines
-from cellama.bench.peers.offline_peers import Outcome, llama_server
+from cellama.bench.peers.offline_peers import TimedFile, llama_server
 
 from . import ours
 
@@ -33,7 +33,7 @@ class AtOnce:
     computed: dict[str, int] = field(default_factory=dict)  # prompt tokens, in the last round
     slots: dict[str, int] = field(default_factory=dict)
 
-    def note(self, who: str, slots: int, outcome: Outcome) -> None:
+    def note(self, who: str, slots: int, outcome: TimedFile) -> None:
         self.seconds.setdefault(who, []).append(outcome.seconds)
         self.computed[who], self.slots[who] = outcome.num_computed, slots
         print(f"{who}: {outcome.num_lines} requests in {outcome.seconds:.1f} s", flush=True)
@@ -85,7 +85,7 @@ def measure(path: Path, server: Path | None, args: argparse.Namespace) -> AtOnce
         source, target = Path(folder, "lines.jsonl"), Path(folder, "out.jsonl")
         write_lines(source, lines)
         options = options_of(args, longest)
-        ways: dict[str, tuple[int, Callable[[], Outcome]]] = {
+        ways: dict[str, tuple[int, Callable[[], TimedFile]]] = {
             OURS[name]: (args.slots, partial(getattr(ours, name), path, source, target, options)) for name in args.ours
         }
         if server:

@@ -17,7 +17,7 @@ from cellama.bench.harness.engines import CORES, context, model_path
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.workloads import Line, families, independent, trie_optimum, write_lines
 from cellama.bench.peers import offline_peers as peers
-from cellama.bench.peers.offline_peers import Outcome
+from cellama.bench.peers.offline_peers import TimedFile
 from cellama.bench.peers.programs import BATCHED_BENCH, LLAMA_SERVER, program
 
 from . import ours
@@ -68,7 +68,7 @@ class _Workload:
         self._name, self._args, self._path = name, args, model_path(args.model)
         self._length = args.prompt if name == "independent" else args.shared_prompt
         self._lines = self._make(args)
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, TimedFile] = {}
         self.rows: list[dict[str, Any]] = []
 
     def _make(self, args: argparse.Namespace) -> list[Line]:
@@ -120,7 +120,7 @@ class _Workload:
         outcome = peers.llama_server(server, self._path, source, target, best, size, args.threads)
         self._note(BEST_SERVER, outcome, self._lines, f" ({best})")
 
-    def _note(self, who: str, outcome: Outcome, lines: Sequence[Line], more: str = "") -> None:
+    def _note(self, who: str, outcome: TimedFile, lines: Sequence[Line], more: str = "") -> None:
         if outcome.num_lines != len(lines):
             raise RuntimeError(f"{who} gave {outcome.num_lines} results for {len(lines)} lines")
         self._outcomes[who] = outcome
