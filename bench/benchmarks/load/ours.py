@@ -14,12 +14,12 @@ from typing import IO, Any
 from cellama.bench.harness.engines import loaded, run_all, warm_up
 from cellama.bench.harness.service import Service, serving
 from cellama.bench.harness.workloads import read_lines
-from cellama.bench.peers.offline_peers import PATIENCE_S, Outcome, timed, write_result
+from cellama.bench.peers.offline_peers import PATIENCE_S, TimedFile, timed, write_result
 
 _BATCH = [sys.executable, "-c", "from cellama.api.cli import main; main()", "batch"]
 
 
-def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
+def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
     """Our engine without a queue, given the lines in the order of the file: the measure of planning."""
     with loaded(model, **options) as ours:
         warm_up(ours)
@@ -36,7 +36,7 @@ def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> 
         return timed(source, target, run)
 
 
-def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
+def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
     """Our worker, one Celery job per line, in the order of the file."""
 
     def run(out: IO[str]) -> None:
@@ -53,7 +53,7 @@ def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Ou
         return timed(source, target, run)
 
 
-def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
+def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
     """`cellama batch run`, in a process of its own, with one worker."""
 
     def run(result: Path, out: IO[str]) -> None:

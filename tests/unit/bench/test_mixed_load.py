@@ -19,7 +19,7 @@ from cellama.bench.harness.mixed_load import (
     sizes,
 )
 from cellama.bench.harness.workloads import Line, trie_optimum
-from cellama.bench.peers.offline_peers import Outcome
+from cellama.bench.peers.offline_peers import TimedFile
 
 
 def test_load_has_mixed_lengths_within_its_bounds() -> None:
@@ -83,7 +83,7 @@ def test_ratios_of_what_came_at_once_are_over_the_best_server() -> None:
     }
     for who, seconds in times.items():
         for each in seconds:
-            found.note(who, 16, Outcome(20, each, found.load.trie_tokens))
+            found.note(who, 16, TimedFile(20, each, found.load.trie_tokens))
     assert found.best_server == "llama-server -np 32"
     assert found.ratios() == pytest.approx({"at once: engine alone over the best llama-server": 1.5})
     assert found.requests_per_s("llama-server -np 32") == pytest.approx(20 / 15)
