@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cellama.bench.benchmarks.load import arrivals as arrivals_module
-from cellama.bench.benchmarks.load.arrivals import ALONE, BESIDE, OURS, SERVER, Arrivals, Phase, Reading, measure
+from cellama.bench.benchmarks.load.arrivals import ALONE, BESIDE, OURS, SERVER, Arrivals, Phase, StreamTimes, measure
 from cellama.bench.benchmarks.load.mixed import compare
 from cellama.bench.harness.mixed_load import LoadShape
 from cellama.bench.harness.workloads import Line
@@ -24,7 +24,7 @@ class Fake:
         self.num_bulk_done = 0
         self.bulk_before: list[int] = []  # bulk requests that had ended when a request began
 
-    async def stream(self, reading: Reading) -> None:
+    async def stream(self, reading: StreamTimes) -> None:
         self.asked.append(reading.line)
         self.bulk_before.append(self.num_bulk_done)
         for _ in range(3):
@@ -53,8 +53,8 @@ def test_every_rate_comes_alone_and_then_beside_a_bulk_load_in_full_swing(monkey
     assert [phase.bulk_rate > 0 for phase in phases[:2]] == [False, False]
 
 
-def reading(*pieces_s: float) -> Reading:
-    return Reading(Line("a", (1, 2), len(pieces_s)), pieces_s=list(pieces_s))
+def reading(*pieces_s: float) -> StreamTimes:
+    return StreamTimes(Line("a", (1, 2), len(pieces_s)), pieces_s=list(pieces_s))
 
 
 def test_ratios_of_arrivals_are_of_times_and_of_bulk_rates() -> None:
