@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cellama.api import Client
-from cellama.api.batch import serving
+from cellama.api.batch import run
 
 from ...conftest import PATIENCE_S, WorkerProcess
 from .conftest import Commands, stories
@@ -86,7 +86,7 @@ def test_output_of_another_run_is_refused_and_stays(worker: WorkerProcess, comma
 def test_model_that_nobody_serves_fails_its_lines_only(
     worker: WorkerProcess, commands: Commands, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MODEL_PATIENCE_S", 1.0)
+    monkeypatch.setattr(run, "MODEL_PATIENCE_S", 1.0)
     source, target = commands.folder / "in.jsonl", commands.output
     commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "model": "nowhere"}])
     with Client() as client:
