@@ -206,16 +206,10 @@ def _states_in(directory: Path) -> Iterator[KeptFile]:
 
 
 def _sweep(directory: Path) -> int:
-    """Under the lock: remove files whose writers are gone, and pins of nothing; return the bytes that are written."""
-    count = 0
+    """Under the lock: remove files whose writers are gone; return the bytes of those that are being written."""
     with contextlib.suppress(FileNotFoundError):
-        names = set(os.listdir(directory))
-        for name in names:
-            if name.endswith(PIN) and name.removesuffix(PIN) + STATE not in names and is_key(name.removesuffix(PIN)):
-                (directory / name).unlink(missing_ok=True)
-            elif _TEMPORARY.match(name):
-                count += _size_if_written(directory / name)
-    return count
+        return sum(_size_if_written(directory / name) for name in os.listdir(directory) if _TEMPORARY.match(name))
+    return 0
 
 
 def _size_if_written(path: Path) -> int:

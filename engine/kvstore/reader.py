@@ -69,6 +69,7 @@ class StateReader:
             self.memory.expect(self._catalog.largest)
         except Exception:  # the boundary of the thread
             log.exception("kv store: can't look at the directory")
+        self._warm_memory()
         while True:
             try:
                 asked = self._asked.get(timeout=REST_S if self.memory.is_lacking else None)
@@ -94,12 +95,16 @@ class StateReader:
             self._on_used(match.head.key)
 
     def _warm_memory(self) -> None:
+        """Get all pieces of memory that are lacking, until there is something better to do."""
         try:
-            if not self.is_busy:
-                self.memory.add_piece(must_stop=lambda: self.is_busy or not self._asked.empty())
+            while self.memory.is_lacking and not self._has_work():
+                self.memory.add_piece(must_stop=self._has_work)
         except Exception:  # no memory, for instance; the boundary of the thread
             log.exception("kv store: can't provide memory in advance; it is no longer tried")
             self.memory = WarmMemory(0)
+
+    def _has_work(self) -> bool:
+        return self.is_busy or not self._asked.empty()
 
     def _read(self, match: StateMatch) -> KeptState | None:
         path = self._catalog.path_of(match.head.key)

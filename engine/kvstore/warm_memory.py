@@ -33,21 +33,24 @@ class WarmMemory:
         self._max_bytes = max_bytes if sys.platform == "linux" else 0
         self._piece_bytes = 0
         self._pieces: list[mmap.mmap] = []
+        self._unfinished: mmap.mmap | None = None
+        self._touched = 0  # bytes of the unfinished piece that the system has provided
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, list(self._pieces)))
+        return self._touched + sum(map(len, list(self._pieces)))
 
     @property
     def is_lacking(self) -> bool:
         """True if there are fewer pieces than there may be."""
-        has_room = self.num_bytes + self._piece_bytes <= self._max_bytes
-        return self._piece_bytes > 0 and has_room and len(self._pieces) < MAX_PIECES
+        num_pieces = len(self._pieces)
+        return 0 < self._piece_bytes * (num_pieces + 1) <= self._max_bytes and num_pieces < MAX_PIECES
 
     def expect(self, num_bytes: int) -> None:
         """A state may have so many bytes."""
         if self._piece_bytes < num_bytes <= self._max_bytes:
             self._piece_bytes, self._pieces = num_bytes, []
+            self._unfinished, self._touched = None, 0
 
     def take(self, num_bytes: int) -> mmap.mmap:
         """Return memory of this size: a piece, if there is one that fits well."""
@@ -59,11 +62,12 @@ class WarmMemory:
         return piece
 
     def add_piece(self, must_stop: Callable[[], bool]) -> None:
-        """Provide one more piece, unless `must_stop` returns True in between."""
-        piece = new_memory(self._piece_bytes)
+        """Provide one more piece, until `must_stop` returns True; the next call continues with the same piece."""
+        piece = self._unfinished = self._unfinished or new_memory(self._piece_bytes)
         with open("/dev/zero", "rb", buffering=0) as zeros:  # reading leaves Python's lock to other threads
-            for start in range(0, len(piece), STEP_BYTES):
+            while self._touched < len(piece):
                 if must_stop():
                     return
-                zeros.readinto(memoryview(piece)[start : start + STEP_BYTES])
+                self._touched += zeros.readinto(memoryview(piece)[self._touched : self._touched + STEP_BYTES])
         self._pieces.append(piece)
+        self._unfinished, self._touched = None, 0

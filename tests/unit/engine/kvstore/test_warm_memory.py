@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cellama.engine.kvstore.warm_memory import MAX_PIECES, WarmMemory
+from cellama.engine.kvstore.warm_memory import MAX_PIECES, STEP_BYTES, WarmMemory
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is too much could not be given back")
@@ -48,8 +48,10 @@ def test_state_gets_memory_of_its_size_and_a_piece_if_that_fits_well(size: int, 
     taken[size - 1] = taken[0] = 7
 
 
-def test_piece_that_is_given_up_is_not_kept() -> None:
+def test_piece_that_was_stopped_is_continued() -> None:
     memory = WarmMemory(8 * MB)
     memory.expect(4 * MB)
-    memory.add_piece(lambda: True)
-    assert memory.num_bytes == 0
+    memory.add_piece(iter([False, True]).__next__)
+    assert memory.num_bytes == STEP_BYTES
+    memory.add_piece(lambda: False)
+    assert memory.num_bytes == 4 * MB
