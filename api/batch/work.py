@@ -14,7 +14,6 @@ from .lines import BatchLine, LineId, StoredLine
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
 LINES_PER_TRANSACTION = 2000  # of a first reading: the log of a transaction takes room on the disk
-IDS_ARE_JSON = 1  # the version of files whose ids are JSON, so that 7 and "7" are two; in older ones they are texts
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS outdated (id TEXT PRIMARY KEY);
@@ -50,14 +49,6 @@ class WorkFile:
             self._db.execute("PRAGMA temp_store = FILE")
             self._db.execute("PRAGMA cache_size = -8192")
             self._db.executescript(_SCHEMA)
-            if "columns" not in {row[1] for row in self._db.execute("PRAGMA table_info(lines)")}:  # an older file
-                self._db.execute("ALTER TABLE lines ADD COLUMN columns TEXT NOT NULL DEFAULT '{}'")
-            if self._db.execute("PRAGMA user_version").fetchone()[0] < IDS_ARE_JSON:
-                self._db.create_function("as_json", 1, _written)
-                with self.transaction():
-                    self._db.execute("UPDATE lines SET id = as_json(id)")
-                    self._db.execute("UPDATE outdated SET id = as_json(id)")
-                    self._db.execute(f"PRAGMA user_version = {IDS_ARE_JSON}")
         except BaseException:
             self._db.close()
             raise

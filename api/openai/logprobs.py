@@ -21,9 +21,9 @@ def of_chat(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of some tokens of a chat."""
     content = [
         {
-            **_entry(_text(entry), entry["logprob"]),
+            **_entry(entry["text"], entry["logprob"]),
             "top_logprobs": [
-                _entry(text, logprob) for text, (_, logprob) in zip(_tops(entry), entry["top"], strict=True)
+                _entry(text, logprob) for text, (_, logprob) in zip(entry["top_texts"], entry["top"], strict=True)
             ],
         }
         for entry in entries
@@ -36,12 +36,12 @@ def of_text(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict
     decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), first_offset, []
     for entry in entries:
         offsets.append(offset)
-        offset += len(decoder.decode(bytes_of(_text(entry))))
+        offset += len(decoder.decode(bytes_of(entry["text"])))
     return {
-        "tokens": [_text(entry) for entry in entries],
+        "tokens": [entry["text"] for entry in entries],
         "token_logprobs": [max(LEAST, entry["logprob"]) for entry in entries],
         "top_logprobs": [
-            {text: max(LEAST, logprob) for text, (_, logprob) in zip(_tops(entry), entry["top"], strict=True)}
+            {text: max(LEAST, logprob) for text, (_, logprob) in zip(entry["top_texts"], entry["top"], strict=True)}
             for entry in entries
         ],
         "text_offset": offsets,
@@ -50,12 +50,3 @@ def of_text(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "bytes": list(bytes_of(text)), "logprob": max(LEAST, logprob)}
-
-
-def _text(entry: Mapping[str, Any]) -> str:
-    """Of a worker that does not tell texts yet, the token's id."""
-    return str(entry.get("text", f"token_id:{entry['token']}"))
-
-
-def _tops(entry: Mapping[str, Any]) -> Sequence[str]:
-    return entry.get("top_texts") or [f"token_id:{token}" for token, _ in entry["top"]]

@@ -37,9 +37,6 @@ class ResponseRecord:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> ResponseRecord:
-        """Return what `to_json` wrote. Fields that a newer gateway wrote are left out.
-
-        Gateways of cellama 0.1.0 wrote no tenant. "" is a tenant of no caller, so nobody can read such a record.
-        """
-        fields = {"tenant": "", **json.loads(text)}
+        """Return what `to_json` wrote. Fields that a newer gateway wrote are left out."""
+        fields = json.loads(text)
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

@@ -216,20 +216,6 @@ def test_ids_of_two_types_are_two(work: WorkFile) -> None:
     assert (work.is_outdated(7), work.is_outdated("7"), work.is_outdated(big)) == (True, False, True)
 
 
-def test_work_file_of_an_older_version_still_knows_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "old"
-    with contextlib.closing(WorkFile(path)) as work:
-        read(work, line(1, "a"), line(2, "b"))
-        work.finish(work.next_lines("m", 1)[0])
-    with contextlib.closing(sqlite3.connect(path)) as old:  # its ids are texts, as they were
-        old.executescript("UPDATE lines SET id = json_extract(id, '$'); PRAGMA user_version = 0")
-        assert old.execute("SELECT id FROM lines").fetchall() == [("id1",), ("id2",)]
-    for _ in range(2):
-        with contextlib.closing(WorkFile(path)) as work:
-            assert read(work, line(1, "a"), line(2, "b")) == set()
-            assert [each.id for each in work.next_lines("m", 9)] == ["id2"]
-
-
 def test_twin_of_a_line_whose_result_was_found_in_the_output_waits_no_more(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "a"), merge=True)
     assert work.count(TWIN) == 1

@@ -84,10 +84,6 @@ def test_logprobs_have_texts_and_bytes() -> None:
     assert bytes_of("bytes:") == b"bytes:"
 
 
-def test_tokens_of_a_worker_that_does_not_tell_their_texts_are_numbers() -> None:
-    assert of_text([{"token": 7, "logprob": -1.0, "top": [(8, -2.0)]}])["tokens"] == ["token_id:7"]
-
-
 def test_body_of_a_result_that_no_worker_began_is_one_all_the_same() -> None:
     result = {"text": "", "finish_reason": "timeout", "usage": usage_of()}
     assert body_of("generate", "id", [result])["choices"][0]["finish_reason"] == "length"

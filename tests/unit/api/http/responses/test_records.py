@@ -107,12 +107,6 @@ def test_same_key_of_a_tenant_is_the_same_id() -> None:
     assert new_id(None) != new_id(None)
 
 
-def test_record_without_a_tenant_is_nobodys() -> None:
-    fields = json.loads(record().to_json())
-    del fields["tenant"]
-    assert ResponseRecord.of_json(json.dumps(fields)).tenant not in (None, "acme")
-
-
 def test_record_of_a_newer_gateway_is_read() -> None:
     text = json.dumps({**json.loads(record().to_json()), "colour": "red"})
     assert ResponseRecord.of_json(text) == record()
