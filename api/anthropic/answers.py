@@ -66,15 +66,15 @@ _ERRORS = {
 
 def envelope(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
     """The body of an answer that failed, and the data of an event `error` in mid-stream."""
-    told: dict[str, Any] = {"type": _ERRORS.get(status, "api_error"), "message": message}
+    error: dict[str, Any] = {"type": _ERRORS.get(status, "api_error"), "message": message}
     if code == NO_THREADS:
-        told["details"] = {"error_code": code, "unsupported": ["thread"]}
-    return {"type": "error", "error": told, "request_id": request_id}
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, Any]:
     """What was read from a cache is not among its input tokens, unlike OpenAI's. Whatever is read is kept as well, and
-    that costs nothing, so nothing is told as written."""
+    that costs nothing, so no token counts as written."""
     cached = usage["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

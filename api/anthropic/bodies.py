@@ -86,7 +86,7 @@ def _check_stops(value: Any) -> None:
 
 
 def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template is told beside the messages."""
+    """Return the parameters for the chat template, without the messages."""
     params: dict[str, Any] = {"enable_thinking": _thinks(given.get("thinking"))}
     tools = tools_of(given.get("tools", []))
     if tools:

@@ -23,8 +23,8 @@ def messages_of(system: Any, turns: Any) -> list[dict[str, Any]]:
     """All messages, that of the system first."""
     if not isinstance(turns, list) or not turns:
         raise InvalidJob(f"messages is {shorten(turns)}; it must be a list of at least one message")
-    told = _system_of(system)
-    messages = [{"role": "system", "content": told}] if told else []
+    text = _system_of(system)
+    messages = [{"role": "system", "content": text}] if text else []
     for place, turn in enumerate(turns):
         messages += _turn(turn, f"messages.{place}")
     if messages[-1]["role"] == "assistant":
@@ -128,10 +128,10 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, An
 
 def _thought(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Empty for one that was left out of the answer. A signature need not be."""
-    told = {"reasoning": _string(block, "thinking", where)}
+    thought = {"reasoning": _string(block, "thinking", where)}
     if block.get("signature") is not None:
-        told["signature"] = _string(block, "signature", where)
-    return {name: value for name, value in told.items() if value}
+        thought["signature"] = _string(block, "signature", where)
+    return {name: value for name, value in thought.items() if value}
 
 
 def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -31,10 +31,10 @@ class MessageStream:
     _has_begun: bool = False
     _open: str | None = None  # the type of the block that is open
     _index: int = -1  # of that block, or the one before
-    _told: list[dict[str, Any]] = field(default_factory=list)
+    _events: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What is told of an event of the job; nothing of one that says nothing here."""
+        """Return the events that an event of the job becomes."""
         kind = event["type"]
         if kind == "started":
             self.model = event["model"]
@@ -47,8 +47,8 @@ class MessageStream:
             self._delta({"type": "text_delta", "text": event["text"]})
         elif kind == "done":
             self._end(event)
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def _begin(self, num_read: int = 0) -> None:
         """Once. How much of the prompt was cached is known at the end only."""
@@ -57,7 +57,7 @@ class MessageStream:
         self._has_begun = True
         usage = usage_of({"prompt_tokens": num_read, "cached_tokens": 0, "completion_tokens": 0})
         message = begun(self.message_id, self.model, {**usage, "service_tier": TIERS[self.tier]})
-        self._told.append({"type": "message_start", "message": message})
+        self._events.append({"type": "message_start", "message": message})
 
     def _think(self, event: Mapping[str, Any]) -> None:
         self._within("thinking", {"thinking": "", "signature": ""})
@@ -79,8 +79,8 @@ class MessageStream:
         self._close()
         usage = usage_of(done["usage"], self.thinking_tokens)
         end = {"type": "message_delta", "delta": stop_of(done, self.max_tokens), "usage": usage}
-        self._told.append({**end, **warnings_of([done])})
-        self._told.append({"type": "message_stop"})
+        self._events.append({**end, **warnings_of([done])})
+        self._events.append({"type": "message_stop"})
 
     def _within(self, kind: str, block: Mapping[str, Any]) -> None:
         """A block of that type is open."""
@@ -89,14 +89,14 @@ class MessageStream:
             return
         self._close()
         self._open, self._index = kind, self._index + 1
-        self._told.append(
+        self._events.append(
             {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **block}}
         )
 
     def _delta(self, delta: dict[str, Any]) -> None:
-        self._told.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+        self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self) -> None:
         if self._open is not None:
-            self._told.append({"type": "content_block_stop", "index": self._index})
+            self._events.append({"type": "content_block_stop", "index": self._index})
             self._open = None

@@ -124,8 +124,8 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
         return {name: usage.get(name, 0) for name in TOKENS}
     usage = value["response"]["body"].get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    told = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
-    return dict(zip(TOKENS, told, strict=True))
+    counts = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
+    return dict(zip(TOKENS, counts, strict=True))
 
 
 def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:

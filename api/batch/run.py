@@ -48,7 +48,7 @@ MODEL_PATIENCE_S = 30.0  # for a model that no live worker has served: loading o
 
 
 def check_model(redis: Redis, model: str | None) -> None:
-    """Raises UnknownModel for a model that no worker has, while some live: a typo is told before anything is read."""
+    """Raise UnknownModel for a model that no live worker has, so that a typo is reported before the input is read."""
     with reaching_redis():
         workers = live_workers(redis)
     known = sorted({entry["id"] for worker in workers for entry in worker.models})
@@ -60,7 +60,7 @@ def check_model(redis: Redis, model: str | None) -> None:
 
 
 class Serving:
-    """What was seen at the last look."""
+    """Which live workers serve which model, as of the last look."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -69,7 +69,7 @@ class Serving:
         self._missed_since: dict[str, float] = {}
 
     def look(self, wanted: Iterable[str]) -> None:
-        """Reads the registry; `wanted` are the models that lines wait for."""
+        """Read the registry. `wanted` are the models that lines wait for."""
         workers = live_workers(self._redis)
         self._models = {}
         for worker in workers:
@@ -88,15 +88,15 @@ class Serving:
 
     @property
     def num_workers(self) -> int:
-        """Those that serve the model which most of them serve."""
+        """How many workers serve the model that most workers serve."""
         return max((count for count, _ in self._models.values()), default=0)
 
     def of(self, model: str) -> tuple[int, int]:
-        """Live workers that serve a model, and how many lines one of them runs at once."""
+        """Return how many live workers serve a model, and how many lines one of them runs at once."""
         return self._models.get(model, (0, 0))
 
     def unknown(self) -> dict[str, UnknownModel]:
-        """Models that no worker will serve, it seems: workers live, and none has had them for a good while."""
+        """Return the models that no live worker has served for MODEL_PATIENCE_S, with errors for their lines."""
         until = time.monotonic() - MODEL_PATIENCE_S
         there = ", ".join(sorted(name for name in self._models if name != DEFAULT_MODEL)) or "none"
         return {
@@ -146,14 +146,14 @@ class BatchRun:
         self._next_look = 0.0
 
     def run(self) -> str:
-        """Returns the state in which the run ends: completed, cancelled, expired. Raises OSError if a file is full.
+        """Return the state in which the run ends: completed, cancelled, expired. Raises OSError if a disk is full.
 
-        What is in flight when this raises, or is interrupted, is computed to its end and taken by the next command,
-        unless the run is abandoned.
+        Workers finish what is in flight when this raises or is interrupted. The next command takes the results, unless
+        the run is abandoned.
         """
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
         self.progress.in_flight = self._work.in_flight()
-        self._tell("in_progress")
+        self._report("in_progress")
         self._outcomes.write_held()
         ended = None
         while ended is None and (self._chunks or self._work.pending):
@@ -167,17 +167,17 @@ class BatchRun:
                 time.sleep(RETRY_S)
             self._on_progress(self.progress)
         state = ended or "completed"
-        self._tell(state)
+        self._report(state)
         return state
 
     def _turn(self) -> str | None:
-        """One round: chunks out, events in. Returns a state that ends the run before its end."""
+        """Send chunks and take events once. Return the state of a run that ends now, or None."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             self._serving.look(self._work.pending)
             self.progress.workers = self._serving.num_workers
             self.progress.ahead = self._jobs_ahead()
-            self._tell("in_progress")
+            self._report("in_progress")
             if self._batches.take_cancel(self.id):
                 return self._stop("cancelled")
             self._find_lost()
@@ -226,7 +226,7 @@ class BatchRun:
         return len(lines)
 
     def _find_lost(self) -> None:
-        """Chunks that Redis knows no more wait again: it lost them, or they are older than its memory."""
+        """Send the lines of chunks again that Redis has lost, or that have expired there."""
         for name, chunk in list(self._chunks.items()):
             if time.monotonic() - chunk.heard_at > LOST_S:
                 chunk.heard_at = time.monotonic()
@@ -241,7 +241,7 @@ class BatchRun:
         return f"waits in the queue, {self.progress.ahead} jobs are before it" if self.progress.ahead else ""
 
     def _jobs_ahead(self) -> int:
-        """Of the chunk that is the first in the queue, while no line has come back."""
+        """Return how many jobs are ahead of the first chunk in the queue, until the first line has come back."""
         if self.progress.ended:
             return 0
         try:
@@ -250,7 +250,7 @@ class BatchRun:
             return 0
 
     def _fail_all(self, model: str, error: JobError) -> None:
-        """Every line that waits for a model fails."""
+        """Fail all lines that wait for a model."""
         while lines := self._work.next_lines(model, LINES_PER_WRITE):
             self._outcomes.keep([], [(line, {"code": error.code, "message": str(error)}) for line in lines])
 
@@ -292,7 +292,7 @@ class BatchRun:
             failures.append((line, error))
 
     def _end_chunk(self, name: str, *, tried: bool) -> None:
-        """Nothing more comes of a chunk; lines of it that have not ended wait again, or have failed often enough."""
+        """End a chunk: its unfinished lines wait again, or fail after too many attempts."""
         with self._work.transaction():
             self._work.give_back(name, tried=tried)
         for line in self._work.tried_out(MAX_TRIES) if tried else ():
@@ -305,18 +305,18 @@ class BatchRun:
     # The end
 
     def abandon(self) -> None:
-        """Ends what is in flight of a run that can't go on."""
+        """Cancel what is in flight of a run that can't be resumed."""
         with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
-        self._tell("cancelled")
+        self._report("cancelled")
 
     def _revoke_chunks(self) -> None:
         for name in self._chunks:
             self._app.AsyncResult(name).revoke(terminate=True)
 
     def _stop(self, state: str) -> str:
-        """Ends what is in flight; what has come of it until then counts."""
-        self._tell("cancelling" if state == "cancelled" else "finalizing")
+        """Cancel what is in flight, and take the results that it had until then."""
+        self._report("cancelling" if state == "cancelled" else "finalizing")
         self._revoke_chunks()
         until = time.monotonic() + 10
         while self._chunks and time.monotonic() < until:
@@ -325,15 +325,15 @@ class BatchRun:
             self._end_chunk(name, tried=False)
         return state
 
-    def _tell(self, state: str) -> None:
-        """A run goes on without Redis knowing of it; only who asks there sees an older state."""
+    def _report(self, state: str) -> None:
+        """Update the run in Redis. If Redis is away, the run continues, and `status` shows an older state."""
         progress: Mapping[str, Any] = {
             name: getattr(self.progress, name) for name in ("total", "finished", "failed", *TOKENS)
         }
         try:
             self._batches.write(self.id, state=state, output=str(self._output.path.absolute()), **progress)
         except RedisError as error:
-            log.warning("Redis does not hear of run %s: %s", self.id, error)
+            log.warning("run %s: can't update its state in Redis: %s; trying again", self.id, error)
 
 
 def progress_of(work: WorkFile) -> Progress:
@@ -352,7 +352,7 @@ def progress_of(work: WorkFile) -> Progress:
 
 
 def _that_fit(lines: list[StoredLine], room: int) -> list[StoredLine]:
-    """As many as one message may hold. One alone does: that was seen when it was read."""
+    """Return as many lines as fit into one message, but at least one: its size was checked when it was read."""
     size = 0
     fitting: list[StoredLine] = []
     for line in lines:

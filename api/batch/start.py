@@ -71,9 +71,10 @@ def run_batch(
     on_progress: OnProgress = lambda progress: None,
     check: CheckInput | None = None,
 ) -> Summary:
-    """Runs a file to its end, or goes on with it. Raises InvalidJob, OSError; what was finished stays finished.
+    """Run a file to its end, or resume it. Raises InvalidJob, OSError; finished lines stay finished.
 
-    Results for stdout are printed as they come, and errors on stderr unless they have a file; such a run can't go on.
+    Results for stdout are printed as they come, and errors on stderr unless they have a file; such a run can't be
+    resumed. `check` may refuse the input while it is read.
     """
     check_model(redis, options.model)
     check_files(options)
@@ -85,7 +86,7 @@ def run_batch(
         paths = paths_of(output, options.errors)
         is_new = options.overwrite or not paths.work.exists()
         work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
-        opened.enter_context(_told(Batches(redis), work.get("run_id"), options, paths))
+        opened.enter_context(_recorded(Batches(redis), work.get("run_id"), options, paths))
         error_echo = sys.stderr.fileno() if to_stdout and options.errors is None else None
         try:
             lines = _read_input(work, options, paths, on_read, error_echo, check)
@@ -122,7 +123,7 @@ def run_batch(
 
 @contextlib.contextmanager
 def _traced(work: WorkFile) -> Iterator[None]:
-    """What goes on with a run is below the span that began it."""
+    """Spans of a resumed run are below the span that started it."""
     began = {name: text for name in NAMES if (text := work.get(name))}
     with spanning("batch run", began) as own:
         if not began:
@@ -132,7 +133,7 @@ def _traced(work: WorkFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(options: BatchOptions) -> Iterator[None]:
-    """The work file's errors are OSErrors like those of the output."""
+    """Turn errors of the work file into OSErrors, like those of the output."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -141,12 +142,12 @@ def _disk_errors(options: BatchOptions) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(batches: Batches, run_id: str, options: BatchOptions, paths: Paths) -> Iterator[None]:
-    """Redis knows of the run from its first line on. If it could not go on, Redis has what it had of it before."""
+def _recorded(batches: Batches, run_id: str, options: BatchOptions, paths: Paths) -> Iterator[None]:
+    """Record the run in Redis before its input is read. If it can't start, Redis gets the state that it had before."""
     before: dict[str, Any] = {}
     with contextlib.suppress(RedisError):
         before = batches.read(run_id) or {}
-        batches.take_cancel(run_id)  # who begins it again wants it
+        batches.take_cancel(run_id)  # a user who starts it again wants it to run
         source = str(options.input if options.input == STANDARD else options.input.absolute())
         facts = {"input": source, "output": str(paths.output.absolute()), "model": options.model}
         batches.write(run_id, state="validating", **facts)
@@ -169,7 +170,7 @@ def _drop_if_empty(path: Path) -> None:
 
 
 def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
-    """The work file of this output. Raises InvalidJob if the output is not that of such a run."""
+    """Open the work file of this output. Raises InvalidJob if the output is not that of a run."""
     if options.overwrite:
         if paths.work.exists():
             _work_file(paths).close()  # no other command has it
@@ -205,7 +206,7 @@ def _read_input(
     echo: int | None,
     check: CheckInput | None = None,
 ) -> LineFile:
-    """Notes every line of the input, and opens the error file with those that can't be run."""
+    """Add all lines of the input to the work file. Return the error file with the lines that can't be run."""
     fresh = paths.errors.with_name(paths.errors.name + ".part")
     fresh.unlink(missing_ok=True)
     unreadable = LineFile(fresh, echo)
@@ -255,7 +256,7 @@ def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Batch
 
 
 def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:
-    """Raises InvalidJob for an input with nothing in it, or one that has nothing to do with the output."""
+    """Raise InvalidJob for an empty input, and for one that does not belong to the output."""
     name = "stdin" if options.input == STANDARD else repr(str(options.input))
     if not count:
         raise InvalidJob(f"{name} has no lines; is it the right one?")
@@ -279,7 +280,7 @@ def _note(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, unre
 
 
 def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
-    """The output, without results of lines that have changed, and with nothing in it that the work file misses."""
+    """Open the output. Results of lines that have changed are removed; the work file gets results that it misses."""
     output = LineFile(paths.output, echo)
     if work.is_outdated():  # what is done here may be cut off anywhere, and is done again then
         output.close()
@@ -300,7 +301,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 
 
 def _take_over(work: WorkFile, output: LineFile, start: int) -> None:
-    """Note results that the output has from a byte on: a crash came before the work file had them."""
+    """Mark lines as finished whose results follow this byte of the output: a crash came before that."""
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
         if work.finish_by_id(id_of(value)):
@@ -319,7 +320,7 @@ def _stored(options: BatchOptions) -> str:
 
 
 def options_of(output: Path) -> BatchOptions:
-    """The options with which the run of an output was started. Raises InvalidJob."""
+    """Return the options with which the run of an output was started. Raises InvalidJob."""
     paths = paths_of(output)
     if not paths.work.exists():
         raise InvalidJob(f"there is no run for {str(output)!r}: {paths.work.name} is not beside it")

@@ -103,8 +103,8 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Of the router: no such path, or another method."""
-    told = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
-    return await _api_error(request, ApiError(error.status_code, told, headers=error.headers))
+    message = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
+    return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _internal_error(request: Request, _: Exception) -> Response:

@@ -100,13 +100,13 @@ def of_job(error: JobError) -> ApiError:
 
 def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     """An error by the code that crosses processes (docs/reference/errors.md)."""
-    told = message_for_clients(code, message)
-    if told != message:
+    shown = message_for_clients(code, message)
+    if shown != message:
         log.warning("a client gets %s instead of: %s", code, message)
     status = meaning_of(code).http_status
     status = _STATUSES.get(status, status)
     retry = RETRY_AFTER_S if retryable and status in (429, 503, 507) else None
-    return ApiError(status, told, code=_CODES.get(code, code), retry_after_s=retry)
+    return ApiError(status, shown, code=_CODES.get(code, code), retry_after_s=retry)
 
 
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:

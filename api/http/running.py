@@ -1,4 +1,4 @@
-"""The jobs of one request, from their submission to their ends; a client that disconnects cancels them."""
+"""The jobs of one request, from their submission to their ends. A client that disconnects cancels them."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class RunningJobs:
         return JSONResponse(body, headers={**self.headers, **warning_headers(body)})
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Raises ApiError: 403 for a model that is not the caller's, 429 if the caller's limits don't allow it."""
+        """Charge the request. Raises ApiError: 403 for a model that is not allowed, 429 above the caller's limits."""
         self.parsed.caller.check_model(self.model)
         await self._admission.reserve(num_tokens, num_jobs)
 
     async def submit(self, *calls: Call) -> None:
-        """Queues a job by each of these, which get its idempotency key. Raises ApiError."""
+        """Queue a job by each of these calls. Raises ApiError, and InvalidJob for a body that is not valid."""
         key = self.parsed.idempotency_key
         for place, call in enumerate(calls):
             own = key if key is None or len(calls) == 1 else f"{key} {place}"
@@ -98,7 +98,7 @@ class RunningJobs:
                     self.parsed.gateway.afterwards(_cancel_when_there(submitting))
                 raise
             except InvalidJob:
-                raise  # who has mapped the body knows how its fields are called
+                raise  # the endpoint knows how the caller names the fields
             except JobError as error:
                 raise await self.failed(of_job(error)) from None
         with logging_about("", trace_id_here()):
@@ -106,7 +106,7 @@ class RunningJobs:
         await self._check_wait()
 
     async def _check_wait(self) -> None:
-        """Of a long queue each job is asked for its own place: bulk work does not hold up what is urgent."""
+        """If the queue is long, check this job's own position: bulk work does not delay urgent jobs."""
         gateway = self.parsed.gateway
         limit = gateway.settings.gateway_max_wait_s
         if not limit or self.tier == "flex" or await gateway.wait_s(self.model, self.tier) <= limit:
@@ -122,7 +122,7 @@ class RunningJobs:
             )
 
     async def failed(self, error: ApiError) -> ApiError:
-        """The error as the client gets it."""
+        """Return the error as the client gets it."""
         error = of_worker(error, self.names)
         if error.code == "unknown_adapter" and self.parsed.caller.adapters is not None:  # it names others' adapters
             error = ApiError(
@@ -134,17 +134,17 @@ class RunningJobs:
         return await self.failed(of_code(event["code"], event["message"], retryable=event["retryable"]))
 
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
-        """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""
-        async with aclosing(self.told(ping_s)) as told:
-            async for place, event in told:
+        """Yield the events of all jobs with the indices of the jobs, and pings. Raises ApiError when a job fails."""
+        async with aclosing(self.events_and_failures(ping_s)) as events:
+            async for place, event in events:
                 if event["type"] == "error":
                     raise await self._failure(event)
                 if event["type"] == "done" and event["finish_reason"] == "cancelled":
                     raise ApiError(499, f"job {self.jobs[place].id} was cancelled", code="cancelled")
                 yield place, event
 
-    async def told(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
-        """As `events`; a job's failure is an event like others."""
+    async def events_and_failures(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
+        """As `events`, but the failure of a job is an event like others."""
         streams = [job.stream(timeout=math.inf, ping=ping_s) for job in self.jobs]
         async with aclosing(_merged(streams)) as events:
             async for place, event in events:
@@ -170,7 +170,7 @@ class RunningJobs:
         failure of a job on as an event. Raises ApiError, ClientDisconnect.
         """
         keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
-        events = self.told(keepalive_s) if with_failures else self.events(keepalive_s)
+        events = self.events_and_failures(keepalive_s) if with_failures else self.events(keepalive_s)
         first = await unless_gone(self.parsed.request, _next(events)) if waits else None
         if first is not None and first[1]["type"] == "error":
             raise await self._failure(first[1])
@@ -189,7 +189,7 @@ class RunningJobs:
         return EventStream(with_errors(frames_of(all_events()), error_frame), close, self.headers)
 
     async def result(self, place: int = 0) -> Result:
-        """The result of a job that has ended. Raises ApiError."""
+        """Return the result of a job that has ended. Raises ApiError."""
         try:
             result: Result = await self.jobs[place].result(RESULT_S)
         except JobError as error:
@@ -219,7 +219,7 @@ class RunningJobs:
             await self.close()
 
     async def close(self) -> None:
-        """Once, however the request ends. What is left to do is done although the request may be cancelled."""
+        """Cancel unfinished jobs and settle the charge, even if the request is cancelled. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -233,11 +233,11 @@ class RunningJobs:
             gateway.afterwards(self._settle(), until_close=self.is_kept)
 
     def _count_tokens(self) -> None:
-        """Those of jobs whose ends were seen, for Prometheus."""
+        """Count the tokens of jobs whose ends were seen."""
         self.parsed.gateway.counts.count_tokens(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
-        """The request is charged for what its jobs took, once they have ended: soon, if they are cancelled now."""
+        """Charge the request for what its jobs took, once they have ended. Cancelled jobs end soon."""
         going_on = [place for place in range(len(self.jobs)) if place not in self._ended]
         num_tokens = None
         try:
@@ -323,7 +323,7 @@ async def run_one(
     *,
     has_usage: bool = True,
 ) -> tuple[Any, dict[str, str]]:
-    """The result of one job, and what headers its answer has. Raises ApiError, InvalidJob, ClientDisconnect."""
+    """Return the result of one job, and the headers of its answer. Raises ApiError, InvalidJob, ClientDisconnect."""
 
     async def run() -> Any:
         await running.admit(num_tokens)
@@ -344,7 +344,7 @@ async def _cancel_when_there(submitting: asyncio.Future[AsyncJob[Any]]) -> None:
 
 
 async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Placed, None]:
-    """The events of all streams as they come. A slow reader holds all of them up."""
+    """Yield the events of all streams as they come. A slow reader delays all of them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:  # type: ignore[type-var]
             async for event in only:
@@ -364,10 +364,10 @@ async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Placed,
     tasks = [asyncio.ensure_future(read(place, stream)) for place, stream in enumerate(streams)]
     try:
         for _ in streams:
-            while (told := await queue.get()) is not None:
-                if isinstance(told, BaseException):
-                    raise told
-                yield told
+            while (item := await queue.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
     finally:
         for task in tasks:
             task.cancel()
@@ -376,9 +376,8 @@ async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Placed,
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives. When the connection ends before that it is cancelled, and this raises ClientDisconnect.
-
-    The body must have been read.
+    """Return the result of the work. If the client disconnects before, the work is cancelled, and ClientDisconnect is
+    raised. The body must have been read.
     """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -32,7 +32,7 @@ class _Keys(BaseModel):
 class KeyFile:
     """The keys of a file as it is now: it is read again when it has changed.
 
-    One that can't be read then is told in the log, and the keys that were read last go on to count.
+    If it can't be read then, that is logged, and the keys that were read last stay valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,8 +72,8 @@ def read_keys(path: Path) -> dict[str, KeyEntry]:
     try:
         keys = _Keys.model_validate(values).keys
     except ValidationError as error:
-        told = "\n".join(f"{path}: {_explain(problem)}" for problem in error.errors())
-        raise SettingsError(told) from None
+        message = "\n".join(f"{path}: {_explain(problem)}" for problem in error.errors())
+        raise SettingsError(message) from None
     entries = {key.id: key for key in keys}
     if len(entries) < len(keys):
         twice = sorted({key.id for key in keys if sum(key.id == other.id for other in keys) > 1})
@@ -128,9 +128,9 @@ class KeyStore:
             pipe.hlen(api_keys_key())
             pipe.hmget(api_keys_key(), key_ids)
             pipe.hmget(api_keys_used_key(), key_ids)
-            time, num_keys, told, used = await pipe.execute()
+            time, num_keys, values, used = await pipe.execute()
         if self._file is None:
-            entries = [_parsed(value) for value in told]
+            entries = [_parsed(value) for value in values]
         else:
             known = self._file.entries()
             entries, num_keys = [known.get(key_id) for key_id in key_ids], len(known)
@@ -168,9 +168,9 @@ class KeyStore:
             pipe.time()
             pipe.hgetall(api_keys_key())
             pipe.hgetall(api_keys_used_key())
-            time, told, used = await pipe.execute()
-        told = [entry for value in told.values() if (entry := _parsed(value)) is not None]
-        entries = told if self._file is None else list(self._file.entries().values())
+            time, values, used = await pipe.execute()
+        stored = [entry for value in values.values() if (entry := _parsed(value)) is not None]
+        entries = stored if self._file is None else list(self._file.entries().values())
         last = {key_id.decode(): _time(at) for key_id, at in used.items()}
         now, num_keys = seconds_of(time), len(entries)
         found = [Found(entry=one, used_at=last.get(one.id), now=now, num_keys=num_keys) for one in entries]
@@ -192,20 +192,20 @@ def _age(found: Found) -> tuple[float, str]:
     return (0.0 if created_at is None else created_at.timestamp(), found.entry.id)
 
 
-def _time(told: bytes | None) -> float | None:
+def _time(value: bytes | None) -> float | None:
     """None also for what is none: the next use writes over it."""
     try:
-        return None if told is None else float(told)
+        return None if value is None else float(value)
     except ValueError:
         return None
 
 
-def _parsed(told: bytes | None) -> KeyEntry | None:
+def _parsed(value: bytes | None) -> KeyEntry | None:
     """None also for what is no entry, or says more than this version knows: such a key lets no one in."""
-    if told is None:
+    if value is None:
         return None
     try:
-        return KeyEntry.model_validate_json(told)
+        return KeyEntry.model_validate_json(value)
     except ValidationError as error:
         log.error("an entry of %s can't be read, so its key is not accepted: %s", api_keys_key(), error)
         return None

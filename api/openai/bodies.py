@@ -101,14 +101,14 @@ def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: s
     params.setdefault("strict_schema", strict)
 
 
-def schema_of_form(form: Mapping[str, Any], told: str) -> tuple[dict[str, Any] | bool, bool]:
-    """The schema of a `response_format` or `text.format`, which is called `told`, and whether all of it must be
+def schema_of_form(form: Mapping[str, Any], name: str) -> tuple[dict[str, Any] | bool, bool]:
+    """Return the schema of a `response_format` or `text.format`, the parameter `name`, and whether all of it must be
     enforced. Raises InvalidJob."""
     schema, strict = form.get("schema"), form.get("strict")
     if schema is not None and not isinstance(schema, dict | bool):
-        raise InvalidJob(f"{told} is {shorten(form)}: its schema must be a JSON Schema, which is an object")
+        raise InvalidJob(f"{name} is {shorten(form)}: its schema must be a JSON Schema, which is an object")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidJob(f"{told} is {shorten(form)}: its strict must be true or false")
+        raise InvalidJob(f"{name} is {shorten(form)}: its strict must be true or false")
     return {"type": "object"} if schema is None else schema, strict is True
 
 

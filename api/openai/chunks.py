@@ -34,10 +34,10 @@ class Chunks:
     reasoning_tokens: int = 0
     usages: list[Mapping[str, Any]] = field(default_factory=list)
     _created: int = field(default_factory=lambda: int(time.time()))
-    _length: dict[int, int] = field(default_factory=dict)  # characters that each choice has been told
+    _length: dict[int, int] = field(default_factory=dict)  # characters that each choice has been sent
 
     def of(self, place: int, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What is told of an event of the job with this place, but for its end."""
+        """Return the chunks of an event of the job with this index, except for its end."""
         if event["type"] == "started":
             self.model = event["model"]
             return [chunk for index in range(self.n) for chunk in self._first(place * self.n + index)]
@@ -58,29 +58,29 @@ class Chunks:
         return [*first, self._delta(index, delta, logprobs=None if entries is None else of_chat(entries))]
 
     def ends(self, place: int, done: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What is told of a job's end. `choices` are those of its result, if there are several."""
+        """Return the chunks of a job's end. `choices` are those of its result, if there are several."""
         self.usages.append(done["usage"])
         if choices:
             ends = [(c["finish_reason"], c.get("message", {}).get("tool_calls")) for c in choices]
         else:
             ends = [(done["finish_reason"], done.get("tool_calls"))]
-        told: list[dict[str, Any]] = []
+        made: list[dict[str, Any]] = []
         for number, (reason, calls) in enumerate(ends):
             index = place * self.n + number
-            told += self._first(index)
+            made += self._first(index)
             if self.kind != "chat":
                 end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
-                told.append(self._chunk(end))
+                made.append(self._chunk(end))
                 continue
             shown = [{"index": at, **call_of(call)} for at, call in enumerate(calls or [])]
             if shown:
-                told.append(self._delta(index, {"tool_calls": shown}))
-            told.append(self._delta(index, {}, finish_reason_of(reason, calls)))
-        told[-1] |= warnings_of([done])
-        return told
+                made.append(self._delta(index, {"tool_calls": shown}))
+            made.append(self._delta(index, {}, finish_reason_of(reason, calls)))
+        made[-1] |= warnings_of([done])
+        return made
 
     def usage(self) -> list[dict[str, Any]]:
-        """The last chunk, if it was asked for."""
+        """Return the last chunk, if the request wants it."""
         if not self.include_usage:
             return []
         return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]

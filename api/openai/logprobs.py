@@ -32,7 +32,7 @@ def of_chat(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_text(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict[str, Any]:
-    """Of some tokens of a text; `first_offset` is how many characters were told before them."""
+    """Of some tokens of a text; `first_offset` is how many characters were sent before them."""
     decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), first_offset, []
     for entry in entries:
         offsets.append(offset)

@@ -41,18 +41,18 @@ async def heed(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str
     begins with (`response`); `ttl_s` is longer than the job may take. The queue keeps the text and does not read it.
     Raises RedisError.
     """
-    told = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
+    event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):
-        await redis.set(heeded_key(job_id), told, ex=ttl_s)
+        await redis.set(heeded_key(job_id), event, ex=ttl_s)
 
 
 def announced(fields: dict[bytes, bytes]) -> dict[str, str]:
     """What an entry of the stream says: as `announcement`, or as a script of the queue wrote it. Raises ValueError."""
-    told = {name.decode(): value.decode() for name, value in fields.items()}
-    if "heeded" in told:
-        heeded = json.loads(told["heeded"])
-        told = announcement(f"{heeded['kind']}.{_ENDS[told['end']]}", heeded["object"], heeded["tenant"])
-    return announcement(told["type"], told["object"], told["tenant"])
+    event = {name.decode(): value.decode() for name, value in fields.items()}
+    if "heeded" in event:
+        heeded = json.loads(event["heeded"])
+        event = announcement(f"{heeded['kind']}.{_ENDS[event['end']]}", heeded["object"], heeded["tenant"])
+    return announcement(event["type"], event["object"], event["tenant"])
 
 
 def event_id(event_type: str, object_id: str) -> str:

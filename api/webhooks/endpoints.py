@@ -119,14 +119,14 @@ class EndpointStore:
 
     async def all(self) -> list[Endpoint]:
         """Every endpoint, the oldest first."""
-        told: Any = await self._redis.hgetall(webhooks_key())
-        found = [endpoint for value in told.values() if (endpoint := _parsed(value)) is not None]
+        values: Any = await self._redis.hgetall(webhooks_key())
+        found = [endpoint for value in values.values() if (endpoint := _parsed(value)) is not None]
         return sorted(found, key=_age)
 
     async def find(self, endpoint_id: str) -> Endpoint | None:
         """The endpoint of that id."""
-        told: Any = await self._redis.hget(webhooks_key(), endpoint_id)
-        return _parsed(told)
+        value: Any = await self._redis.hget(webhooks_key(), endpoint_id)
+        return _parsed(value)
 
     async def write(self, endpoint: Endpoint) -> None:
         """Redis has it from now on, as it is here."""
@@ -134,8 +134,8 @@ class EndpointStore:
 
     async def turn_off(self, endpoint: Endpoint) -> None:
         """It hears of nothing more, unless it was deleted meanwhile."""
-        told = endpoint.model_copy(update={"state": "off"}).model_dump_json(exclude_none=True)
-        await self._redis.eval(_REPLACE, 1, webhooks_key(), endpoint.id, told)
+        value = endpoint.model_copy(update={"state": "off"}).model_dump_json(exclude_none=True)
+        await self._redis.eval(_REPLACE, 1, webhooks_key(), endpoint.id, value)
 
     async def delete(self, endpoint_id: str) -> bool:
         """It hears of nothing more, also not of what waits for it. False if there was none."""
@@ -150,12 +150,12 @@ def _age(endpoint: Endpoint) -> tuple[float, str]:
     return (0.0 if endpoint.created_at is None else endpoint.created_at.timestamp(), endpoint.id)
 
 
-def _parsed(told: bytes | None) -> Endpoint | None:
+def _parsed(value: bytes | None) -> Endpoint | None:
     """None also for what is no endpoint, or says more than this version knows."""
-    if told is None:
+    if value is None:
         return None
     try:
-        return Endpoint.model_validate_json(told)
+        return Endpoint.model_validate_json(value)
     except ValidationError as error:
         places = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
         log.error("an entry of %s can't be read, so nothing is sent there: wrong are %s", webhooks_key(), places)

@@ -61,8 +61,8 @@ class BatchService:
         self.records = RecordStore(redis, "batch")
 
     async def create(self, order: BatchOrder, caller: Caller, key: str | None, place: str = "") -> Record:
-        """A batch that waits for a driver; the same one for the same idempotency key. Raises ApiError: 429 for a tenant
-        that has too many, 409 for a key that was another batch's. `place` is where its files lie."""
+        """Create a batch that waits for a driver, or return the one of the same idempotency key. `place` is the id of
+        the store with its files. Raises ApiError: 429 for a tenant with too many, 409 for a key of another batch."""
         now = int(await self.records.now())
         record: Record = {
             "id": f"batch_{uuid.uuid4().hex if key is None else _digest(key)[:32]}",
@@ -82,7 +82,7 @@ class BatchService:
             return _same(earlier, record)
         entry = json.dumps([record["id"], caller.tenant])
         with reaching_redis():
-            await self._redis.zadd(http_open_key(), {entry: now})  # first: a record of which no driver hears never ends
+            await self._redis.zadd(http_open_key(), {entry: now})  # first: without it no driver would find the record
             await self._redis.expire(http_open_key(), MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
         await self._check_room(entry, caller)
         if not await self.records.add(record, order.window_s + LIFE_S):
@@ -94,33 +94,33 @@ class BatchService:
         if sum(tenant == caller.tenant for _, tenant, _ in await self.open_batches()) > most:
             with reaching_redis():
                 await self._redis.zrem(http_open_key(), entry)
-            told = (
+            message = (
                 f"{most} batches have not ended, which is the limit (gateway_open_batches); wait for one, or cancel it"
             )
-            raise ApiError(429, told, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
+            raise ApiError(429, message, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
     async def open_batches(self) -> list[OpenBatch]:
-        """All that have not ended, the oldest first."""
+        """Return the batches that have not ended, the oldest first."""
         with reaching_redis():
             found: Any = await self._redis.zrange(http_open_key(), 0, -1, withscores=True)
         return [(*json.loads(entry), made_at) for entry, made_at in found]
 
     async def close(self, batch_id: str, tenant: str | None) -> None:
-        """It has ended, or there is no such batch: no driver looks at it any more."""
+        """Remove a batch from the open ones, so that no driver looks at it any more."""
         with reaching_redis():
             await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
-        """Its driver ends it. Raises ApiError: 409 for one that has ended otherwise, or is about to."""
+        """Ask the driver of a batch to end it. Raises ApiError (409) if it has ended otherwise, or is about to."""
         record = await self.records.find(batch_id, caller)
         done, status = await self.move(record, "cancelling", of=("validating", "in_progress"))
         if not done and status not in ("cancelling", "cancelled"):
-            told = f"batch {batch_id!r} is {status}, and can't be cancelled any more"
-            raise ApiError(409, told, code="batch_has_ended", headers={"x-should-retry": "false"})
+            message = f"batch {batch_id!r} is {status}, and can't be cancelled any more"
+            raise ApiError(409, message, code="batch_has_ended", headers={"x-should-retry": "false"})
         return await self.records.find(batch_id, caller)
 
     async def take_cancel(self, batch_id: str) -> bool:
-        """True if `cellama batch cancel` has asked for its end since the last time."""
+        """Return True if `cellama batch cancel` was called for it since the last time."""
         with reaching_redis():
             return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # as Batches.take_cancel does
 
@@ -155,7 +155,7 @@ class BatchService:
         )
 
     async def shown(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch as OpenAI's clients read it; counts of one that runs are as of a moment ago."""
+        """Return a batch as OpenAI's clients read it. Counts of a running batch are as of a moment ago."""
         counts = record.get("counts")
         if counts is None and record.get("total") is not None:
             with reaching_redis():
@@ -218,6 +218,6 @@ def _window_s(window: Any) -> int:
     found = re.fullmatch(r"([0-9]{1,5})([mhd])", window) if isinstance(window, str) else None
     seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
     if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
-        told = f"completion_window is {shorten(window)}; it must be like '24h', from '1m' to '30d'"
-        raise ApiError(400, told, param="completion_window")
+        message = f"completion_window is {shorten(window)}; it must be like '24h', from '1m' to '30d'"
+        raise ApiError(400, message, param="completion_window")
     return seconds

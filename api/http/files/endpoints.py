@@ -96,8 +96,9 @@ def _checked(form: UploadForm) -> int:
             raise ApiError(400, f"unknown parameter {shorten(name)}; known: file, purpose, expires_after", param=name)
     purpose = fields.get("purpose")
     if purpose != PURPOSE:
-        told = "is missing" if purpose is None else f"is {purpose[:MAX_PURPOSE_CHARS]!r}"
-        raise ApiError(400, f"purpose {told}; files here are for batches, so it must be {PURPOSE!r}", param="purpose")
+        problem = "is missing" if purpose is None else f"is {purpose[:MAX_PURPOSE_CHARS]!r}"
+        message = f"purpose {problem}; files here are for batches, so it must be {PURPOSE!r}"
+        raise ApiError(400, message, param="purpose")
     if not form.num_bytes:
         raise ApiError(400, "the file has nothing in it", param="file")
     return _life(fields)

@@ -60,13 +60,13 @@ class FileService:
         self._incoming: dict[str | None, list[int]] = {}  # by tenant, the sizes of uploads to this gateway
 
     async def place(self) -> str:
-        """The id of where the contents lie: only gateways that see them can drive their batches. Raises OSError."""
+        """Return the id of the store: only gateways with this store can drive its batches. Raises OSError."""
         if self.known_place is None:
             self.known_place = await in_thread(FILES, give_identity, self.store)
         return self.known_place
 
     async def look_at_place(self) -> str | None:
-        """The same as it is now; None while nothing has been put there. Raises OSError."""
+        """Read the id of the store again. Return None while the store is empty. Raises OSError."""
         self.known_place = await in_thread(FILES, identity_of, self.store)
         return self.known_place
 
@@ -129,7 +129,7 @@ class FileService:
         return record
 
     async def open(self, file_id: str) -> BinaryIO:
-        """Raises ApiError: 404 for contents that are gone, 503 where they can't be reached."""
+        """Open the contents. Raises ApiError: 404 if they are gone, 503 if the store can't be reached."""
         try:
             return await in_thread(FILES, self.store.open, file_id)
         except FileNotFoundError:
@@ -138,11 +138,11 @@ class FileService:
             raise unavailable(error) from None
 
     async def blocks(self, file_id: str) -> Iterator[bytes]:
-        """Its contents in pieces; reading them blocks. Raises ApiError."""
+        """Return the contents in pieces. Reading them blocks. Raises ApiError."""
         return blocks_of(await self.open(file_id))
 
     async def delete(self, record: Mapping[str, Any]) -> None:
-        """It is not there any more: for clients first, then on disk. Raises OSError."""
+        """Delete a file: first for clients, then in the store. Raises OSError."""
         await self.records.forget(record["id"], record["tenant"])
         # What lies in another place is deleted by the sweep there.
         await self._forget_contents(record["id"], http_expiring_key(await self.place()))
@@ -176,5 +176,5 @@ class FileService:
 
 def shown(record: Mapping[str, Any]) -> dict[str, Any]:
     """A file as OpenAI's clients read it."""
-    told = {name: record[name] for name in ("id", "bytes", "created_at", "filename", "purpose", "status")}
-    return {**told, "object": "file", "expires_at": record["gone_at"], "status_details": None}
+    shown = {name: record[name] for name in ("id", "bytes", "created_at", "filename", "purpose", "status")}
+    return {**shown, "object": "file", "expires_at": record["gone_at"], "status_details": None}

@@ -220,7 +220,7 @@ def fetch(store: FileStore, name: str, local: Path) -> None:
 
 
 def unavailable(error: OSError) -> ApiError:
-    """Return what a client is told of a disk, without paths of this machine, and log the rest."""
+    """Return the error for the client, without paths of this machine, and log the cause."""
     log.error("files can't be written or read: %s", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = "the gateway has no room for files now; delete some"

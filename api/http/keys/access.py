@@ -154,14 +154,14 @@ def _over_limit(
     entry: KeyEntry, decision: LimitDecision, num_tokens: int, num_jobs: int, headers: dict[str, str]
 ) -> ApiError:
     requests, tokens, jobs = entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs
-    told = {
+    reason = {
         "requests": f"{decision.num_requests} of {requests} requests per minute were made",
         "tokens": f"{decision.num_tokens} of {tokens} tokens per minute are taken, and this one may take {num_tokens}",
         "jobs": f"it may have {jobs} jobs at the same time, and with this request it would have more",
         "too large": f"this request may take {num_tokens} tokens, but {tokens} per minute are all; ask for fewer",
         "too many": f"this request is {num_jobs} jobs, but {jobs} at the same time are all; ask for fewer prompts or n",
     }[decision.said]
-    message = f"the API key {entry.id} is at its limit: {told}"
+    message = f"the API key {entry.id} is at its limit: {reason}"
     if decision.is_hopeless:
         return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, "x-should-retry": "false"})
     wait_s = JOBS_RETRY_S if decision.said == "jobs" else decision.wait_s

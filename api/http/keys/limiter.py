@@ -33,18 +33,18 @@ class Gathering(Generic[Q, A]):
     they take one connection and few round trips. For one event loop."""
 
     def __init__(self, answer: Callable[[Sequence[Q]], Awaitable[Sequence[A | BaseException]]]) -> None:
-        """`answer` gives an answer to each question, or what it meets with it; what it raises is told to all."""
+        """`answer` returns an answer or an error for each question. If it raises, all callers get the error."""
         self._answer = answer
         self._waiting: list[tuple[Q, asyncio.Future[A]]] = []
         self._working: asyncio.Task[None] | None = None
 
     async def ask(self, question: Q) -> A:
-        """The answer. If the one who asks is cancelled, the question is asked all the same."""
-        told: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._waiting.append((question, told))
+        """Return the answer. A caller that is cancelled does not cancel the question."""
+        future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._waiting.append((question, future))
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
-        return await told
+        return await future
 
     async def _work(self) -> None:
         while self._waiting:
@@ -54,13 +54,13 @@ class Gathering(Generic[Q, A]):
                 answers = await self._answer([question for question, _ in page])
             except Exception as error:  # it is for those who have asked, and the others are still to be answered
                 answers = [error] * len(page)
-            for (_, told), answer in zip(page, answers, strict=True):
-                if told.done():
+            for (_, future), answer in zip(page, answers, strict=True):
+                if future.done():
                     continue  # cancelled
                 if isinstance(answer, BaseException):
-                    told.set_exception(answer)
+                    future.set_exception(answer)
                 else:
-                    told.set_result(answer)
+                    future.set_result(answer)
 
 
 log = logging.getLogger(__name__)

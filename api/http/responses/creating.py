@@ -72,8 +72,8 @@ async def _ended(parsed: ParsedRequest, records: ResponseStore, response_id: str
     except ApiError as error:
         if error.status != 404:
             raise
-        told = f"{_FIELD}: {error.message}; send the whole conversation as input"
-        raise ApiError(404, told, code="previous_response_not_found", param=_FIELD) from None
+        message = f"{_FIELD}: {error.message}; send the whole conversation as input"
+        raise ApiError(404, message, code="previous_response_not_found", param=_FIELD) from None
     if not standing.has_ended or standing.response["status"] == "failed":
         status = standing.response["status"]
         raise ApiError(

@@ -92,8 +92,8 @@ class ResponseStore:
             await self._redis.delete(response_key(record.id), heeded_key(record.job_id))
 
     async def forget(self, record: ResponseRecord) -> None:
-        """Takes away all that is told of the response. Its job must have ended; what Celery is told of that comes a
-        moment later, and would stay behind."""
+        """Delete everything of the response. Its job must have ended. Celery gets the job's result a moment later; this
+        waits for it, so that no result stays behind."""
         deadline = time.monotonic() + TOLD_S
         while time.monotonic() < deadline and not await self._is_told(record.job_id):
             await asyncio.sleep(TOLD_LOOK_S)

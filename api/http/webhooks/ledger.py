@@ -52,17 +52,17 @@ class DeliveryLedger:
     async def spread(self, entry_id: bytes, fields: dict[bytes, bytes], endpoints: Sequence[Endpoint]) -> None:
         """Each endpoint that wants the event gets a delivery, and the entry is gone."""
         try:
-            told = announced(fields)
+            event = announced(fields)
         except (ValueError, KeyError, TypeError) as error:  # of another version
             log.error("an entry of %s can't be read and is left out: %r", webhook_events_key(), error)
             await self._redis.xdel(webhook_events_key(), entry_id)
             return
-        event = event_id(told["type"], told["object"])
-        wanting = [endpoint.id for endpoint in endpoints if endpoint.wants(told["type"], told["tenant"])]
-        pairs = [part for endpoint in wanting for part in (f"{event}:{endpoint}", endpoint)]
+        kind, object_id, own_id = event["type"], event["object"], event_id(event["type"], event["object"])
+        wanting = [endpoint.id for endpoint in endpoints if endpoint.wants(kind, event["tenant"])]
+        pairs = [part for endpoint in wanting for part in (f"{own_id}:{endpoint}", endpoint)]
         await self._scripts["spread"](
             keys=[webhook_events_key(), webhook_due_key()],
-            args=[entry_id, webhook_delivery_key(""), KEPT_S, event, told["type"], told["object"], *pairs],
+            args=[entry_id, webhook_delivery_key(""), KEPT_S, own_id, kind, object_id, *pairs],
         )
 
     async def take(

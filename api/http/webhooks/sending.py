@@ -103,14 +103,14 @@ class DeliveryOutcome:
 
 def body_of(delivery: Delivery) -> bytes:
     """What is said; the same in each attempt."""
-    told = {
+    value = {
         "id": delivery.event_id,
         "object": "event",
         "type": delivery.type,
         "created_at": delivery.created_at,
         "data": {"id": delivery.object_id},
     }
-    return json.dumps(told, separators=(",", ":")).encode()
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 class Sender:
@@ -164,5 +164,5 @@ class Sender:
 
 def _retry_after(answer: httpx.Response) -> float:
     """In seconds; dates are not read."""
-    told = answer.headers.get("retry-after", "")
-    return float(min(int(told), MOST_RETRY_AFTER_S)) if told.isdecimal() and len(told) < 10 else 0.0
+    value = answer.headers.get("retry-after", "")
+    return float(min(int(value), MOST_RETRY_AFTER_S)) if value.isdecimal() and len(value) < 10 else 0.0

@@ -34,14 +34,14 @@ class Fold:
         self._end: dict[str, Any] = {}
 
     def begin(self) -> list[dict[str, Any]]:
-        """What is told before the first event of the journal: of the record alone."""
-        told = [{"type": "response.created", "response": self.response()}]
+        """Return the events before the first one of the journal, which need the record alone."""
+        events = [{"type": "response.created", "response": self.response()}]
         if self._record.background:
-            told.append({"type": "response.queued", "response": self.response()})
-        return self._numbered(told)
+            events.append({"type": "response.queued", "response": self.response()})
+        return self._numbered(events)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What is told of the next event of the journal."""
+        """Return the events that the next event of the journal becomes."""
         kind = event["type"]
         if kind == "started":
             self._status = "in_progress"
@@ -104,8 +104,8 @@ class Fold:
         self._status = status
         return {"type": f"response.{status}", "response": self.response()}
 
-    def _numbered(self, told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        numbered = [{**event, "sequence_number": number} for number, event in enumerate(told, self._next)]
+    def _numbered(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._next)]
         self._next += len(numbered)
         return numbered
 
