@@ -52,8 +52,12 @@ class AdapterSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: str = Field(min_length=1, description="path of an adapter's GGUF file, or hf://ORG/REPO/FILE")
-    scale: float = Field(default=1.0, allow_inf_nan=False, description="for jobs that do not choose; 0 = not for them")
+    source: str = Field(min_length=1, description="Path of the adapter's GGUF file, or hf://ORG/REPO/FILE.")
+    scale: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="Scale for jobs that do not choose adapters. 0 uses the adapter only for jobs that name it.",
+    )
 
 
 def _to_adapter(value: Any) -> Any:
@@ -76,56 +80,95 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(min_length=1, pattern=MODEL_ID, description="its name in queues and calls; default: its file's")
-    source: str = Field(min_length=1, description="path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny")
-    hub_cache_dir: str | None = Field(default=None, description="of files from the hub; default: the hub's own")
-    hub_token: str | None = Field(default=None, repr=False, description="for the hub; default: HF_TOKEN")
-    hub_force: bool = Field(default=False, description="fetch from the hub what is in the cache already")
-    hub_offline: bool = Field(default=False, description="use the hub's cache only")
-    default: bool = Field(default=False, description="serves jobs for the model `:default`")
+    id: str = Field(
+        min_length=1,
+        pattern=MODEL_ID,
+        description="Name of the model in queues and calls (default: the name of its file).",
+    )
+    source: str = Field(min_length=1, description="Path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny.")
+    hub_cache_dir: str | None = Field(
+        default=None, description="Directory for files from the Hugging Face hub (default: the hub's own)."
+    )
+    hub_token: str | None = Field(default=None, repr=False, description="Access token for the hub (default: HF_TOKEN).")
+    hub_force: bool = Field(default=False, description="Download files from the hub even if they are in its cache.")
+    hub_offline: bool = Field(default=False, description="Use only files that are in the hub's cache.")
+    default: bool = Field(default=False, description="Serve jobs for the model `:default`.")
     capabilities: tuple[Capability, ...] | None = Field(
-        default=None, min_length=1, description="generate, chat, embed, rerank; default: what suits the file"
+        default=None,
+        min_length=1,
+        description="Any of generate, chat, embed and rerank (default: what suits the file).",
     )
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
-        default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale"
+        default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale."
     )
-    n_parallel: AutoInt = Field(default=None, ge=1, le=256, description="slots: requests in one batch; auto: 8")
-    n_ctx: int | None = Field(default=None, ge=1, description="context of all slots together, in tokens")
-    ctx_per_slot: int | None = Field(default=None, ge=1, description="context of each slot, in tokens")
-    kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="of the KV cache")
-    cache_prompt: bool = Field(default=True, description="share prefixes between requests")
+    n_parallel: AutoInt = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="Number of slots, which is the number of requests in one batch (auto: 8).",
+    )
+    n_ctx: int | None = Field(default=None, ge=1, description="Context of all slots together, in tokens.")
+    ctx_per_slot: int | None = Field(default=None, ge=1, description="Context of each slot, in tokens.")
+    kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="Layout of the KV cache.")
+    cache_prompt: bool = Field(default=True, description="Share prefixes between requests.")
     cache_ram_bytes: AutoInt = Field(
-        default=None, ge=0, description="quota of KV states kept in RAM; 0 = none; auto: up to 1 GiB of what is left"
+        default=None,
+        ge=0,
+        description="Quota in bytes of KV states kept in RAM. 0 keeps none; auto: up to 1 GiB of the free memory.",
     )
-    cache_dir: str | None = Field(default=None, min_length=1, description="folder of KV states; default: the worker's")
+    cache_dir: str | None = Field(
+        default=None, min_length=1, description="Directory of KV states on disk (default: that of the worker)."
+    )
     cache_disk_bytes: int | None = Field(
-        default=None, ge=0, description="quota of that folder; 0 = no states on disk; default: that of the worker"
+        default=None,
+        ge=0,
+        description="Quota in bytes of that directory (default: that of the worker). 0 keeps no states on disk.",
     )
-    n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
-    n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
+    n_batch: int = Field(
+        default=2048, ge=1, description="Maximum number of tokens per step, split into micro-batches of n_ubatch."
+    )
+    n_ubatch: AutoInt = Field(
+        default=None, ge=1, description="Maximum number of tokens per micro-batch in llama.cpp (auto: 512)."
+    )
     chunk_size: AutoInt = Field(
-        default=None, ge=1, description="prompt tokens per slot and step, up to n_ubatch; auto: 512, if that allows it"
+        default=None,
+        ge=1,
+        description="Prompt tokens per slot and step, at most n_ubatch (auto: 512, or n_ubatch if that is less).",
     )
     threads: AutoInt = Field(
-        default=None, ge=1, le=512, description="CPU threads; auto: all cores, shared with other workers and programs"
+        default=None,
+        ge=1,
+        le=512,
+        description="Number of CPU threads (auto: all cores, shared with other workers and programs).",
     )
-    n_gpu_layers: int = Field(default=-1, ge=-1, description="layers on the GPU; -1 = all")
-    flash_attention: Literal["auto", "on", "off"] = Field(default="auto", description="auto: where the device has it")
-    cache_type_k: CacheType = Field(default="f16", description="of the keys in the KV cache; smaller ones save memory")
+    n_gpu_layers: int = Field(default=-1, ge=-1, description="Number of layers on the GPU. -1 puts all there.")
+    flash_attention: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Flash attention (auto: on if the device supports it)."
+    )
+    cache_type_k: CacheType = Field(
+        default="f16", description="Type of the keys in the KV cache. Smaller types save memory."
+    )
     cache_type_v: CacheType = Field(
-        default="f16", description="of the values in the KV cache; quantized ones need flash attention"
+        default="f16", description="Type of the values in the KV cache. Quantized types need flash attention."
     )
-    speculation: Literal["auto", "off"] = Field(default="off", description="auto: guess tokens where that pays")
-    draft: str | None = Field(default=None, min_length=1, description="source of a small model that guesses as well")
+    speculation: Literal["auto", "off"] = Field(
+        default="off", description="Speculative decoding. auto drafts tokens while that is faster."
+    )
+    draft: str | None = Field(
+        default=None, min_length=1, description="Source of a small model that drafts tokens as well."
+    )
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
-        default="auto", description="of embeddings; none = a vector per token, rank = no embeddings, scores"
+        default="auto",
+        description="Pooling of embeddings. none gives a vector per token, rank gives scores instead of vectors.",
     )
     control_tokens_in_text: bool = Field(
-        default=False, description="messages and reranked texts may write control tokens, and so forge turns"
+        default=False,
+        description="Accept control tokens in messages and in reranked texts. Their authors can then forge turns.",
     )
     sampling: dict[str, JsonValue] | None = Field(
         default=None,
-        description="of jobs that do not say otherwise: temperature, top_k, … grammar_root; all but logprobs, n, stop",
+        description="Defaults of sampling parameters, such as temperature, for jobs that do not set them. All except "
+        "logprobs, n and stop.",
     )
     logits_processors: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
         default=(), description="own logits processors by import path, package.module:name, in the order of use"
@@ -133,7 +176,7 @@ class ModelSettings(BaseModel):
     batch_strategy: str = Field(
         default="adaptive",
         pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",
-        description="adaptive, decode_maximal, prefill_priority, balanced, or package.module:Class",
+        description="Batch strategy: adaptive, decode_maximal, prefill_priority, balanced, or package.module:Class.",
     )
 
 
@@ -147,177 +190,232 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
     redis_url: str = Field(
-        default="redis://127.0.0.1:6379/0", repr=False, description="broker, results, events; see docs/redis.md"
+        default="redis://127.0.0.1:6379/0",
+        repr=False,
+        description="URL of the Redis for jobs, results and events (docs/redis.md).",
     )
     key_prefix: str = Field(
         default=DEFAULT_KEY_PREFIX,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="first part of all Redis keys and queue names; installations that share a database need different "
-        "ones. The workers, producers and gateways of an installation need the same one",
+        description="First part of all Redis keys and queue names. All processes of an installation need the same "
+        "one; installations that share a database need different ones.",
     )
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
         default=(TINY,),
         min_length=1,
-        description="what a worker loads: [ID=]SOURCE,…, a JSON list, or [[models]] tables",
+        description="Models that a worker loads: [ID=]SOURCE,…, a JSON list, or [[models]] tables.",
     )
     memory_budget: int | Literal["auto", "unlimited"] = Field(
-        default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
+        default="auto", description="Memory for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB."
     )
     cache_dir: str | None = Field(
-        default=None, min_length=1, description="folder of KV states on disk, which workers may share; default: none"
+        default=None,
+        min_length=1,
+        description="Directory of KV states on disk, which workers can share (default: none).",
     )
-    cache_disk_bytes: int = Field(default=8 << 30, ge=0, description="quota of that folder, for all that share it")
-    on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
-    pool: str = Field(default="default", min_length=1, description="its workers have the same models at run time")
-    look_ahead: int = Field(default=4, ge=0, description="jobs of a model that a worker takes beyond its slots")
+    cache_disk_bytes: int = Field(
+        default=8 << 30, ge=0, description="Quota in bytes of that directory, for all workers that share it."
+    )
+    on_full: OnFull = Field(
+        default="refuse", description="Action if a model does not fit into the budget: refuse it, or evict idle models."
+    )
+    pool: str = Field(
+        default="default",
+        min_length=1,
+        description="Worker pool. All workers of a pool get the models that are loaded at run time.",
+    )
+    look_ahead: int = Field(
+        default=4, ge=0, description="Number of jobs of a model that a worker holds beyond its slots."
+    )
     default_timeout_s: int = Field(
         default=3600,
         ge=0,
         le=limits.MAX_TIMEOUT_S,
-        description="`timeout` of jobs with priorities 0 to 5 that name none; 0 = none; bulk jobs have none",
+        description="Timeout in seconds of jobs with priorities 0 to 5 that set none. 0 disables it. Bulk jobs have "
+        "no default timeout.",
     )
-    lease_s: int = Field(default=6, ge=3, description="a worker silent for so long loses its jobs; alike for all")
-    drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
+    lease_s: int = Field(
+        default=6,
+        ge=3,
+        description="Lease in seconds. A worker that is silent for so long loses its jobs. All workers need the same.",
+    )
+    drain_s: int = Field(
+        default=30,
+        ge=0,
+        description="Time in seconds for a stopping worker to finish its jobs. Then it hands them to other workers.",
+    )
     hang_s: int = Field(
         default=10,
         ge=0,
-        description="a thread that serves many and makes no step for so long, and for 30 times as long as before, "
-        "ends its worker; 0 = never",
+        description="Watchdog timeout in seconds. A worker exits if a shared thread, such as that of an engine, makes "
+        "no progress for so long, and for 30 times as long as usual. 0 disables it.",
     )
-    max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="size of a job, as JSON")
-    show_prompts: bool = Field(default=False, description="let Flower and the logs show prompts and texts")
+    max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job, as JSON, in bytes.")
+    show_prompts: bool = Field(default=False, description="Show prompts and texts in Flower and in the logs.")
     reasoning_key: SecretStr | None = Field(
-        default=None, description="signs reasoning, so that it can't be changed by those who send it back"
+        default=None,
+        description="Key that signs reasoning, so that clients can't change reasoning that they send back.",
     )
-    event_ttl_s: int = Field(default=3600, ge=1, description="life of a journal after the end of its job")
+    event_ttl_s: int = Field(
+        default=3600, ge=1, description="Time in seconds that a journal is kept after the end of its job."
+    )
     journal_ttl_s: int = Field(
         default=86400,
         ge=1,
-        description="seconds for which Redis keeps what an unfinished job builds on: the context of its "
-        "`parent_key`, and the gateway's record of its response",
+        description="Time in seconds that Redis keeps what an unfinished job needs: the context of its `parent_key`, "
+        "and the gateway's record of its response.",
     )
-    journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
-    result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
+    journal_max_events: int = Field(
+        default=100_000, ge=1, description="Approximate maximum number of events kept per job."
+    )
+    result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that a result is kept.")
     middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
         default_factory=list,
         description="package.module:Class of each middleware that workers run (docs/how-to/middleware.md)",
     )
     telemetry_hook: str | None = Field(
-        default=None, pattern=r"^[\w.]+:\w+$", description="package.module:name, called in workers with each event"
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description="Function that workers call with each telemetry event: package.module:name.",
     )
     telemetry_log: Literal["off", "requests", "steps"] = Field(
-        default="off", description="events as lines of JSON in the log: of requests, or of steps, too"
+        default="off",
+        description="Telemetry events that are logged as JSON lines: none, those of requests, or those of steps as "
+        "well.",
     )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
-        description="of the embedded Redis, logs of `cellama up`, the gateway's files; default: ~/.local/share/cellama",
+        description="Directory of the embedded Redis, the logs of `cellama up` and the gateway's files (default: "
+        "~/.local/share/cellama).",
     )
 
     # Logs and traces (docs/operations/monitoring.md)
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="of every process")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Log level of all processes."
+    )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="json: each line is an object, with the job's id and its trace's where there are"
+        default="text", description="Log format. json writes an object per line, with the ids of the job and its trace."
     )
     traces: bool = Field(
         default=False,
-        description="spans of jobs for OpenTelemetry, in workers, gateways and who sends jobs; its own variables "
-        "(`OTEL_EXPORTER_OTLP_ENDPOINT`, …) say where they go",
+        description="Send spans of jobs to OpenTelemetry, from workers, gateways and producers. Its own variables "
+        "(`OTEL_EXPORTER_OTLP_ENDPOINT`, …) set the destination.",
     )
-    trace_contents: bool = Field(default=False, description="spans have prompts and what was generated, too")
+    trace_contents: bool = Field(default=False, description="Add prompts and generated texts to spans.")
 
     # Metrics (docs/operations/monitoring.md)
     metrics_port: int | None = Field(
         default=None,
         ge=1,
         le=65535,
-        description="of a worker's `/metrics`; each of a machine has its own; default: none",
+        description="Port of a worker's `/metrics` (default: none). Each worker of a machine needs its own.",
     )
     metrics_host: str = Field(
-        default="127.0.0.1", min_length=1, description="address of that port; whoever reaches it reads it without a key"
+        default="127.0.0.1", min_length=1, description="Address of that port. No key is needed to read from it."
     )
     gateway_metrics_token: SecretStr | None = Field(
         default=None,
-        description="opens the gateway's `/metrics` (`Authorization: Bearer …`), 16 characters or more; default: it is "
-        "for this machine only",
+        description="Bearer token for the gateway's `/metrics`, 16 characters or more. Without it, only this machine "
+        "can read the metrics.",
     )
     board_url: str | None = Field(
-        default=None, pattern=r"^https?://\S+$", description="of the board in Grafana: Flower links to it"
+        default=None, pattern=r"^https?://\S+$", description="URL of the Grafana board, to which Flower links."
     )
 
     # The gateway (docs/how-to/gateway.md)
-    gateway_max_body_bytes: int = Field(default=16 << 20, ge=1024, description="size of a request's body over HTTP")
+    gateway_max_body_bytes: int = Field(
+        default=16 << 20, ge=1024, description="Maximum size of a request's body, in bytes."
+    )
     gateway_bodies_bytes: int = Field(
         default=512 << 20,
         ge=1024,
-        description="memory for the bodies of all requests that are being handled; more get 503",
+        description="Memory in bytes for the bodies of all requests in progress. More requests get 503.",
     )
     gateway_key_bodies_bytes: int = Field(
-        default=128 << 20, ge=1024, description="the same for the requests of one API key; more get 429"
+        default=128 << 20,
+        ge=1024,
+        description="Memory in bytes for the bodies of one API key's requests in progress. More requests get 429.",
     )
     gateway_max_requests: int = Field(
-        default=4096, ge=1, description="requests that are handled at the same time, streams included; more get 503"
+        default=4096,
+        ge=1,
+        description="Maximum number of requests in progress, including streams. More requests get 503.",
     )
     gateway_head_timeout_s: int = Field(
         default=10,
         ge=1,
-        description="seconds that a connection may take to send the head of a request; then it is closed. Of "
-        "`cellama gateway` only: an app that is mounted leaves this to its server",
+        description="Timeout in seconds for the head of a request, after which the connection is closed. Only "
+        "`cellama gateway` has it; a mounted app leaves this to its server.",
     )
     gateway_body_timeout_s: int = Field(
         default=30,
         ge=1,
-        description="seconds that a body may stay behind 8 KiB per second; then the request gets 408",
+        description="Time in seconds that a body may be slower than 8 KiB per second. Then the request gets 408.",
     )
     gateway_max_wait_s: int = Field(
         default=600,
         ge=0,
-        description="requests that would wait longer for a slot get 429, but for those of the tier `flex`; 0 = none do",
+        description="Maximum expected wait for a slot, in seconds. Requests that would wait longer get 429, except "
+        "those of the tier `flex`. 0 disables the limit.",
     )
     gateway_keepalive_s: int = Field(
-        default=10, ge=1, description="after so long without a token a stream gets a comment, the first time, too"
+        default=10,
+        ge=1,
+        description="Interval in seconds of comments in a stream that has no tokens, also before the first one.",
     )
     gateway_keys_file: Path | None = Field(
-        default=None, description="TOML or JSON with API keys; default: those that `cellama keys` keeps in Redis"
+        default=None,
+        description="TOML or JSON file with API keys (default: the keys that `cellama keys` stores in Redis).",
     )
     gateway_files_dir: str | None = Field(
         default=None,
-        description="where files and batches lie: a directory that all gateways see, or a URL for fsspec (`s3://…`); "
-        "default: `gateway` in `data_dir`",
+        description="Place of files and batches: a directory that all gateways share, or a URL for fsspec such as "
+        "`s3://…` (default: `gateway` in `data_dir`).",
     )
     gateway_work_dir: Path | None = Field(
         default=None,
-        description="where batches run if `gateway_files_dir` is a URL: a directory of this machine; default: "
-        "`gateway` in `data_dir`",
+        description="Local directory in which batches run if `gateway_files_dir` is a URL (default: `gateway` in "
+        "`data_dir`).",
     )
-    gateway_max_file_bytes: int = Field(default=200 << 20, ge=1024, description="size of a file for batches")
+    gateway_max_file_bytes: int = Field(
+        default=200 << 20, ge=1024, description="Maximum size of a batch file, in bytes."
+    )
     gateway_tenant_files: int = Field(
         default=1000,  # each upload counts them: some 5 ms of Redis' time for as many
         ge=1,
-        description="files that a tenant may have, those of its batches' answers included; more uploads get 429",
+        description="Maximum number of a tenant's files, including the results of its batches. More uploads get 429.",
     )
     gateway_tenant_file_bytes: int = Field(
-        default=5 << 30, ge=1024, description="size of all files that a tenant may have; more uploads get 429"
+        default=5 << 30, ge=1024, description="Maximum size in bytes of all files of a tenant. More uploads get 429."
     )
-    gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="requests in a file for batches")
+    gateway_max_batch_lines: int = Field(
+        default=50_000, ge=1, description="Maximum number of requests in a batch file."
+    )
     gateway_batches_at_once: int = Field(
-        default=4, ge=0, description="batches that one gateway drives at the same time; 0 = it leaves them to others"
+        default=4,
+        ge=0,
+        description="Number of batches that one gateway runs at the same time. 0 leaves them to other gateways.",
     )
     gateway_lease_s: int = Field(
-        default=30, ge=3, le=50, description="after so long without a sign of its gateway another one drives a batch"
+        default=30,
+        ge=3,
+        le=50,
+        description="Lease in seconds. If a gateway is silent for so long, another gateway resumes its batches.",
     )
     gateway_open_batches: int = Field(
-        default=100, ge=1, description="batches of a tenant that have not ended; more are refused with 429"
+        default=100, ge=1, description="Maximum number of a tenant's unfinished batches. More batches get 429."
     )
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],
-        description="origins, such as https://chat.example.org, whose pages may ask from a browser, and change things "
-        "without a key: a JSON list, or with commas between them; `*` is every one. Default: none",
+        description="Origins, such as https://chat.example.org, whose pages may send requests from a browser: a JSON "
+        "list, or separated by commas (default: none). `*` allows every origin. Without API keys such "
+        "pages can also change things.",
     )
     gateway_webhook_timeout_s: float = Field(
-        default=15.0, gt=0, le=60, description="time for an endpoint to answer a webhook"
+        default=15.0, gt=0, le=60, description="Timeout in seconds for an endpoint to answer a webhook."
     )
     gateway_webhook_private: bool = Field(
-        default=False, description="webhooks may go to loopback and private addresses, too, and over http"
+        default=False, description="Send webhooks also to loopback and private addresses, and over http."
     )
 
     @classmethod

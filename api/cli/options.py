@@ -23,7 +23,7 @@ _SINGULAR = {"adapters": "adapter", "allowed_tools": "allowed_tool"}  # options 
 SAMPLING = "Sampling"
 GROUPS: dict[str, tuple[str, ...]] = {  # of the help, the most used first; options that none has are about sampling
     "Answer": ("max_tokens", "temperature", "stop", "seed", "ignore_eos"),
-    "Form of the answer": ("json_schema", "strict_schema", "regex", "lark", "grammar", "grammar_root"),
+    "Format of the answer": ("json_schema", "strict_schema", "regex", "lark", "grammar", "grammar_root"),
     "Chat": (
         *("enable_thinking", "thinking_budget"),
         *("tools", "tool_choice", "allowed_tools", "parallel_tool_calls"),

@@ -55,98 +55,133 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job has at most o
 class BaseJob(Payload):
     """Every job."""
 
-    model: Annotated[Name, AfterValidator(check_model_id), Field(description="id of the model, or :default")]
-    priority: StrictInt = Field(default=PRIORITY_INTERACTIVE, ge=0, le=9, description="0 = most urgent, 9 = least")
-    timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="seconds from submission")
+    model: Annotated[Name, AfterValidator(check_model_id), Field(description="Id of the model, or :default.")]
+    priority: StrictInt = Field(
+        default=PRIORITY_INTERACTIVE, ge=0, le=9, description="Priority: 0 is the most urgent, 9 the least."
+    )
+    timeout: Finite | None = Field(
+        default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Timeout in seconds from submission."
+    )
 
 
 class ReadingJob(BaseJob):
     """A job that prefills a prompt."""
 
     parent_key: ContextKey | None = Field(
-        default=None, description="go on after this context: the `finish_key` of a result; what is given here follows"
+        default=None,
+        description="Continue the context with this key, which is the `finish_key` of a result. The prompt or the "
+        "messages follow it.",
     )
     cache_scope: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] = Field(
-        default="", description="share prefixes and keys only within this scope"
+        default="", description="Share prefixes and keys only within this scope."
     )
     adapters: Adapters = Field(
-        default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of the model's own; NAME=0 for none"
+        default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of those of the model. NAME=0 uses none."
     )
 
 
 class GenerationJob(ReadingJob):
     """A job that generates text."""
 
-    max_tokens: Count = Field(default=256, ge=1, description="tokens to generate at most")
-    temperature: Finite = Field(default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="0 = greedy")
-    top_k: Count = Field(default=40, ge=0, description="candidates kept; 0 = all")
-    top_p: Finite = Field(default=0.95, gt=0, le=1, description="probability mass kept")
-    min_p: Finite = Field(default=0.05, ge=0, le=1, description="least probability relative to the best")
-    typical_p: Finite = Field(default=1.0, gt=0, le=1, description="mass kept of typical tokens; 1 = off")
-    seed: StrictInt | None = Field(default=None, ge=0, le=limits.MAX_SEED, description="same seed, same text")
+    max_tokens: Count = Field(default=256, ge=1, description="Maximum number of tokens to generate.")
+    temperature: Finite = Field(
+        default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 is greedy."
+    )
+    top_k: Count = Field(default=40, ge=0, description="Number of candidates kept. 0 keeps all.")
+    top_p: Finite = Field(default=0.95, gt=0, le=1, description="Probability mass of the candidates kept.")
+    min_p: Finite = Field(
+        default=0.05, ge=0, le=1, description="Minimum probability of a candidate, relative to the best one."
+    )
+    typical_p: Finite = Field(
+        default=1.0, gt=0, le=1, description="Probability mass of the typical tokens kept. 1 disables it."
+    )
+    seed: StrictInt | None = Field(
+        default=None, ge=0, le=limits.MAX_SEED, description="Seed: the same seed gives the same text."
+    )
     repeat_penalty: Finite = Field(
-        default=1.0, ge=limits.MIN_REPEAT_PENALTY, le=limits.MAX_REPEAT_PENALTY, description="1 = off"
+        default=1.0,
+        ge=limits.MIN_REPEAT_PENALTY,
+        le=limits.MAX_REPEAT_PENALTY,
+        description="Factor that makes repeated tokens less likely. 1 disables it.",
     )
-    frequency_penalty: Penalty = Field(default=0.0, description="taken off per occurrence; 0 = off")
-    presence_penalty: Penalty = Field(default=0.0, description="taken off once a token occurred; 0 = off")
+    frequency_penalty: Penalty = Field(
+        default=0.0, description="Subtracted from the logit of a token per occurrence. 0 disables it."
+    )
+    presence_penalty: Penalty = Field(
+        default=0.0, description="Subtracted from the logit of a token that occurred. 0 disables it."
+    )
     repeat_last_n: StrictInt = Field(
-        default=64, ge=0, le=limits.MAX_LOOK_BACK, description="tokens the penalties look back on"
+        default=64, ge=0, le=limits.MAX_LOOK_BACK, description="Number of last tokens that the penalties consider."
     )
-    logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS added to its logit; several are allowed")
+    logit_bias: LogitBias = Field(
+        default=(), description="TOKEN=BIAS, which is added to the token's logit. Can be repeated."
+    )
     dry_multiplier: Finite = Field(
-        default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY, against repeated sequences; 0 = off"
+        default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY penalty against repeated sequences. 0 disables it."
     )
     dry_base: Finite = Field(
-        default=1.75, gt=0, le=limits.MAX_DRY_BASE, description="DRY: growth of the penalty per token; below 1 = off"
+        default=1.75,
+        gt=0,
+        le=limits.MAX_DRY_BASE,
+        description="DRY: growth of the penalty per token. Below 1 disables DRY.",
     )
-    dry_allowed_length: Count = Field(default=2, ge=0, description="DRY: repeated tokens that are free")
+    dry_allowed_length: Count = Field(
+        default=2, ge=0, description="DRY: length in tokens of a repetition without a penalty."
+    )
     dry_penalty_last_n: StrictInt = Field(
-        default=-1, ge=-1, le=limits.MAX_LOOK_BACK, description="DRY: tokens looked back on; -1 = all"
+        default=-1,
+        ge=-1,
+        le=limits.MAX_LOOK_BACK,
+        description="DRY: number of last tokens considered. -1 considers all.",
     )
     dry_sequence_breakers: Breakers = Field(
-        default=("\n", ":", '"', "*"), description="DRY: text that a repetition does not cross"
+        default=("\n", ":", '"', "*"), description="DRY: text that a repetition does not cross. Can be repeated."
     )
-    xtc_probability: Finite = Field(default=0.0, ge=0, le=1, description="XTC: how often top choices go; 0 = off")
-    xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="XTC: probability of a top choice")
-    mirostat: StrictInt = Field(default=0, ge=0, le=2, description="1 or 2 keep the surprise steady; 0 = off")
+    xtc_probability: Finite = Field(
+        default=0.0, ge=0, le=1, description="XTC: probability of removing the top choices. 0 disables it."
+    )
+    xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="XTC: minimum probability of a top choice.")
+    mirostat: StrictInt = Field(
+        default=0, ge=0, le=2, description="Mirostat version 1 or 2, which keeps the surprise steady. 0 disables it."
+    )
     mirostat_tau: Finite = Field(
-        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="mirostat: wanted surprise in bits"
+        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Mirostat: target surprise in bits."
     )
-    mirostat_eta: Finite = Field(
-        default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="mirostat: how fast it follows"
-    )
+    mirostat_eta: Finite = Field(default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="Mirostat: learning rate.")
     json_schema: Annotated[
         Annotated[FilledText, at_most(limits.MAX_SCHEMA_CHARS), AfterValidator(check_escapes)] | None,
         BeforeValidator(to_json),
         TypedAs("str | JsonObject | bool | None"),
-    ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE")
+    ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE.")
     strict_schema: StrictBool = Field(
-        default=True, description="refuse a keyword that can't be enforced; false: ignore it, with a warning"
+        default=True,
+        description="Refuse keywords of the schema that can't be enforced. If false, they are ignored with a warning.",
     )
     regex: Annotated[FilledText, at_most(limits.MAX_REGEX_CHARS)] | None = Field(
-        default=None, description="regular expression that the whole text must match, or @FILE"
+        default=None, description="Regular expression that the whole text must match, or @FILE."
     )
     lark: Annotated[FilledText, at_most(limits.MAX_LARK_CHARS)] | None = Field(
-        default=None, description="Lark grammar that the text must follow, or @FILE"
+        default=None, description="Lark grammar that the text must follow, or @FILE."
     )
     grammar: Annotated[FilledText, at_most(limits.MAX_GRAMMAR_CHARS)] | None = Field(
-        default=None, description="GBNF grammar that the text must follow, or @FILE"
+        default=None, description="GBNF grammar that the text must follow, or @FILE."
     )
-    grammar_root: Name = Field(default="root", description="the rule that the GBNF grammar begins with")
+    grammar_root: Name = Field(default="root", description="Start rule of the GBNF grammar.")
     logprobs: StrictInt | None = Field(
-        default=None, ge=0, le=limits.MAX_LOGPROBS, description="report so many alternatives per token"
+        default=None, ge=0, le=limits.MAX_LOGPROBS, description="Number of alternatives to report per token."
     )
-    n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="completions of the one prompt")
-    stop: Stops = Field(default=(), description="text that ends the generation; several are allowed")
-    cache_prompt: StrictBool = Field(default=True, description="share prefixes with other requests")
+    n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="Number of completions of the prompt.")
+    stop: Stops = Field(default=(), description="Text that ends the generation. Can be repeated.")
+    cache_prompt: StrictBool = Field(default=True, description="Share prefixes with other requests.")
     return_tokens: StrictBool = Field(
-        default=False, description="the result has `tokens` and, with those of the prompt before them, `context_tokens`"
+        default=False,
+        description="Add `tokens` to the result, and `context_tokens`, which are those of the prompt and the output.",
     )
-    ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
-    stream: StrictBool = Field(default=True, description="publish the text token by token")
+    ignore_eos: StrictBool = Field(default=False, description="Continue where the model would end.")
+    stream: StrictBool = Field(default=True, description="Publish the text token by token.")
     prediction: Annotated[
         TextOrTokens | None, BeforeValidator(to_prediction), TypedAs("Prompt | Prediction | None")
-    ] = Field(default=None, description="what the output may be, as far as is known, or @FILE: right parts come faster")
+    ] = Field(default=None, description="Expected output, or @FILE. Correct parts of it are generated faster.")
 
     @model_validator(mode="after")
     def _check_forms(self) -> GenerationJob:
@@ -185,19 +220,19 @@ class ConversationJob(BaseJob):
     """A job with the messages of a chat."""
 
     messages: Messages
-    system: Text | None = Field(default=None, description="a system message before all others")
+    system: Text | None = Field(default=None, description="System message before all others.")
     tools: Annotated[
         tuple[ToolPayload, ...],
         AfterValidator(check_names),
         no_more_than(limits.MAX_TOOLS, "tools"),
         TypedAs("Sequence[Tool]"),
-    ] = Field(default=(), description="what the model may call: JSON list of tools in the OpenAI form")
+    ] = Field(default=(), description="Tools that the model may call: a JSON list in the OpenAI format.")
     tool_choice: Annotated[Name, BeforeValidator(to_choice), TypedAs("str | ToolChoice")] = Field(
-        default="auto", description="auto, none, required, or the name of a tool that must be called"
+        default="auto", description="auto, none, required, or the name of a tool that must be called."
     )
-    enable_thinking: StrictBool | None = Field(default=None, description="let the model think first, or not")
+    enable_thinking: StrictBool | None = Field(default=None, description="Let the model think before it answers.")
     template_args: Annotated[dict[StrictStr, Any], BeforeValidator(check_args), TypedAs("JsonObject")] = Field(
-        default_factory=dict, description="variables of the model's chat template, as JSON"
+        default_factory=dict, description="Variables of the model's chat template, as JSON."
     )
 
     @model_validator(mode="after")

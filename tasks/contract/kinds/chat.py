@@ -19,12 +19,16 @@ TASK_CHAT = "cellama.chat"
 class ChatJob(ConversationJob, GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
-    thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
+    thinking_budget: Count | None = Field(default=None, ge=0, description="Maximum number of tokens for thinking.")
     parallel_tool_calls: StrictBool | None = Field(
-        default=None, description="false: one tool call at most; true: several also where one is forced"
+        default=None,
+        description="If false, one tool call at most. If true, several are possible even where a call is forced.",
     )
     allowed_tools: Annotated[tuple[Name, ...], Field(min_length=1), no_more_than(limits.MAX_TOOLS, "names")] | None = (
-        Field(default=None, description="names of the tools that may be called; the model still reads about all")
+        Field(
+            default=None,
+            description="Names of the tools that may be called. The prompt still describes all tools. Can be repeated.",
+        )
     )
 
     @model_validator(mode="after")

@@ -19,10 +19,16 @@ class EmbedJob(BaseJob):
     """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
 
     texts: Inputs
-    normalize: StrictBool = Field(default=True, description="vectors of unit length")
-    dimensions: Count | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
-    truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")
-    encoding: Literal["list", "base64"] = Field(default="list", description="base64 is of little-endian float32")
+    normalize: StrictBool = Field(default=True, description="Scale vectors to unit length.")
+    dimensions: Count | None = Field(
+        default=None, ge=1, description="Number of dimensions kept of each vector (default: all)."
+    )
+    truncate: StrictBool = Field(
+        default=False, description="Truncate texts that are too long instead of refusing them."
+    )
+    encoding: Literal["list", "base64"] = Field(
+        default="list", description="Format of the vectors. base64 encodes little-endian float32."
+    )
 
 
 class EmbedResult(TypedDict):

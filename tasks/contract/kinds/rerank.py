@@ -18,8 +18,10 @@ class RerankJob(BaseJob):
 
     query: FilledText
     documents: Texts
-    top_n: Count | None = Field(default=None, ge=1, description="results to return, the best; default: all")
-    truncate: StrictBool = Field(default=False, description="cut documents that are too long instead of refusing them")
+    top_n: Count | None = Field(default=None, ge=1, description="Number of results, the best first (default: all).")
+    truncate: StrictBool = Field(
+        default=False, description="Truncate documents that are too long instead of refusing them."
+    )
 
 
 class Ranked(TypedDict):

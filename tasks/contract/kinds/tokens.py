@@ -18,8 +18,8 @@ class TokenizeJob(BaseJob):
     """The token ids of a text."""
 
     text: Text
-    add_special: StrictBool = Field(default=True, description="with the tokens that begin and end a text")
-    parse_special: StrictBool = Field(default=False, description="take the text of special tokens for them")
+    add_special: StrictBool = Field(default=True, description="Add the tokens that begin and end a text.")
+    parse_special: StrictBool = Field(default=False, description="Parse the text of special tokens as these tokens.")
 
 
 class TokenizeResult(TypedDict):
