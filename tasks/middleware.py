@@ -72,8 +72,8 @@ class AttemptContext:
         return self.record.number
 
 
-def context_of(task: Task, attempt: Attempt, submitted_at: float) -> AttemptContext:
-    """The context of an attempt at the job that Celery runs in this task."""
+def context_of(task: Task, attempt: Attempt) -> AttemptContext:
+    """Return the context of an attempt that begins now, at the job that Celery runs in this task."""
     request, delivery = task.request, task.request.delivery_info or {}
     priority, names = delivery.get("priority"), KINDS[task.name].positional
     return AttemptContext(
@@ -83,7 +83,7 @@ def context_of(task: Task, attempt: Attempt, submitted_at: float) -> AttemptCont
         priority=PRIORITY_INTERACTIVE if priority is None else priority,
         parameters={**dict(zip(names, request.args or (), strict=False)), **(request.kwargs or {})},
         headers=vars(request),  # Celery makes attributes of message headers
-        submitted_at=submitted_at,
+        submitted_at=time.monotonic() - attempt.waited_s,
     )
 
 

@@ -107,6 +107,7 @@ UNKNOWN_MESSAGE = (
     "with the header {}, which is cellama's own; send it again as a new job, without that header"
 )
 GIVEN_UP = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # the attempt's end is not the job's
+TIME_LIMITS = (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT)
 
 Completing = GenerateJob | ChatJob | PrefillJob  # jobs that an engine with slots computes
 
@@ -138,7 +139,6 @@ class JobAttempt:
         self._celery_end = end_with_last_event(task, self._control)
         self._past = Past()
         self._held = contextlib.ExitStack()  # the model, until the attempt ends
-        self._submitted_at = time.monotonic()  # of the job, by Redis' clock once the attempt has begun
 
     # The beginning
 
@@ -161,14 +161,13 @@ class JobAttempt:
         ledger, worker = self._runtime.ledger, self._runtime.incarnation
         token = getattr(self._task.request, names.TOKEN_HEADER, "")  # Celery makes attributes of message headers
         started = started_state(self._task)
-        attempt = self._reaching_redis(
+        return self._reaching_redis(
             lambda: ledger.begin(self.job_id, run, worker, token=token, alone=alone, started=started)
         )
-        self._submitted_at = time.monotonic() - attempt.waited_s
-        return attempt
 
     def _run(self, attempt: Attempt, streams: bool, on_token: Callable[[], None]) -> Result:
         self._attempt = attempt
+        self._context = context_of(self._task, attempt)
         if attempt.verdict == "superseded":  # so its message is not acked
             self._control.interrupt(Interruption.SUPERSEDED)
             raise Ignore()
@@ -179,9 +178,8 @@ class JobAttempt:
         if attempt.number > 1:
             self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self.job_id))
             self._past.trimmed |= self._past.next_seq < attempt.next_seq
-        self._context = context = context_of(self._task, attempt, self._submitted_at)
-        middlewares = self._runtime.middlewares
-        with self._runtime.running(attempt, self._control), self._held, middlewares.around(context, self._control):
+        around = self._runtime.middlewares.around(self._context, self._control)
+        with self._runtime.running(attempt, self._control), self._held, around:
             self._stream = self._runtime.publisher.open(
                 attempt,
                 self._control,
@@ -189,9 +187,9 @@ class JobAttempt:
                 started=self._past.started,
                 on_token=lambda: self._note_token(on_token),
                 celery_end=self._celery_end,
-                sign=context.sign,
+                sign=self._context.sign,
             )
-            result = context.result = self._result_or_end()
+            result = self._context.result = self._result_or_end()
             leave_nothing_to_celery(self._task, self._celery_end, self._control)
             return result
 
@@ -287,6 +285,16 @@ class JobAttempt:
         if self._control.interruption is not None:
             raise Ignore()
 
+    def _when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
+        """Let `stop` end the requests of this attempt when the job is interrupted."""
+
+        def interrupted(reason: Interruption) -> None:
+            if reason in GIVEN_UP:  # no end that the engine reports is the job's
+                self._stream.hand_back()
+            stop(reason)
+
+        self._control.when_interrupted(interrupted)
+
     def _reaching_redis(self, action: Callable[[], T]) -> T:
         """Wait while Redis does not answer, or refuses commands for now.
 
@@ -305,7 +313,7 @@ class JobAttempt:
                     waits(error)
                 if self._control.interruption is Interruption.HANDED_BACK:
                     raise Reject("the worker ends", requeue=True)
-                if self._control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
+                if self._control.interruption in TIME_LIMITS:
                     self._raise_if_interrupted()
                 time.sleep(RETRY_S)
 
@@ -379,7 +387,7 @@ class JobAttempt:
     def _complete(self, model: Model, job: Completing) -> GenerateResult:
         handle = self._submit(model, job)
         self._engine_ends_stream = True
-        self._control.when_interrupted(lambda reason: self._stop(handle, reason))
+        self._when_interrupted(lambda reason: handle.cancel("timeout" if reason in TIME_LIMITS else "cancelled"))
         # The end in Redis first: the engine has reported its own by then, so this thread wakes up once.
         self._stream.ended.exception()
         completion = handle.result()
@@ -417,7 +425,7 @@ class JobAttempt:
         """What the request has in addition to the job's own parameters."""
         asked = Asked(
             id=self._attempt.run_id,
-            submitted_at=self._submitted_at,
+            submitted_at=self._context.submitted_at,
             adapters=adapters,
             sampling=rests_on.sampling,
             mode="stream" if getattr(job, "stream", False) else "generate",
@@ -437,11 +445,6 @@ class JobAttempt:
             return self._past.seed
         return zlib.crc32(self.job_id.encode()) & 0x7FFFFFFF
 
-    def _stop(self, handle: Handle, reason: Interruption) -> None:
-        if reason in GIVEN_UP:  # the engine's end of this request is not published
-            self._stream.hand_back()
-        handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
-
     # Lines of a bulk run
 
     def chunk(self, job: ChunkJob) -> Result:
@@ -458,16 +461,11 @@ class JobAttempt:
             rests_on=rests_on,
             reaching_redis=self._reaching_redis,
         )
-        self._control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
+        self._when_interrupted(lambda _: lines.stop())
         self._stream.ended.add_done_callback(lambda _: lines.stop())
         lines.run()
         self._raise_if_interrupted()
         return self._done({"lines": len(job.lines), "usage": usage_of(), "model": model.id})
-
-    def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
-        if reason in GIVEN_UP:
-            self._stream.hand_back()
-        lines.stop()
 
     # Vectors and scores
 
@@ -479,9 +477,9 @@ class JobAttempt:
 
     def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
         """Until the vectors are there. Raises what the attempt ends with otherwise."""
-        self._control.when_interrupted(lambda _: handle.cancel())
+        self._control.when_interrupted(lambda _: handle.cancel())  # what is computed already may still be the end
         try:
-            wait_for(handle, timeout_s, self._submitted_at)
+            wait_for(handle, timeout_s, self._context.submitted_at)
         except EmbeddingCancelled:
             self._raise_if_interrupted()
             raise
