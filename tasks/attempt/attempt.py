@@ -80,7 +80,7 @@ from cellama.tasks.state.registry import live_workers, llguidance_version, recen
 from cellama.tasks.worker.conversation import conversation_of
 
 from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
-from .engine_request import Asked, has_seed, is_constrained, prefill_of, request_of
+from .engine_request import RequestExtras, has_seed, is_constrained, prefill_of, request_of
 from .parent import parent_tokens
 from .vectors import embed, rerank, wait_for
 
@@ -342,7 +342,7 @@ class JobAttempt:
         return model.options.sampling_defaults if self._past.provenance is None else self._past.provenance.sampling
 
     def _provenance(
-        self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = (), *, is_constrained: bool
+        self, model: Model, model_id: str, choice: Choice | None, also: Iterable[str] = (), *, is_constrained: bool
     ) -> Provenance:
         """What this attempt rests on: the same as the first one, or nothing at all. Raises Ignore, JobFailed."""
         begun, here = self._past.provenance, llguidance_version()
@@ -355,9 +355,9 @@ class JobAttempt:
             self._stream.details = begun.fields()
             return begun
         workers = self._reaching_redis(lambda: recent_workers(self._runtime.redis))
-        if not may_come(workers, asked, begun):
-            has_model = may_come(workers, asked, replace(begun, llguidance=None))
-            raise grammar_changed(begun, here) if has_model else changed(asked)
+        if not may_come(workers, model_id, begun):
+            has_model = may_come(workers, model_id, replace(begun, llguidance=None))
+            raise grammar_changed(begun, here) if has_model else changed(model_id)
         log.info(
             "job %s waits for a worker with the model, the adapters and the version of llguidance that it began with",
             self.job_id,
@@ -365,11 +365,11 @@ class JobAttempt:
         time.sleep(ELSEWHERE_S)
         raise self._left_to_others()
 
-    def _have_others_adapters(self, asked: str, adapters: Iterable[str]) -> bool:
+    def _have_others_adapters(self, model_id: str, adapters: Iterable[str]) -> bool:
         """Whether another worker has the adapters that this one lacks; waits first if so (docs/adr/012-pools.md)."""
         own = self._runtime.incarnation.split()[0]
         workers = self._reaching_redis(lambda: live_workers(self._runtime.redis))
-        found = have_adapters([worker for worker in workers if worker.name != own], asked, adapters)
+        found = have_adapters([worker for worker in workers if worker.name != own], model_id, adapters)
         time.sleep(ELSEWHERE_S if found else 0.0)
         return found
 
@@ -411,19 +411,19 @@ class JobAttempt:
         rests_on = self._provenance(model, job.model, job.adapters, is_constrained=constrained)
         chosen = self._past.provenance is None and job.adapters is not None
         try:
-            asked = self._asked(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)
+            extras = self._extras(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)
             self._runtime.middlewares.call(Middleware.before_request, self._context, "", job)
             if isinstance(job, PrefillJob):
-                return model.engine.submit(prefill_of(model, job, asked))
-            return model.engine.submit(request_of(model, job, asked, self._runtime.signer))
+                return model.engine.submit(prefill_of(model, job, extras))
+            return model.engine.submit(request_of(model, job, extras, self._runtime.signer))
         except UnknownAdapter:
             if chosen and not self._have_others_adapters(job.model, [name for name, _ in job.adapters or ()]):
                 raise
             raise self._left_to_others() from None  # or one of the model's own adapters was removed just now
 
-    def _asked(self, model: Model, job: Completing, rests_on: Provenance, adapters: Choice) -> Asked:
+    def _extras(self, model: Model, job: Completing, rests_on: Provenance, adapters: Choice) -> RequestExtras:
         """What the request has in addition to the job's own parameters."""
-        asked = Asked(
+        extras = RequestExtras(
             id=self._attempt.run_id,
             submitted_at=self._context.submitted_at,
             adapters=adapters,
@@ -433,10 +433,10 @@ class JobAttempt:
         )
         if (key := job.parent_key) is not None:
             of_key = partial(parent_tokens, self._runtime, model, key, job.cache_scope, adapters)
-            asked = replace(asked, parent=self._reaching_redis(of_key))
+            extras = replace(extras, parent=self._reaching_redis(of_key))
         if isinstance(job, PrefillJob):
-            return asked
-        return replace(asked, seed=self._seed_of(job, rests_on.sampling), resume=resume_of(self._past, job.n))
+            return extras
+        return replace(extras, seed=self._seed_of(job, rests_on.sampling), resume=resume_of(self._past, job.n))
 
     def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
         """That of earlier attempts; None for the job's own, or the model's; else one that each attempt would choose,

@@ -25,7 +25,7 @@ from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.provenance import Provenance
 
-from .engine_request import Asked, has_seed, is_constrained, request_of
+from .engine_request import RequestExtras, has_seed, is_constrained, request_of
 from .parent import parent_tokens
 from .vectors import submit_texts, vectors_of, wait_for
 
@@ -138,7 +138,7 @@ class ChunkRun:
             return
         adapters, key = self._rests_on.choice if job.adapters is None else job.adapters, job.parent_key
         of_key = partial(parent_tokens, self._runtime, self._model, str(key), job.cache_scope, adapters)
-        asked = Asked(
+        extras = RequestExtras(
             id=f"{self._run_id}{LINE_MARK}{place}",
             submitted_at=self.began_at,
             adapters=adapters,
@@ -150,7 +150,7 @@ class ChunkRun:
             parent=() if key is None else self._reaching_redis(of_key),
         )
         self._runtime.middlewares.call(Middleware.before_request, self._context, str(place), job)
-        self._keep(self._model.engine.submit(request_of(self._model, job, asked, self._runtime.signer)))
+        self._keep(self._model.engine.submit(request_of(self._model, job, extras, self._runtime.signer)))
 
     def _keep(self, handle: Handle | EmbeddingHandle) -> None:
         with self._changed:

@@ -30,7 +30,7 @@ SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestExtras:
     """What a request has in addition to the job's own parameters. `submitted_at` is `time.monotonic()`."""
 
     id: str
@@ -44,18 +44,18 @@ class Asked:
     parent: tuple[int, ...] = ()  # the context of `parent_key`; the prompt follows
 
 
-def prefill_of(model: Model, job: PrefillJob, asked: Asked) -> Request:
+def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
     """Return the request that prefills a prompt and samples nothing. Raises EngineError, InvalidJob."""
     return Request(
-        id=asked.id,
-        prompt=(*asked.parent, *tokens_to_read(model, job)),
+        id=extras.id,
+        prompt=(*extras.parent, *tokens_to_read(model, job)),
         max_tokens=0,
-        adapters=asked.adapters,
+        adapters=extras.adapters,
         cache_scope=job.cache_scope,
         timeout_s=job.timeout,
-        priority=asked.priority,
-        submitted_at=asked.submitted_at,
-        mode=asked.mode,
+        priority=extras.priority,
+        submitted_at=extras.submitted_at,
+        mode=extras.mode,
     )
 
 
@@ -84,33 +84,33 @@ def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[
     return tuple(prediction or ())
 
 
-def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
+def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, signer: Signer) -> Request:
     """Return the request of a generation or a chat. Raises EngineError, InvalidJob."""
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
-    prompt = _prompt_of(model, job, signer, sampling, asked.sampling)
+    prompt = _prompt_of(model, job, signer, sampling, extras.sampling)
     sampling |= prompt.sampling
-    if asked.seed is not None:
-        sampling["seed"] = asked.seed
+    if extras.seed is not None:
+        sampling["seed"] = extras.seed
     return Request(
-        id=asked.id,
-        prompt=(*asked.parent, *prompt.tokens),
-        sampling=sampling_of(sampling, asked.sampling),
+        id=extras.id,
+        prompt=(*extras.parent, *prompt.tokens),
+        sampling=sampling_of(sampling, extras.sampling),
         max_tokens=job.max_tokens,
         n=job.n,
-        adapters=asked.adapters,
+        adapters=extras.adapters,
         cache_prompt=job.cache_prompt,
         cache_scope=job.cache_scope,
         stop=job.stop,
         ignore_eos=job.ignore_eos,
         return_tokens=job.return_tokens,
         timeout_s=job.timeout,
-        priority=asked.priority,
-        submitted_at=asked.submitted_at,
-        mode=asked.mode,
+        priority=extras.priority,
+        submitted_at=extras.submitted_at,
+        mode=extras.mode,
         reply=prompt.reply,
         warnings=prompt.warnings,
         prediction=_expected_tokens(model, job.prediction),
-        resume=asked.resume,
+        resume=extras.resume,
     )
 
 
