@@ -24,9 +24,9 @@ from cellama.tasks.contract.names import PRIORITY_BULK
 from .output import called, err, out
 from .services import check_installed, wait_for_worker
 
-BULK_LINES = 48
-PATIENCE_S = 60.0
-POLL_S = 0.05
+BULK_LINES = 48  # several times the slots of the bundled model, so that slots are reused
+PATIENCE_S = 60.0  # for a job, on a slow machine
+POLL_S = 0.05  # between two looks at the producer process
 MODEL = "tiny"
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 NEXT_STEPS = """\
@@ -61,7 +61,7 @@ def demo_command() -> None:
 
 
 def _prepare_environment(folder: Path) -> None:
-    """The demo is the same whatever this shell is set up for."""
+    """Remove the settings of this shell, so that the demo is always the same."""
     for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
         del os.environ[name]
     (folder / "cellama.toml").write_text("")
@@ -90,7 +90,7 @@ def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
 
 
 def main() -> None:
-    """The producer process: it knows Redis only."""
+    """Run the producer process, which only connects to Redis."""
     with Client() as client:
         _stream(client)
         _chat(client)
@@ -149,7 +149,7 @@ def _bulk(client: Client) -> None:
 
 
 def _show_batching(client: Client, num_requests: int) -> None:
-    """What the worker's heartbeat tells about its steps, once it tells of all requests."""
+    """Show the number of steps from the worker's heartbeat, once it counts all requests."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for worker in client.workers():

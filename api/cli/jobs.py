@@ -15,7 +15,7 @@ from .following import SilenceTimeout, show
 from .generation import JsonOption, PatienceOption
 from .output import err, out, print_error, print_json, readable_time, table_of
 
-LIMIT = 50
+LIMIT = 50  # jobs: about a screen
 JobArgument = Annotated[str, typer.Argument(help="Id of the job.")]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Show only jobs for this model.")]
 

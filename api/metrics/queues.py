@@ -16,14 +16,14 @@ from cellama.tasks.metrics.families import Figures
 from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry
 
-MOST_QUEUES = 100
-MOST_ESTIMATES = 20  # models; for each class some hundreds of jobs are looked at
+MOST_QUEUES = 100  # models; more would make a scrape large and slow
+MOST_ESTIMATES = 20  # models, because an estimate reads hundreds of jobs of each class
 
 
 def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
-    """Adds those of `:default`, of models that a worker serves, and of models for which jobs wait or run.
+    """Add figures of `:default`, of models that a worker serves, and of models for which jobs wait or run.
 
-    True if there are more than it looks at. Raises RedisError.
+    Returns True if there are more than it reads. Raises RedisError.
     """
     serving = Counter(_served(workers))
     running = running_jobs(redis)
@@ -59,7 +59,7 @@ def _add_estimates(
     running: Sequence[ListedJob],
     waiting: dict[str, dict[str, Waiting]],
 ) -> None:
-    """Of the models for which most jobs wait."""
+    """Add estimates for the models for which most jobs wait."""
     by_length = sorted(waiting, key=lambda model: -sum(found.num_jobs for found in waiting[model].values()))
     for model in by_length[:MOST_ESTIMATES]:
         for name, eta_s in eta_by_class(redis, workers, running, model, waiting[model]).items():
@@ -81,7 +81,7 @@ def _add_running(figures: Figures, models: Sequence[str], running: Sequence[List
 
 
 def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
-    """Each model as often as a worker has it ready; `:default` too."""
+    """Yield each model once per worker that has it ready, and `:default` too."""
     for worker in workers:
         for model in worker.models:
             if model["status"] == "ready":

@@ -30,14 +30,14 @@ from .queues import add_queues
 
 log = logging.getLogger(__name__)
 
-KEPT_S = 1.0  # what was read is told again for so long: several who scrape cost as much as one
-MOST_RUNS = 100  # the last ones by their last word
+KEPT_S = 1.0  # figures are served again for that long, so that several scrapers cost as much as one
+MOST_RUNS = 100  # bulk runs, by their last sign of life
 STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
-MOST_KEYS = 100
+MOST_KEYS = 100  # API keys; more would make a scrape large and slow
 
 
 class Scrape:
-    """One thread calls it: that of the server."""
+    """Reads the figures. Only the thread of the server calls it."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
@@ -47,7 +47,7 @@ class Scrape:
         self.is_up = True  # Redis answered the last time
 
     def __call__(self) -> Figures:
-        """All figures; only `cellama_up`, which is 0, if Redis does not answer."""
+        """Return all figures, or only `cellama_up`, which is 0, if Redis does not answer."""
         if self._read_at is None or self._now() - self._read_at >= KEPT_S:
             self._figures = self._read()
             self._read_at = self._now()
@@ -67,7 +67,7 @@ class Scrape:
             self._add_memory(figures)
         except RedisError as error:
             if self.is_up:
-                log.warning("there are no figures while Redis does not answer: %s", error)
+                log.warning("metrics: Redis does not answer: %s; there are no figures meanwhile", error)
             figures, self.is_up = Figures(), False
             figures.add("cellama_up", 0)
             return figures
@@ -92,7 +92,7 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
 
 
 def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
-    """Adds how much of each there is, at this time of Redis' clock. Raises RedisError."""
+    """Add the sizes of the ledger's sets at this time of Redis' clock. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.zcard(leases_key())
     pipeline.zcount(leases_key(), "-inf", now)
@@ -113,12 +113,12 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
 
 
 def _late(first: list[tuple[bytes, float]], now: float) -> float:
-    """How long ago the first one's time was; 0 if it is to come, or there is none."""
+    """Return the seconds since the time of the first entry; 0 if it has not come, or there is no entry."""
     return max(0.0, now - first[0][1]) if first else 0.0
 
 
 def add_bulk_runs(redis: Redis, figures: Figures) -> bool:
-    """A state that this version does not know is `other`. True if more than these are at work. Raises RedisError."""
+    """Add bulk runs; an unknown state is `other`. Returns True if more than MOST_RUNS are active. Raises RedisError."""
     for state in STATES:
         figures.add("cellama_bulk_runs", 0, state)
     runs = Batches(redis).all(MOST_RUNS + 1)
@@ -137,7 +137,7 @@ def _count(value: object) -> int:
 
 
 def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
-    """Adds those of the first keys by id that are active. True if there are more. Raises RedisError."""
+    """Add the tenants of the first active keys by id. Returns True if there are more. Raises RedisError."""
     told: Any = redis.hgetall(api_keys_key())
     found = [entry for raw in told.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
     entries = sorted(found, key=lambda entry: entry.id)[:MOST_KEYS]

@@ -28,7 +28,7 @@ from .celery_ends import ChordClaimed, end_without_worker, request_of
 
 REVOKED_S = 10800  # how long Celery's workers remember a revoke
 RETRY_POLICY = {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.2}  # Celery's for tasks
-PURGE_PAGE = 200  # messages per script, which takes some milliseconds, and Redis serves no one meanwhile
+PURGE_PAGE = 200  # messages per script: a few milliseconds, in which Redis serves no one else
 
 
 class BoundedMailbox(Mailbox):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from cellama.tasks.state.records import Message, Submission, TaskCall
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 1.0
+RETRY_S = 1.0  # while Redis is away
 HIDDEN = "(…)"  # what Flower shows of prompts
 
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from cellama.tasks.state.reader import NUM_REPLIES, JournalPage, ask_for_page, page_of
 
-LOOKS = 32  # per round trip: of that many readers the replies are in memory at once
+LOOKS = 32  # readers per round trip, whose replies are in memory at the same time
 
 
 @dataclass(slots=True)

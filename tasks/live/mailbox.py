@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 
-MOST_BYTES = 32 << 10  # of a reader; one that lags further reads the journal instead
+MOST_BYTES = 32 << 10  # per reader; a reader that lags further behind reads the journal instead
 
 
 class Sign(enum.Enum):

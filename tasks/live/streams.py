@@ -18,7 +18,7 @@ from .mailbox import Mailbox, Sign
 from .subscriptions import Subscriptions
 from .wire import RedisWire, Wire
 
-MOST_QUIET_S = 8.0  # between two looks at the journal of a known job that tells nothing
+MOST_QUIET_S = 8.0  # between two reads of the journal of a known job that writes nothing
 
 
 class Streams:

@@ -1,4 +1,4 @@
-"""All channels that the readers of an event loop listen to, over one connection that comes and goes with them."""
+"""The channels of all readers of an event loop, over one connection that exists while there are readers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .wire import Wire
 
 log = logging.getLogger(__name__)
 
-TICK_S = 5.0
-MOST_SILENT_TICKS = 2  # after pings: the connection is dead then; one such tick may be the fault of the loop
-PAGE = 500  # channels per command: Redis serves no other client meanwhile
+TICK_S = 5.0  # between two pings, which find a dead connection earlier than TCP does
+MOST_SILENT_TICKS = 2  # without a reply: the connection is dead; one such tick may only mean that the loop was busy
+PAGE = 500  # channels per command, because Redis serves no other client meanwhile
 
 
 class Subscriptions:

@@ -1,4 +1,4 @@
-"""One connection to Redis that is only there for what is published: commands go out, replies come in as they are."""
+"""One connection to Redis for published messages: it sends commands, and returns replies as they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cellama.tasks.connection.refusals import refusal_of
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 1 << 16
+READ_BYTES = 1 << 16  # per read of the socket: some hundred events
 _NOTHING = object()
 
 

@@ -10,10 +10,10 @@ from redis import Redis
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
 from cellama.tasks.contract.keys import batch_key, batches_key
 
-KEPT_S = 30 * 86400  # after the last word of a run
+KEPT_S = 30 * 86400  # after the last sign of life of a run
 OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
 _TEXTS = frozenset({"state", "input", "output", "model"})  # a model may be called 7
-SILENT_S = 15.0  # a command says something more often
+SILENT_S = 15.0  # a command that runs writes more often
 
 
 class Batches:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
-STALE_S = 10.0
-PRUNE_S = 30.0  # one worker of all looks for entries that are too old; nobody waits for that
-KEPT_S = 60.0  # entries of workers that are gone, however they ended: their successors may bring back what they had
+HEARTBEAT_S = 2.0  # often enough for `cellama top`; a beat costs about a millisecond
+STALE_S = 10.0  # five heartbeats: the worker is dead, frozen or cut off
+PRUNE_S = 30.0  # between two searches for old entries, which one of all workers does
+KEPT_S = 60.0  # entries of workers that are gone, because a successor may load what they had
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ _FIELDS = {each.name for each in fields(WorkerEntry)}
 
 
 def _entry_of(data: bytes) -> WorkerEntry | None:
-    """None for what no worker of this version writes; what a later one adds is left out."""
+    """Return an entry, without fields that a later version has added; None if it can't be read."""
     try:
         entry = WorkerEntry(**{name: value for name, value in json.loads(data).items() if name in _FIELDS})
         return entry if entry.name and entry.seen_at + entry.at > 0 else None
@@ -215,7 +215,7 @@ def _last_cache_hit(model: Model) -> CacheHit | None:
 
 
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
-    """A model and the state of its parts, in JSON; while it is loading there is no more to tell than its source."""
+    """Return a model and the states of its parts; while it is loading, little more than its source is known."""
     able, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
     status = "stopped" if dead else entry.status  # the process ends in a moment

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.05  # between two looks at the jobs that a model still has: nothing reports their end here
 FAILURES_KEPT_S = 60.0  # for clients that wait for the result of a command; they look several times a second
 STOP_INTAKE_S = 10.0  # for the event loop to stop taking jobs of a model; it does so at once unless Redis is away
-FIRST_RETRY_S = 30.0  # after a failure; it doubles with each one, so a mistake costs little
-LAST_RETRY_S = 900.0
+FIRST_RETRY_S, LAST_RETRY_S = 30.0, 900.0  # after a failure; it doubles with each one, so a mistake costs little
 
 
 @dataclass(frozen=True, slots=True)

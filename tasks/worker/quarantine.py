@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-POLL_S = 0.1
+POLL_S = 0.1  # between two checks whether a waiting job was interrupted
 
 
 class Quarantine:

@@ -42,10 +42,10 @@ from cellama.tasks.state.scripts import run_script
 log = logging.getLogger(__name__)
 
 SETTLED_S = 5.0  # a younger job may be on its way into its queue
-HEADS = 500  # messages looked at, at the head of a queue
-PAGE = 1000  # jobs per command
-DUE_PAGE = 50  # jobs that a reaper claims at once; it ends each of them with a few commands
-LOOKS_PER_LEASE = 4
+HEADS = 500  # messages read at the head of a queue; the first one that no worker has had is usually among the first
+PAGE = 1000  # jobs per command, because Redis serves no other client meanwhile
+DUE_PAGE = 50  # jobs that a reaper claims together; it ends each of them with a few commands
+LOOKS_PER_LEASE = 4  # a message waits at most a quarter of a lease longer than its lease
 
 REFUSED = "Celery refused its message before anything of it ran; the workers' logs say why"
 
