@@ -22,7 +22,7 @@ from .states import KeptState
 
 log = logging.getLogger(__name__)
 
-OFF_S = 300.0  # a full or read-only disk is seldom repaired sooner, and each attempt logs a line
+OFF_S = 60.0  # between two attempts to write to a directory that refuses: each hashes a state in vain
 CHORES_S = 10.0  # so old may the count of bytes be, and the time of last use of a file that was read
 CLOSE_S = 5.0  # then a disk that does not answer is left behind, with the thread
 _OF_THE_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY}
@@ -49,6 +49,7 @@ class StateWriter:
         self._count_at = clock()
         self._off_until = float("-inf")
         self._is_prepared = False
+        self._is_failing = False  # since the last state that was written
         self._used: deque[str] = deque()  # keys of files that were read
         self._thread = threading.Thread(target=self._run, name="cellama-kv-writer", daemon=True)
 
@@ -118,6 +119,7 @@ class StateWriter:
             if error.errno not in _OF_THE_FILE:
                 self._switch_off(error)
             return False
+        self._is_failing = False
         return True
 
     def _is_kept(self, state: KeptState) -> bool:
@@ -154,6 +156,7 @@ class StateWriter:
             self._switch_off(error)
 
     def _switch_off(self, error: Exception) -> None:
-        self._is_prepared = False
-        log.warning("kv store: no states are written for %.0f s: %s", OFF_S, error)
+        level = logging.DEBUG if self._is_failing else logging.WARNING
+        log.log(level, "kv store: can't write to %s: %s; retried every %.0f s", self._folder.root, error, OFF_S)
+        self._is_prepared, self._is_failing = False, True
         self._off_until = self._clock() + OFF_S  # last: whoever sees it finds it logged
