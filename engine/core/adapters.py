@@ -174,7 +174,15 @@ class Adapters:
     def _info(self, name: str, entry: _Entry) -> AdapterInfo:
         adapter = entry.adapter
         fingerprint, in_use = ("", 0) if adapter is None else (adapter.fingerprint, self._users[adapter])
-        return AdapterInfo(name, entry.source, entry.status, entry.scale, fingerprint, entry.size_bytes, in_use)
+        return AdapterInfo(
+            name=name,
+            source=entry.source,
+            status=entry.status,
+            scale=entry.scale,
+            fingerprint=fingerprint,
+            size_bytes=entry.size_bytes,
+            in_use=in_use,
+        )
 
 
 def _in_order(chosen: Iterable[tuple[Adapter, float]]) -> AdapterSet:

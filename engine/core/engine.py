@@ -99,7 +99,8 @@ class Engine:
         """
         self._core.scheduler.check(len(request.prompt) + (request.max_tokens - 1 if request.only_checks else 0))
         given = [("the prompt", request.prompt), ("the prediction", request.prediction)]
-        for what, tokens in (*given, *(("what it resumes", r.tokens) for r in request.resume)):
+        given += [("what it resumes", resumed.tokens) for resumed in request.resume]
+        for what, tokens in given:
             if not all(0 <= token < self._backend.n_vocab for token in tokens):
                 raise InvalidRequest(f"{what} has token ids outside 0..{self._backend.n_vocab - 1}")
         plan = self._backend.prepare(request.sampling, dict(request.reply.visible) if request.reply else None)
@@ -109,7 +110,13 @@ class Engine:
             cache_prompt=request.cache_prompt and self._cache_prompt,
             warnings=(*request.warnings, *plan.warnings),
         )
-        handle = Handle(request, self._ask_to_cancel, on_event, self.adapters.take(request.adapters), plan)
+        handle = Handle(
+            request,
+            cancel=self._ask_to_cancel,
+            on_event=on_event,
+            adapters=self.adapters.take(request.adapters),
+            plan=plan,
+        )
         if self._core.disk is not None and request.cache_prompt:
             seed = seed_of(self._backend.identity, adapters_key(handle.adapters), request.cache_scope)
             resumed = request.resume[0].tokens if request.resume else ()
@@ -267,7 +274,12 @@ class Engine:
         Never waits for the engine thread. Raises UnknownKey where it is gone, or was another scope's or other
         adapters', and UnknownAdapter.
         """
-        tokens = self._find_context(key, self._seed(scope, adapters)) if isinstance(key, str) and is_key(key) else None
+        tokens: tuple[int, ...] | None = None
+        if isinstance(key, str) and is_key(key):
+            seed = self._seed(scope, adapters)
+            tokens = self._core.requests.recent.find(key, seed)
+            if tokens is None and self.store is not None and (kept := self.store.context(key)) is not None:
+                tokens = tuple(kept[1]) if kept[0] == seed and key_of(seed, kept[1]) == key else None
         if tokens is None:
             raise UnknownKey(
                 f"parent_key {str(key)[:80]!r} names no context that is known here for cache_scope {scope!r} and these "
@@ -279,12 +291,6 @@ class Engine:
     def identity(self) -> bytes:
         """What the cells of its contexts depend on beside tokens, adapters and scope, as a digest (ADR 014)."""
         return self._backend.identity
-
-    def _find_context(self, key: str, seed: bytes) -> tuple[int, ...] | None:
-        tokens = self._core.requests.recent.find(key, seed)
-        if tokens is None and self.store is not None and (kept := self.store.context(key)) is not None:
-            tokens = tuple(kept[1]) if kept[0] == seed and key_of(seed, kept[1]) == key else None
-        return tokens
 
     def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
         """The key of a context for a request of this scope with these adapters. Raises UnknownAdapter."""

@@ -211,7 +211,8 @@ class EngineCore:
         running = [sequence for sequence in self.scheduler.slots if sequence is not None]
         failed = [(sequence, fault) for sequence in running if (fault := self._step_alone(sequence)) is not None]
         if len(failed) == len(running) > 1:
-            raise failed[0][1]
+            _, first_fault = failed[0]
+            raise first_fault
         for sequence, fault in failed:
             self.requests.fail(sequence, fault)
         self.output.flush()  # of those that ended in it: there may be no other step

@@ -122,7 +122,7 @@ class Forward:
         self._interruptions.observe(now - started, is_bulk=is_bulk)
         self._scheduler.observe_decode(chunks, now - started)
         self._drafting.observe(chunks, now - started)
-        yield Computed(works, num_tokens, now, now - started)
+        yield Computed(works, num_tokens, at=now, seconds=now - started)
 
     def _decode(
         self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_yield: bool

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any, Generic, Literal, TypeVar
 
 from cellama.engine.backend import AdapterSet
-from cellama.engine.errors import EngineError
 from cellama.engine.events import Completion, Event, Finished
 from cellama.engine.kvstore.states import StateMatch
 from cellama.engine.request import Request
@@ -68,13 +67,10 @@ class Handle:
                 log.exception("the event callback of request %s failed and is not called again", self.request.id)
                 self._on_event = None
         if isinstance(event, Finished):
-            self._resolve(event.completion, event.error)
-
-    def _resolve(self, completion: Completion | None, error: EngineError | None) -> None:
-        if error is not None:
-            self.future.set_exception(error)
-        elif completion is not None:
-            self.future.set_result(completion)
+            if event.error is not None:
+                self.future.set_exception(event.error)
+            elif event.completion is not None:
+                self.future.set_result(event.completion)
 
 
 class EngineCall(Generic[T]):

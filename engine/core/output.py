@@ -109,5 +109,13 @@ class EventOutput:
             tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
             logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
             mu = None if sequence.sampler is None else sequence.sampler.mirostat_mu
-            event = Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind, mu)
+            event = Text(
+                request_id=sequence.request.id,
+                text=text,
+                tokens=tokens,
+                index=sequence.index,
+                logprobs=logprobs,
+                kind=kind,
+                mirostat_mu=mu,
+            )
             self.emit(handle, event)

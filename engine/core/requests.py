@@ -102,11 +102,18 @@ class EngineRequests:
         seed = request.sampling.seed
         seed = secrets.randbelow(limits.MAX_SEED + 1) if seed is None else seed
         for index in range(request.n):
-            seed_of_it, prompt = (seed + index) % (limits.MAX_SEED + 1), list(request.prompt)
-            sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
+            sequence = Sequence(
+                request,
+                seed=(seed + index) % (limits.MAX_SEED + 1),
+                submitted_at=request.submitted_at,
+                tokens=list(request.prompt),
+                index=index,
+                adapters=handle.adapters,
+                identity=self._backend.identity,
+                taken_at=handle.taken_at,
+            )
             if index == 0 or not request.resume:  # else what it resumes is not what was searched for
                 sequence.match = handle.match
-            sequence.taken_at, sequence.identity = handle.taken_at, self._backend.identity
             group.sequences.append(sequence)
             self._group_of[sequence] = group
             self._scheduler.enqueue(sequence, time.monotonic())
@@ -148,7 +155,13 @@ class EngineRequests:
         )
         if sequence.index == 0:
             assert sequence.slot is not None
-            started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
+            started = Started(
+                request.id,
+                slot=sequence.slot,
+                num_prompt_tokens=sequence.num_prompt,
+                num_cached_tokens=sequence.num_cached,
+                seed=sequence.seed,
+            )
             self._output.emit(handle, started)
             self._telemetry.last_cache_hit = sequence.usage.cache_hit
 

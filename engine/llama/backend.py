@@ -50,7 +50,7 @@ class KvShape:
         if unified:
             total = options.n_ctx or slots * (options.ctx_per_slot or model.info.n_ctx_train)
             per_slot = min(options.ctx_per_slot or total, total)
-            return KvShape(True, _padded(total), per_slot, total)
+            return KvShape(unified=True, n_ctx=_padded(total), ctx_per_slot=per_slot, n_cells=total)
         if options.n_ctx is not None and options.ctx_per_slot is None and options.n_ctx < slots:
             raise InvalidRequest(f"n_ctx is {options.n_ctx}, less than a token for each of {slots} slots; raise it")
         per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or model.info.n_ctx_train
@@ -59,7 +59,7 @@ class KvShape:
                 f"{slots} slots of {per_slot} tokens need {per_slot * slots}, n_ctx is {options.n_ctx}; "
                 "give one of n_ctx and ctx_per_slot, or choose kv_layout unified"
             )
-        return KvShape(False, _padded(per_slot) * slots, per_slot, per_slot * slots)
+        return KvShape(unified=False, n_ctx=_padded(per_slot) * slots, ctx_per_slot=per_slot, n_cells=per_slot * slots)
 
 
 def _padded(num_tokens: int) -> int:
@@ -222,7 +222,7 @@ class LlamaBackend:
             plan.params, history, num_sampled, n_vocab=self.n_vocab, end_tokens=self.vocabulary.end_tokens
         )
         banned = self._banned_ends if ban_end else None
-        return LlamaSampler(self, plan, seed, start, banned, num_unbound, mirostat_mu)
+        return LlamaSampler(self, plan, seed, start, banned=banned, num_unbound=num_unbound, mirostat_mu=mirostat_mu)
 
     # The cells of its slots (docs/adr/010-cutting-states-back.md)
 

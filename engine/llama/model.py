@@ -7,7 +7,7 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,6 @@ import llama_cpp.llama_cpp as lib
 from cellama.engine.backend import ModelInfo
 from cellama.engine.errors import AdapterLoadFailed, EngineStopped, InvalidRequest, ModelLoadFailed
 from cellama.engine.grammar.grammars import Grammars
-from cellama.engine.grammar.spelling import spelled
 from cellama.engine.llama.files.adapter_file import check_adapter_file
 from cellama.engine.llama.files.gguf_file import fingerprint
 from cellama.engine.llama.files.pretokenizers import PreTokenizer
@@ -329,3 +328,21 @@ class LlamaModel:
 def adapter_pointer(address: int) -> Any:
     """An adapter's address as llama_cpp wants it."""
     return ctypes.cast(ctypes.c_void_p(address), lib.llama_adapter_lora_p_ctypes)
+
+
+def spelled(text: bytes, tokenize: Callable[[str], list[int]], piece_of: Callable[[int], bytes]) -> list[int]:
+    """The tokens of a text, none if they can't be known.
+
+    Some vocabularies put a space before a text: then it is looked for behind a line's end.
+    """
+    readable = text.decode(errors="ignore")  # it may end within a character
+    wanted = readable.encode()
+    if not text.startswith(wanted):
+        return []
+    for head in ("", "\n"):
+        tokens = tokenize(head + readable)
+        pieces = [piece_of(token) for token in tokens]
+        for first in range(min(3, len(tokens))):
+            if b"".join(pieces[first:]) == wanted:
+                return tokens[first:]
+    return []

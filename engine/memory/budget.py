@@ -99,7 +99,7 @@ class Footprint:
 
 
 def _sum(parts: Collection[MemoryUse]) -> MemoryUse:
-    return MemoryUse(*(sum(getattr(usage, name) for usage in parts) for name in MemoryUse.__slots__))
+    return MemoryUse(**{name: sum(getattr(usage, name) for usage in parts) for name in MemoryUse.__slots__})
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,16 @@ class ModelManager:
                 lambda: (resolve(source, hub), with_draft_file(options or EngineOptions(), hub))
             )
             plan = self._admission.admit(entry.id, path, chosen, wanted)
-            model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters, plan.tuned)
+            model = Model(
+                entry.id,
+                source,
+                path=path,
+                options=plan.options,
+                uses=plan.uses,
+                hub=hub,
+                adapters=adapters,
+                tuned=plan.tuned,
+            )
         except BaseException:
             self._admission.budget.release(entry.id)
             with self._lock:

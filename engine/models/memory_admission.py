@@ -126,7 +126,9 @@ class MemoryAdmission:
             f"(memory_budget is {limit if isinstance(limit, str) else readable(limit)}); lower "
             "n_parallel, ctx_per_slot or cache_ram_bytes, choose q8_0 as cache_type_k and cache_type_v, raise "
             f"memory_budget{draft}{unload}",
-            *(device, shortage.required_bytes, shortage.available_bytes),
+            device=device,
+            required_bytes=shortage.required_bytes,
+            available_bytes=shortage.available_bytes,
         )
 
 

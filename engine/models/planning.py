@@ -135,7 +135,7 @@ def _plan_of(answer: Mapping[str, Any]) -> LoadPlan:
 
     footprint = Footprint({name: MemoryUse(**usage) for name, usage in answer["footprint"].items()})
     uses = Uses(frozenset(answer["capabilities"]), answer["pooling"])
-    return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, tuple(answer["tuned"]))
+    return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, tuned=tuple(answer["tuned"]))
 
 
 # The child

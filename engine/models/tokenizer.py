@@ -157,7 +157,7 @@ class Texts:
                 f"{limits.MAX_LARK_CHARS}; send fewer tools, or shorter schemas"
             )
         bound = replace(reply, bound_at_start=True, has_bound_calls=True, is_call=options.forces_call)
-        return ChatPrompt(prompt.text, tokens, bound, lark, tuple(grammar.warnings))
+        return ChatPrompt(prompt.text, tokens, bound, lark=lark, warnings=tuple(grammar.warnings))
 
     def _render_after_reply(
         self, messages: Sequence[Message], options: ChatOptions, variables: dict[str, Any]

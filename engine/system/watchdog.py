@@ -68,7 +68,8 @@ class Pulse:
         self._note(now)
         expected_s = self._expected_s(kind, size)
         self.suspect = None
-        self.step = WatchedStep(kind, size, suspects, now, first_s if expected_s is None else MANY * expected_s)
+        longest_s = first_s if expected_s is None else MANY * expected_s
+        self.step = WatchedStep(kind, size, suspects, began=now, longest_s=longest_s)
 
     def rest(self) -> None:
         """There is nothing to do until the next beat."""

@@ -6,10 +6,9 @@ A goal is the schemas that a value within a shape has to match, or not to match:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 Goal = tuple[tuple[int, bool], ...]  # index of a schema in its document, and whether a value has to match it; sorted
 ANYTHING: Goal = ()
@@ -292,7 +291,3 @@ def _patterns(one: Object, other: Object) -> tuple[tuple[str, Goal, str], ...]:
 
 def _least(one: int | None, other: int | None) -> int | None:
     return min((each for each in (one, other) if each is not None), default=None)
-
-
-def of_type(shapes: Iterable[Shape], kind: type[Any]) -> list[Any]:
-    return [shape for shape in shapes if isinstance(shape, kind)]

@@ -49,7 +49,7 @@ def _device(pointer: int) -> Device | None:
         free_c, total_c = ctypes.c_size_t(), ctypes.c_size_t()
         _memory(pointer, ctypes.byref(free_c), ctypes.byref(total_c))
         total, free = total_c.value, free_c.value
-    return Device(name, kind, description, total, free)
+    return Device(name, kind, description, total_bytes=total, free_bytes=free)
 
 
 def gpu_names() -> list[str]:

@@ -21,7 +21,7 @@ from cellama.engine import (
     RequestFailed,
     Watchdog,
 )
-from cellama.engine.fake_embedding import FakeEmbeddingBackend
+from cellama.engine.fake import FakeEmbeddingBackend
 
 from ....conftest import wait_until
 

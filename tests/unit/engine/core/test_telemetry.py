@@ -19,8 +19,7 @@ from cellama.engine import (
 )
 from cellama.engine.core import telemetry
 from cellama.engine.core.telemetry import Rates
-from cellama.engine.fake import FakeBackend
-from cellama.engine.fake_embedding import FakeEmbeddingBackend
+from cellama.engine.fake import FakeBackend, FakeEmbeddingBackend
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, request
