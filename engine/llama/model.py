@@ -139,7 +139,7 @@ class LlamaModel:
         self._ends = frozenset(token for token in ids if lib.llama_vocab_is_eog(self.vocab, token))
         # llama.cpp looks at all adapters of a model when it makes a graph: none comes or goes meanwhile.
         self.adapters_lock = threading.Lock()
-        self._breakers: dict[str, Breakers] = {}
+        self._breaker = functools.lru_cache(_MAX_BREAKERS)(self._find_breaker)
         self._adapters: set[int] = set()
 
     @functools.cached_property
@@ -159,14 +159,8 @@ class LlamaModel:
         """The tokens of DRY's sequence breakers. Any thread."""
         return joined(self._breaker(text) for text in texts)
 
-    def _breaker(self, text: str) -> Breakers:
-        found = self._breakers.get(text)
-        if found is None:
-            found = find_breaker(text.encode(), self.grammars.tokens.of, lambda s: self.tokenize(s, add_special=False))
-            if len(self._breakers) >= _MAX_BREAKERS:
-                self._breakers.clear()
-            self._breakers[text] = found
-        return found
+    def _find_breaker(self, text: str) -> Breakers:
+        return find_breaker(text.encode(), self.grammars.tokens.of, lambda s: self.tokenize(s, add_special=False))
 
     def _read_info(self, fingerprint: str) -> ModelInfo:
         description = ctypes.create_string_buffer(256)

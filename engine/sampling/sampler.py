@@ -7,6 +7,7 @@ a sequence goes on exactly anywhere: what is needed is its tokens, and one numbe
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.sampling_params import SamplingParams
 
-from .draws import uniforms
 from .filters import (
     Ids,
     Logits,
@@ -222,3 +222,23 @@ class _LogprobReport:
 
     def of(self, token: int) -> TokenLogprob:
         return TokenLogprob(token, float(self._logits[token]) - self._normaliser, self._top)
+
+
+def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
+    """A number in (0, 1) for each id, that depends on the arguments alone: splitmix64 of all of them."""
+    key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
+    state = ids.astype(np.uint64) + np.uint64(_mix(key))
+    state = state * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    """splitmix64 of one number."""
+    mask = (1 << 64) - 1
+    value = value + 0x9E3779B97F4A7C15 & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return value ^ value >> 31

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -30,19 +29,11 @@ class DraftParts(NamedTuple):
     footprint: Footprint
 
 
-class Words(NamedTuple):
-    """A vocabulary: two models mean the same by a token's number if these are equal."""
+def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
+    """Return the kind of a model's vocabulary, and the type and text of each token without unused ones at the end.
 
-    kind: str
-    size: int  # without what fills it up at its end
-    digest: str  # of the tokens' texts and types
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.size} tokens, digest {self.digest}"
-
-
-def words_of(model: LlamaModel) -> Words:
-    """The vocabulary of a model, dry or not."""
+    A token's number means the same in two models if both are equal.
+    """
     texts = []
     with model.lifetime:
         for token in range(model.info.n_vocab):
@@ -51,10 +42,7 @@ def words_of(model: LlamaModel) -> Words:
     unused = b"%d:" % lib.LLAMA_TOKEN_ATTR_UNUSED
     while texts and texts[-1].startswith(unused):
         del texts[-1]
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(len(text).to_bytes(4, "little") + text)
-    return Words(model.metadata("tokenizer.ggml.model") or "none", len(texts), digest.hexdigest()[:12])
+    return model.metadata("tokenizer.ggml.model") or "none", texts
 
 
 def check_draft(path: Path, model_path: Path) -> None:
@@ -69,11 +57,11 @@ def check_draft(path: Path, model_path: Path) -> None:
                     f"{str(one.path)!r} ({one.info.architecture}) can't {role}: its states can't be cut back where a "
                     "guess is wrong; leave out draft, or choose another model"
                 )
-        ours, others = words_of(draft), words_of(model)
-        if ours != others:
+        (kind, tokens), (other_kind, other_tokens) = vocabulary_of(draft), vocabulary_of(model)
+        if (kind, tokens) != (other_kind, other_tokens):
             raise ModelLoadFailed(
-                f"{str(path)!r} can't guess for {str(model_path)!r}: its vocabulary is {ours}, that of the other one "
-                f"is {others}; choose a draft model of the same family"
+                f"{str(path)!r} can't draft for {str(model_path)!r}: their vocabularies differ ({kind} of "
+                f"{len(tokens)} tokens, {other_kind} of {len(other_tokens)}); choose a draft model of the same family"
             )
 
 
