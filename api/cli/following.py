@@ -1,4 +1,4 @@
-"""How a command follows a job to its end: where it is while nothing comes, its text, what became of it."""
+"""How a command follows a job to its end: it shows the position while nothing comes, the text, and the outcome."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from cellama.tasks.estimates.position import Position
 
 from .output import err, print_json, print_warning, printable, write_text
 
-PING_S = 1.0
+PING_S = 1.0  # between two looks at the position of a silent job: about as often as people look
 
 
 class SilenceTimeout:
-    """How long a job may tell nothing. While it waits its turn it may be silent for ever, if a worker serves it."""
+    """Limits how long a job may be silent. A job that waits for a slot may be silent forever if a worker serves it."""
 
     def __init__(self, job_id: str, patience_s: float, *, unserved: bool = False) -> None:
-        """With `unserved`, a job may also wait for a worker that serves it."""
+        """`unserved` allows a job to wait until a worker serves it."""
         self._job_id = job_id
         self._patience_s = patience_s
         self._unserved = unserved
         self._heard_at = time.monotonic()
         self._ahead = -1
-        self._moved_at = 0.0  # when there were fewer jobs ahead for the last time
+        self._moved_at = 0.0  # when the number of jobs ahead last changed
 
-    def heard(self) -> None:
-        """Of the job itself."""
+    def note_event(self) -> None:
+        """Restart the time, because the job has sent an event."""
         self._heard_at = time.monotonic()
 
-    def look(self, position: Position) -> str:
-        """Where the job is, in words. Raises JobTimeout."""
+    def describe(self, position: Position) -> str:
+        """Return where the job is, in words. Raises JobTimeout."""
         now = time.monotonic()
         if position.state == "waiting" and (position.served or self._unserved):
             self._heard_at = now
         if now - self._heard_at > self._patience_s:
-            why = "no worker serves its model" if position.state == "waiting" else "it goes on"
+            why = "no worker serves its model" if position.state == "waiting" else "it continues"
             raise JobTimeout(
-                f"job {self._job_id} told nothing for {self._patience_s:g} s; {why}: `cellama jobs follow "
+                f"job {self._job_id} produced no output for {self._patience_s:g} s; {why}: `cellama jobs follow "
                 f"{self._job_id}` waits longer, `cellama cancel {self._job_id}` ends it"
             )
         if position.state != "waiting":
-            return f"job {self._job_id}: the prompt is being read …"
+            return f"job {self._job_id}: the prompt is being processed …"
         if position.ahead != self._ahead:
             self._ahead, self._moved_at = position.ahead, now
         return f"job {self._job_id} waits: {position.ahead} job(s) ahead, {self._when(position, now)}"
 
     def _when(self, position: Position, now: float) -> str:
-        """The estimate is of the moment in which the last job before this one got its slot."""
+        """Return when the job gets a slot. The estimate counts from the last change of the number of jobs ahead."""
         if not position.served:
-            return "no worker serves it now"
+            return "no worker serves its model"
         if position.eta_s is None:
-            return "nothing is known yet of how long such jobs take"
+            return "it is not known yet how long such jobs take"
         left_s = position.eta_s - (now - self._moved_at)
         return f"about {left_s:.0f} s" if left_s >= 1 else "soon"
 
 
 @contextlib.contextmanager
 def cancelled_with(job: Job[Any]) -> Iterator[None]:
-    """Ctrl-C, or a reader that goes away, cancels the job."""
+    """Cancel the job on Ctrl-C, or if the reader of the output has closed it."""
     try:
         yield
     except (KeyboardInterrupt, BrokenPipeError):
@@ -74,7 +74,7 @@ def cancelled_with(job: Job[Any]) -> Iterator[None]:
 
 
 def result_of(job: Job[R], patience: SilenceTimeout) -> R:
-    """The result of a job of which nothing is shown before. Raises as `show`."""
+    """Return the result of a job without showing its output. Raises as `show`."""
     with cancelled_with(job):
         for _ in _events(job, patience):
             pass
@@ -82,7 +82,7 @@ def result_of(job: Job[R], patience: SilenceTimeout) -> R:
 
 
 def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
-    """Streams a job to stdout and returns its text. Raises JobTimeout, JobFailed, JobCancelled."""
+    """Stream a job to stdout, and return its text. Raises JobTimeout, JobFailed, JobCancelled."""
     text = ""
     for event in _events(job, patience):
         text += event["text"] if event["type"] == "token" else ""
@@ -95,21 +95,21 @@ def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
 
 
 def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
-    """A job's events to its end, without pings; while those come, stderr shows where it is."""
+    """Yield the events of a job. While it is silent, stderr shows where it is."""
     with err.status("…") as spinner:
         spinner.stop()
         for event in job.stream(timeout=math.inf, ping=PING_S):
             if event["type"] == "ping":
-                spinner.update(f"[dim]{patience.look(job.position())}[/]")
+                spinner.update(f"[dim]{patience.describe(job.position())}[/]")
                 spinner.start()
             else:
                 spinner.stop()
-                patience.heard()
+                patience.note_event()
                 yield event
 
 
 def _show_event(event: Event, job_id: str) -> None:
-    """The answer goes to stdout, thoughts and the summary to stderr."""
+    """Write the answer to stdout, and reasoning and the summary to stderr."""
     if event["type"] == "token":
         write_text(event["text"])
     elif event["type"] == "reasoning":

@@ -1,4 +1,4 @@
-"""What `cellama tune` found, kept per model and machine: a JSON file per model, named by its fingerprint.
+"""Results of `cellama tune`, kept per model and machine in a JSON file per model, which its fingerprint names.
 
 `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
 
@@ -32,7 +32,7 @@ Conditions = dict[str, Any]  # JSON
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way of running a model. An embedding model has only threads; the others are None."""
+    """One way of running a model. An embedding model has only `threads`."""
 
     threads: int
     n_parallel: int | None = None

@@ -50,8 +50,11 @@ class ChatTemplate:
         ends: Iterable[str] = (),
         mark: bool = True,
     ) -> None:
-        """Compiles the template. `specials` are the vocabulary's special tokens, `ends` the texts of those that end a
-        reply; `mark` if the caller's text is to be told from the template's. Raises TemplateFailed."""
+        """Compile the template. Raises TemplateFailed.
+
+        `specials` are the vocabulary's special tokens, and `ends` the texts of those that end a reply. With `mark`
+        prompts show which characters come from the caller.
+        """
         specials = list(specials)
         self._control = {special.text: special.id for special in specials if special.is_control}
         self.source = source
@@ -80,9 +83,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> Rendered:
-        """The prompt of a conversation. Raises TemplateFailed, InvalidRequest.
+        """Return the prompt of a conversation. Raises TemplateFailed, InvalidRequest.
 
-        Messages are in the OpenAI form; an assistant's may have `reasoning`. `template_args` are the template's own
+        Messages are in the OpenAI format; an assistant's may have `reasoning`. `template_args` are the template's own
         variables, for instance `enable_thinking`.
         """
         variables = {**template_args, "add_generation_prompt": add_generation_prompt}
@@ -96,24 +99,29 @@ class ChatTemplate:
 
     @functools.cached_property
     def reply_markup(self) -> ReplyMarkup:
-        """How the template's model writes thoughts and tool calls. Derived once, from conversations that the template
-        renders within the time of one; nothing is known if it takes longer."""
+        """How the template's model writes reasoning and tool calls.
+
+        It is derived once, from conversations that the template renders within the time of one. If that takes longer,
+        nothing is known.
+        """
         try:
             rendered = self._process.texts_of(probes(for_template))
         except TemplateFailed as error:
-            log.warning("how this model writes thoughts and tool calls can't be told: %s", error)
+            log.warning(
+                "chat template: can't derive how this model writes reasoning and tool calls: %s; they stay text", error
+            )
             rendered = {}
         return derive_markup(rendered, self.source, self._ends)
 
     @functools.cached_property
     def thinking_tokens(self) -> tuple[tuple[int, bytes], ...]:
-        """The control tokens that a model marks its thoughts with, and their text."""
+        """The control tokens around reasoning, and their text."""
         markup = self.reply_markup
         return self._control_in(MARKUP if markup.channels else (markup.think_open, markup.think_close))
 
     @functools.cached_property
     def call_tokens(self) -> tuple[tuple[int, bytes], ...]:
-        """Those that it marks tool calls with."""
+        """The control tokens in tool calls, and their text."""
         calls = self.reply_markup.calls
         return self._control_in(calls.literals if calls is not None else ())
 
@@ -122,7 +130,7 @@ class ChatTemplate:
         return tuple((token, text.encode()) for text, token in self._control.items() if text and text in joined)
 
     def close(self) -> None:
-        """Ends the process. Idempotent."""
+        """End the process. Idempotent."""
         self._process.close()
 
 
@@ -163,11 +171,11 @@ def _call_for_template(call: Any, arguments_as_text: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a reply is asked for. `tools` are in the OpenAI form."""
+    """How a reply is requested. `tools` are in the OpenAI format."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
-    enable_thinking: bool | None = None  # None: as the template does it
+    enable_thinking: bool | None = None  # None: the default of the template
     thinking_budget: int | None = None  # tokens
     template_args: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None  # a system message before all others
@@ -175,21 +183,21 @@ class ChatOptions:
     allowed_tools: Sequence[str] | None = None  # names of the tools that may be called; None: all of them
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages, behind that of the system. Raises InvalidRequest if they begin with one already."""
+        """Return the messages after the system message. Raises InvalidRequest if they start with one already."""
         if self.system is None:
             return messages
         if messages and messages[0].get("role") == "system":
-            raise InvalidRequest("system is given, and the messages begin with a system's, too; leave one out")
+            raise InvalidRequest("system is given, and the messages also start with a system message; leave one out")
         return [{"role": "system", "content": self.system}, *messages]
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools that the template shows to the model."""
         return () if self.tool_choice == "none" else self.tools
 
     @property
     def callable(self) -> list[Offered]:
-        """The tools that may be called. Raises InvalidRequest for a name that is not one of them."""
+        """The tools that may be called. Raises InvalidRequest for an unknown name."""
         functions = [tool["function"] for tool in self.tools]
         names = [function["name"] for function in functions]
         known = f"the tools are: {', '.join(sorted(names)) or 'none'}"
@@ -214,17 +222,17 @@ class ChatOptions:
 
     @property
     def forces_call(self) -> bool:
-        """True if the reply has to be a call."""
+        """Whether the reply must be a call."""
         return self.tool_choice not in ("auto", "none")
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the template gets beside the messages. Raises InvalidRequest."""
+        """The variables of the template in addition to the messages. Raises InvalidRequest."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         by_other_names = {} if self.enable_thinking is None else dict.fromkeys(SWITCHES, self.enable_thinking)
         taken = {"messages", "tools", "add_generation_prompt"} & self.template_args.keys()
         if taken:
-            raise InvalidRequest(f"template_args has {', '.join(sorted(taken))}; give that as a parameter of its own")
+            raise InvalidRequest(f"template_args has {', '.join(sorted(taken))}; give each as a parameter of its own")
         return {**by_other_names, **self.template_args, **thinking, "tools": self.offered}
 
 
@@ -235,19 +243,19 @@ class ChatPrompt:
     text: str
     tokens: list[int]
     reply: ReplyFormat
-    lark: str | None = None  # a grammar of the whole reply, which takes the place of a schema or a regular expression
+    lark: str | None = None  # a grammar of the whole reply, which replaces a schema or a regular expression
     warnings: tuple[str, ...] = ()  # what the tools ask for and is not enforced
 
     @property
     def sampling(self) -> dict[str, str | None]:
-        """Sampling parameters that the reply's grammar needs; they replace the caller's form of the text."""
+        """The sampling parameters that the grammar of the reply needs; they replace those of the caller."""
         return {} if self.lark is None else {"json_schema": None, "regex": None, "grammar": None, "lark": self.lark}
 
 
 def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], Rendered]) -> Rendered:
-    """What a template writes after a reply, when these messages follow it. Raises TemplateFailed, InvalidRequest.
+    """Return what a template writes after a reply if these messages follow. Raises TemplateFailed, InvalidRequest.
 
-    The template renders a conversation whose reply is a word that stands nowhere else; what comes behind that is it.
+    The template renders a conversation whose reply is a random word, and everything after this word is the result.
     """
     if not messages:
         raise InvalidRequest("messages is empty; with a parent_key, give those that follow its reply")
@@ -257,7 +265,10 @@ def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], R
         "the chat template does not show a reply as it was, so nothing can be put after one: send the whole "
         "conversation without parent_key"
     )
-    for beginning in ([], [{"role": "system", "content": "."}]):  # some can't do with one, some not without
+    for beginning in (
+        [],
+        [{"role": "system", "content": "."}],
+    ):  # some templates reject a system message, others demand one
         try:
             prompt = render([*beginning, *turns])
         except TemplateFailed as error:
@@ -272,9 +283,9 @@ def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], R
 def reply_format_of(
     name: str, template: ChatTemplate, prompt: Rendered, options: ChatOptions, ids_of: Callable[[str], list[int]]
 ) -> ReplyFormat:
-    """How the reply to a prompt is marked up; `ids_of` tokenizes markup, special tokens included.
+    """Return how the reply to a prompt is marked up. `ids_of` tokenizes markup, including special tokens.
 
-    Raises InvalidRequest for what the model's template has no form for.
+    Raises InvalidRequest for what the model's template does not support.
     """
     markup = template.reply_markup
     opening, closing = markup.think_open, END if markup.channels else markup.think_close
@@ -300,7 +311,7 @@ def reply_format_of(
 
 
 def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
-    """What reads the calls of the tools that are offered; None if there are none, or it is not known how."""
+    """Return a reader for calls of the offered tools; None if there are no tools, or their format is unknown."""
     if not options.offered or markup.calls is None:
         return None
     parameters = {tool.name: tool.parameters for tool in options.callable}
@@ -310,15 +321,15 @@ def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
 def grammar_of_calls(
     name: str, format_: ReplyFormat, options: ChatOptions, prepare: Prepare, wanted: WantedText | None = None
 ) -> CallGrammar | None:
-    """The grammar of a reply in which the model may call tools, or has to; None if nothing is to be bound.
+    """Return the grammar of a reply in which the model may or must call tools; None if nothing needs to be enforced.
 
-    `wanted` is the form of the text that the request asks for. A grammar of the caller's binds the whole reply, so
-    that there are no calls. Raises InvalidRequest.
+    `wanted` is what the request demands of the text. A grammar of the caller binds the whole reply, so there are no
+    calls. Raises InvalidRequest.
     """
     tools, offered = format_.tools, options.callable
     if options.forces_call:
         if wanted is not None:
-            raise InvalidRequest(f"tool_choice forces a call, so there can be no {wanted.kind}; remove one of them")
+            raise InvalidRequest(f"tool_choice forces a call, which excludes {wanted.kind}; remove one of them")
         if options.tool_choice != "required":
             offered = [tool for tool in offered if tool.name == options.tool_choice]
         if not offered:

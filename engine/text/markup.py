@@ -28,7 +28,7 @@ class SpecialToken:
 
 
 def from_caller(text: str) -> str:
-    """Return a caller's text for `marked`. Its space stays, because some tokens take the space beside them."""
+    """Return a caller's text for `marked`. Its space stays, because some tokens take the space around them."""
     return re.sub(r"\S", FROM_CALLER, text)
 
 
@@ -42,7 +42,7 @@ def tokenize_marked(
     """Return the tokens of a prompt. The caller's text becomes no control token, and none of those in `markup`.
 
     `specials` are all of the vocabulary, the longest first. `tokenize(text, parse_special)` is the vocabulary's own,
-    and adds nothing. A prompt without such text becomes the same tokens as ever.
+    and adds nothing. A prompt without such text is tokenized as a whole.
     """
     guarded = [special.text for special in specials if special.is_control or special.text in markup]
     if marked == text or all(text.count(literal) == marked.count(literal) for literal in guarded):

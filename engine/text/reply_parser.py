@@ -1,10 +1,10 @@
-"""A chat model's output, read as it comes: thinking, text and tool calls told apart. Pure.
+"""Reads a chat model's output as it comes, and separates reasoning, text and tool calls. Pure.
 
     START ── thinks ──► THINKING ── closed ──► TEXT ── a tool call opens ──► CALLS
       └── does not think ────────────────────►┘
 
-What is shown differs from what was generated, but only here: tokens, usage and the cache know nothing of it. The parts
-do not depend on how the text is split.
+Only what is shown differs from what was generated: tokens, usage and the cache are unaffected. The parts don't depend
+on how the text is split.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class ReplyReader:
         self._format = format_
         self._state = _State.THINKING if format_.starts_thinking else _State.START
         self._held = ""
-        self._drops_space = format_.starts_thinking  # at the beginning of reasoning, and of the text after it
+        self._drops_space = format_.starts_thinking  # at the start of reasoning, and of the text after it
         self._answered = False  # some text has been released
         self._visible = dict(format_.visible)
         self._num_thinking = 0
 
     @property
     def is_thinking(self) -> bool:
-        """True inside an open block."""
+        """Whether a block of reasoning is open."""
         return self._state is _State.THINKING
 
     @property
     def num_unbound(self) -> int | None:
-        """Tokens before those that a grammar binds: the thoughts in a block that the template opened.
+        """The number of reasoning tokens in a block that the template opened, which no grammar binds.
 
-        None while it is open. A model that would open one itself is bound from the start.
+        None while the block is open. A model that opens a block itself is bound from the start.
         """
         if not self._format.starts_thinking:
             return 0
@@ -52,19 +52,19 @@ class ReplyReader:
 
     @property
     def forced_token(self) -> int | None:
-        """The token that has to come next because thinking is over its budget."""
+        """The token that must come next because the reasoning exceeds its budget."""
         return self._format.closing_token(self._num_thinking) if self.is_thinking else None
 
     def note_token(self) -> None:
-        """One more token was sampled; its text comes with the next `push`."""
+        """Count one more sampled token; its text comes with the next `push`."""
         self._num_thinking += self.is_thinking
 
     def text_of(self, token: int) -> bytes | None:
-        """The text of a control token that belongs to the markup; None for all others."""
+        """Return the text of a control token that belongs to the markup; None for all others."""
         return self._visible.get(token)
 
     def push(self, text: str) -> list[ReplyPart]:
-        """Takes released text; returns what is final of it now, possibly nothing."""
+        """Take released text, and return the parts that are final now."""
         self._held += text
         parts: list[ReplyPart] = []
         while (following := self._advance(parts)) is not self._state:
@@ -72,9 +72,9 @@ class ReplyReader:
         return parts
 
     def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ToolCall, ...]]:
-        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text.
+        """End the reply, and return the parts that were held back and the tool calls. Other markup becomes text.
 
-        `cut` if the model would have written more.
+        `cut` says that the model would have written more.
         """
         cut = cut and self._format.has_bound_calls
         calls: tuple[ToolCall, ...] = ()
@@ -84,14 +84,14 @@ class ReplyReader:
         else:
             if self._state is _State.CALLS and self._format.tools is not None:
                 calls, self._held = self._format.tools.parse(self._held, cut=cut)
-            elif cut and self._format.is_call:  # what it holds is the beginning of a call
+            elif cut and self._format.is_call:  # what is held is the start of a call
                 self._held = ""
             self._release(parts, "text", self._held)
         self._held = ""
         return parts, calls
 
     def _advance(self, parts: list[ReplyPart]) -> _State:
-        """Releases what it can in the present state, and returns the one that follows."""
+        """Release what the current state allows, and return the state that follows."""
         match self._state:
             case _State.START:
                 return self._begin()
@@ -103,7 +103,7 @@ class ReplyReader:
                 return _State.CALLS
 
     def _begin(self) -> _State:
-        """A block of thinking can only be the first thing in a reply; later tags are text."""
+        """Reasoning can only be the first thing in a reply; later tags are text."""
         opening, seen = self._format.think_open, self._held.lstrip()
         if opening and seen.startswith(opening):
             self._held, self._drops_space = seen[len(opening) :], True
@@ -134,7 +134,7 @@ class ReplyReader:
         return _State.CALLS
 
     def _release_up_to(self, parts: list[ReplyPart], kind: Kind, num_held: int, *, keeps_space: bool = False) -> None:
-        """Releases all but the last characters, and the space before them, which may be in front of a tag."""
+        """Release all except the last characters, and the space before them, which may belong to a tag."""
         text = self._held[: len(self._held) - num_held]
         text = text if keeps_space else text.rstrip()
         self._held = self._held[len(text) :]

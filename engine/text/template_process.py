@@ -1,13 +1,13 @@
 """Renders one chat template in a process of its own, which `template_renderer.py` starts by this file's path.
 
-Templates come with models, and what they get comes from whoever sends jobs: both may make them run for ever, fill the
-memory, or hold Python's lock in one long call. Here that costs no other job anything. Only the standard library and
-Jinja are imported, so that the process is there at once.
+Templates come with models, and their variables come with jobs. Either can make a template run forever, fill the memory,
+or hold Python's lock in one long call. In a process of its own that costs no other job anything. Only the standard
+library and Jinja are imported, so the process starts quickly.
 
 It reads a JSON object per line and answers with one. The first has `source`, `bos`, `eos`, `control`, `markup` and
-`cpu_s`; the others `messages`, `variables`, `mark`. The answer to these is `text` and `marked` (see `marking`), or
-`error` with `kind`: invalid (the request's fault), refused (by the template), failed. One with `probes` has several
-such requests by their names, and gets `texts`; null for what the template can't render.
+`cpu_s`; the others `messages`, `variables`, `mark`. The answer to these is `text` and `marked` (see `Masks`), or
+`error` with `kind`: invalid (the request's fault), refused (by the template), failed. A request with `probes` has
+several conversations by name; the answer is `texts`, with null for those that the template can't render.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 1 << 24  # of a prompt: more than any context holds
 MAX_PROBE_CHARS = 1 << 17  # of a probe, whose longest words have a dozen characters; `derivation` compares them all
-THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # in a message they mean what they always do
+THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # in messages they enclose reasoning
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 FROM_CALLER = "\U0010ffff"  # stands in `marked` for a character that came from the caller and could be part of markup
-_COMMON = frozenset("_-./:,;'\"!?()")  # in so many words that masking them could change what a template does
+_COMMON = frozenset("_-./:,;'\"!?()")  # also in ordinary words, so masking them could change what a template does
 _MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Python's repr escapes what is not
 
 
 class Invalid(Exception):
-    """The request can't be rendered, whatever the template."""
+    """The request can't be rendered by any template."""
 
 
 def _raise(message: str) -> NoReturn:
@@ -81,8 +81,8 @@ class Masks:
     """Shows which characters of a prompt come from the caller, whatever the template did with them.
 
     The template renders the conversation a second time, in which another character, the mask, stands for each
-    character of the caller's strings that tells a control token from words, such as `<` and `|`. If the two prompts
-    are equal except for the masks, then each mask is where a character of the caller is.
+    character of the caller's strings that distinguishes a control token from words, such as `<` and `|`. If the two
+    prompts are equal except for the masks, then each mask is where a character of the caller is.
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
@@ -123,7 +123,7 @@ class Masks:
         return text.translate({ord(char): masks[ord(char)] for char in self._telling})
 
     def masked_except_sought(self, text: str, masks: Mapping[int, int]) -> str:
-        """As `masked`, except for what the template looks for in texts, such as the end of earlier reasoning."""
+        """Return the string with masks, except where the template looks for a text, such as the end of reasoning."""
         pieces, at = [], 0
         for found in self._sought.finditer(text):
             pieces += [self.masked(text[at : found.start()], masks), found[0]]
@@ -136,7 +136,7 @@ class Masks:
         return next((literal for literal in found if any(self._takes_part(literal, text) for text in strings)), None)
 
     def _takes_part(self, literal: str, text: str) -> bool:
-        """Whether a string has the literal, or starts or ends with a part of it that tells it from words."""
+        """Return whether a string has the literal, or starts or ends with a telling part of it."""
         if literal in text or (text in literal and self._telling & set(text)):
             return True
         return any(
@@ -183,7 +183,7 @@ class Renderer:
         self._masks = Masks(environment.parse(source), source, setup["control"], setup["markup"])
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The prompt, and the prompt with the caller's characters marked. Raises Invalid, and what a template may."""
+        """Return the prompt with and without marks. Raises Invalid, and any error of a template."""
         if "probes" in request:
             return {"texts": {name: self._probe(probe) for name, probe in request["probes"].items()}}
         messages = request["messages"]
@@ -193,12 +193,12 @@ class Renderer:
         return {"text": text, "marked": self._marked(text, messages, request["variables"])}
 
     def _probe(self, probe: Mapping[str, Any]) -> str | None:
-        """The prompt of a conversation by which the template is known better; None if it makes none, or a long one."""
+        """Return the prompt of a probe; None if the template can't render it, or renders it at great length."""
         text = self._attempt(probe["messages"], probe["variables"], ())
         return text if 0 < len(text) <= MAX_PROBE_CHARS else None
 
     def _to_json(self, value: object, *arguments: Any, **options: Any) -> str:
-        """As _to_json; masks stand for ASCII, and are not escaped either."""
+        """Return the JSON of a value, without escapes for masks, because they stand for ASCII characters."""
         text = _to_json(value, *arguments, **options)
         if not text.isascii():
             return text
@@ -256,13 +256,13 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """The process ends when it computes for longer than that; 0 for no limit. No handler: one would wait for Python."""
+    """End the process when it computes for longer; 0 for no limit. A signal handler would have to wait for Python."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main() -> None:
-    """Serves until its input ends."""
+    """Serve until the input ends."""
     setup = json.loads(sys.stdin.readline())
     made: list[Renderer] = []
 

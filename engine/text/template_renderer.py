@@ -43,7 +43,7 @@ class TemplateProcess:
         try:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the messages or template_args are no JSON: {error}") from None
+            raise InvalidRequest(f"the messages or template_args are not valid JSON: {error}") from None
         with self._lock:
             if self._closed:
                 raise EngineStopped("the chat template is unloaded and can't be used any more; load the model again")

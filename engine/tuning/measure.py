@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-USUAL, SHORTEST = RequestLengths(), RequestLengths(16, 8)  # the latter for models that are too slow for more
+USUAL = RequestLengths()
+SHORTEST = RequestLengths(prompt_tokens=16, new_tokens=8)  # for models that are too slow for more
 FIRST_SHARE = 0.1  # of all seconds, for the first measurement: about ten more have to follow
 ROUNDS_S = 1.0  # of a measurement; shorter ones are repeated, because a second evens out the noise of a machine …
-ROUNDS_SHARE = 0.03  # … as long as they take less than this of all seconds, too
+ROUNDS_SHARE = 0.03  # … as long as they also take less than this part of all seconds
 NUM_TEXTS, TEXT_TOKENS = 32, 128  # of a measurement of an embedding model: paragraphs
 BULK_PRIORITY = 9
 

@@ -14,9 +14,9 @@ from cellama.engine.models.tuned_options import Measurement, Setup
 from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
 
 TIE = 0.98  # of the best rate: about what two measurements of one setup differ by
-FALLING = 0.9  # of the best rate: a loss that is no noise, so that still smaller values need no measurement
+FALLING = 0.9  # of the best rate: such a loss is more than noise, so still smaller values need no measurement
 DISTURBED = 0.6  # of the best rate: neighbouring values rarely differ as much, but another program may have interfered
-MAX_SLOTS = 64  # more slots than that gained nothing on any machine so far
+MAX_SLOTS = 64  # each doubling doubles the requests of a measurement, which have to fit into the default time
 UBATCHES = (64, 128, 256, 512, 1024)  # tokens
 
 

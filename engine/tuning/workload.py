@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MIN_REQUESTS = 32  # of a measurement; with many slots two for each, so that each is used a second time
 NUM_HEADS = 3  # heads that requests share, each third of the mixed ones in turn
-SPREAD = 0.6  # sigma of the lognormal lengths: a tenth is half as long, a tenth twice as long
+SPREAD = 0.6  # sigma of the lognormal lengths: an eighth has less than half of the median, an eighth more than twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class RequestLengths:
 
     @property
     def max_tokens(self) -> int:
-        """Of one request, prompt and new tokens together."""
+        """The context of the longest request, in tokens."""
         return 2 * (self.prompt_tokens + self.new_tokens)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # Standard deviations from the estimate to each end of the range. In the simulation of tests/unit/tasks/test_forecast.py
 # the range holds for 82 % of the jobs or more in each case; with 1.4 deviations it holds for 74 % in the worst case.
 NUM_DEVIATIONS = 1.7
-SPEED_DEVIATION = 0.15  # of the estimate: how far the speed of a busy engine varies from one second to another
+SPEED_DEVIATION = 0.15  # of the estimate: heartbeats report the speed of a single second, which varies
 GUESS_DEVIATION = 0.5  # of the estimate, while no job of these classes has ended and lengths are guessed
 HANDLING_S = 1.0  # seconds that queue, worker and engine may need in addition
 
@@ -28,7 +28,7 @@ class ServiceTime:
 class WaitEstimate:
     """Seconds until a job gets a slot: the estimate and its range, and the number of ended jobs that it rests on.
 
-    `eta_s` and `most_s` are None if nothing is known about how long such jobs take.
+    `eta_s` and `most_s` are absent (None) if it is unknown how long such jobs take.
     """
 
     eta_s: float | None = None

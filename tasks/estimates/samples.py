@@ -1,8 +1,8 @@
-"""What ended jobs really took, in Redis: the last ones of each model, kind and class.
+"""Samples of the work of ended jobs, in Redis: the last ones of each model, kind and class.
 
 The work of a completion is counted in tokens: those that it generated, plus as many as it would have generated while
 its prompt was processed. This number hardly depends on the machine and on what else the machine computes; the speed
-does, and is kept beside it. All other work is counted in seconds.
+does, and is kept separately. All other work is counted in seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SampleWriter:
         self._unsaved: deque[tuple[str, str]] = deque(maxlen=MAX_UNSAVED)
 
     def note(self, kind: JobClass, *, asked: int, amount: float, speed: float = 1.0) -> None:
-        """Note that a job that asked for so many tokens or texts was that amount of work.
+        """Note the amount of work of a job that asked for that number of tokens or texts.
 
         `speed` is in tokens per second and slot; 1 for work that is counted in seconds.
         """
@@ -72,7 +72,7 @@ class SampleWriter:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a job asked for, how much work it was, and how fast that went."""
+    """A job that has ended: how much it asked for, how much work it was, and how fast that went."""
 
     asked: float
     amount: float

@@ -149,7 +149,7 @@ def test_one_call_of_a_model_says_what_is_wrong(manager: ModelManager) -> None:
     for use, message in (
         (lambda: model.embed("a fox"), "is loaded for chat, not for embed"),
         (lambda: model.chat(hello, max_tokns=3), "unknown parameter 'max_tokns'"),
-        (lambda: model.chat(hello, system="Be kind."), "the messages begin with a system's, too"),
+        (lambda: model.chat(hello, system="Be kind."), "the messages also start with a system message"),
         (lambda: model.chat(hello, tool_choice="required"), "there are no tools"),
     ):
         with pytest.raises(EngineError, match=message):

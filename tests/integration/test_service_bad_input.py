@@ -130,7 +130,7 @@ def test_bad_call_is_refused_before_it_is_queued(
             ["tiny", HELLO],
             {"tools": [tool()], "tool_choice": "f", "json_schema": "{}"},
             "invalid_request",
-            "there can be no json_schema",
+            "excludes json_schema",
         ),
         (
             "chat",

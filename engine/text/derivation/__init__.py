@@ -1,3 +1,4 @@
-"""Finds out how a model marks up its replies, from what its chat template writes for conversations that differ in one
-thing. Uses the room of formats. Pure.
+"""Derive how a model marks up its replies, from conversations that differ in one thing and that its template renders.
+
+May use: `formats`. Pure.
 """

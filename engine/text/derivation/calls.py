@@ -1,7 +1,7 @@
-"""Finds out how a template writes tool calls, from conversations that it rendered (see probes). Pure.
+"""Derive how a template writes tool calls, from conversations that it rendered (see probes). Pure.
 
-The turn of each conversation is cut out first. In it are the name and the arguments that were asked for. The arguments
-are JSON, in an object with the name or behind it, or each stands in tags of its own.
+First the turn with the calls is cut out of each conversation. It contains the name and the arguments that were asked
+for. The arguments are JSON, in an object with the name or after the name, or each argument has tags of its own.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from .probes import (
 )
 
 _MAX_CHARS = 1 << 15  # of a turn: its longest words have a dozen characters
-_MAX_LITERAL = 400  # characters; what is longer is no markup but text
-_PARAMETERS = {"properties": {KEYS[1]: {"type": ["integer", "object"]}}}  # of all arguments those that are no text
+_MAX_LITERAL = 400  # characters; longer literals are text, not markup
+_PARAMETERS = {"properties": {KEYS[1]: {"type": ["integer", "object"]}}}  # the only argument that is not always text
 _DECODER = json.JSONDecoder()
 
 
 class UnknownCallFormat(ValueError):
-    """The rendered conversations show no way of writing calls that is known."""
+    """The rendered conversations don't show a known way of writing calls."""
 
 
 def derive_calls(rendered: Rendered, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
@@ -106,7 +106,7 @@ def _turns_of(
     if not said or not whole["call"]:
         raise UnknownCallFormat
     head = len(shared_start(before, whole["call"]))
-    if end == "answered":  # more turns follow, of which the beginning of the next one is known
+    if end == "answered":  # more turns follow, and the start of the next one is known
         ends |= {*tags_of(after.partition(USER)[0])}
         after = ""
     return {name: _cut(turn[head:], after, ends, think_close) for name, turn in whole.items()}
@@ -173,7 +173,7 @@ def _with_json(turns: Mapping[str, str]) -> CallFormat:
         if joined is not None and middle and NAMES[0] not in middle:
             found = replace(found, inner=joined, middle=middle)
     if first.whole is None:
-        if found.inner.rstrip().endswith("{"):  # arguments in a syntax of its own
+        if found.inner.rstrip().endswith("{"):  # arguments in an unknown syntax
             raise UnknownCallFormat
         return _after_prefix(found)
     return _of_objects(found, turns, first.whole, pair)
@@ -184,7 +184,7 @@ def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
 
 
 def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """The calls of a turn; none if they are not all there: some templates write one, or refuse more."""
+    """Return the calls of a turn; none if some are missing, because some templates write or accept only one call."""
     try:
         return _calls_in(turns, which)
     except UnknownCallFormat:
@@ -192,7 +192,7 @@ def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
 
 
 def _calls_in(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """The calls of a turn. Raises UnknownCallFormat if they are not all there."""
+    """Return the calls of a turn. Raises UnknownCallFormat if some are missing."""
     turn, found = turns[which], list[RenderedCall]()
     for i, values in enumerate(CALLS[which]):
         before = (found[-1].whole or found[-1]) if found else None
@@ -207,7 +207,7 @@ def _calls_in(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
 
 
 def _json_at(turn: str, values: Mapping[str, Any], start: int) -> tuple[int, int] | None:
-    """Where these arguments stand as an object of JSON, or as a string with one."""
+    """Return where these arguments are as a JSON object, or as a string that contains one."""
     key = next(iter(values))
     at = turn.rfind("{", start, max(start, turn.find(key, start)))
     for begin in (at, at - 1):
@@ -232,7 +232,7 @@ def _is_same(value: Any, values: Mapping[str, Any]) -> bool:
 
 
 def _object_around(turn: str, start: int, name: int, word: str, values: Any) -> RenderedObject | None:
-    """The outermost object of JSON that has a name and its arguments."""
+    """Return the outermost JSON object that has a name and its arguments."""
     for at in occurrences(turn[:name], "{", start):
         value, end = _decoded(turn, at)
         if isinstance(value, dict) and _keys_of(value, word, values) is not None:
@@ -241,7 +241,7 @@ def _object_around(turn: str, start: int, name: int, word: str, values: Any) -> 
 
 
 def _keys_of(value: dict[str, Any], word: str, values: Any) -> tuple[str | None, str] | None:
-    """The keys of name and arguments; (None, "") if the name is a key itself; None if this is no call."""
+    """Return the keys of name and arguments, or (None, "") if the name is a key itself; None without a call."""
     if word in value and _is_same(value[word], values):
         return None, ""
     names = [key for key, part in value.items() if part == word]
@@ -278,7 +278,7 @@ def _of_objects(
 
 
 def _with_tags(turns: Mapping[str, str]) -> CallFormat:
-    """Raises UnknownCallFormat."""
+    """Return the format of calls whose arguments have tags of their own. Raises UnknownCallFormat."""
     turn = turns["call"]
     name = turn.rfind(NAMES[0], 0, turn.find(KEYS[0]))
     words = (KEYS[0], VALUES[0], KEYS[1], VALUES[1])
@@ -302,7 +302,7 @@ def _with_tags(turns: Mapping[str, str]) -> CallFormat:
 
 
 def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
-    """What stands between a name and these words, and after the last. Raises UnknownCallFormat."""
+    """Return the texts between a name and these words, and after the last. Raises UnknownCallFormat."""
     at, found = name + len(NAMES[0]), []
     for word in words:
         following = turn.find(word, at)
@@ -314,7 +314,7 @@ def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
 
 
 def _middle_of_tags(turn: str, close: str) -> str | None:
-    """What stands between the last argument of a call and the name of the next one; None if there is none."""
+    """Return the text between the last argument of a call and the name of the next; None if there is no next."""
     first = turn.find(VALUES[1])
     second = turn.find(NAMES[1], first)
     second = turn.rfind(NAMES[1], first, turn.find(KEYS[0], second)) if second >= 0 else -1
@@ -323,7 +323,7 @@ def _middle_of_tags(turn: str, close: str) -> str | None:
 
 
 def _separator_of_number(turn: str, tags: ArgumentTags) -> str:
-    """What stands before a number. Raises UnknownCallFormat if it is written in another way than text."""
+    """Return the text before a number. Raises UnknownCallFormat if numbers are not written like text."""
     key = turn.find(KEYS[1], turn.find(VALUES[0]))
     value = turn.find(str(NUMBER), key)
     if key < 0 or value < 0:
@@ -337,7 +337,7 @@ def _separator_of_number(turn: str, tags: ArgumentTags) -> str:
 
 
 def _after_prefix(found: CallFormat) -> CallFormat:
-    """The format of calls whose name stands behind a tag, or within one. Raises UnknownCallFormat."""
+    """Return the format of calls whose name follows a tag, or is within one. Raises UnknownCallFormat."""
     unclosed = re.search(r"<[^<>]*\Z", found.open)
     tags = list(TAG.finditer(found.open))
     start = unclosed.start() if unclosed else tags[-1].start() if tags else -1
@@ -357,7 +357,7 @@ def _after_prefix(found: CallFormat) -> CallFormat:
 
 
 def _first_marker(lead: str) -> tuple[str, ...]:
-    """What tells that calls begin: the first tag, or the first word; nothing if they begin with their JSON."""
+    """Return the first tag or the first word of the calls, which marks their start; nothing if they start with JSON."""
     word = next(iter(lead.split()), "")
     tag = TAG.match(lead)
     if tag or len(word) < 3 or SLOTS & set(word):

@@ -1,6 +1,6 @@
-"""Conversations that differ in one thing, for a template to render; what it writes differently shows its markup. Pure.
+"""Conversations that differ in one thing, for a template to render: the differences show its markup. Pure.
 
-All that such a conversation says is words that stand nowhere else, so that the rest is the template's.
+All words in such a conversation occur nowhere else, so everything else is the template's.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ USER, CONTENT, REASON, RESULT = "Zuserq", "Zcontentq", "Zreasonq", "Zresultq"
 NAMES = ("zfirstq", "zsecondq", "zthirdq")
 KEYS = ("zkeyaq", "zkeybq")
 VALUES = ("zvalueaq", "zvaluebq")
-IDS = ("zida0call", "zidb1call", "zidc2call")  # nine letters and digits, as some want it
+IDS = ("zida0call", "zidb1call", "zidc2call")  # nine letters and digits, because some templates demand that
 NUMBER = 90417
-NAMED_ID = "functions.{name}:{index}"  # where a template writes the id in place of the name
+NAMED_ID = "functions.{name}:{index}"  # for templates that write the id in place of the name
 
 Probe = dict[str, Any]
 Rendered = Mapping[str, str | None]
 
-SWITCHES = ("enable_thinking", "thinking")  # variables of templates whose model thinks or not
+SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn reasoning on and off
 _THINKING, _NOT_THINKING = dict.fromkeys(SWITCHES, True), dict.fromkeys(SWITCHES, False)
 _TEXT = {"type": "string", "description": "Zmeansq."}
 _PARAMETERS = {"type": "object", "properties": dict.fromkeys(KEYS, _TEXT), "required": [KEYS[0]]}
@@ -36,8 +36,8 @@ CALLS: dict[str, Sequence[dict[str, Any]]] = {  # of an assistant's turn
     "number": [{KEYS[0]: VALUES[0], KEYS[1]: NUMBER}],
     "nested": [{KEYS[0]: VALUES[0], KEYS[1]: {"zinnerq": [VALUES[1], NUMBER]}}],
 }
-FORMS = ("object", "text")  # of arguments: some templates take them as JSON, others as they are
-ENDS = ("last", "answered")  # some templates want results after a call, or write the last turn otherwise
+FORMS = ("object", "text")  # of arguments: some templates take them as JSON text, others as an object
+ENDS = ("last", "answered")  # some templates demand results after a call, or write the last turn in another way
 
 
 def probe_name(turn: str, form: str, ids: str, end: str) -> str:
@@ -45,7 +45,7 @@ def probe_name(turn: str, form: str, ids: str, end: str) -> str:
 
 
 def probes(for_template: Callable[..., dict[str, Any]]) -> dict[str, Probe]:
-    """All of them, by name: messages, which `for_template` makes ready, and variables."""
+    """Return all conversations by name: messages, prepared by `for_template`, and variables."""
     user = {"role": "user", "content": USER}
     said = {"role": "assistant", "content": CONTENT}
     thought = {**said, "reasoning": REASON}

@@ -13,19 +13,19 @@ from cellama.engine.text.formats.literals import TAG, is_pair, mirrored, shared_
 from .calls import derive_calls
 from .probes import CONTENT, REASON, USER, VALUES, Rendered
 
-_PYTHON_TAG = "<|python_tag|>"  # Llama's models write it before JSON, whether their template does or not
+_PYTHON_TAG = "<|python_tag|>"  # models of the Llama family write it before JSON, even if their template does not
 Tags = tuple[str, str]
 NONE: Tags = ("", "")
 _KNOWN: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _BEGUN = ("begun", "begun thinking", "begun not thinking")
-_MAX_LITERAL = 80
+_MAX_TAG = 80  # characters; longer literals are text, not markup
 _LAST_TAG = re.compile(rf"({TAG.pattern})\s*\Z")
 _EMPTY_BLOCK = re.compile(rf"({TAG.pattern})\s*({TAG.pattern})\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyMarkup:
-    """What a template shows of the replies that its model writes. Empty tags: it does not think."""
+    """The markup of replies, as far as a template shows it. Empty tags mean that the model does not reason."""
 
     think_open: str = ""
     think_close: str = ""
@@ -45,19 +45,19 @@ class ReplyMarkup:
 
 
 def derive_markup(rendered: Rendered, source: str, ends: Iterable[str] = ()) -> ReplyMarkup:
-    """What the conversations of `probes` show, as a template rendered them; `ends` are the tokens that end a reply."""
+    """Derive the markup from the rendered conversations of `probes`. `ends` are the tokens that end a reply."""
     if f"{CHANNEL}final{MESSAGE}{CONTENT}" in (rendered.get("said alone") or ""):
         return ReplyMarkup(calls=IN_CHANNELS, channels=True)
     opening, closing = derive_thinking(rendered, source)
     found = derive_calls(rendered, ends, closing)
     if found is None:
-        return ReplyMarkup(opening, closing, _told(rendered))
+        return ReplyMarkup(opening, closing, _described(rendered))
     calls, as_text = found
     return ReplyMarkup(opening, closing, calls.also_after(_PYTHON_TAG) if _PYTHON_TAG in source else calls, as_text)
 
 
-def _told(rendered: Rendered) -> CallFormat | None:
-    """The format that a template tells its model in words, if it writes no calls itself."""
+def _described(rendered: Rendered) -> CallFormat | None:
+    """Return the format that a template describes to its model, if it writes no calls itself."""
     if any(VALUES[0] in (text or "") for text in rendered.values()):
         return None
     without, told = (rendered.get(name) or "" for name in ("said alone", "said last"))
@@ -68,10 +68,12 @@ def _told(rendered: Rendered) -> CallFormat | None:
 
 
 def derive_thinking(rendered: Rendered, source: str) -> Tags:
-    """What opens and what closes a block of thoughts; two empty texts if the template knows of none."""
+    """Return the tags that open and close reasoning; two empty texts if the template has none."""
     for found in _candidates({name: _after_user(text) for name, text in rendered.items()}):
         return found
-    return next((tags for tags in _KNOWN if any(tag in source for tag in tags)), NONE)  # it looks for them in replies
+    return next(
+        (tags for tags in _KNOWN if any(tag in source for tag in tags)), NONE
+    )  # the template looks for them in replies
 
 
 def _after_user(text: str | None) -> str:
@@ -79,7 +81,7 @@ def _after_user(text: str | None) -> str:
 
 
 def _candidates(tails: dict[str, str]) -> Iterator[Tags]:
-    """Tags by what the template does with a reply's thoughts, and else by how it begins a reply."""
+    """Yield tags around the reasoning of a reply, then those that the start of a reply shows."""
     thoughts = [tail for name, tail in tails.items() if name.startswith("thought") and REASON in tail]
     for tail in thoughts:
         before, _, after = tail.partition(REASON)
@@ -100,11 +102,11 @@ def _candidates(tails: dict[str, str]) -> Iterator[Tags]:
 
 
 def _unlike(tails: dict[str, str], before: str, after: str) -> Iterator[Tags]:
-    """Tags that are no pair, or words: what stands before thoughts and in no other turn, and what stands behind."""
+    """Yield what comes before reasoning and in no other turn, and what follows it: words, or tags that don't pair."""
     others = (tails.get(name, "").partition(CONTENT)[0] for name in ("said alone", _BEGUN[-1]))
     heads = [len(shared_start(before, other)) for other in others]
     found = (before[heads[0] :], tails.get("begun", "")[heads[0] :], before[heads[1] :])
     opening = next((text.strip() for text in found if text.strip()), "")
     closing = after.partition(CONTENT)[0].strip() if CONTENT in after else next(iter(tags_of(after)), "")
-    if opening and closing and max(len(opening), len(closing)) <= _MAX_LITERAL:
+    if opening and closing and max(len(opening), len(closing)) <= _MAX_TAG:
         yield opening, closing

@@ -1,4 +1,4 @@
-"""How models mark up their replies: forms of tool calls, read out of what a model wrote, and forced on it by a grammar.
+"""Formats in which models write tool calls: they are read from replies, and enforced by grammars.
 
 May use: `errors`. Pure.
 """

@@ -1,4 +1,4 @@
-"""Values of arguments that are written as bare text, by the types that the tool says. Pure."""
+"""Values of arguments that are written as bare text, read by the types in the tool's schema. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_REFERENCES = 8
+_MAX_REFERENCES = 8  # that are followed from one schema to the next; generated schemas have one or two
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -20,18 +20,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Values:
-    """Reads the values of one tool's arguments. `schema` is theirs, behind all references."""
+    """Reads the values of one tool's arguments. `schema` is their schema, with references resolved."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
         self.schema = self._resolved(parameters)
         properties = self.schema.get("properties")
         self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
-        self._types: dict[str, set[str]] = {}  # of arguments
-        self._behind: dict[str, set[str]] = {}  # of what references name
+        self._types: dict[str, set[str]] = {}  # by argument
+        self._behind: dict[str, set[str]] = {}  # by reference
 
     def read(self, name: str, text: str, is_json: bool | None = None) -> Any:
-        """The value; `is_json` if the model said whether it is JSON. What is neither JSON nor should be is text."""
+        """Return the value. Without `is_json` the markup does not say whether it is JSON. Other values are text."""
         types = self.types_of(name)
         if text.startswith("<![CDATA[") and text.endswith("]]>"):
             text = text[9:-3]
@@ -45,7 +45,7 @@ class Values:
         return value if fits or "string" not in types else text
 
     def resolved(self, name: str) -> Mapping[str, Any]:
-        """The schema of an argument, behind all references."""
+        """Return the schema of an argument, with references resolved."""
         return self._resolved(self.properties.get(name))
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ class Values:
         return schema if isinstance(schema, Mapping) else {}
 
     def types_of(self, name: str) -> set[str]:
-        """What an argument may be; nothing if its schema does not say."""
+        """Return the types that an argument may have; empty if its schema does not name any."""
         if name not in self._types:
             self._types[name] = self._types_in(self.properties.get(name), 0)
         return self._types[name]
@@ -77,7 +77,7 @@ class Values:
         return set().union(*found) if all(found) else set()
 
     def _types_behind(self, reference: str, depth: int) -> set[str]:
-        """Looked at once: a schema may refer to the same thing very often, and to itself."""
+        """Look at each reference once, because a schema may repeat one very often, and may refer to itself."""
         if reference not in self._behind:
             self._behind[reference] = set()
             self._behind[reference] = self._types_in(self._referred(reference), depth)
@@ -91,7 +91,7 @@ class Values:
 
 
 def _parsed(text: str, *, like_python: bool) -> Any:
-    """What JSON it is, or what Python writes for such, as some templates show it to their models. Raises ValueError."""
+    """Parse JSON, or the way Python writes it, which some templates show to their models. Raises ValueError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -10,21 +10,22 @@ Style = Literal["json", "tag", "tagged"]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """What stands around an argument: `open` name `sep` value `close`, and a `gap` before the next one."""
+    """The literals around an argument: `open` name `sep` value `close`, and a `gap` before the next argument."""
 
     open: str
     sep: str
     close: str
     gap: str = ""
-    sep_of_json: str = ""  # before a value that is no text; often the same
+    sep_of_json: str = ""  # before a value that is not text; often the same
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """One way of writing tool calls. The literals may have slots.
 
-    Written are `open` name `inner` arguments, then `middle` name `inner` arguments for each further call, then `close`.
-    Read are `lead`, calls with `between` them, `tail`; a call is a JSON object, or `prefix` name `inner` arguments.
+    A grammar writes `open` name `inner` arguments, then `middle` name `inner` arguments for each further call, then
+    `close`. A reader expects `lead`, calls with `between` between them, and `tail`. Each call is a JSON object, or
+    `prefix` name `inner` arguments.
     """
 
     style: Style
@@ -41,35 +42,35 @@ class CallFormat:
     name_is_key: bool = False  # {"name": {…arguments…}}
     tags: ArgumentTags | None = None
     markers: tuple[str, ...] = ()  # that open the calls, anywhere in the reply
-    may_be_bare: bool = False  # calls may do without
-    can_be_forced: bool = True  # False: this is not all of it, calls of some kinds are written otherwise
+    may_be_bare: bool = False  # calls may lack the marker
+    can_be_forced: bool = True  # False: the template writes some calls in another way
 
     def also_after(self, marker: str) -> CallFormat:
-        """The same, with one more marker that models of this kind write, if nothing else tells calls from text."""
+        """Return the format with one more marker, if nothing else distinguishes calls from text."""
         return replace(self, markers=(marker,), may_be_bare=True) if self.bare_json else self
 
     @property
     def bare_json(self) -> bool:
-        """True if nothing tells calls from text but that they are JSON."""
+        """Whether calls differ from text only by being JSON."""
         return self.style == "json" and (self.may_be_bare or not self.markers)
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All that a model may write with control tokens."""
+        """All literals that a model may write with control tokens."""
         tags = self.tags
         inside = (tags.open, tags.sep, tags.sep_of_json, tags.close, tags.gap) if tags else ()
         inner = () if self.style == "json" else (self.prefix, self.inner)
         return (*self.markers, self.lead, self.between, self.tail, *inner, *inside)
 
 
-# GPT-OSS's calls, after its thoughts; `channels` reads them.
+# The calls of GPT-OSS, after its reasoning; `channel_reader` reads them.
 IN_CHANNELS = CallFormat(
     "tag", open="<|channel|>commentary to=functions.", inner=" <|constrain|>json<|message|>", close=""
 )
 
 
 def _objects(marker: str, begin: str, between: str, tail: str) -> CallFormat:
-    """Calls as objects of JSON with a name and arguments, in this order."""
+    """Return the format of JSON objects with a name and arguments, in this order."""
     name = '{"name": "'
     return CallFormat(
         "json",
@@ -84,7 +85,7 @@ def _objects(marker: str, begin: str, between: str, tail: str) -> CallFormat:
     )
 
 
-TOLD_IN_WORDS = {  # some templates tell their model how to write calls, and write none themselves
+TOLD_IN_WORDS = {  # some templates describe calls in the system message, and write none
     "<tool_call>": _objects("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
     "<|tool_call|>": _objects("<|tool_call|>", "[", ", ", "]"),
 }

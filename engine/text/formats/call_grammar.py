@@ -1,10 +1,10 @@
-"""Grammars of replies with tool calls, in a model's own way of writing them. Pure.
+"""Grammars of replies with tool calls, in a model's own format. Pure.
 
     forced:  call (further calls)
-    auto:    a thought of the model's own?  text  (call  text)*
+    auto:    reasoning?  text  (call  text)*
 
-The text of `auto` is free up to a marker that begins a call. A JSON Schema or a regular expression may say what the
-text is: then a reply is either such a text or calls.
+The text of `auto` is free up to a marker that starts a call. If a JSON Schema or a regular expression binds the text,
+a reply is either such a text or calls.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .channels import CHANNEL, END, ENDS, MESSAGE, START
 from .lark import ControlToken, LarkGrammar, LarkPart, LarkRule, LarkText, escaped, shared_parts, text_without
 from .literals import KEY
 
-_MOST = 16  # calls that follow each other without text between them
-_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models have it after thoughts
+_MAX_CALLS = 16  # in a row; models that repeat themselves would otherwise call until max_tokens
+_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models write it after reasoning
 _BLANK = LarkText(r"/\s*/", may_be_empty=True)
 _IN_KEYS = {"const", "enum", "default", "examples"}  # values, not schemas
 _OF_SEVERAL_ARGUMENTS = frozenset(
@@ -44,12 +44,12 @@ class Offered(NamedTuple):
 
     name: str
     parameters: Mapping[str, Any]
-    strict: bool  # its schema holds whether a call is forced or not, and all of it
-    where: str  # its parameters stand in the request
+    strict: bool  # all of its schema is enforced, also if no call is forced
+    where: str  # path of its parameters in the request
 
 
 class WantedText(NamedTuple):
-    """What a text must be if the reply is no call."""
+    """The constraint on the text of a reply without calls."""
 
     kind: str  # json_schema or regex
     text: str
@@ -58,7 +58,7 @@ class WantedText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The tags of a thought that a model may open itself; empty if it does not."""
+    """The tags of reasoning that a model may open itself; empty if it does not."""
 
     open: str = ""
     close: str = ""
@@ -76,17 +76,17 @@ class CallGrammar:
     forced: bool
     thoughts: Thoughts = Thoughts()
     wanted: WantedText | None = None
-    warnings: list[str] = field(default_factory=list)  # what is not enforced, once it is written
+    warnings: list[str] = field(default_factory=list)  # what is not enforced; complete after `write`
 
     def __post_init__(self) -> None:
         self._behind = _space_behind_arguments(self.format)
-        # What a template writes behind the name if there are no arguments, moved to what follows the name.
+        # A call without arguments lacks this space after `inner`, so it belongs to the first argument instead.
         has_behind = bool(self._behind) and self.format.inner.endswith(self._behind)
         self._inner = self.format.inner.removesuffix(self._behind) if has_behind else self.format.inner
         self.before_first = self._behind if has_behind else ""
 
     def write(self) -> str:
-        """The grammar. Raises InvalidRequest."""
+        """Return the grammar. Raises InvalidRequest."""
         self.grammar, self.warnings = LarkGrammar(self.controls), []
         self._tools = [ToolRules(self, f"t{i}", tool) for i, tool in enumerate(self.tools)]
         if self.format is IN_CHANNELS:
@@ -100,7 +100,7 @@ class CallGrammar:
     # Forms of replies
 
     def _auto(self) -> str:
-        """Text, and calls from a marker on."""
+        """Return text, and calls from a marker on."""
         grammar, markers = self.grammar, self.format.markers
         unlike = self._begins_otherwise()
         text = text_without(markers, *unlike)
@@ -120,7 +120,7 @@ class CallGrammar:
         return self._after_thoughts(grammar.rule("reply", *replies), may_stay_open=True)
 
     def _wanted(self, wanted: WantedText) -> str:
-        """A text of this kind, or calls."""
+        """Return a text of this kind, or calls."""
         grammar = self.grammar
         if wanted.kind == "json_schema":
             text = self.json_rule("text", wanted.text, wanted.strict, "json_schema").expression
@@ -148,7 +148,7 @@ class CallGrammar:
         return " | ".join(replies)
 
     def _begins_otherwise(self) -> list[str]:
-        """What free text does not begin with, as expressions: a thought, and calls in JSON."""
+        """Return expressions for what free text can't start with: reasoning, and calls in JSON."""
         unlike = []
         if self.thoughts.open:
             unlike.append(f"/\\s*{escaped(self.thoughts.open)}(?s:.*)/")
@@ -168,7 +168,7 @@ class CallGrammar:
         return f"{head} {tool.arguments} {self.grammar.expression(self.grammar.parts(self.format.close.rstrip()))}"
 
     def _in_channels(self) -> str:
-        """Messages of thoughts, then one of text, or a call."""
+        """Return messages of reasoning, followed by one of text, or by a call."""
         grammar, text = self.grammar, text_without([*ENDS, START, CHANNEL])
         parts = grammar.parts
         channels = ["analysis"] if self.forced else ["analysis", "commentary"]
@@ -202,7 +202,7 @@ class CallGrammar:
     # Calls
 
     def _calls(self, before: Sequence[LarkPart], opening: str, *, with_middle: bool) -> str:
-        """A call after these, and all that may follow it directly; `opening` is what is left of the format's."""
+        """Return a call after `before`, and all that may follow it directly. `opening` is the rest of the format's."""
         parts, format_ = self.grammar.parts, self.format
         first = self._either([*before, *parts(opening)])
         close = parts(self._behind + format_.close.removeprefix(self._behind).rstrip())
@@ -211,11 +211,11 @@ class CallGrammar:
         middle = parts(self._behind + format_.middle.removeprefix(self._behind))
         shared = shared_parts(close, middle)
         end = self.grammar.expression(close[:shared])
-        more = f"({self._either(middle[shared:])} {end}){{0,{_MOST - 1}}}"
+        more = f"({self._either(middle[shared:])} {end}){{0,{_MAX_CALLS - 1}}}"
         return " ".join(part for part in (first, end, more, self.grammar.expression(close[shared:])) if part)
 
     def _either(self, before: Sequence[LarkPart]) -> str:
-        """A call of one of the tools: its name, and its arguments."""
+        """Return a call of one of the tools, with its arguments."""
         made = []
         for tool in self._tools:
             head = [*before, tool.name, *self.grammar.parts(self._inner, tool.name)]
@@ -235,7 +235,7 @@ class CallGrammar:
 
 @dataclass
 class ToolRules:
-    """The rules of one tool's arguments, made when they are asked for."""
+    """The rules for the arguments of one tool, which are made at first use."""
 
     owner: CallGrammar
     rule: str
@@ -244,7 +244,7 @@ class ToolRules:
 
     @property
     def name(self) -> str:
-        """As it is written."""
+        """The name as the model writes it."""
         name = self.offered.name
         return json.dumps(name, ensure_ascii=False)[1:-1] if self.owner.format.style == "json" else name
 
@@ -254,7 +254,7 @@ class ToolRules:
 
     @property
     def arguments(self) -> str:
-        """An expression of them. Raises InvalidRequest."""
+        """An expression for the arguments. Raises InvalidRequest."""
         if self._arguments is None:
             tags = self.owner.format.tags
             if tags is None:
@@ -264,7 +264,7 @@ class ToolRules:
         return self._arguments
 
     def as_object(self) -> LarkRule:
-        """The whole call as an object of JSON, as one schema. Raises InvalidRequest."""
+        """Return a rule for the whole call as a JSON object. Raises InvalidRequest."""
         format_, schema = self.owner.format, self._schema() if self.follows_schema else {"type": "object"}
         call = {
             "type": "object",
@@ -279,7 +279,7 @@ class ToolRules:
         return self.owner.json_rule(f"{self.rule}c", json.dumps(call), self.offered.strict, self.offered.where)
 
     def _schema(self) -> dict[str, Any]:
-        """Of the arguments, which are an object."""
+        """Return the schema of the arguments, which are an object."""
         schema = dict(self.offered.parameters)
         if not isinstance(schema.get("type"), str):
             schema["type"] = "object"
@@ -292,7 +292,7 @@ class ToolRules:
         return self.owner.json_rule(f"{self.rule}a", made, self.offered.strict, self.offered.where).expression
 
     def _tagged(self, tags: ArgumentTags) -> str:
-        """Arguments in their order; m0, m1 … before the first of them is written, n0, n1 … after one."""
+        """Return the arguments in order. Rules m0, m1 … hold before the first argument, and n0, n1 … after one."""
         grammar, rule, schema = self.owner.grammar, self.rule, self._schema()
         values = Values(schema)
         required = values.schema.get("required") or ()
@@ -329,7 +329,7 @@ class ToolRules:
         return f"{grammar.expression(opening)} {rule} {grammar.expression(close)}"
 
     def _cannot_hold(self, path: str) -> None:
-        """A keyword of the schema can't be enforced. Raises InvalidRequest if the tool is strict."""
+        """Warn that a keyword of the schema can't be enforced. Raises InvalidRequest if the tool is strict."""
         said = f"{self.offered.where}.{path}"
         why = "this model writes each argument in tags, as bare text, where the keyword can't be enforced"
         if self.offered.strict:
@@ -339,7 +339,7 @@ class ToolRules:
             self.owner.warnings.append(warning)
 
     def _any_tagged(self, tags: ArgumentTags) -> str:
-        """Arguments of any name, with any text."""
+        """Return arguments of any name, with any text."""
         grammar, parts = self.owner.grammar, self.owner.grammar.parts
         keys = list(Values(self._schema()).properties) if KEY in tags.close else [None]
         made: dict[str, list[str]] = {"first": [], "later": []}
@@ -366,7 +366,7 @@ class ToolRules:
 
 
 def _space_behind_arguments(format_: CallFormat) -> str:
-    """The space after the last argument in a tag, which is not there if there are no arguments."""
+    """Return the space after the last argument in a tag, which is absent if there are no arguments."""
     ends = [format_.close, *([format_.middle] if format_.middle is not None else [])]
     spaces = {end[: len(end) - len(end.lstrip())] for end in ends}
     return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
@@ -375,7 +375,7 @@ def _space_behind_arguments(format_: CallFormat) -> str:
 def _bare_text(
     schema: Mapping[str, Any], ends: list[str], key: str, cannot_hold: Callable[[str], None]
 ) -> list[LarkPart]:
-    """Texts that a schema allows, none of which holds the closing tag."""
+    """Return the texts that a schema allows and that don't contain the closing tag."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(chosen, list):
         return [value if isinstance(value, str) else json.dumps(value) for value in chosen]
@@ -397,7 +397,7 @@ def _bare_text(
 
 
 def _rust_pattern(pattern: str) -> str | None:
-    """The expression of texts in which an ECMA pattern is found; None for what Rust's syntax has not."""
+    """Return an expression for texts in which an ECMA pattern is found; None if Rust's syntax lacks it."""
     if re.search(r"\(\?(?!:)|\\[bBkpPcu1-9]|\[\^?\]|\[[^\]]*\[|&&|~~|--", pattern):
         return None
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
@@ -414,20 +414,20 @@ def _rust_pattern(pattern: str) -> str | None:
 
 
 def _in_slashes(regex: str) -> str:
-    """A regular expression as it stands between slashes in Lark."""
+    """Return a regular expression for use between slashes in Lark."""
     return re.sub(
         r"\\(.)|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group()), regex, flags=re.S
     )
 
 
 def _loose(head: str) -> str:
-    """A regular expression of the beginning of an object of JSON, with any space."""
+    """Return a regular expression for the start of a JSON object, with any space."""
     tokens = re.findall(r'"[^"]*"|[{}:,\[\]]', head)
     return r"\s*" + r"\s*".join(escaped(token) for token in tokens) + r"\s*"
 
 
 def _alone(schema: Mapping[str, Any], part: Any) -> Any:
-    """A part of the schema, with what it refers to."""
+    """Return a part of the schema, with what it refers to."""
     if not isinstance(part, Mapping) or '"$ref"' not in json.dumps(part):
         return part
     to = "#/$defs/arguments"
@@ -435,7 +435,7 @@ def _alone(schema: Mapping[str, Any], part: Any) -> Any:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """The schema with its references as they are when it stands there."""
+    """Return the schema with its references adapted to its new place."""
     if isinstance(schema, list):
         return [_moved(part, to) for part in schema]
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""Reads tool calls out of what a model wrote, by the format of its family. Pure."""
+"""Reads tool calls from what a model wrote, in the format of its family. Pure."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ Found = tuple[list[ToolCall], int]  # calls, and where they end
 
 @dataclass(frozen=True, slots=True)
 class ToolReader:
-    """Reads the calls of the tools that were offered. `parameters`: JSON Schemas by the names of the tools."""
+    """Reads the calls of the tools that were offered. `parameters` are JSON Schemas by the names of the tools."""
 
     format: CallFormat
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only_one: bool = False  # further calls are left out
 
     def find(self, text: str, *, at_start: bool) -> int | None:
-        """Where the tool calls begin; `at_start` if nothing of the reply came before this text."""
+        """Return where the tool calls start. `at_start` says that this text is the start of the reply."""
         if self.format.bare_json and at_start and text.lstrip().startswith("{"):
             return 0
         found = [(at + len(marker), at) for marker in self.format.markers if (at := text.find(marker)) >= 0]
         return min(found)[1] if found else None  # the one that ends first: a longer text has the same
 
     def parse(self, text: str, *, cut: bool = False) -> tuple[tuple[ToolCall, ...], str]:
-        """The calls, and the text that is none; all of it if one of them is not well-formed or of no offered tool.
+        """Return the calls, and the text around them.
 
-        `cut` if the generation ended within what a grammar holds: the last call may be partial, and the markup of one
-        whose name is not complete is left out.
+        All of it is text if a call is not well-formed, or calls a tool that was not offered. `cut` says that the
+        generation ended within what a grammar enforces: then the last call may be partial, and the markup of a call
+        without a complete name is left out.
         """
         calls: list[ToolCall] = []
         rest = []
@@ -53,11 +54,11 @@ class ToolReader:
         return tuple(calls[:1] if self.only_one else calls), "".join([*rest, text[at:]]).rstrip()
 
     def offers(self, name: str) -> bool:
-        """Whether the tool may be called."""
+        """Return whether the tool may be called."""
         return not self.parameters or name in self.parameters
 
     def _calls(self, text: str, at: int, cut: bool) -> Found:
-        """One call, and all that follow it. Raises NoCalls."""
+        """Return one call and all that follow it. Raises NoCalls."""
         patterns = _patterns_of(self.format)
         calls: list[ToolCall] = []
         end, begins = at, _after(patterns.before, text, at)
@@ -80,7 +81,7 @@ class ToolReader:
             begins = _after(patterns.between, text, end)
 
     def _cut_call(self, text: str, at: int, patterns: _Patterns) -> ToolCall | None:
-        """The call that is incomplete at the end of the text; None if it does not have its name yet."""
+        """Return the call that is incomplete at the end of the text; None if its name is not complete."""
         if self.format.style == "json":
             found = _cut_object(text[at:], self.format)
         else:
@@ -98,13 +99,13 @@ class ToolReader:
             return ToolCall(name, written, is_partial=True)
 
     def _is_closed(self, text: str) -> bool:
-        """Whether what closes a call stands here."""
+        """Return whether the text starts with what closes a call."""
         tail = self.format.tail
         closing = next(iter(tags_of(tail)), "")
         return re.match(rf"\s*{pattern_of(tail[: tail.find(closing) + len(closing)].strip())}", text) is not None
 
     def _is_markup(self, text: str) -> bool:
-        """Whether this is the beginning of what stands between calls or after them."""
+        """Return whether this is the start of the markup between calls or after them."""
         seen, format_ = "".join(text.split()), self.format
         middle = format_.middle or ""
         wholes = ("".join(each.split()) for each in (middle, format_.close, format_.between, format_.tail))
@@ -134,7 +135,7 @@ class ToolReader:
         return call_of(name, arguments), end
 
     def _of_object(self, value: Any) -> ToolCall:
-        """The call that an object of JSON is. Raises NoCalls."""
+        """Return the call that a JSON object describes. Raises NoCalls."""
         if not isinstance(value, dict):
             raise NoCalls
         if self.format.name_is_key:
@@ -151,8 +152,8 @@ class ToolReader:
 
 @dataclass(frozen=True, slots=True)
 class _Patterns:
-    """Of one format: what comes before the first call, between two, after the last; the head of a call; of arguments
-    what comes before a name, after it, and after a value if it is the last one."""
+    """The patterns of one format: before the first call, between two, after the last; the head of a call; what comes
+    before the name of an argument and after it, and after the last value."""
 
     before: re.Pattern[str]
     between: re.Pattern[str]
@@ -188,7 +189,7 @@ def _separator(tags: ArgumentTags) -> str:
 
 
 def _after_name(format_: CallFormat) -> str:
-    """The pattern of what follows a name; a tag with an id may be left out."""
+    """Return the pattern of what follows a name; a tag with an id is optional."""
     inner = format_.inner.strip()
     if inner:
         named = re.match(rf"(?:{TAG.pattern}){ID}", inner)
@@ -206,7 +207,7 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _tagged(text: str, at: int, tags: ArgumentTags, patterns: _Patterns, values: Values) -> tuple[dict[str, Any], int]:
-    """Arguments in tags of their own, and where they end. Raises NoCalls."""
+    """Return arguments in tags of their own, and where they end. Raises NoCalls."""
     arguments: dict[str, Any] = {}
     while (opened := patterns.argument.match(text, at)) is not None:
         separator = patterns.separator.search(text, opened.end())
@@ -220,7 +221,7 @@ def _tagged(text: str, at: int, tags: ArgumentTags, patterns: _Patterns, values:
 
 
 def _end_of_value(text: str, start: int, close: str, patterns: _Patterns) -> tuple[int, int]:
-    """Where a value ends, and its closing tag: the first one with an argument or the end behind it. Raises NoCalls."""
+    """Return the ends of a value and of its closing tag, which an argument or the end follows. Raises NoCalls."""
     at, tag = start, close.strip()
     while (at := text.find(tag, at)) >= 0:
         behind = at + len(tag)
@@ -231,14 +232,14 @@ def _end_of_value(text: str, start: int, close: str, patterns: _Patterns) -> tup
 
 
 def _trimmed(value: str, tags: ArgumentTags) -> str:
-    """The value without the lines that the tags are written on."""
+    """Return the value without the line breaks that belong to the tags."""
     if tags.sep.endswith("\n"):
         value = value.removeprefix("\n")
     return value.removesuffix("\n") if tags.close.startswith("\n") else value
 
 
 def _cut_object(text: str, format_: CallFormat) -> tuple[str, str] | None:
-    """The name in an incomplete object of JSON, and its arguments as far as they are written."""
+    """Return the name in an incomplete JSON object, and its arguments as far as they are written."""
     string = r'"((?:[^"\\]|\\.)*)"'
     if format_.name_is_key:
         named = re.match(rf"\s*\{{\s*{string}\s*:\s*", text)
@@ -257,7 +258,7 @@ def _cut_object(text: str, format_: CallFormat) -> tuple[str, str] | None:
 
 
 def _cut_tagged(text: str, tags: ArgumentTags, patterns: _Patterns, values: Values) -> str:
-    """The beginning of an object of JSON: arguments in tags, the last of which may be incomplete."""
+    """Return the start of a JSON object for arguments in tags, the last of which may be incomplete."""
     arguments: dict[str, Any] = {}
     at, last = 0, ""
     while (opened := patterns.argument.match(text, at)) is not None:

@@ -1,4 +1,4 @@
-"""A tool call, from what a model wrote. Pure."""
+"""A tool call as a model wrote it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called; `arguments` is a JSON object as text, or the beginning of one."""
+    """A function call of the model. `arguments` is a JSON object as text, or the start of one."""
 
     name: str
     arguments: str
@@ -19,11 +19,11 @@ class ToolCall:
 
 
 class NoCalls(ValueError):
-    """The text holds no well-formed tool call."""
+    """The text does not contain a well-formed tool call."""
 
 
 def call_of(name: Any, arguments: Any) -> ToolCall:
-    """Raises NoCalls for what is no name, or no object of JSON."""
+    """Return the call. Raises NoCalls if `name` is not a text, or `arguments` not a JSON object."""
     if isinstance(arguments, str):  # some models write the object as a string
         arguments, _ = value_at(arguments, 0)
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -36,12 +36,12 @@ def call_of(name: Any, arguments: Any) -> ToolCall:
 
 
 def _encodable(text: str) -> str:
-    """The text, with U+FFFD for halves of a surrogate pair: a model may write `\\ud83d` alone, which UTF-8 has not."""
+    """Replace halves of surrogate pairs by U+FFFD: a model may write `\\ud83d` alone, which UTF-8 can't encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins here or after space, and where it ends. Raises NoCalls."""
+    """Return the JSON value that starts here or after space, and where it ends. Raises NoCalls."""
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         return _DECODER.raw_decode(text, at)

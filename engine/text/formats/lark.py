@@ -1,7 +1,7 @@
-"""Grammars in llguidance's Lark, put together from literals, texts and schemas. Pure.
+"""Grammars in llguidance's Lark, composed of literals, texts and schemas. Pure.
 
-The lexer takes the longest match and never goes back, so whatever follows each other without a control token between
-becomes one terminal: then no terminal that may come next is the beginning of another one.
+The lexer takes the longest match and never backtracks. So everything between two control tokens becomes one terminal,
+because otherwise a terminal that may come next could be the start of another one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class ControlToken(NamedTuple):
 
 
 class LarkText(NamedTuple):
-    """Some text: an expression of terminals, and whether it may be empty."""
+    """Text that an expression of terminals matches."""
 
     expression: str
     may_be_empty: bool = False
 
 
 class LarkRule(NamedTuple):
-    """What another rule allows."""
+    """A reference to another rule."""
 
     expression: str
 
@@ -40,22 +40,22 @@ LarkPart = str | ControlToken | LarkText | LarkRule  # str: this text
 
 
 def quoted(text: str) -> str:
-    """A literal of Lark."""
+    """Return a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escaped(text: str) -> str:
-    """A regular expression of this text, without slashes around it."""
+    """Return a regular expression for this text, without slashes around it."""
     return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def containing(texts: Iterable[str]) -> str:
-    """An expression of every text that has one of these in it."""
+    """Return an expression for all texts that contain one of these."""
     return f"/(?s:.*)({'|'.join(escaped(text) for text in texts)})(?s:.*)/"
 
 
 def text_without(texts: Iterable[str], *others: str) -> LarkText:
-    """Any text that has none of these in it, and that none of the other expressions matches."""
+    """Return any text that contains none of these, and that none of the other expressions matches."""
     kept = [text for text in texts if text]
     unwanted = [*([containing(kept)] if kept else []), *others]
     return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in unwanted)]) + ")", may_be_empty=True)
@@ -70,7 +70,7 @@ class LarkGrammar:
     _terminals: dict[str, str] = field(default_factory=dict)
 
     def parts(self, literal: str, name: str = "", key: str = "") -> list[LarkPart]:
-        """A literal with slots, cut at its control tokens."""
+        """Split a literal at its control tokens, and fill its slots."""
         made: list[LarkPart] = []
         at = 0
         by_length = sorted(self.controls, key=len, reverse=True)
@@ -86,7 +86,7 @@ class LarkGrammar:
         return made
 
     def expression(self, parts: Sequence[LarkPart]) -> str:
-        """What follows each other: one terminal for all that is between control tokens and rules."""
+        """Return a sequence, with one terminal for everything between control tokens and rules."""
         items: list[str] = []
         run: list[str | LarkText] = []
         for part in [*parts, None]:
@@ -107,11 +107,11 @@ class LarkGrammar:
         return LarkRule(name)
 
     def json(self, name: str, schema: Mapping[str, Any] | bool) -> LarkRule:
-        """A rule of the JSON that a schema allows."""
+        """Add a rule for the JSON that a schema allows."""
         return self.rule(name, "%json " + json.dumps(schema, ensure_ascii=False))
 
     def text(self, start: str) -> str:
-        """All of it."""
+        """Return the whole grammar."""
         terminals = [f"{name}: {expression}" for expression, name in self._terminals.items()]
         return "\n".join([f"start: {start}", *self.lines, *terminals])
 
@@ -139,6 +139,6 @@ class LarkGrammar:
 
 
 def shared_parts(first: Sequence[LarkPart], second: Sequence[LarkPart]) -> int:
-    """How many parts both begin with."""
+    """Return how many parts both start with."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -84,27 +84,27 @@ class Clock:
 def test_patience_counts_from_the_start_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, patience = Clock(monkeypatch), SilenceTimeout("j", 60.0)
     for clock.now in (50.0, 500.0):  # it may wait its turn for long …
-        patience.look(Position("j", "waiting", 8, 65.0))
+        patience.describe(Position("j", "waiting", 8, 65.0))
     clock.now = 555.0
-    patience.look(Position("j", "running"))
+    patience.describe(Position("j", "running"))
     clock.now = 561.0  # … but once it has a slot it must tell something
-    with pytest.raises(JobTimeout, match="job j told nothing for 60 s; it goes on: `cellama jobs follow j`"):
-        patience.look(Position("j", "running"))
+    with pytest.raises(JobTimeout, match="job j produced no output for 60 s; it continues: `cellama jobs follow j`"):
+        patience.describe(Position("j", "running"))
 
 
 def test_patience_ends_for_a_job_that_nobody_serves_unless_that_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, patience, wanted = Clock(monkeypatch), SilenceTimeout("j", 60.0), SilenceTimeout("j", 60.0, unserved=True)
     clock.now = 61.0
-    assert "no worker serves it now" in wanted.look(Position("j", "waiting", 0, None, served=False))
+    assert "no worker serves its model" in wanted.describe(Position("j", "waiting", 0, None, served=False))
     with pytest.raises(JobTimeout, match="no worker serves its model"):
-        patience.look(Position("j", "waiting", 0, None, served=False))
+        patience.describe(Position("j", "waiting", 0, None, served=False))
 
 
 def test_estimate_of_a_waiting_job_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, patience = Clock(monkeypatch), SilenceTimeout("j", 60.0)
     told = []
     for clock.now, ahead, eta_s in ((0.0, 8, 65.0), (10.0, 8, 65.0), (70.0, 8, 65.0), (71.0, 7, 58.0)):
-        told.append(patience.look(Position("j", "waiting", ahead, eta_s)).partition("ahead, ")[2])
+        told.append(patience.describe(Position("j", "waiting", ahead, eta_s)).partition("ahead, ")[2])
     assert told == ["about 65 s", "about 55 s", "soon", "about 58 s"]
 
 

@@ -147,7 +147,7 @@ def test_process_of_a_template_ends_with_it() -> None:
             InvalidRequest,
             "'f' are not valid JSON",
         ),
-        ({"content": object()}, InvalidRequest, "are no JSON"),
+        ({"content": object()}, InvalidRequest, "are not valid JSON"),
     ],
 )
 def test_what_no_json_can_hold_is_refused(message: Any, error: Any, match: str) -> None:
