@@ -1,6 +1,6 @@
-"""What becomes of each of OpenAI's parameters: one table per endpoint, from which the docs are made, too.
+"""How each of OpenAI's parameters is handled: one table per endpoint, from which the documentation is generated.
 
-A parameter that stands in no table is one of jobs (docs/reference/parameters.md), or unknown, and then refused.
+A parameter that is in no table is one of jobs (docs/reference/parameters.md), or unknown, and then refused.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Fate = Literal["as it is", "renamed", "mapped", "ignored", "refused"]
-# How errors of jobs name a parameter.
+# How the message of a job's error begins that names a parameter.
 _NAMED = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|\[|')")
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRule:
-    """What becomes of a parameter. `to` is the job's name for it; `harmless` are values that ask for nothing."""
+    """How a parameter is handled. `to` is the job's name for it; `harmless` values of a refused one are accepted."""
 
     fate: Fate
     note: str = ""
@@ -75,25 +75,23 @@ def _refused(note: str, *harmless: Any) -> ParameterRule:
 _GENERATION = {
     **_as_it_is("model", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
     **_as_it_is("logit_bias"),
-    "stream": ParameterRule("mapped", "server-sent events; a bulk run refuses it"),
+    "stream": ParameterRule("mapped", "server-sent events; bulk runs refuse it"),
     "stream_options": ParameterRule("mapped", "`include_usage`; its other members are ignored"),
     "service_tier": ParameterRule(
         "mapped",
         "`flex` is bulk work (priority 9), `auto` and `default` are interactive (3), `priority` comes first (0), "
-        "as far as the key allows; the answer says which it was. A bulk run ignores it",
+        "as far as the key allows. The answer reports the tier that was used. Bulk runs ignore it",
     ),
     "response_format": ParameterRule(
         "mapped",
         "`json_schema`, or `json_object` with or without a `schema`. With `strict: true` a keyword that can't be "
-        "enforced is refused, otherwise it is ignored and listed in `warnings`",
+        "enforced is refused. Otherwise it is ignored and listed in `warnings`",
         "json_schema",
     ),
-    "prediction": ParameterRule("as it is", "a hint: right parts come faster, and no text changes"),
-    **_ignored("the tenant of the key is who asks", "user", "safety_identifier"),
-    **_ignored("nothing is stored beyond the life of a result", "metadata", "store"),
-    **_ignored(
-        "prefixes are shared without being told", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"
-    ),
+    "prediction": ParameterRule("as it is", "a hint: correct parts are generated faster, and no text changes"),
+    **_ignored("the tenant of the API key identifies the user", "user", "safety_identifier"),
+    **_ignored("nothing is stored longer than a result", "metadata", "store"),
+    **_ignored("prefixes are always shared", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
 PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
     CHAT: {
@@ -101,43 +99,43 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "messages": ParameterRule(
             "mapped", "role `developer` is `system`; `reasoning_content` is `reasoning`; parts must be text", "messages"
         ),
-        "max_tokens": ParameterRule("as it is", "default: what the context has room for"),
+        "max_tokens": ParameterRule("as it is", "default: the rest of the context"),
         "max_completion_tokens": ParameterRule("renamed", to="max_tokens"),
         **_as_it_is("tools"),
         "tool_choice": ParameterRule(
             "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
         ),
         "parallel_tool_calls": ParameterRule(
-            "as it is", "not said: as many as the model makes, one where a call is forced"
+            "as it is", "default: as many calls as the model makes, or one if a call is forced"
         ),
-        "logprobs": ParameterRule("mapped", "a switch"),
-        "top_logprobs": ParameterRule("mapped", "how many; needs `logprobs`", "logprobs"),
+        "logprobs": ParameterRule("mapped", "turns them on"),
+        "top_logprobs": ParameterRule("mapped", "their number; needs `logprobs`", "logprobs"),
         "reasoning_effort": ParameterRule(
-            "mapped", "`none` turns thinking off; all go to the chat template", "template_args"
+            "mapped", "`none` disables thinking; the chat template receives all values", "template_args"
         ),
-        "verbosity": ParameterRule("ignored", "say in the system message how long answers shall be"),
-        "functions": _refused("it is deprecated: use `tools`", []),
-        "function_call": _refused("it is deprecated: use `tool_choice`"),
-        "modalities": _refused("text is all that comes", ["text"]),
-        "audio": _refused("text is all that comes"),
-        "moderation": _refused("there is no moderation"),
-        "web_search_options": _refused("there is no web search; give the model a tool"),
+        "verbosity": ParameterRule("ignored", "describe the length of answers in the system message"),
+        "functions": _refused("it is deprecated; use `tools`", []),
+        "function_call": _refused("it is deprecated; use `tool_choice`"),
+        "modalities": _refused("answers are text only", ["text"]),
+        "audio": _refused("answers are text only"),
+        "moderation": _refused("moderation is not available"),
+        "web_search_options": _refused("web search is not available; give the model a tool"),
     },
     COMPLETIONS: {
         **_GENERATION,
-        "prompt": ParameterRule("as it is", "a text, token ids, or a list of either: a job for each"),
+        "prompt": ParameterRule("as it is", "a text, token ids, or a list of either, with a job for each"),
         "max_tokens": ParameterRule("as it is", "default: 16, as OpenAI's"),
         "logprobs": ParameterRule("as it is"),
-        "best_of": _refused("all completions are given: use `n`", 1),
-        "echo": _refused("the prompt is not repeated", False),
-        "suffix": _refused("text is only generated after a prompt", ""),
+        "best_of": _refused("all completions are returned; use `n`", 1),
+        "echo": _refused("answers do not repeat the prompt", False),
+        "suffix": _refused("text is generated only after a prompt", ""),
     },
     EMBEDDINGS: {
         "model": ParameterRule("as it is"),
         "input": ParameterRule("renamed", "a text, token ids, or a list of either", "texts"),
         "encoding_format": ParameterRule("mapped", "`float` or `base64`", "encoding"),
         "dimensions": ParameterRule("as it is"),
-        **_ignored("the tenant of the key is who asks", "user"),
+        **_ignored("the tenant of the API key identifies the user", "user"),
     },
 }
 CONTENT = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}

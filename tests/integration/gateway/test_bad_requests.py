@@ -48,7 +48,7 @@ def turns(*contents: Any) -> list[Any]:
         ({"priority": 0}, errors.BadRequestError, "priority", "use service_tier"),
         ({"cache_scope": "x"}, errors.BadRequestError, "cache_scope", "use cache_salt"),
         ({"cache_salt": ""}, errors.BadRequestError, "cache_salt", "1 to 128"),
-        ({"audio": {"voice": "x"}}, errors.BadRequestError, "audio", "text is all that comes"),
+        ({"audio": {"voice": "x"}}, errors.BadRequestError, "audio", "answers are text only"),
         ({"functions": [{"name": "f"}]}, errors.BadRequestError, "functions", "use `tools`"),
         ({"foo": 1}, errors.BadRequestError, "foo", "unknown parameter 'foo'"),
         ({"tools": [{"type": "web"}]}, errors.BadRequestError, "tools", "tools.0"),

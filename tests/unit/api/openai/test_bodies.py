@@ -105,7 +105,7 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"audio": {}}, "audio is {}: text is all that comes"),
+        ({"audio": {}}, "audio is {}: answers are text only"),
         ({"functions": [{"name": "f"}]}, "functions is"),
         ({"modalities": ["text", "audio"]}, "modalities is"),
         ({"logprobs": 3}, "logprobs is 3: it must be true or false"),
@@ -171,5 +171,5 @@ def test_value_that_is_nested_too_deeply_to_be_shown_is_refused_all_the_same() -
     deep: Any = []
     for _ in range(2000):
         deep = [deep]
-    with pytest.raises(InvalidJob, match="text is all that comes"):
+    with pytest.raises(InvalidJob, match="answers are text only"):
         params_of_body(CHAT, {"model": "m", "messages": [], "audio": deep})
