@@ -271,6 +271,8 @@ class Entry:
     result_json: bytes = field(init=False, repr=False)  # empty without one
 
     def __post_init__(self) -> None:
+        if self.event["type"] not in EVENT_CLASSES:
+            raise ValueError(f"the event type {self.event['type']!r} has no class; add it to EVENT_CLASSES")
         object.__setattr__(self, "event_json", encode(self.event))
         object.__setattr__(self, "result_json", b"" if self.result is None else encode(self.result))
         if self.num_bytes > MAX_ENTRY_BYTES:

@@ -43,14 +43,18 @@ def test_text_without_utf8_reaches_readers_as_valid_text() -> None:
     assert json.loads(ledger.entries[-1].event_json)["message"] == "\ufffd is no name"
 
 
-@pytest.mark.parametrize("odd", [{1, 2}, deep(), object(), 10**5000], ids=["set", "deep", "object", "huge"])
+@pytest.mark.parametrize(
+    "odd",
+    [*(events.token("x", odd) for odd in ({1, 2}, deep(), object(), 10**5000)), {"type": "in no table"}],  # type: ignore[arg-type]
+    ids=["set", "deep", "object", "huge", "type"],
+)
 def test_event_that_can_not_be_written_ends_its_run_and_no_other(odd: Any) -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream, other = publisher.open_job("a"), publisher.open_job("b")
     tell = publisher.listener("tiny")
     tell((Started("a#1", 0, 3, 0, 7), Text("b#1", "y", (2,))))
-    stream.publish(events.token("x", odd))
+    stream.publish(odd)
     tell((Text("a#1", "z", (1,)), Finished("a#1", COMPLETION), Finished("b#1", COMPLETION)))
     with pytest.raises(JobFailed, match="an event could not be written") as caught:
         stream.ended.result(10)
