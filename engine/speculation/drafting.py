@@ -91,7 +91,9 @@ class Drafting:
             for work in works
             if work.sequence.request.only_checks and (check := self._with_candidates(work, len(works)))
         }
-        return list(checks.values()), [work for work in works if work.sequence not in checks]
+        if checks:
+            works = [work for work in works if work.sequence not in checks]
+        return list(checks.values()), works
 
     def _with_candidates(self, work: SlotWork, num_works: int) -> SlotWork | None:
         sequence, chunk = work

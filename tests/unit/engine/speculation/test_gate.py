@@ -77,7 +77,8 @@ class Machine:
 @pytest.mark.parametrize("streams", [1, 4, 16, 64])
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8, 0.97])
 def test_speculation_is_never_slower(curve: Seconds, streams: int, right: float, unified: bool) -> None:
-    assert Machine(curve, streams, right, unified=unified).gain() >= 0.985
+    steps = 3000 if streams < 16 else 1000  # which take longer the more streams there are
+    assert Machine(curve, streams, right, unified=unified).gain(steps) >= 0.985
 
 
 @pytest.mark.parametrize(
