@@ -10,14 +10,14 @@ from .checks import check, check_int
 from .errors import InvalidRequest, nearest
 from .sampling_params import defaults_of
 
-DEFAULT_SLOTS = 8
+DEFAULT_SLOTS = 8  # slots; more raise the rate and the memory of contexts (docs/how-to/performance.md)
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
 DRAFT_PASS = 128  # tokens of a pass of a draft model, or one of each slot
 CHECKED_ROWS = 16  # of logits that `Engine.verify` has in any case
-DEFAULT_SAVED_BYTES = 1 << 30
-DEFAULT_DISK_BYTES = 8 << 30
+DEFAULT_SAVED_BYTES = 1 << 30  # bytes of KV states in RAM
+DEFAULT_DISK_BYTES = 8 << 30  # bytes of KV states on disk
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]

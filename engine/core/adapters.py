@@ -19,7 +19,7 @@ from cellama.engine.backend import Adapter, AdapterSet, AdapterStore, AdapterUse
 from cellama.engine.errors import AdapterBusy, IdTaken, UnknownAdapter, nearest
 from cellama.engine.request import Request
 
-UNLOAD_TIMEOUT_S = 30.0
+UNLOAD_TIMEOUT_S = 30.0  # seconds for the requests that have the adapter to end; as for a model (models/manager.py)
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
 

@@ -30,10 +30,10 @@ from .telemetry import Rates
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 30.0
-BATCH_S = 0.05  # a batch is to take no longer: what else computes here, and other callers, need not wait for more
-BROKEN = 3  # texts that failed alone, one after another, and none was embedded between
-MIN_BATCH_TOKENS = 64  # fewer together don't pay on any machine
+CLOSE_TIMEOUT_S = 30.0  # seconds; closing waits for one batch, which takes at most a few seconds on a CPU
+BATCH_S = 0.05  # seconds that a batch should take at most: other callers and engines wait no longer than that
+BROKEN = 3  # texts that failed alone one after another, with none embedded between: then it is not their fault
+MIN_BATCH_TOKENS = 64  # tokens that a batch has room for in any case: fewer pay on no machine
 
 Vectors = list[NDArray[np.float32]]
 

@@ -39,8 +39,8 @@ from .telemetry import Telemetry
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 512  # requests that begin or end between two decode calls: thousands would be a gap in every stream
-PAUSE_S = 0.05  # at most, before an engine that waits for a file looks again
-MAX_FAULTS = 3  # steps in a row that fail although each of their requests goes on alone
+PAUSE_S = 0.05  # seconds at most until an engine that waits for a file looks again: about one decode step
+MAX_FAULTS = 3  # steps in a row that fail although each request succeeds alone; more mean that the engine is broken
 
 
 class Command(NamedTuple):

@@ -15,7 +15,7 @@ from .handle import Handle
 
 log = logging.getLogger(__name__)
 
-HELD_BACK_TOKENS = 16  # after so many without final text they are told all the same, so that another can go on
+HELD_BACK_TOKENS = 16  # tokens without final text that are reported without it: another worker would compute them again
 
 Listener = Callable[[tuple[Event, ...]], None]
 

@@ -29,8 +29,8 @@ from .model import LlamaModel, adapter_pointer
 from .outputs import Outputs
 from .samplers import LlamaSampler, LlamaSamplingPlan, form_of
 
-STATE_FORMAT = 2  # of portable states; another number makes those of before foreign
-UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
+STATE_FORMAT = 2  # version of portable states; states of another version are computed again
+UNIFIED_UP_TO = 1  # slots up to which `auto` takes one pool of cells: with more, streams decode faster (ADR 003)
 
 
 @dataclass(frozen=True, slots=True)

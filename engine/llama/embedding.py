@@ -15,8 +15,8 @@ from cellama.engine.options import EngineOptions, Pooling
 from .context import TokenBatch, end_threads, new_context, set_threads
 from .model import LlamaModel
 
-MAX_EMBED_TOKENS = 2048  # of one text: it must fit into one pass
-MAX_TEXTS = 64
+MAX_EMBED_TOKENS = 2048  # tokens of one text: it must fit into one micro-batch, whose buffers grow with it
+MAX_TEXTS = 64  # texts in one batch: each has a sequence in the context, whose states take memory in recurrent models
 POOLING: dict[Pooling, int] = {
     "none": lib.LLAMA_POOLING_TYPE_NONE,
     "mean": lib.LLAMA_POOLING_TYPE_MEAN,

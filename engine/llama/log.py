@@ -15,7 +15,7 @@ import llama_cpp.llama_cpp as lib
 log = logging.getLogger("cellama.engine.llama")
 _WARN, _ERROR = 3, 4  # ggml.h: ggml_log_level
 _LEVELS = {_WARN: logging.DEBUG, _ERROR: logging.WARNING}  # what matters to us is raised, with its words
-MAX_ERRORS = 4
+MAX_ERRORS = 4  # lines of llama.cpp that an error quotes: the last ones name the cause
 
 
 class _OfThread(threading.local):

@@ -27,11 +27,11 @@ from . import log as llama_log
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 30.0  # seconds for calls that use the weights, such as tokenizing, to return
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _USER_DEFINED = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-_MAX_BREAKERS = 256  # texts whose tokens are kept
-_MAX_SPELLINGS = 512
+_MAX_BREAKERS = 256  # texts whose tokens are kept: finding them reads the whole vocabulary
+_MAX_SPELLINGS = 512  # texts whose tokens are kept: forced parts of schemas repeat from request to request
 
 
 def _encoded(text: str) -> bytes:

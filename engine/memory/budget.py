@@ -17,8 +17,8 @@ OnFull = Literal["refuse", "evict"]
 DeviceKind = Literal["cpu", "gpu", "integrated gpu"]
 CPU = "CPU"
 ALL_DEVICES = "all devices"  # what a budget in bytes is for
-MARGIN_SHARE = 0.05  # of a device's memory, which "auto" leaves alone …
-MAX_MARGIN_BYTES = 1 << 30  # … up to this
+MARGIN_SHARE = 0.05  # of a device's memory that "auto" leaves to other programs …
+MAX_MARGIN_BYTES = 1 << 30  # … and at most these bytes
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -9,11 +9,11 @@ from cellama.engine.options import DEFAULT_SAVED_BYTES
 
 from .budget import ALL_DEVICES, CPU, Footprint, MemoryUse, Room
 
-KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size was left open
-LEAST_TOKENS = 512
+KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size was left open: another model should find room
+LEAST_TOKENS = 512  # tokens of a slot's context, at least: less is of no use for chats
 STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
-MAX_TRIES = 8
-RAM_SHARE = 0.25  # of what is left, at most, for saved states whose quota was left open: other models need room as well
+MAX_TRIES = 8  # contexts that are measured: two find the line that sizes follow, the others correct it
+RAM_SHARE = 0.25  # of what is left, at most, for saved states whose quota was left open: as KV_SHARE
 
 
 def choose_ctx(

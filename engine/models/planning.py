@@ -28,9 +28,9 @@ from . import tuned_options
 if TYPE_CHECKING:
     from cellama.engine.llama import LoadPlan
 
-TIMEOUT_S = 120.0  # a plan takes less than a second, beside a busy engine a few
-CPU_S = 60
-LEAST_DATA_BYTES = 2 << 30
+TIMEOUT_S = 120.0  # seconds; a plan takes less than one, and a few alongside a busy engine
+CPU_S = 60  # seconds of processor time; a plan takes less than one
+LEAST_DATA_BYTES = 2 << 30  # bytes that the child may allocate in any case, or as many as the machine has RAM
 _BUILD_FOLDER = re.compile(r"^\S*/(?=[\w.-]+:\d+:)")  # of an assertion's source file
 _ERRORS: dict[str, type[EngineError]] = {
     error.code: error for error in (ModelLoadFailed, WrongCapability, InvalidRequest)

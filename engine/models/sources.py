@@ -27,8 +27,8 @@ BUNDLED = {"tiny": TINY_PATH, "pirate": PIRATE_PATH}  # pirate is an adapter for
 HUB_PREFIX = "hf://"
 _MAGIC = b"GGUF"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK_BYTES = 1 << 20
-_CONNECT_S = 5.0
+_CHUNK_BYTES = 1 << 20  # bytes that are hashed at once
+_CONNECT_S = 5.0  # seconds until the hub counts as out of reach; its own client tries for half a minute
 _PORTS = {"http": 80, "https": 443}
 
 

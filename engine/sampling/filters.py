@@ -12,7 +12,7 @@ from cellama.engine.sampling_params import SamplingParams
 Logits = NDArray[np.float32]  # of the whole vocabulary
 Ids = NDArray[np.int64]
 Values = NDArray[np.float64]
-_BLOCK = 64
+_BLOCK = 64  # tokens with one maximum (docs/adr/009-sampling.md)
 _FIRST_DEPTH = 4.0  # below the highest logit, where top-p looks first
 _NOTHING_BELOW = 800.0  # below the highest logit a probability is 0
 _ROUNDING = 1e-9  # of sums of probabilities

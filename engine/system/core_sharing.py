@@ -22,11 +22,11 @@ from .processors import Processors, Reading
 log = logging.getLogger(__name__)
 
 ACTIVE = 0.2  # cores: a peer that uses less leaves its share to the others
-FALL_S = 1.0  # so long must fewer threads be called for …
-RAISE_S = 5.0  # … and so long more
+FALL_S = 1.0  # seconds for which fewer threads must be called for: a thread without a core slows every step down …
+RAISE_S = 5.0  # … and seconds for more, because a core too few costs little
 LEAST_TOLERATED, TOLERATED = 0.1, 0.7  # cores; the second one over the number of cores
-LOOK_S = 0.5
-IN_USE_S = 1.0  # after its last request a part counts as in use
+LOOK_S = 0.5  # seconds between two looks at the machine: at least two within FALL_S
+IN_USE_S = 1.0  # seconds after its last request for which a part counts as in use
 WARN_S = 10.0  # other programs that take cores for so long are worth a line in the log
 USE_WEIGHT = 0.5  # of the newest value in the running mean of what this process uses
 

@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-AT_LEAST_S = 10.0
+LOOK_S = 1.0  # seconds between two looks
+AT_LEAST_S = 10.0  # seconds that any step may take: a busy machine can hold up a thread for some
 MANY = 30  # times what a step of its size took before
 FIRST_S = 600.0  # for a kind of step that is long at first (pages come in, kernels are compiled), and never more
-FADING = 0.999  # of the slowest step, with each one
+FADING = 0.999  # factor of the slowest step with each step: it is forgotten after some thousand steps
 PAGING = 50  # pages read from disk between two looks: it is slow, but it goes on
-BLOCKS_PER_PAGE = 8
+BLOCKS_PER_PAGE = 8  # getrusage counts blocks of 512 bytes
 EXIT_STALLED = 70  # sysexits.h: EX_SOFTWARE
-REPORT_S = 10.0  # if it can't be logged within this time, the process ends without
+REPORT_S = 10.0  # seconds; a hang that can't be logged within them ends the process without a report
 LAST_RESORT_S = 60.0  # at least, without a look of the watchdog: none of our own calls holds the GIL for a second
 
 _is_ending = threading.Event()  # end_process runs: its own, shorter limit holds
