@@ -221,11 +221,8 @@ def _dropping_what_is_not_a_message() -> Iterator[None]:
         log.exception("something in a queue is not a message, and was dropped")
 
 
-def keep_client(channel: Any, on_publish: Callable[[str, int], None] | None = None) -> None:
-    """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command.
-
-    `on_publish` hears of each topic that it publishes to, and how many listened.
-    """
+def keep_client(channel: Any) -> None:
+    """Let a channel use one client for its commands. Kombu makes one for each, which takes longer than the command."""
     kept: dict[Any, Any] = {}  # pool → its client
 
     def once(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,21 +233,8 @@ def keep_client(channel: Any, on_publish: Callable[[str, int], None] | None = No
             if pool not in kept:
                 kept.clear()
                 kept[pool] = create()
-                if on_publish is not None:
-                    _tell_published(kept[pool], on_publish)
             return kept[pool]
 
         return create_once
 
     make_clients_by(channel, once)
-
-
-def _tell_published(client: Any, on_publish: Callable[[str, int], None]) -> None:
-    publish = client.publish
-
-    def publish_and_tell(topic: str, *args: Any, **options: Any) -> Any:
-        num_listeners = publish(topic, *args, **options)
-        on_publish(topic, num_listeners)
-        return num_listeners
-
-    client.publish = publish_and_tell

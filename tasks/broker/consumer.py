@@ -31,7 +31,6 @@ from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
 
 from .channels import QueueReader, keep_client
 from .places import Places
-from .task_events import TaskEvents
 
 log = logging.getLogger(__name__)
 
@@ -162,8 +161,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         keep_client(bulk)
         if consumer.event_dispatcher is not None and consumer.event_dispatcher.enabled:
             consumer.event_dispatcher.buffer_limit = MAX_EVENTS
-            keep_client(consumer.event_dispatcher.producer.channel, TaskEvents(consumer.event_dispatcher).note)
-            consumer.update_strategies()  # they know `send`
+            keep_client(consumer.event_dispatcher.producer.channel)
         consumer.bulk_consumer = consumer.app.amqp.TaskConsumer(bulk, on_decode_error=consumer.on_decode_error)
         self._adopt(consumer)
 

@@ -30,7 +30,6 @@ PARTS: Mapping[str, str] = {
     "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
     "celery.app.base:Celery._tasks": ATTRIBUTE,
     "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
-    "celery.events.dispatcher:EventDispatcher._group_buffer": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
     "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
@@ -267,12 +266,6 @@ def queues_in_turn(channel: Any) -> list[str]:
     """The queues that a channel consumes, the one whose turn it is first."""
     queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
     return queues
-
-
-def gathered_events(dispatcher: Any, group: str) -> list[Any]:
-    """Events of a group that a dispatcher of Celery's has not sent yet."""
-    events: list[Any] = dispatcher._group_buffer[group]
-    return events
 
 
 def socket_of(connection: Any) -> Any:
