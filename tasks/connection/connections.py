@@ -1,4 +1,4 @@
-"""Every connection to Redis is made here, from the setting `redis_url`, whatever its form."""
+"""Make every connection to Redis, from any form of the setting `redis_url`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ SOCKET_OPTIONS: dict[str, Any] = {
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
 }
-MOST_CONNECTIONS = 1 << 31  # of a client, for each thread that reads a stream; Redis has its own (`maxclients`)
+MOST_CONNECTIONS = (
+    1 << 31
+)  # of a client: no limit, because each thread that reads a stream has one, and Redis has `maxclients`
 SENTINEL_TIMEOUT_S = 2.0  # for one sentinel, until the next one is asked
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 _TCP_ONLY = ("socket_connect_timeout", "socket_keepalive")
 
 
 def connect(url: str | None = None, **options: Any) -> Redis:
-    """A client for this URL, or that of the settings; `options` are those of redis-py's connections."""
+    """Return a client for this URL, or that of the settings. `options` are those of redis-py's connections."""
     where = _where(url)
     if where.kind == "sentinel":
         master: Redis = _sentinel(Sentinel, where, options).master_for(
@@ -41,7 +43,7 @@ def connect(url: str | None = None, **options: Any) -> Redis:
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
-    """`connect` for asyncio."""
+    """Return a client for asyncio, as `connect` does."""
     where = _where(url)
     if where.kind == "sentinel":
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
@@ -58,12 +60,12 @@ def _sentinel(kind: Any, where: RedisUrl, options: dict[str, Any]) -> Any:
 
 
 def database_of(redis: Redis | AsyncRedis) -> int:
-    """The number of the database that a client speaks to."""
+    """Return the number of a client's database."""
     return int(redis.connection_pool.connection_kwargs.get("db") or 0)
 
 
 def broker_options(url: str) -> dict[str, Any]:
-    """What Celery must be told to have this URL as its broker; by itself it would not check a server's certificate."""
+    """Return Celery's settings for this URL. With the URL alone it would not check a server's certificate."""
     where = _where(url)
     tls = dict(where.tls)
     checks = {"ssl_cert_reqs": _CERTIFICATE_CHECKS[tls["ssl_cert_reqs"]]} if tls else {}
@@ -71,7 +73,7 @@ def broker_options(url: str) -> dict[str, Any]:
 
 
 def sentinel_options(where: RedisUrl) -> dict[str, Any]:
-    """How the sentinels themselves are spoken to."""
+    """Return the options for connections to the sentinels."""
     return {
         "username": where.sentinel_username,
         "password": where.sentinel_password,
@@ -81,7 +83,7 @@ def sentinel_options(where: RedisUrl) -> dict[str, Any]:
 
 
 def transport_options(url: str) -> dict[str, Any]:
-    """What kombu's transport must be told beside the broker's URL."""
+    """Return what kombu's transport needs in addition to the broker's URL."""
     where = parse_redis_url(url)
     if where.kind != "sentinel":
         return {}

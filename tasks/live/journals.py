@@ -1,4 +1,4 @@
-"""Looks into the journals of many jobs, over one connection: while one page of looks is under way the next gather."""
+"""Read the journals of many jobs over one connection: while one round trip is under way, the next reads gather."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Look:
 
 
 class Journals:
-    """For one event loop."""
+    """Reads journals for the readers of one event loop."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -31,7 +31,7 @@ class Journals:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, job_id: str, start: str) -> JournalPage:
-        """Up to PAGE entries from this id on, and how far the job is. Raises RedisError."""
+        """Return up to PAGE entries from this id on, and the state of the job. Raises RedisError."""
         look = _Look(job_id, start, asyncio.get_running_loop().create_future())
         self._looks.append(look)
         if self._task is None:
@@ -39,7 +39,7 @@ class Journals:
         return await look.answer
 
     async def close(self) -> None:
-        """Who still looks gets a RuntimeError."""
+        """End the connection. Readers that wait get a RuntimeError."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -57,7 +57,7 @@ class Journals:
             self._end(page)
 
     def _end(self, page: list[_Look]) -> None:
-        """Of a task that was cancelled looks are left, in its last page or behind it."""
+        """Fail the reads that are left when the task was cancelled."""
         self._task = None
         for look in [*page, *self._looks]:
             if not look.answer.done():

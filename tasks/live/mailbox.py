@@ -1,4 +1,4 @@
-"""What was published for one reader and not read yet, in bounds."""
+"""Published messages for one reader that it has not read yet, up to a limit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ MOST_BYTES = 32 << 10  # per reader; a reader that lags further behind reads the
 
 
 class Sign(enum.Enum):
-    """What a reader finds instead of messages."""
+    """What a reader gets instead of messages."""
 
-    SUBSCRIBED = "from here on nothing is missing: what is older is in the journal"
+    SUBSCRIBED = "no later message is missing; older ones are in the journal"
     LAGGED = "messages were dropped: they are in the journal"
-    SILENCE = "nothing has come in time"
+    SILENCE = "no message came in time"
 
 
 class Mailbox:
     """Messages of a channel for one reader, in the order in which they were published. For one event loop.
 
-    It keeps nothing before it is subscribed, nor between a drop and the reader's hearing of that.
+    It keeps no messages before it is subscribed, nor from a drop until the reader has been notified of it.
     """
 
     __slots__ = ("_deadline", "_failure", "_loop", "_messages", "_num_bytes", "_sign", "_timer", "_waiter", "channel")
@@ -28,7 +28,7 @@ class Mailbox:
         self.channel = channel
         self._messages: list[bytes] = []
         self._num_bytes = 0
-        self._sign: Sign | None = None  # what the reader has to hear first
+        self._sign: Sign | None = None  # what the reader gets first
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -36,7 +36,7 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None  # outlives waits: one for each would cost the most
 
     def put(self, message: bytes) -> None:
-        """Keeps a message, or drops all: the journal has them."""
+        """Keep a message, or drop all of them if they are too many: the journal has them."""
         if self._sign is Sign.LAGGED:
             return
         self._num_bytes += len(message)
@@ -48,13 +48,13 @@ class Mailbox:
         self._wake()
 
     def subscribed(self) -> None:
-        """The channel is subscribed to, for the first time or again."""
+        """Note that the channel is subscribed, for the first time or again."""
         self._drop()
         self._sign = Sign.SUBSCRIBED
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Nothing will come any more; the reader gets the error."""
+        """Raise the error in the reader, because no more messages will come."""
         self._failure = error
         self._wake()
 

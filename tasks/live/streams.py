@@ -1,4 +1,4 @@
-"""Streams of jobs for an event loop: as many readers as there may be, on two connections."""
+"""Streams of jobs for an event loop: any number of readers, over two connections."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MOST_QUIET_S = 8.0  # between two reads of the journal of a known job that write
 
 
 class Streams:
-    """All streams that are read in one event loop; each reads on as `stream_events` does (tasks/state/reader.py)."""
+    """All streams that are read in one event loop, as `stream_events` reads one (tasks/state/reader.py)."""
 
     def __init__(self, redis: Redis, connect: Callable[[], Awaitable[Wire]] | None = None) -> None:
-        """`redis` is this object's from now on; `connect`, if given, makes the connection for what is published."""
+        """Take over `redis`. `connect`, if given, makes the connection for published messages."""
         self._redis = redis
         self._subscriptions = Subscriptions(connect or partial(RedisWire.open, redis))
         self._journals = Journals(redis)
@@ -38,7 +38,7 @@ class Streams:
         ping_s: float = math.inf,
         cursor: EventCursor | None = None,
     ) -> AsyncIterator[Event]:
-        """As `stream_events`."""
+        """Yield the events of a job as `stream_events` does."""
         cursor = cursor or EventCursor(job_id, after)
         patience = Patience(job_id, timeout_s, ping_s, MOST_QUIET_S)
         with self._subscriptions.mailbox(events_channel(job_id, database_of(self._redis))) as box:
@@ -54,7 +54,7 @@ class Streams:
                     patience.heard()
 
     async def _some(self, cursor: EventCursor, box: Mailbox, patience: Patience) -> Iterable[Event]:
-        """The next events; the journal when it is time for that."""
+        """Return the next events, from the journal when it is time to read that."""
         if not cursor.needs_journal:
             found = await box.get(patience.wait_s())
             if not isinstance(found, Sign):
@@ -68,7 +68,7 @@ class Streams:
         return cursor.from_page(page)
 
     async def close(self) -> None:
-        """Ends all connections; readers that are left get a RuntimeError."""
+        """End all connections. Readers that are left get a RuntimeError."""
         await self._subscriptions.close()
         await self._journals.close()
         await self._redis.aclose()

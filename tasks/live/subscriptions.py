@@ -25,10 +25,10 @@ PAGE = 500  # channels per command, because Redis serves no other client meanwhi
 
 
 class Subscriptions:
-    """Readers join and leave; for one event loop, and not for several threads.
+    """The subscriptions of the readers of one event loop. It is not safe for several threads.
 
-    The connection is made when the first reader joins. When it is lost it is made again at once, and every reader hears
-    `SUBSCRIBED` once more; when that fails, every reader gets the error, and the next one that joins begins anew.
+    The connection is made when the first reader joins. When it is lost, it is made again at once, and every reader gets
+    `SUBSCRIBED` again. If that fails, every reader gets the error, and the next reader that joins tries again.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[Wire]]) -> None:
@@ -44,7 +44,7 @@ class Subscriptions:
 
     @contextmanager
     def mailbox(self, channel: str) -> Iterator[Mailbox]:
-        """A mailbox for what is published on the channel, until the end of the block."""
+        """Yield a mailbox for the messages of the channel, until the end of the block."""
         box = Mailbox(channel.encode())
         self._boxes.setdefault(box.channel, []).append(box)
         if self._task is None:
@@ -60,7 +60,7 @@ class Subscriptions:
             self._leave(box)
 
     async def close(self) -> None:
-        """Ends the connection; readers that are left get a RuntimeError."""
+        """End the connection. Readers that are left get a RuntimeError."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -79,7 +79,7 @@ class Subscriptions:
     def _is_confirmed(self, channel: bytes) -> bool:
         return channel in self._sent and not self._unconfirmed[channel]
 
-    # Commands. What readers do in one turn of the loop goes together.
+    # Commands. Those of one turn of the loop are sent together.
 
     def _change(self, channel: bytes) -> None:
         if self._wire is not None:
@@ -107,7 +107,7 @@ class Subscriptions:
     # The task
 
     async def _serve(self) -> None:
-        """Until no reader is left, it is cancelled, or Redis does not let it connect."""
+        """Serve until no reader is left, the task is cancelled, or Redis refuses the connection."""
         failure: Exception = _closed()
         try:
             while self._boxes:
@@ -121,14 +121,14 @@ class Subscriptions:
             self._end(failure)
 
     def _end(self, failure: Exception) -> None:
-        """The next reader begins anew."""
+        """Fail the readers that are left. The next reader starts a new task."""
         self._task = None
         boxes, self._boxes = self._boxes, {}
         for box in chain.from_iterable(boxes.values()):
             box.fail(failure)
 
     async def _serve_connection(self, wire: Wire) -> None:
-        """Until it is lost. Raises RedisError if Redis refuses what it is asked for."""
+        """Serve until the connection is lost. Raises RedisError if Redis refuses a command."""
         has_served = False
         self._wire, self._changed = wire, set(self._boxes)
         ticking = asyncio.create_task(self._tick(wire))
@@ -150,7 +150,7 @@ class Subscriptions:
             await wire.close()
 
     async def _tick(self, wire: Wire) -> None:
-        """Ends a connection that no reader needs, or that is dead though nothing has closed it."""
+        """End a connection that no reader needs, or that is dead although nothing has closed it."""
         await asyncio.sleep(TICK_S)
         while self._boxes and self._silent_ticks < MOST_SILENT_TICKS:
             self._silent_ticks += 1

@@ -21,23 +21,23 @@ _NOTHING = object()
 
 
 class Wire(Protocol):
-    """What `Subscriptions` need of a connection; whatever goes wrong raises RedisError in `replies`."""
+    """What `Subscriptions` need of a connection. All failures raise RedisError in `replies`."""
 
     def send(self, command: Sequence[bytes]) -> None:
-        """Sends it in the order of calls, without waiting."""
+        """Send a command without waiting, in the order of calls."""
 
     async def replies(self) -> list[Any]:
-        """What has come, one reply at least."""
+        """Wait for replies, and return one or more."""
 
     def abort(self) -> None:
-        """Ends it at once: `replies` raises."""
+        """Abort the connection, so that `replies` raises."""
 
     async def close(self) -> None:
-        """Ends it."""
+        """Close the connection."""
 
 
 class RedisWire:
-    """A connection as the pool of a client makes it, whatever the form of its URL.
+    """A connection from the pool of a client, so that every form of URL works.
 
     redis-py's own reading costs some 40 µs per message; one read of the socket brings many, and hiredis parses each
     in less than one.
@@ -51,7 +51,7 @@ class RedisWire:
 
     @classmethod
     async def open(cls, redis: Redis) -> RedisWire:
-        """Raises RedisError."""
+        """Connect. Raises RedisError."""
         return cls(redis, await redis.connection_pool.get_connection())  # type: ignore[no-untyped-call]
 
     def send(self, command: Sequence[bytes]) -> None:
@@ -81,5 +81,5 @@ class RedisWire:
         try:
             await self._connection.disconnect(nowait=True)
         except RedisError as error:
-            log.debug("a connection did not close: %s", error)
+            log.debug("can't close a connection: %s", error)
         await self._pool.release(self._connection)

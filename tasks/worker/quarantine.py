@@ -1,8 +1,8 @@
-"""Where jobs prove that they end no worker: together at first; one that may have ended a worker, alone.
+"""Find the job that crashes workers: a job that may have crashed a worker first runs without other new jobs.
 
-A job is unproven until its first token is in Redis, or its end. When a worker dies, each job that was unproven then is
-a suspect. Its next attempt begins once no other job is unproven, and none begins before it is proven: if the worker
-dies again, it is known which job it was, and no other one is blamed for it.
+A job is unproven until its first token, or its end, is in Redis. When a worker dies, each unproven job is a suspect.
+The next attempt of a suspect starts when no other job is unproven, and no other job starts until it is proven. If the
+worker dies again, the suspect is the cause, and no other job is blamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Quarantine:
 
     @contextlib.contextmanager
     def passed(self, give_up: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
-        """Waits until the job may begin, or until `give_up`; the body gets what is called once it is proven."""
+        """Wait until the job may start, or until `give_up`. Yields a function to call once the job is proven."""
         with self._changed:
             self._num_suspects += alone
             while (self._num_unproven if alone else self._num_suspects) and not give_up():

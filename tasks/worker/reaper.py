@@ -1,13 +1,13 @@
-"""Looks after jobs that no worker looks after. Each worker runs a reaper thread; several may look at the same time.
+"""Take care of jobs that no worker takes care of. Each worker has a reaper thread, and several may work concurrently.
 
-- Leases that have ended: the worker died or is frozen. The message returns to the head of its queue.
-- Jobs whose ETA has come: their message returns to the head of its queue.
-- Jobs that are due: a timeout is over while no worker runs the job; or a job has ended, and Celery does not have the
+- Leases that have ended, because the worker died or is frozen: the message returns to the head of its queue.
+- Jobs whose ETA has come: the message returns to the head of its queue.
+- Jobs that are due: a timeout has passed while no worker runs the job, or a job has ended, and Celery does not have the
   end, or what follows the job has not been sent. A reaper claims a few jobs at a time, so no two work on the same one.
-- Messages that Redis lost: a worker that is killed between two commands takes a message with it. The ledger still
-  has the job, which is neither held nor, by its place in the order of its queue, in there. A queue is first in, first
-  out, except for messages that came back to its head, so only the head is read, however many jobs wait. A job that is
-  missing for a whole period is queued again. A lock in Redis gives this search to one reaper per period.
+- Messages that are lost: a worker that is killed between two commands takes a message with it. The ledger still has the
+  job, which is neither held nor, by the order of its queue, in the queue. A queue is first in, first out, except for
+  messages that returned to its head, so it suffices to read the head, however many jobs wait. A job that is missing for
+  a whole period is queued again. A lock in Redis gives this search to one reaper per period.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Store = Callable[[str, Ending], None]  # stores for Celery how a job ended, and 
 
 
 class Reaper:
-    """Look after jobs: `look` does it once, `start` does it repeatedly in a thread."""
+    """Does what is due: once with `look`, or periodically in a thread after `start`."""
 
     def __init__(self, redis: Redis, ledger: Ledger, store: Store, lease_s: float) -> None:
         self._redis = redis
@@ -82,7 +82,7 @@ class Reaper:
     # What is due
 
     def settle_due(self) -> None:
-        """End jobs whose timeout is over, or that are cancelled, if no worker runs them; give Celery its ends."""
+        """End jobs that no worker runs and that are cancelled or late, and give Celery the ends that it lacks."""
         while claimed := self._ledger.claim_due(DUE_PAGE, self._lease_s):
             for job_id, state in claimed:
                 self._settle_or_log(job_id, state)
@@ -95,7 +95,7 @@ class Reaper:
         except RedisError:
             raise
         except Exception:  # for instance, the user's own broker refuses the next step of a canvas
-            log.exception("reaper: job %s can't be settled; it is tried again later", job_id)
+            log.exception("reaper: can't settle job %s; it is retried later", job_id)
 
     def _settle(self, job_id: str, state: str) -> None:
         if state in ("queued", "handed_back"):
@@ -125,7 +125,7 @@ class Reaper:
     # What is missing
 
     def find_missing(self) -> int:
-        """Queue again what was missing at the last look as well; return how many jobs that were."""
+        """Queue again what was missing in the last period as well. Returns how many jobs that were."""
         suspects = dict.fromkeys(self._running_without_lease(), running_key())
         for queue in self._busy_queues():
             for priority in PRIORITIES:
@@ -141,13 +141,13 @@ class Reaper:
         return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * 0.8, known_by]))
 
     def _clear(self, suspects: dict[str, str]) -> None:
-        """Forget what was missing and is there again."""
+        """Forget jobs that were missing and are there again."""
         missing: Any = self._redis.zrange(missing_key(), 0, -1)
         if found := [raw for raw in missing if raw.decode() not in suspects]:
             self._redis.zrem(missing_key(), *found)
 
     def _busy_queues(self) -> list[str]:
-        """Return the queues that have waiting jobs or messages, and remove the others from the set of queues."""
+        """Return the queues with waiting jobs or messages, and remove the others from the set of queues."""
         names: Any = self._redis.smembers(queues_key())
         queues = [raw.decode() for raw in names]
         keys = {queue: [waiting_key(queue), *(queue_key(queue, p) for p in PRIORITIES)] for queue in queues}
@@ -161,7 +161,7 @@ class Reaper:
         return [queue for queue, is_busy in are_busy.items() if is_busy]
 
     def _not_in_queue(self, queue: str, priority: int) -> Iterator[str]:
-        """The waiting jobs that no worker holds and that are not where the order of the queue wants them."""
+        """Yield the waiting jobs that no worker holds and that are not where the order of the queue puts them."""
         keys = [queue_key(queue, priority), waiting_key(queue)]
         after: bytes = b""
         while True:
