@@ -122,7 +122,7 @@ def _move(scheduler: Scheduler, found: Simulated) -> None:
         found.seconds += LOOK_S
         return found.seconds
 
-    if moves := scheduler.layout.next_moves():
+    if moves := scheduler.layout.plan_moves():
         scheduler.layout.carry_out(moves, look)
 
 

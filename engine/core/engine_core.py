@@ -152,7 +152,7 @@ class EngineCore:
     def _move(self) -> None:
         """Moves sequences next to each other, where that makes decoding faster."""
         layout = self.scheduler.layout
-        if moves := layout.next_moves():
+        if moves := layout.plan_moves():
             self._pulse.beat("move", [move.sequence.request.id for move in moves])
             layout.carry_out(moves, time.monotonic)
             self._pulse.beat("step")

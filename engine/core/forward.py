@@ -80,7 +80,7 @@ class Forward:
         for check in checks:
             yield from self._compute([check])
         if works and self._may_draft():
-            micro_batches = self._drafting.calls_of(works)
+            micro_batches = self._drafting.plan_calls(works)
         else:
             micro_batches = micro_batches_of(works, unified=self._backend.unified)
         for micro_batch in micro_batches:

@@ -124,8 +124,8 @@ class SlotLayout:
     def _may_move(self) -> bool:
         return self.is_active and self._decode_costs.is_measured
 
-    def next_moves(self) -> list[Move]:
-        """Return moves that cost less than they save over what their sequences will probably still generate."""
+    def plan_moves(self) -> list[Move]:
+        """Plan moves that cost less than they save over what their sequences will probably still generate."""
         busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []

@@ -48,7 +48,7 @@ class StepAccount:
 class Drafting:
     """Owns the drafts of all sequences. Engine thread only.
 
-    begin_step ─► take_checks, calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
+    begin_step ─► take_checks, plan_calls ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Drafting:
             return 0
         return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
 
-    def calls_of(self, works: list[SlotWork]) -> list[list[SlotWork]]:
-        """Return the decode calls for these single tokens, with drafts as far as they pay."""
+    def plan_calls(self, works: list[SlotWork]) -> list[list[SlotWork]]:
+        """Plan the decode calls for these single tokens, with drafts as far as they pay."""
         if len(works) > self._max_rows:
             return [works]
         try:

@@ -95,7 +95,7 @@ def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
     manager: ModelManager, tmp_path: Path, shape: type[Shape] | None, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not moves:
-        monkeypatch.setattr(SlotLayout, "next_moves", lambda _: [])
+        monkeypatch.setattr(SlotLayout, "plan_moves", lambda _: [])
     padded: list[int] = []
     take_off = SlotLayout.take_off
     monkeypatch.setattr(SlotLayout, "take_off", lambda self, rows: (padded.append(len(rows)), take_off(self, rows))[1])

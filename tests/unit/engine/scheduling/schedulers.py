@@ -38,7 +38,7 @@ def run_step(scheduler: Scheduler, now: float = 0.0, *, pass_s: float = 1.0, row
     Rows and passes take the times that are given, moves none.
     """
     scheduler.admit(now)
-    scheduler.layout.carry_out(scheduler.layout.next_moves(), lambda: now)
+    scheduler.layout.carry_out(scheduler.layout.plan_moves(), lambda: now)
     works = scheduler.schedule(now)
     scheduled = [work.chunk for work in works]
     if works:

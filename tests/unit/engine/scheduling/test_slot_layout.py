@@ -143,7 +143,7 @@ def test_moves_of_one_step_take_no_longer_than_its_decode_call() -> None:
     for _ in range(8):
         run_step(scheduler, pass_s=0.1, row_s=0.1)
         before = scheduler.layout.num_moves
-        scheduler.layout.carry_out(scheduler.layout.next_moves(), lambda: float(next(times)))
+        scheduler.layout.carry_out(scheduler.layout.plan_moves(), lambda: float(next(times)))
         assert scheduler.layout.num_moves <= before + 1
 
 
@@ -162,7 +162,7 @@ def test_move_that_fails_costs_time_and_no_text(place: str, monkeypatch: pytest.
         return real(*args)
 
     monkeypatch.setattr(backend, place, fail_once)
-    moves = scheduler.layout.next_moves()
+    moves = scheduler.layout.plan_moves()
     scheduler.layout.carry_out(moves, lambda: 0.0)
     assert failed
     for holder in scheduler.slots:
