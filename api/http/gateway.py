@@ -22,9 +22,7 @@ from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL, class_of_priority
 from cellama.tasks.contract.shapes.workers import ModelView
-from cellama.tasks.metrics.bounded import OTHER, Bounded
-from cellama.tasks.metrics.families import Figures
-from cellama.tasks.metrics.meter import Meter
+from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
 
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError

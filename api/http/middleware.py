@@ -13,7 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cellama.tasks.metrics.bounded import OTHER
+from cellama.tasks.metrics.figures import OTHER
 
 from .context import RequestContext, in_time
 from .gateway import Gateway

@@ -11,8 +11,7 @@ from cellama.tasks.contract.keys import running_key
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
 from cellama.tasks.estimates.position import MOST_RUNNING, ListedJob, running_jobs
 from cellama.tasks.estimates.waiting import Waiting, eta_by_class, waiting_by_class
-from cellama.tasks.metrics.bounded import OTHER
-from cellama.tasks.metrics.families import Figures
+from cellama.tasks.metrics.figures import OTHER, Figures
 from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry
 

@@ -22,7 +22,7 @@ from cellama.tasks.contract.keys import (
     leases_key,
     missing_key,
 )
-from cellama.tasks.metrics.families import Figures
+from cellama.tasks.metrics.figures import Figures
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from .families import Figures
+from .figures import Figures
 
 log = logging.getLogger(__name__)
 

@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from . import rows
-from .rows import Kind, Row, Source
+from dataclasses import dataclass
+from typing import Literal
+
+MetricKind = Literal["counter", "gauge", "histogram"]
+Source = Literal["engine", "step", "request", "attempt", "worker", "redis", "gateway"]
+
+# vLLM's (vllm/v1/metrics/loggers.py), so that its boards show ours.
+TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+REQUEST_TOKENS = tuple(float(step * power) for power in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))
+COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
+# Ours: from a millisecond to an hour, about threefold each.
+FINE_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+    *(1800.0, 3600.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric: its whole name (of a counter with `_total`), what it counts, its labels, and who counts it."""
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...]
+    source: Source
+    bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, but the last one's
+    field: str = ""  # of a snapshot, if it is read off there
+
 
 ENGINE = ("model_name", "engine")  # vLLM's labels
 MODEL = ("model",)
 
 
-def _of(kind: Kind, source: Source, labels: tuple[str, ...], *metrics: tuple[str, ...]) -> tuple[Row, ...]:
+def _of(kind: MetricKind, source: Source, labels: tuple[str, ...], *metrics: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows of name, help and perhaps a snapshot's field."""
     return tuple(Row(name, kind, text, labels, source, field="".join(field)) for name, text, *field in metrics)
 
@@ -76,38 +114,32 @@ VLLM = (
         (*ENGINE, "finished_reason"),
         "request",
     ),
-    _histogram(
-        "vllm:time_to_first_token_seconds", "from submission to the first token", rows.TTFT_S, "request", *ENGINE
-    ),
+    _histogram("vllm:time_to_first_token_seconds", "from submission to the first token", TTFT_S, "request", *ENGINE),
     _histogram(
         "vllm:inter_token_latency_seconds",
         "between two steps in which a sequence decoded",
-        rows.TOKEN_S,
+        TOKEN_S,
         "step",
         *ENGINE,
     ),
     _histogram(
         "vllm:request_time_per_output_token_seconds",
         "mean of a request, after its first token",
-        rows.TOKEN_S,
+        TOKEN_S,
         "request",
         *ENGINE,
     ),
-    _histogram("vllm:e2e_request_latency_seconds", "from submission to the end", rows.REQUEST_S, "request", *ENGINE),
-    _histogram("vllm:request_queue_time_seconds", "from submission to a slot", rows.REQUEST_S, "request", *ENGINE),
-    _histogram("vllm:request_inference_time_seconds", "from the slot to the end", rows.REQUEST_S, "request", *ENGINE),
+    _histogram("vllm:e2e_request_latency_seconds", "from submission to the end", REQUEST_S, "request", *ENGINE),
+    _histogram("vllm:request_queue_time_seconds", "from submission to a slot", REQUEST_S, "request", *ENGINE),
+    _histogram("vllm:request_inference_time_seconds", "from the slot to the end", REQUEST_S, "request", *ENGINE),
+    _histogram("vllm:request_prefill_time_seconds", "from the slot to the first token", REQUEST_S, "request", *ENGINE),
+    _histogram("vllm:request_decode_time_seconds", "from the first token to the end", REQUEST_S, "request", *ENGINE),
+    _histogram("vllm:iteration_tokens_total", "tokens of a step's batch", STEP_TOKENS, "step", *ENGINE),
+    _histogram("vllm:request_prompt_tokens", "of a request", REQUEST_TOKENS, "request", *ENGINE),
     _histogram(
-        "vllm:request_prefill_time_seconds", "from the slot to the first token", rows.REQUEST_S, "request", *ENGINE
+        "vllm:request_generation_tokens", "of a request, all its completions", REQUEST_TOKENS, "request", *ENGINE
     ),
-    _histogram(
-        "vllm:request_decode_time_seconds", "from the first token to the end", rows.REQUEST_S, "request", *ENGINE
-    ),
-    _histogram("vllm:iteration_tokens_total", "tokens of a step's batch", rows.STEP_TOKENS, "step", *ENGINE),
-    _histogram("vllm:request_prompt_tokens", "of a request", rows.REQUEST_TOKENS, "request", *ENGINE),
-    _histogram(
-        "vllm:request_generation_tokens", "of a request, all its completions", rows.REQUEST_TOKENS, "request", *ENGINE
-    ),
-    _histogram("vllm:request_params_n", "completions that a request asked for", rows.COMPLETIONS, "request", *ENGINE),
+    _histogram("vllm:request_params_n", "completions that a request asked for", COMPLETIONS, "request", *ENGINE),
 )
 
 ENGINES = (
@@ -185,13 +217,9 @@ ENGINES = (
     Row(
         "cellama_requests_total", "counter", "requests that ended, by our words", ("model", "finish_reason"), "request"
     ),
-    _histogram("cellama_first_token_seconds", "from submission to the first token", rows.FINE_S, "request", "model"),
-    _histogram(
-        "cellama_token_gap_seconds", "between two steps in which a sequence decoded", rows.FINE_S, "step", "model"
-    ),
-    _histogram(
-        "cellama_prefix_wait_seconds", "while others computed a prefix, if any", rows.FINE_S, "request", "model"
-    ),
+    _histogram("cellama_first_token_seconds", "from submission to the first token", FINE_S, "request", "model"),
+    _histogram("cellama_token_gap_seconds", "between two steps in which a sequence decoded", FINE_S, "step", "model"),
+    _histogram("cellama_prefix_wait_seconds", "while others computed a prefix, if any", FINE_S, "request", "model"),
 )
 
 ATTEMPTS = (
@@ -210,8 +238,8 @@ ATTEMPTS = (
         "attempt",
     ),
     Row("celery_tasks_total", "counter", "tasks that ended, by Celery's state", ("name", "state"), "attempt"),
-    _histogram("celery_task_runtime_seconds", "of an attempt", rows.FINE_S, "attempt", "name"),
-    _histogram("celery_task_queuetime_seconds", "from submission to the first attempt", rows.FINE_S, "attempt", "name"),
+    _histogram("celery_task_runtime_seconds", "of an attempt", FINE_S, "attempt", "name"),
+    _histogram("celery_task_queuetime_seconds", "from submission to the first attempt", FINE_S, "attempt", "name"),
     Row("cellama_telemetry_dropped_total", "counter", "events that the hook did not get in time", (), "worker"),
     Row(
         "cellama_label_values_dropped_total",
@@ -269,11 +297,11 @@ GATEWAY = (
     _histogram(
         "cellama_http_first_byte_seconds",
         "from the request to the first byte of a body",
-        rows.FINE_S,
+        FINE_S,
         "gateway",
         "route",
     ),
-    _histogram("cellama_http_request_seconds", "from the request to the last byte", rows.FINE_S, "gateway", "route"),
+    _histogram("cellama_http_request_seconds", "from the request to the last byte", FINE_S, "gateway", "route"),
     Row(
         "cellama_tenant_tokens_total",
         "counter",

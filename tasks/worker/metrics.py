@@ -22,13 +22,10 @@ from cellama.engine import (
     StepCounts,
 )
 from cellama.tasks.contract.names import class_of_priority, model_of
-from cellama.tasks.metrics.bounded import Bounded
 from cellama.tasks.metrics.exposition import MetricsServer
-from cellama.tasks.metrics.families import Figures
-from cellama.tasks.metrics.meter import Meter
-from cellama.tasks.metrics.rows import FINE_S, STEP_TOKENS, TOKEN_S, Row
+from cellama.tasks.metrics.figures import Bounded, Figures, Meter
 from cellama.tasks.metrics.table import ENGINE as VLLM_LABELS
-from cellama.tasks.metrics.table import TABLE
+from cellama.tasks.metrics.table import FINE_S, STEP_TOKENS, TABLE, TOKEN_S, Row
 from cellama.tasks.middleware import AttemptContext, Middleware
 
 from .telemetry import TelemetryRelay

@@ -12,10 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cellama.tasks.metrics import exposition
-from cellama.tasks.metrics.bounded import OTHER, Bounded
 from cellama.tasks.metrics.exposition import MetricsServer, text_of
-from cellama.tasks.metrics.families import Figures
-from cellama.tasks.metrics.meter import Meter
+from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
 
 from ....conftest import wait_until
 

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from cellama.engine import EmbedderSnapshot, EngineSnapshot
-from cellama.tasks.metrics.rows import Row
-from cellama.tasks.metrics.table import ATTEMPTS, ENGINES, GATEWAY, QUEUES, TABLE, VLLM
+from cellama.tasks.metrics.table import ATTEMPTS, ENGINES, GATEWAY, QUEUES, TABLE, VLLM, Row
 
 ROWS = (*VLLM, *ENGINES, *ATTEMPTS, *QUEUES, *GATEWAY)
 UNBOUNDED = {"job", "job_id", "request_id", "key", "key_id", "worker", "path"}

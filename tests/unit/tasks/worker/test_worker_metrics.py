@@ -13,7 +13,7 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from cellama.engine import Completion, DecodeFailed, Finished, InvalidRequest, Timings, Usage
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.metrics.exposition import text_of
-from cellama.tasks.metrics.families import Figures
+from cellama.tasks.metrics.figures import Figures
 from cellama.tasks.worker.metrics import Metrics
 from cellama.tasks.worker.telemetry import TelemetryRelay
 

@@ -1,16 +1,19 @@
-"""Rows of the table with their values, as prometheus_client's families."""
+"""The values of metrics: `Figures` are read off at a scrape, a `Meter` counts until then."""
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from .rows import Row
-from .table import TABLE
+from .table import TABLE, Row
 
+OTHER = "other"  # a label whose value is one too many
+MAX_LABEL_VALUES = 100  # of a label that users choose: far more than the models or keys of one board
 Labels = tuple[str, ...]
 
 
@@ -90,3 +93,53 @@ def _checked(row: Row, labels: Labels) -> Labels:
     if len(labels) != len(row.labels):
         raise KeyError(f"{row.name} has the labels {row.labels}, and was given {len(labels)} values")
     return labels
+
+
+class Meter:
+    """One lock for all, held for a few additions: each happens once per request, attempt or answer, not per token."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._figures = Figures()
+
+    def count(self, name: str, *labels: str, by: float = 1.0) -> None:
+        """Adds to a counter."""
+        with self._lock:
+            self._figures.add(name, by, *labels)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Adds a value to a histogram; one that is below 0 (clocks) counts as 0."""
+        value = max(0.0, value)
+        with self._lock:
+            tally = self._figures.tally(name, *labels)
+            tally.counts[bisect_left(TABLE[name].bounds, value)] += 1
+            tally.total += value
+
+    def add_to(self, figures: Figures) -> None:
+        """Puts all that was counted into these. Any thread."""
+        with self._lock:
+            for name, values in self._figures.numbers.items():
+                for labels, value in values.items():
+                    figures.add(name, value, *labels)
+            for name, tallies in self._figures.tallies.items():
+                for labels, tally in tallies.items():
+                    figures.tally(name, *labels).add(tally.counts, tally.total)
+
+
+class Bounded:
+    """The first values stay for the life of the process, so that no counter goes down. Any thread."""
+
+    def __init__(self, most: int = MAX_LABEL_VALUES) -> None:
+        self._most = most
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+        self.num_dropped = 0  # how often there was no room for one
+
+    def of(self, value: str) -> str:
+        """The value, or OTHER if there were too many others."""
+        with self._lock:
+            if value not in self._known and len(self._known) >= self._most:
+                self.num_dropped += 1
+                return OTHER
+            self._known.add(value)
+            return value
