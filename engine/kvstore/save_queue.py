@@ -139,8 +139,8 @@ class SaveQueue:
                     return None
                 debt_s = self._credit.wait_s(now) if self._waiting else 0.0
                 self._changed.wait(min(deadline - now, debt_s or timeout_s))
+            self._current = offer  # first: `is_idle` is asked without the lock
             self._waiting.remove(offer)
-            self._current = offer
             return offer
 
     def done(self, written: bool, core_s: float) -> None:

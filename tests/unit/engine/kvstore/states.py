@@ -25,8 +25,10 @@ def state_of(
     return KeptState(seed, tokens, first_cut, drawn.randbytes(size), checkpoints)
 
 
-def is_equal(one: KeptState, other: KeptState) -> bool:
+def is_equal(one: KeptState | None, other: KeptState) -> bool:
     """True if they are the same state."""
+    if one is None:
+        return False
     heads = [(s.seed, list(s.tokens), s.first_cut, bytes(s.data), s.scope) for s in (one, other)]
     checkpoints = [{length: bytes(data) for length, data in s.checkpoints.items()} for s in (one, other)]
     return heads[0] == heads[1] and checkpoints[0] == checkpoints[1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import queue
 import random
 import stat
 import subprocess
@@ -29,7 +28,7 @@ from cellama.engine.kvstore.store import StateStore
 from ....conftest import PATIENCE_S
 from . import writer
 from .damage import KINDS, damage
-from .states import offer
+from .states import is_equal, load, offer
 from .writer import IDENTITY, SEED, WRITER_QUOTA, state_of
 
 NUM_DAMAGED = 300
@@ -90,21 +89,6 @@ def _look(
     found.num_uncounted += max(0, len(kinds) - unseen - num_misses)
     for state, match in list(zip(states, matches, strict=True))[len(kinds) :]:
         found.num_good_lost += match is None or not is_equal(load(store, match), state)
-
-
-def load(store: StateStore, match: StateMatch) -> KeptState | None:
-    """What the store reads for a match."""
-    loaded: queue.SimpleQueue[KeptState | None] = queue.SimpleQueue()
-    store.load(match, loaded.put)
-    return loaded.get(timeout=PATIENCE_S)
-
-
-def is_equal(one: KeptState | None, other: KeptState) -> bool:
-    """True if they are the same state."""
-    if one is None or (one.key, one.first_cut, bytes(one.data)) != (other.key, other.first_cut, bytes(other.data)):
-        return False
-    parts = [{length: bytes(data) for length, data in state.checkpoints.items()} for state in (one, other)]
-    return parts[0] == parts[1]
 
 
 def test_folder_survives_writers_that_are_killed() -> None:
