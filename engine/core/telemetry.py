@@ -10,12 +10,12 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cellama.engine.backend import Chunk
 from cellama.engine.events import CacheHit, Completion, RequestStats, StepStats, Timings, Usage
 from cellama.engine.kvcache.disk_tier import DiskTier
+from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
@@ -26,7 +26,6 @@ from cellama.engine.system.inbox import Inbox
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DISK_COUNTS = tuple(field.name for field in fields(EngineSnapshot) if field.name.startswith("disk_"))
 RATE_WINDOW_S = 1.0  # seconds that a rate is taken over: a shorter window would show single prefills
 MEAN_WEIGHT = 0.05  # of a new value in a running mean: about the last twenty count
 
@@ -106,6 +105,12 @@ class Rates:
             self._started_at, self._before = now, counts
 
 
+class _EngineLoad(NamedTuple):
+    sequences: list[Sequence]  # with slots
+    num_running: int  # requests that these sequences are of
+    num_waiting: int  # requests without a slot
+
+
 class Telemetry:
     """Counts what happens in an engine. Engine thread only, but for `snapshot`."""
 
@@ -150,7 +155,7 @@ class Telemetry:
                 decode_tokens=decode,
                 prefill_tokens=total - decode,
                 active_slots=active_slots,
-                queue_depth=self._look()[1],
+                queue_depth=self._load().num_waiting,
                 eval_ms=eval_s * 1e3,
                 step_ms=step_s * 1e3,
                 wait_ms=max(0.0, wait_s) * 1e3,
@@ -178,27 +183,31 @@ class Telemetry:
             for counter in self.step_counts:
                 counter.gap(gap_s)
 
-    def _look(self) -> tuple[list[Sequence], int, int]:
-        """The sequences with slots, the requests without one, those in the inbox included, and those with some."""
-        ended = self._finished + self._failed  # first: what ends meanwhile does not wait
+    def _load(self) -> _EngineLoad:
+        """Return what runs and what waits, in the inbox as well. Any thread."""
+        num_ended = self._finished + self._failed  # first: what ends meanwhile does not wait
         sequences = [sequence for sequence in list(self._scheduler.slots) if sequence is not None]
-        running = len({id(sequence.request) for sequence in sequences})
-        return sequences, max(0, self._inbox.num_submitted - ended - running), running
+        num_running = len({id(sequence.request) for sequence in sequences})
+        num_waiting = max(0, self._inbox.num_submitted - num_ended - num_running)
+        return _EngineLoad(sequences, num_running, num_waiting)
 
     @property
     def snapshot(self) -> EngineSnapshot:
         """The state just now. Any thread."""
         scheduler, cache, hits = self._scheduler, self._scheduler.cache, self._scheduler.cache.counters
-        sequences, waiting, running = self._look()
-        decoding = sum([sequence.state is State.DECODING for sequence in sequences])
-        phase: Phase = "generating" if decoding else "prefilling" if running else "idle"
+        store = None if self._disk is None else self._disk.store
+        disk = StoreCounters() if store is None else store.counters
+        load = self._load()
+        decoding = sum([sequence.state is State.DECODING for sequence in load.sequences])
+        phase: Phase = "generating" if decoding else "prefilling" if load.num_running else "idle"
+        has_requests = bool(load.num_running or load.num_waiting)
         return EngineSnapshot(
             phase="stopped" if self._is_stopped else phase,
             slots_total=len(scheduler.slots),
-            slots_prefilling=len(sequences) - decoding,
+            slots_prefilling=len(load.sequences) - decoding,
             slots_decoding=decoding,
-            requests_running=running,
-            requests_waiting=waiting,
+            requests_running=load.num_running,
+            requests_waiting=load.num_waiting,
             kv_used_tokens=scheduler.kv_used_tokens,
             kv_cached_tokens=scheduler.kv_cached_tokens,
             kv_total_tokens=cache.cells.total,
@@ -206,7 +215,16 @@ class Telemetry:
             ram_used_bytes=cache.ram.used_bytes + cache.checkpoints.used_bytes,
             ram_saves=cache.ram.num_saves,
             ram_evictions=cache.ram.num_evictions,
-            **self._disk_counts(),
+            disk_loads=disk.hits,
+            disk_late=0 if self._disk is None else self._disk.num_late,
+            disk_misses=disk.misses,
+            disk_saves=disk.saves,
+            disk_drops=disk.drops,
+            disk_evictions=disk.evictions,
+            disk_read_bytes=disk.read_bytes,
+            disk_written_bytes=disk.written_bytes,
+            disk_used_bytes=0 if store is None else store.used_bytes,
+            disk_quota_bytes=0 if store is None else store.quota_bytes,
             preemptions=scheduler.num_preemptions,
             strategy_failures=scheduler.strategy.num_failures,
             cache_hits=hits.hits_slot + hits.hits_copy + hits.hits_ram + hits.hits_disk,
@@ -223,27 +241,10 @@ class Telemetry:
             drafts=self._drafting.counts,
             requests_finished=self._finished,
             requests_failed=self._failed,
-            prompt_rate=self._rates.per_s[0] if running or waiting else 0.0,
-            generation_rate=self._rates.per_s[1] if running or waiting else 0.0,
+            prompt_rate=self._rates.per_s[0] if has_requests else 0.0,
+            generation_rate=self._rates.per_s[1] if has_requests else 0.0,
             mean_slot_s=self._mean_slot_s,
         )
-
-    def _disk_counts(self) -> dict[str, int]:
-        if self._disk is None:
-            return dict.fromkeys(DISK_COUNTS, 0)
-        counts = self._disk.store.counters
-        return {
-            "disk_loads": counts.hits,
-            "disk_misses": counts.misses,
-            "disk_late": self._disk.num_late,
-            "disk_saves": counts.saves,
-            "disk_drops": counts.drops,
-            "disk_evictions": counts.evictions,
-            "disk_read_bytes": counts.read_bytes,
-            "disk_written_bytes": counts.written_bytes,
-            "disk_used_bytes": self._disk.store.used_bytes,
-            "disk_quota_bytes": self._disk.store.quota_bytes,
-        }
 
 
 def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import processors
-from .processors import Processors, Reading
+from .processors import Processors, ProcessorTimes
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class CoreSharing:
         self._claims = claims
         self._own = own or processors.own_limits()
         self._peers: Sequence[Peer] = ()
-        self._last: tuple[float, Reading] | None = None
+        self._last: tuple[float, ProcessorTimes] | None = None
         self._uses = 0.0
         self._wants = 1
         self._steady = Steady(self._own.available)
@@ -173,7 +173,7 @@ class CoreSharing:
             except Exception:
                 log.exception("the cores could not be shared out; it is tried again")
 
-    def look(self, now: float, reading: Reading | None) -> None:
+    def look(self, now: float, reading: ProcessorTimes | None) -> None:
         """Compares what the machine has done with the last look, and tells the parts their threads."""
         others = self._others(now, reading)
         claims = self._claims()
@@ -185,7 +185,7 @@ class CoreSharing:
                 claim.part.use_threads(_threads_of(claim, claims, in_use, share))
         self._warn_of(others, now, share)
 
-    def _others(self, now: float, reading: Reading | None) -> float:
+    def _others(self, now: float, reading: ProcessorTimes | None) -> float:
         """Cores that other programs than we and our peers used since the last look."""
         last, self._last = self._last, None if reading is None else (now, reading)
         if last is None or reading is None or now <= last[0]:

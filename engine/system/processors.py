@@ -29,7 +29,7 @@ class Processors:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ProcessorTimes:
     """Seconds of processor time until now: of all programs on our processors, and of this process."""
 
     busy_s: float
@@ -73,7 +73,7 @@ def machine_id() -> str:
     return text_of(_BOOT_ID) or socket.gethostname()
 
 
-def read() -> Reading | None:
+def read() -> ProcessorTimes | None:
     """What was used until now; None where the system does not tell."""
     try:
         times = psutil.cpu_times(percpu=True)
@@ -83,7 +83,7 @@ def read() -> Reading | None:
     if ours and ours[-1] < len(times):  # else some are switched off, and the numbers don't fit
         times = [times[number] for number in ours]
     busy_s = sum(_busy_s(one) for one in times)
-    return Reading(busy_s, time.process_time())
+    return ProcessorTimes(busy_s, time.process_time())
 
 
 def _busy_s(times: object) -> float:

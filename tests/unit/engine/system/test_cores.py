@@ -24,7 +24,7 @@ from cellama.engine.system.core_sharing import (
     others_of,
     threads_beside,
 )
-from cellama.engine.system.processors import Processors, Reading, cpu_quota, machine_id, read
+from cellama.engine.system.processors import Processors, ProcessorTimes, cpu_quota, machine_id, read
 from cellama.tasks.worker.neighbours import Neighbour, peers_of
 
 
@@ -110,7 +110,7 @@ class Machine:
         self.sharing = CoreSharing(lambda: claims, Processors(cores))
         self.cores = cores
         self.now = self.busy_s = self.own_s = 0.0
-        self.sharing.look(0.0, Reading(0.0, 0.0))
+        self.sharing.look(0.0, ProcessorTimes(0.0, 0.0))
 
     def run(self, seconds: float, *, own: float, others: float) -> None:
         """Both use so many cores meanwhile."""
@@ -118,7 +118,7 @@ class Machine:
             self.now += LOOK_S
             self.own_s += own * LOOK_S
             self.busy_s += min(self.cores, own + others) * LOOK_S
-            self.sharing.look(self.now, Reading(self.busy_s, self.own_s))
+            self.sharing.look(self.now, ProcessorTimes(self.busy_s, self.own_s))
 
 
 def test_engine_gives_a_core_to_another_program_and_takes_it_back() -> None:
