@@ -223,7 +223,7 @@ class CallGrammar:
         return f"({' | '.join(made)})"
 
     def any_object(self) -> str:
-        if not any(line.startswith("any: ") for line in self.grammar.lines):
+        if "any" not in self.grammar.rules:
             self.json_rule("any", '{"type": "object"}', False, "tools")
         return "any"
 
@@ -322,7 +322,7 @@ class ToolRules:
             choices = [grammar.expression([*opening, part, *close]) for part in text]
             return f"({' | '.join(choices)})" if len(choices) > 1 else choices[0]
         rule = f"{self.rule}v{i}"
-        if not any(line.startswith(f"{rule}: ") for line in grammar.lines):
+        if rule not in grammar.rules:
             where = f"{self.offered.where}.properties.{key}"
             made = json.dumps(_alone(self._schema(), values.properties[key]))
             self.owner.json_rule(rule, made, self.offered.strict, where)
@@ -355,7 +355,7 @@ class ToolRules:
                 made[place].append(text)
                 if tags.sep_of_json != tags.sep:
                     value = f"{self.rule}v"
-                    if not any(line.startswith(f"{value}: ") for line in grammar.lines):
+                    if value not in grammar.rules:
                         self.owner.json_rule(value, "{}", False, self.offered.where)
                     head = grammar.expression([*opening, *parts(tags.sep_of_json)])
                     made[place].append(f"{head} {value} {grammar.expression(close)}")

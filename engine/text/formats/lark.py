@@ -66,7 +66,7 @@ class LarkGrammar:
     """Terminals and rules. `controls` are the control tokens of the markup, by their text."""
 
     controls: Mapping[str, int]
-    lines: list[str] = field(default_factory=list)
+    rules: dict[str, str] = field(default_factory=dict)  # by name
     _terminals: dict[str, str] = field(default_factory=dict)
 
     def parts(self, literal: str, name: str = "", key: str = "") -> list[LarkPart]:
@@ -103,7 +103,7 @@ class LarkGrammar:
         return " ".join(item for item in items if item)
 
     def rule(self, name: str, *alternatives: str) -> LarkRule:
-        self.lines.append(f"{name}: {' | '.join(alternatives)}")
+        self.rules[name] = " | ".join(alternatives)
         return LarkRule(name)
 
     def json(self, name: str, schema: Mapping[str, Any] | bool) -> LarkRule:
@@ -112,8 +112,10 @@ class LarkGrammar:
 
     def text(self, start: str) -> str:
         """Return the whole grammar."""
-        terminals = [f"{name}: {expression}" for expression, name in self._terminals.items()]
-        return "\n".join([f"start: {start}", *self.lines, *terminals])
+        terminals = {name: expression for expression, name in self._terminals.items()}
+        return "\n".join(
+            f"{name}: {expression}" for name, expression in {"start": start, **self.rules, **terminals}.items()
+        )
 
     def _terminal(self, run: Sequence[str | LarkText]) -> str:
         pieces: list[str] = []
