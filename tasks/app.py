@@ -1,4 +1,4 @@
-"""The Celery application. Reading the settings is put off until something needs them."""
+"""The Celery application. It reads the settings only when something needs them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its bat
 
 
 class Worker(Protocol):
-    """What the app and its tasks know of the worker process that they are in (worker/runtime.py)."""
+    """The worker process, as far as the app and its tasks use it (worker/runtime.py)."""
 
     @property
     def ledger(self) -> Ledger: ...
 
     def close(self, save_until: float = 0.0) -> None:
-        """Ends what the worker runs on; until then (monotonic) KV states are saved."""
+        """Close models and threads. KV states are saved until `save_until` (monotonic)."""
         ...
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
-    """A Celery app that, inside a worker, holds what the worker runs on."""
+    """A Celery app. In a worker it also has the worker's runtime."""
 
     amqp_cls = "cellama.tasks.broker.amqp:PatientAMQP"
     control_cls = "cellama.tasks.broker.control:LastingControl"
@@ -55,14 +55,14 @@ class CellamaApp(Celery):  # type: ignore[misc]
     server_check: ServerCheck  # too
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
-        """As Celery's; a purge through it ends the jobs whose messages it takes."""
+        """Return a connection as Celery does. A purge through it cancels the jobs whose messages it removes."""
         from cellama.tasks.broker.control import purge_queue, purging_with
 
         return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
 
 def make_app(redis_url: str | None = None) -> CellamaApp:
-    """An app of its own: a web backend's current app stays what it is. Its jobs go to this Redis, or the settings'."""
+    """Return an app whose jobs go to this Redis, or to that of the settings. The current app stays what it is."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
     new.templates = Templates()
@@ -75,7 +75,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Ends a worker of ours with Exit.CONFIG, before it has made anything, if it would fail on what is installed."""
+    """Exit with Exit.CONFIG at the start of a worker if the installed libraries lack what it needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
@@ -102,14 +102,14 @@ def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
 
 
 def _without_trace_of_hand_backs(record: logging.LogRecord) -> bool:
-    """Celery shows where a Reject was raised; here it is an orderly end."""
+    """Remove the trace of a Reject from a log record: it is an orderly end of an attempt."""
     if record.exc_info and isinstance(record.exc_info[1], Reject):
         record.exc_info = None
     return True
 
 
 def celery_config(settings: Settings) -> dict[str, Any]:
-    """Celery's configuration from our settings (docs/architecture.md says why where it is not plain)."""
+    """Return Celery's configuration for our settings (docs/architecture.md explains it)."""
     return {
         **broker_options(settings.redis_url),
         **_exchanges(settings.key_prefix),
@@ -166,7 +166,7 @@ def _transport_options(settings: Settings) -> dict[str, Any]:
 
 
 def _queue(model_id: str) -> Queue:
-    """A queue with an exchange of its own: in Celery's default one, a neighbour's messages could come to us, too."""
+    """Return a queue with an exchange of its own. Celery's default exchange could deliver messages of other apps."""
     name = queue_name(model_id)
     return Queue(name, Exchange(name), name)
 
@@ -176,7 +176,7 @@ def _model_ids(settings: Settings) -> list[str]:
 
 
 def concurrency(settings: Settings) -> int:
-    """Jobs that a worker holds at once: those of its models, and the look-ahead.
+    """Return the number of jobs that a worker holds at the same time: those of its models, and the look-ahead.
 
     Once they are loaded, it is corrected for those whose number of slots was tuned (Runtime.attach).
     """
@@ -184,7 +184,7 @@ def concurrency(settings: Settings) -> int:
 
 
 def num_jobs_of(model: ModelSettings, slots: int | None = None, able: Collection[str] = ()) -> int:
-    """Jobs that a model works on at once: one per slot, whatever they are; some if it only embeds or reranks.
+    """Return the number of jobs of a model in progress: one per slot, or EMBEDDING_JOBS if it does not generate.
 
     `slots` and `able` are those of the loaded model; without them it is what the settings say, or the default, and one
     that gets its capabilities from its file counts as one that generates.

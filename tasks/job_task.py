@@ -75,27 +75,27 @@ class JobTask(Task):  # type: ignore[misc]
 
     @classmethod
     def bind(cls, app_: Any) -> Any:
-        """A task of ours stays one in whichever app's registry it stands (canvas_steps.py)."""
+        """Bind the task to our app, also if it is in the registry of another app (canvas_steps.py)."""
         return super().bind(app)
 
     @property
     def resultrepr_maxsize(self) -> int:
-        """How much of a result Flower and the logs show."""
+        """Maximum length of a result in Flower and in the logs, in characters."""
         return 1024 if get_settings().show_prompts else 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Result:
-        """As Celery's, which has no room for parameters of the name `self`."""
+        """Run the task. Celery's own method does not accept a parameter of the name `self`."""
         result: Result = self.run(*args, **kwargs)
         return result
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
-        """Queues the job on its model's queue with its priority; docs/canvas.md tells of Celery's options.
+        """Queue the job on its model's queue with its priority. docs/canvas.md describes Celery's options.
 
-        With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
-        kept. Keys of different tasks and scopes (`idempotency_scope`, else `cache_scope`) have nothing to do with each
-        other; a key that was used with other parameters is refused. Raises InvalidJob, RedisFull, RedisUnreachable; but
-        the next step of a canvas that is wrong fails by itself. After RedisUnreachable, a call with
-        `task_id=error.job_id` queues the job unless the first call did.
+        With `idempotency_key`, a second call with the same key returns the job of the first one, as long as its result
+        is kept. Keys are separate for each task and scope (`idempotency_scope`, else `cache_scope`). A key that was
+        used with other parameters is refused. Raises InvalidJob, RedisFull, RedisUnreachable; an invalid step of a
+        canvas fails by itself instead. After RedisUnreachable, a call with `task_id=error.job_id` queues the job
+        unless the first call did.
         """
         require_parts(*PRODUCER_PARTS)
         steps_on = sends_what_follows_a_task()
@@ -127,10 +127,10 @@ class JobTask(Task):  # type: ignore[misc]
             list(enqueue(self.app, Ledger(self.backend.client), [job], publish, self._alike(is_bulk=False)))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
-        return results[0] if results else self.AsyncResult(job.job_id)  # one like others; who asks for it subscribes
+        return results[0] if results else self.AsyncResult(job.job_id)  # made from a template: `get` subscribes
 
     def _retrying(self, queue: Callable[[], AsyncResult], policy: dict[str, Any] | None) -> AsyncResult:
-        """Queues in several tries, if need be, as Celery's `retry_policy` says; a second one queues nothing twice."""
+        """Queue the job, and retry as Celery's `retry_policy` says. A retry never queues the job a second time."""
         given = {**self.app.conf.task_publish_retry_policy, **(policy or {})}
         waits = {name: given[name] for name in ("max_retries", *_INTERVALS) if given.get(name) is not None}
         return retry_over_time(queue, (RedisUnreachable, RedisFull), **waits)
@@ -139,7 +139,7 @@ class JobTask(Task):  # type: ignore[misc]
         raise InvalidJob(IN_WORKERS_ONLY)
 
     def signature(self, args: Any = None, *others: Any, **options: Any) -> Signature:
-        """A signature that leads to the model's queue, also where an app sends it that does not know our tasks."""
+        """Return a signature that names the model's queue, so that apps without our tasks can send it as well."""
         made = super().signature(args, *others, **options)
         model = made.kwargs.get("model", made.args[0] if len(made.args) > 1 else None)
         if isinstance(model, str):
@@ -148,11 +148,11 @@ class JobTask(Task):  # type: ignore[misc]
         return made
 
     def map(self, it: Iterable[Any]) -> group:
-        """One job for each, side by side; Celery's own calls the task one after another within one job."""
+        """Return a group with a job for each. Celery's own `map` calls the task for one after another in one job."""
         return group(self.s(argument) for argument in it)
 
     def starmap(self, it: Iterable[Sequence[Any]]) -> group:
-        """As `map`, with the arguments of each call."""
+        """Return a group as `map` does, with the arguments of each call."""
         return group(self.s(*arguments) for arguments in it)
 
     def chunks(self, it: Iterable[Any], n: int) -> Any:
@@ -161,16 +161,16 @@ class JobTask(Task):  # type: ignore[misc]
     def apply_many(
         self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
     ) -> list[str]:
-        """Queues many calls (args, kwargs), none before all are checked; gives the ids of their jobs in this order.
+        """Queue many calls (args, kwargs) after all of them are checked. Return the ids of their jobs in this order.
 
-        With `keys`, one idempotency key per call, it may be repeated. Raises as `check_many` and `queue_many`.
+        With `keys`, one idempotency key per call, the call can be repeated. Raises as `check_many` and `queue_many`.
         """
         return self.queue_many(self.check_many(calls, keys))
 
     def check_many(
         self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
     ) -> list[Checked]:
-        """The jobs of many calls. Raises InvalidJob with each problem and the places, from 0, of calls that have it."""
+        """Return the jobs of many calls. Raises InvalidJob with each problem and the indexes of its calls."""
         refuse_eager(self.app)
         calls = list(calls)
         if keys is not None and len(keys) != len(calls):
@@ -187,9 +187,9 @@ class JobTask(Task):  # type: ignore[misc]
         return jobs
 
     def queue_many(self, jobs: Sequence[Checked]) -> list[str]:
-        """Queues jobs in pages of one call of Redis each.
+        """Queue jobs in pages, with one call of Redis for each page.
 
-        Raises RedisUnreachable, RedisRefused, which say how many are queued.
+        Raises RedisUnreachable or RedisRefused, whose message has the number of queued jobs.
         """
         require_parts(*PRODUCER_PARTS)
         num_queued = 0
@@ -203,7 +203,7 @@ class JobTask(Task):  # type: ignore[misc]
         return [job.job_id for job in jobs]
 
     def _check(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Checked:
-        """A job that is fit to be queued. Raises InvalidJob."""
+        """Return a valid job with settled options. Raises InvalidJob."""
         settings = get_settings()
         job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
@@ -212,7 +212,7 @@ class JobTask(Task):  # type: ignore[misc]
         if options["priority"] is None:
             options["priority"] = job.priority
         options.setdefault("task_id", uuid() if key is None else job_id_of_key(self.name, scope, key))
-        delay = delay_s(self.app, options)  # until then no caller waits for the job
+        delay = delay_s(self.app, options)  # the timeout counts from the time at which the job may start
         headers = options.get("headers") or {}
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **headers}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
@@ -235,7 +235,7 @@ class JobTask(Task):  # type: ignore[misc]
         return Alike(task=self.name, is_bulk=is_bulk, pid=os.getpid(), thread_id=self.app.thread_oid)
 
     def _publish(self, producer: Producer, job: Checked) -> None:
-        """As Celery does, but for its subscription to the result: who asks for that subscribes."""
+        """Publish the message as Celery does, but without a subscription to the result of each job of a bulk."""
         amqp, options = self.app.amqp, job.options
         message = amqp.create_task_message(
             options["task_id"],
@@ -266,25 +266,27 @@ class JobTask(Task):  # type: ignore[misc]
         )
 
     def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> TaskCall:
-        """What a message of plain Celery asks for; it is not checked yet."""
+        """Return the unchecked call of a message from plain Celery."""
         priority = plain_priority(kwargs, delivery.get("priority"))
         return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
 
     def _payload_here(self, args: Any, kwargs: Any) -> Any:
-        """The payload of the job that runs here, with the priority of its message and the settings' timeout unless it
-        has its own."""
+        """Return the payload of the job that runs in this worker.
+
+        It has the priority of its message, and the default timeout of the settings unless it has its own.
+        """
         job = self.parse(args, kwargs)
         priority = job.priority if "priority" in kwargs else self.request.delivery_info.get("priority")
         return job.model_copy(update={"priority": priority, "timeout": timeout_of(kwargs, priority)})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """The results of a chunk's lines are in its journal, which stays as long as results do."""
+        """Keep the journal of a chunk as long as results, because the results of its lines are in it."""
         if self.kind.keeps_journal and status == states.SUCCESS and self.app.runtime is not None:
             with contextlib.suppress(RedisError):  # they go with the events, then
                 self.app.runtime.ledger.keep_journal(task_id)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
-        """The payload of a call. Raises InvalidJob."""
+        """Return the payload of a call. Raises InvalidJob."""
         return parse_job(self.kind.payload, self.kind.positional, args, kwargs)
 
     def run_job(self, args: Any, kwargs: Any) -> Result:
@@ -297,7 +299,7 @@ class JobTask(Task):  # type: ignore[misc]
 
 
 def _written(call: TaskCall, limit: int) -> str:
-    """Args and kwargs as JSON. Raises InvalidJob when they are larger than messages may be, or no JSON."""
+    """Return args and kwargs as JSON. Raises InvalidJob if they are not JSON, or longer than `limit` bytes."""
     try:
         text = json.dumps([call.args, call.kwargs])
         if len(call.headers) > 1 or not isinstance(call.headers.get(SUBMITTED_AT_HEADER), float):

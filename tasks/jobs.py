@@ -34,7 +34,7 @@ share(app, JobTask)
 
 @functools.cache
 def app_at(redis_url: str) -> CellamaApp:
-    """An app with tasks of its own, whose jobs go to this Redis. Raises ValueError if that is no URL of one."""
+    """Return an app with tasks of its own, whose jobs go to this Redis. Raises ValueError if the URL is not valid."""
     try:
         parse_redis_url(redis_url)
     except ValueError as error:

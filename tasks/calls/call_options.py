@@ -1,4 +1,4 @@
-"""Celery's options of a call (docs/canvas.md): brought to what a job has, or refused with a sentence."""
+"""Celery's options of a call (docs/canvas.md): settle them for a job, or refuse them with a remedy."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ONE_AFTER_ANOTHER = (
 
 
 def refuse_eager(app: Celery) -> None:
-    """Raises InvalidJob where calls would run here."""
+    """Raise InvalidJob if Celery would run calls in this process."""
     if app.conf.task_always_eager:
         raise InvalidJob(f"task_always_eager is on, but {IN_WORKERS_ONLY}")
 
 
 def settle_options(app: Celery, options: dict[str, Any], model: str, payload_priority: int | None) -> None:
-    """Makes `options` say where the job goes and how urgent it is; takes out what has no meaning for it.
+    """Set the queue and the priority in `options`, and remove options that have no effect on a job.
 
-    A priority in the payload counts more than Celery's. Raises InvalidJob.
+    A priority in the payload takes precedence over Celery's. Raises InvalidJob.
     """
     if not options:  # as most calls are
         options |= {"queue": queue_name(model), "priority": payload_priority}
@@ -42,7 +42,7 @@ def settle_options(app: Celery, options: dict[str, Any], model: str, payload_pri
         options.pop(name, None)
     if options.get("serializer") not in (None, "json"):
         raise InvalidJob(
-            f"serializer is {options['serializer']!r}: jobs are JSON, so that no worker runs what others send"
+            f"serializer is {options['serializer']!r}: jobs are JSON, so that a worker never runs code of others"
         )
     if options.get("task_id") is None:
         options.pop("task_id", None)
@@ -53,7 +53,7 @@ def settle_options(app: Celery, options: dict[str, Any], model: str, payload_pri
 
 
 def _queue_of(options: dict[str, Any], own: str) -> str:
-    """The name of the queue. One of another model's is taken for a signature's that got another model since."""
+    """Return the name of the queue. A queue of another model comes from a signature that got its model later."""
     queue, exchange, routing_key = (options.pop(name, None) for name in ("queue", "exchange", "routing_key"))
     kinds = {options.pop("exchange_type", None) or "direct"}
     if isinstance(queue, Queue):
@@ -87,7 +87,7 @@ def _priority_of(given: Any, payload_priority: int | None) -> int | None:
 
 
 def _check_connection(app: Celery, connection: Connection | None) -> None:
-    """Jobs go to the Redis of the settings, whatever connection of Celery's is at hand."""
+    """Raise InvalidJob if a connection does not lead to the Redis of the app."""
     if connection is None:
         return
     ours = app.connection_for_write()
@@ -100,7 +100,7 @@ def _check_connection(app: Celery, connection: Connection | None) -> None:
 
 
 def delay_s(app: Celery, options: dict[str, Any]) -> float:
-    """Seconds until the job may begin, by `countdown` or `eta`."""
+    """Return the seconds until the job may start, by `countdown` or `eta`."""
     countdown, eta = options.get("countdown"), options.get("eta")
     if countdown:
         return max(0.0, float(countdown))
@@ -111,7 +111,7 @@ def delay_s(app: Celery, options: dict[str, Any]) -> float:
 
 
 def timeout_of(kwargs: Any, priority: int) -> float | None:
-    """Seconds after which a job ends: its own `timeout`, None too, or the settings' one unless it is bulk work.
+    """Return a job's timeout in seconds: its own one (also None), or that of the settings unless it is bulk work.
 
     None for an invalid timeout of plain Celery, which checks nothing: a worker refuses the job.
     """
@@ -122,7 +122,7 @@ def timeout_of(kwargs: Any, priority: int) -> float | None:
 
 
 def plain_priority(kwargs: Any, given: Any) -> int:
-    """What a plain producer means, by its payload and the priority of its message (0: it said nothing)."""
+    """Return the priority of a job from plain Celery: that of its payload, else of its message (0: none was set)."""
     wanted = kwargs.get("priority") if isinstance(kwargs, dict) else None
     if isinstance(wanted, int) and wanted in PRIORITIES:
         return int(wanted)
@@ -130,7 +130,7 @@ def plain_priority(kwargs: Any, given: Any) -> int:
 
 
 def plain_queue(kwargs: Any, args: Any, routing_key: str) -> str:
-    """The queue that a plain message lies in: that of its model, if it was not sent straight there."""
+    """Return the queue of a message from plain Celery: that of its model if it was sent to another queue."""
     if is_model_queue(routing_key):
         return routing_key
     model = kwargs.get("model") if isinstance(kwargs, dict) else None

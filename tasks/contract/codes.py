@@ -1,4 +1,4 @@
-"""The one table of error codes: what a code means, whether trying again may help, its HTTP status and exit code.
+"""The one table of error codes: what a code means, whether a retry may help, its HTTP status and exit code.
 
 Codes are what crosses processes: in `error` events, in results, in the files of bulk runs. Errors of jobs
 (`contract.errors`) look up here what their code means; an error of the engine has a code and nothing else.
@@ -26,7 +26,7 @@ EXITS = {  # what commands end with
     Exit.OK: "ok",
     Exit.FAILED: "failed",
     Exit.USAGE: "wrong usage",
-    Exit.UNREACHABLE: "Redis or worker not there",
+    Exit.UNREACHABLE: "Redis or worker not reachable",
     Exit.TIMEOUT: "timeout",
     Exit.INTERRUPTED: "Ctrl-C",
 }
@@ -53,48 +53,50 @@ CODES: dict[str, Code] = {
         Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400, Exit.USAGE),
         Code("unknown_model", "no live worker serves the model", 404, Exit.UNREACHABLE),
         Code("unknown_adapter", "the model has no adapter of that name", 404, Exit.USAGE),
-        Code("unknown_key", "no context of that `parent_key` is known any more, for this scope", 404, Exit.USAGE),
-        Code("unknown_job", "there is no such job, or it is forgotten by now", 404),
+        Code("unknown_key", "the context of the `parent_key` has expired, or is of another scope", 404, Exit.USAGE),
+        Code("unknown_job", "the job does not exist, or its data has expired", 404),
         Code("unknown_worker", "no live worker has that name", 404, Exit.UNREACHABLE),
         Code("adapter_busy", "the adapter is in use and can't be unloaded now", 409, retryable=True),
         Code("model_busy", "the model is in use and can't be unloaded now", 409, retryable=True),
-        Code("model_changed", "no worker has the model and adapters that the job began with", 409, retryable=True),
+        Code("model_changed", "no worker has the model and adapters with which the job started", 409, retryable=True),
         Code(
             "grammar_changed",
-            "no worker has the version of llguidance that the job's constrained text began with",
+            "no worker has the version of llguidance with which the job's constrained text started",
             409,
             retryable=True,
         ),
         Code("id_taken", "another model has the id", 409),
         Code("result_ignored", "the job was queued with `ignore_result`, so that there is no result", 409),
-        Code("stream_trimmed", "the events that were asked for are gone", 410),
+        Code("stream_trimmed", "the requested events have expired", 410),
         Code("queue_full", "the engine's waiting queue is at its limit", 429, retryable=True),
         Code("cancelled", "the job was cancelled", 499),
-        Code("dead", "each of several workers ended while it ran the job; `cellama dead requeue` queues it again", 500),
+        Code(
+            "dead", "each of several workers crashed while it ran the job; `cellama dead requeue` queues it again", 500
+        ),
         Code("decode_failed", "llama.cpp refused the tokens of this request", 500, retryable=True),
-        Code("refused", "Celery refused the message before anything of it ran", 500),
+        Code("refused", "Celery refused the message before the job started", 500),
         Code("model_load_failed", "the model's source is missing, damaged or not supported", 500),
         Code("adapter_load_failed", "the adapter's file is missing, damaged, or made for another model", 500),
-        Code("manager_exists", "the process has a model manager already", 500),
-        Code("no_worker", "a task was called in a process that is no worker; queue it", 500),
-        Code("internal_error", "an error that no one foresaw; the worker's log has its trace", 500),
+        Code("manager_exists", "the process already has a model manager", 500),
+        Code("no_worker", "a task was called in a process that is not a worker; queue it", 500),
+        Code("internal_error", "an unexpected error; the worker's log has its traceback", 500),
         Code(
             "redis_refused",
-            "Redis refuses a command for good: a right is missing, or a key has another type",
+            "Redis refuses a command permanently: a permission is missing, or a key has another type",
             500,
             Exit.UNREACHABLE,
         ),
         Code("engine_stopped", "the engine closed, or its thread died", 503, retryable=True),
         Code(
             "redis_unreachable",
-            "Redis does not answer, or accepts no commands for a while",
+            "Redis does not answer, or temporarily accepts no commands",
             503,
             Exit.UNREACHABLE,
             retryable=True,
         ),
         Code(
             "timeout",
-            "nothing came within the time that the caller, or the job, had",
+            "the timeout of the caller or of the job has passed",
             504,
             Exit.TIMEOUT,
             retryable=True,
@@ -106,7 +108,7 @@ CODES: dict[str, Code] = {
 
 
 def meaning_of(code: str) -> Code:
-    """The row of a code; one that is not in the table, as of a newer worker, is a failure of the service."""
+    """Return the row of a code. An unknown code, such as one of a newer worker, is a failure of the service."""
     return CODES.get(code) or Code(code, "this version does not know it", 500)
 
 

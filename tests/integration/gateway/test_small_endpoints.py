@@ -86,7 +86,7 @@ def test_gateway_without_redis_lives_and_is_not_ready(tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path, "redis://someone@127.0.0.1:1/0").wait_ready("/health")
     ready = gateway.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
-    assert ready.json()["error"]["message"] == "Redis does not answer, or accepts no commands for a while"
+    assert ready.json()["error"]["message"] == "Redis does not answer, or temporarily accepts no commands"
     assert "someone@127.0.0.1:1/0 does not answer" in gateway.log()
     answer = gateway.post("/v1/chat/completions", json=CHAT)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

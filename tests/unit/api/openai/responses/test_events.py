@@ -32,7 +32,7 @@ def types(told: list[dict[str, Any]]) -> list[str]:
 
 def test_failure_of_redis_says_nothing_of_where_it_is() -> None:
     _, response = fold([{"type": "error", "code": "redis_refused", "message": "Redis at 10.0.0.1 refuses"}])
-    assert response["error"]["message"].startswith("redis_refused: Redis refuses a command for good")
+    assert response["error"]["message"].startswith("redis_refused: Redis refuses a command permanently")
 
 
 @pytest.mark.parametrize("name", JOURNALS)
