@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, key_reused
 from cellama.api.http.files.records import Record, RecordStore
-from cellama.api.http.files.service import life_of_object
+from cellama.api.http.files.service import life_of
 from cellama.api.http.parsing import check_known
 from cellama.api.openai.responses.bodies import metadata_of
 from cellama.api.webhooks import BATCH_ENDS, announcement
@@ -203,7 +203,7 @@ def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
         metadata = None if body.get("metadata") is None else metadata_of(body["metadata"])
     except InvalidJob as error:
         raise ApiError(400, str(error), param="metadata") from None
-    life_s = life_of_object(body.get("output_expires_after"), "output_expires_after")
+    life_s = life_of(body.get("output_expires_after"), "output_expires_after")
     return BatchOrder(
         input_file_id=file_id,
         endpoint=str(endpoint),

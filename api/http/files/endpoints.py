@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from cellama.api.http.parsing import PageQuery, declared_bytes
 from cellama.tasks.contract.json_values import shorten
 
 from .records import Quota
-from .service import DEFAULT_LIFE_S, FileService, life_of, life_of_object, shown
+from .service import FileService, life_of, shown
 from .store import unavailable
 from .upload import FORM_BYTES, UploadForm, received
 
@@ -105,17 +106,18 @@ def _checked(form: UploadForm) -> int:
 
 
 def _life(fields: Mapping[str, str]) -> int:
-    if "expires_after" in fields:
-        try:
-            value: Any = json.loads(fields["expires_after"])
-        except (ValueError, RecursionError):
-            value = fields["expires_after"]
-        return life_of_object(value, "expires_after")
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return DEFAULT_LIFE_S
-    is_number = seconds is not None and seconds.isascii() and seconds.isdecimal() and len(seconds) < 9
-    return life_of(anchor, int(seconds) if is_number and seconds else seconds, "expires_after")
+    """Return the life of the file in s. Clients send an object as JSON, or as fields like `expires_after[seconds]`."""
+    value: Any = fields.get("expires_after")
+    if value is not None:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    else:
+        members = {name: fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
+        value = {name: text for name, text in members.items() if text is not None} or None
+        seconds = members["seconds"] or ""
+        if seconds.isascii() and seconds.isdecimal() and len(seconds) < 9:
+            value["seconds"] = int(seconds)
+    return life_of(value, "expires_after")
 
 
 ROUTES = (

@@ -27,26 +27,19 @@ MAX_LIFE_S = 30 * 86_400  # OpenAI's limit, and the longest that tenants can fil
 SWEPT_AT_ONCE = 500  # files: some seconds of a slow store, once a minute
 
 
-def life_of(anchor: Any, seconds: Any, param: str, anchors: tuple[str, ...] = ("created_at",)) -> int:
-    """Seconds. Raises ApiError."""
-    if anchor not in anchors:
-        raise ApiError(400, f"{param}.anchor is {shorten(anchor)}; it must be {' or '.join(anchors)}", param=param)
-    if type(seconds) is not int or not MIN_LIFE_S <= seconds <= MAX_LIFE_S:
-        raise ApiError(
-            400,
-            f"{param}.seconds is {shorten(seconds)}; it must be a number from {MIN_LIFE_S} to {MAX_LIFE_S}",
-            param=param,
-        )
-    return seconds
-
-
-def life_of_object(value: Any, param: str) -> int:
-    """Of `{"anchor": "created_at", "seconds": 3600}`, or of nothing. Raises ApiError."""
+def life_of(value: Any, param: str) -> int:
+    """Return the seconds in `{"anchor": "created_at", "seconds": 3600}`; None is the default. Raises ApiError."""
     if value is None:
         return DEFAULT_LIFE_S
     if not isinstance(value, dict) or value.keys() - {"anchor", "seconds"}:
         raise ApiError(400, f"{param} is {shorten(value)}; it has anchor and seconds", param=param)
-    return life_of(value.get("anchor"), value.get("seconds"), param)
+    anchor, seconds = value.get("anchor"), value.get("seconds")
+    if anchor != "created_at":
+        raise ApiError(400, f"{param}.anchor is {shorten(anchor)}; it must be created_at", param=param)
+    if type(seconds) is not int or not MIN_LIFE_S <= seconds <= MAX_LIFE_S:
+        message = f"{param}.seconds is {shorten(seconds)}; it must be a number from {MIN_LIFE_S} to {MAX_LIFE_S}"
+        raise ApiError(400, message, param=param)
+    return seconds
 
 
 class FileService:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from cellama.api.http.parsing import check_not_encoded, declared_bytes
 from .store import make_folder, open_new, unavailable
 
 FORM_BYTES = 64 << 10  # of a form without its file, which stays in memory: fields are some bytes each
-MAX_PARTS = 8  # OpenAI's clients send at most 4
 MAX_NAME_CHARS = 255  # of a file name, as in most file systems
 OLD_S = 86_400  # a day without a change: no upload takes that long, so its gateway died
 UPLOADS = "incoming"
@@ -41,8 +40,7 @@ class UploadForm:
 
 @contextlib.asynccontextmanager
 async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
-    """The form of a request. Its file is deleted at the end: who wants it copies it. Raises ApiError, and
-    ClientDisconnect."""
+    """Receive the form of a request. Its file is deleted at the end. Raises ApiError, ClientDisconnect."""
     boundary = _boundary(request)
     if declared_bytes(request) > limit + FORM_BYTES:
         raise _too_large(limit)
@@ -64,7 +62,7 @@ async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterato
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:
-    """Uploads of gateways that died in the midst of them are gone."""
+    """Delete uploads to gateways that died meanwhile."""
     for folder in (work_dir / UPLOADS).glob("*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_mtime < now - OLD_S:
@@ -72,11 +70,11 @@ def sweep_uploads(work_dir: Path, now: float) -> None:
 
 
 class _FormReader:
-    """Parts of a form: one file, which goes to the disk, and small fields. One call at a time, from any thread."""
+    """Reads a form with one file, which goes to the disk, and small fields. One call at a time, from any thread."""
 
     def __init__(self, boundary: bytes, folder: Path, limit: int) -> None:
         self._limit = limit
-        self._num_other_bytes = self._num_parts = 0  # bytes of all that is not in the file
+        self._num_other_bytes = 0  # of everything but the file: fields, and heads of parts
         self._has_ended = False
         self._header, self._headers = (bytearray(), bytearray()), dict[bytes, bytes]()
         self._field: tuple[str, bytearray] | None = None  # the part that is read, unless it is the file
@@ -88,14 +86,16 @@ class _FormReader:
 
     def write(self, piece: bytes) -> None:
         before = self._form.num_bytes
-        with _parsing():
+        try:
             self._parser.write(piece)
+        except (FormParserError, UnicodeDecodeError) as error:
+            raise ApiError(400, f"the body is no form as it should be: {error}") from None
         self._num_other_bytes += len(piece) - (self._form.num_bytes - before)
         if self._num_other_bytes > FORM_BYTES:
-            raise ApiError(413, f"the form has more than {FORM_BYTES} bytes beside its file")
+            raise ApiError(413, f"the form has more than {FORM_BYTES} bytes in addition to its file")
 
     def end(self) -> UploadForm:
-        """The form, whose file is on disk."""
+        """Return the form, whose file is on disk."""
         if not self._has_ended:
             raise ApiError(400, "the form ends in the midst of a part; send all of it")
         if self._form.name is None:
@@ -122,9 +122,7 @@ class _FormReader:
         headers, self._headers = self._headers, {}
         _, options = parse_options_header(headers.get(b"content-disposition"))
         encoding = headers.get(b"content-transfer-encoding", b"binary").lower()
-        name, self._num_parts = options.get(b"name", b"").decode(), self._num_parts + 1
-        if self._num_parts > MAX_PARTS:
-            raise ApiError(400, f"the form has more than {MAX_PARTS} parts")
+        name = options.get(b"name", b"").decode()
         if encoding not in (b"binary", b"8bit", b"7bit"):
             raise ApiError(400, f"content-transfer-encoding of {name[:40]!r} is {encoding[:40]!r}; send it as it is")
         if b"filename" not in options:
@@ -139,8 +137,6 @@ class _FormReader:
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is not None:
             self._field[1].extend(data[start:end])
-            if len(self._field[1]) > FORM_BYTES:
-                raise ApiError(413, f"{self._field[0][:40]!r} has more than {FORM_BYTES} bytes")
             return
         self._form.num_bytes += end - start
         if self._form.num_bytes > self._limit:
@@ -156,14 +152,6 @@ class _FormReader:
         self._has_ended = True
 
 
-@contextlib.contextmanager
-def _parsing() -> Iterator[None]:
-    try:
-        yield
-    except (FormParserError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is no form as it should be: {error}") from None
-
-
 def _boundary(request: Request) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
@@ -175,7 +163,7 @@ def _boundary(request: Request) -> bytes:
 
 
 def _shown(name: bytes) -> str:
-    """The client's name of its file, for people only: nothing on disk has it."""
+    """Return the client's name of its file, which is only shown: nothing on disk has this name."""
     last = name.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[-MAX_NAME_CHARS:] or "file.jsonl"
 
