@@ -44,7 +44,12 @@ OutputOption = Annotated[
 ]
 CONNECT_TIMEOUT_S = 3.0  # a user at a terminal is told soon that Redis is away
 ID_SHOWN = 8  # characters of an id: enough to tell apart all runs of 30 days
-_WORDS = {"validating": "reading its input", "in_progress": "running", "finalizing": "ending", "cancelling": "ending"}
+_WORDS = {
+    "validating": "reading its input",
+    "in_progress": "running",
+    "finalizing": "finishing",
+    "cancelling": "stopping",
+}
 RunArgument = Annotated[str, typer.Argument(help="Id of the run, its first characters, or its output.")]
 _NUMBERS = "lines, tokens"
 
@@ -58,16 +63,16 @@ def batch_run_command(
     column: Annotated[str | None, typer.Option(help="Column of a CSV or Parquet file that has the prompts.")] = None,
     id_column: IdColumnOption = None,
     form: Annotated[str, typer.Option(help="Form of the results: auto (as each line came), openai, short.")] = "auto",
-    order: Annotated[str, typer.Option(help="Order of the results: completion, or that of the input.")] = "completion",
-    errors: Annotated[Path | None, typer.Option(help="File for failed lines; default: OUT.errors.jsonl.")] = None,
-    deadline: Annotated[str | None, typer.Option(help="Time after which the run ends, such as 90m or 12h.")] = None,
+    order: Annotated[str, typer.Option(help="Order of the results: completion or input.")] = "completion",
+    errors: Annotated[Path | None, typer.Option(help="File for failed lines (default OUT.errors.jsonl).")] = None,
+    deadline: Annotated[str | None, typer.Option(help="Maximum duration of the run, such as 90m or 12h.")] = None,
     merge_identical: MergeOption = False,
     retry_failed: RetryOption = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever the output has.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start a new run and overwrite the output.")] = False,
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
-    """Run every line of a file; the same command goes on where an earlier one ended.
+    """Run every line of a file. The same command resumes a run that was interrupted.
 
     Lines: {"prompt": "…"}, {"messages": […]} or {"text": "…"}, with an "id" and parameters; or the OpenAI batch form.
 
@@ -97,7 +102,7 @@ def batch_resume_command(
     retry_failed: RetryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Go on with a run that was interrupted, with the options that it had.
+    """Resume a run that was interrupted, with its options.
 
     Example:  cellama batch resume answers.jsonl
     """
@@ -118,15 +123,15 @@ def _run(options: BatchOptions, json: bool) -> None:
             err.print(f"  {command}", markup=False, soft_wrap=True)
         raise
     except BrokenPipeError:
-        raise typer.Exit(Exit.FAILED) from None  # who reads the results has enough
+        raise typer.Exit(Exit.FAILED) from None  # the reader of the results has closed the pipe
     except OSError as error:
         hint = (
-            "free some room and go on with the same command"
+            "free some space and run the same command again"
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-            else "correct that and run it again"
+            else "correct that and run the same command again"
         )
         raise OSError(
-            f"{error.filename or options.output}: {error.strerror}; {hint}: what was finished is kept"
+            f"{error.filename or options.output}: {error.strerror}; {hint}; finished lines are kept"
         ) from None
     summarise(summary, json, to_stdout)
     if summary.state != "completed" or summary.progress.failed:
@@ -150,7 +155,7 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> Any:
 
 @contextlib.contextmanager
 def redis_here() -> Iterator[Redis]:
-    """The Redis of the settings, which answers."""
+    """Connect to the Redis of the settings. Raises RedisUnreachable."""
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         redis.ping()
         yield redis
@@ -166,7 +171,7 @@ def batch_list_command(json: JsonOption = False) -> None:
     if json:
         print_json(runs)
     elif not runs:
-        out.print("no bulk run in the last 30 days; `cellama batch run IN -o OUT` begins one")
+        out.print("no bulk run in the last 30 days; `cellama batch run IN -o OUT` starts one")
     else:
         columns = ("run", "begun", "state", "model", "lines", "tokens", "output")
         table = table_of(*columns, right=_NUMBERS, whole="run, begun, state, lines")
@@ -179,7 +184,7 @@ def batch_list_command(json: JsonOption = False) -> None:
 
 
 def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
-    """Show where a run is.
+    """Show the progress of a run.
 
     Example:  cellama batch status answers.jsonl
     """
@@ -195,38 +200,38 @@ def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
 
 
 def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
-    """End a run; finished lines stay in its output.
+    """Cancel a run. Finished lines stay in its output.
 
     Example:  cellama batch cancel answers.jsonl
     """
     with redis_here() as redis:
         facts = _find(redis, run)
         if facts["state"] not in OPEN_STATES:
-            print_error(f"run {facts['id']} has ended already: it is {_state(facts)}")
+            print_error(f"run {facts['id']} has ended: it is {_state(facts)}")
             raise typer.Exit(Exit.FAILED)
         Batches(redis).cancel(str(facts["id"]))
     if json:
         print_json({"id": facts["id"], "cancelled": True})
         return
     who = "gateway" if _is_of_gateway(facts) else "command"
-    how = f"its {who} ends it now" if facts["alive"] else f"no {who} worked on it"
+    how = f"its {who} stops it now" if facts["alive"] else f"no {who} worked on it"
     out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {_output(facts)}", soft_wrap=True)
 
 
 def _from_here(path: str) -> str:
-    """A path, relative to the current directory if the file is below it."""
+    """Return a path, relative to the current directory if the file is below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _short(run_id: Any) -> str:
-    """Characters that tell runs apart: ids of a gateway all begin alike."""
+    """Return the first characters of an id. Those of a gateway start with the same prefix, which is added."""
     text = str(run_id)
     return text[: text.find("_") + 1 + ID_SHOWN]
 
 
 def _is_of_gateway(run: dict[str, Any]) -> bool:
-    """Whether a gateway drives it. Its files are where the gateway works, and go from there when it has ended."""
+    """Return whether a gateway drives the run. The gateway deletes the files of the run when it has ended."""
     return str(run["id"]).startswith("batch_")
 
 
@@ -251,7 +256,7 @@ def _lines(run: dict[str, Any]) -> str:
 
 def _facts(run: dict[str, Any]) -> dict[str, str]:
     resume = "a gateway" if _is_of_gateway(run) else f"`cellama batch resume {run.get('output')}`"
-    resumed = f"; {resume} goes on with it" if _state(run) == "interrupted" else ""
+    resumed = f"; {resume} resumes it" if _state(run) == "interrupted" else ""
     cached = f" ({run['cached_tokens']} of them cached)" if run.get("cached_tokens") else ""
     return {
         "run": str(run["id"]),

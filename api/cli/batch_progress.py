@@ -1,4 +1,4 @@
-"""How a bulk run looks while it goes on, and at its end."""
+"""What the user sees of a bulk run while it runs, and at its end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cellama.api.batch.options import Progress, Summary
 
 from .output import err, out
 
-LOG_S = 10.0  # between lines where there is no terminal
+LOG_S = 10.0  # between lines in a log, which a run of a day must not fill
 WIDE = 80  # columns of a terminal that has room for both rates
 
 
 class _Show:
-    """Tells people or machines how a run goes."""
+    """Shows the progress of a run, as a bar, as lines or as JSON."""
 
     def __init__(self, bar: Bar | None, events: Console | None) -> None:
         """`events` gets JSON; without it and without a bar, lines are written to stderr."""
@@ -57,7 +57,7 @@ class _Show:
 
 @contextlib.contextmanager
 def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
-    """A bar needs stderr for itself: with results on stdout, errors of lines go there."""
+    """Show a bar only if nothing else writes to stderr: with results on stdout, errors of lines go there."""
     if json or to_stdout or not err.is_terminal:
         yield _Show(None, _events(to_stdout) if json else None)
         return
@@ -78,7 +78,7 @@ def _words(progress: Progress) -> str:
 
 
 def _rates(progress: Progress) -> list[str]:
-    """Lines per second, and tokens where some are generated: embeddings have none."""
+    """Return lines per second, and tokens per second if some are generated: embeddings have none."""
     lines = f"{progress.line_rate:.{0 if progress.line_rate >= 10 else 1}f} lines/s"
     return [lines, f"{progress.rate:.0f} tok/s"] if progress.generated else [lines]
 
@@ -101,7 +101,7 @@ def _numbers(progress: Progress) -> dict[str, Any]:
 
 
 def _events(to_stdout: bool) -> Console:
-    """Where JSON about the run goes: not between results."""
+    """Return where JSON about the run is written: not between results."""
     return err if to_stdout else out
 
 

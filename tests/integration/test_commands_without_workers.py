@@ -175,7 +175,7 @@ def test_run_of_a_gateway_names_no_file_of_the_machine_where_that_works(redis_cl
     shown = "".join(cellama("batch", *argv).output for argv in (("list",), ("status", name), ("cancel", name)))
     told = [line for line in shown.splitlines() if name[: len("batch_") + 8] in line or "goes on" in line]
     assert "/x/" not in "".join(told)
-    assert "interrupted; a gateway goes on with it" in shown
+    assert "interrupted; a gateway resumes it" in shown
     assert f"no gateway worked on it; finished lines are in the output file of /v1/batches/{name}" in shown
 
 
@@ -185,7 +185,7 @@ def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: s
     assert (facts["state"], facts["alive"]) == ("cancelled", False)
     again = cellama("batch", "cancel", run_id)
     assert again.exit_code == 1
-    assert "has ended already: it is cancelled" in again.output
+    assert "has ended: it is cancelled" in again.output
 
 
 def test_run_that_could_not_begin_is_not_listed(redis_server: object, tmp_path: Path) -> None:
