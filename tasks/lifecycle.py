@@ -1,4 +1,4 @@
-"""How a worker process begins and ends: the models are there before the first job, and go after the last.
+"""The start and the end of a worker process: models are loaded before the first job, and unloaded after the last one.
 
 Imported in workers only: Celery finds the steps by the names that app.py gives it.
 """
@@ -39,7 +39,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
     requires = ("celery.worker.components:Pool",)
 
     def start(self, worker: Any) -> None:
-        """Makes the runtime; a mistake in the settings or a model file ends the process with Exit.CONFIG."""
+        """Make the runtime. An error in the settings or in a model file ends the process with Exit.CONFIG."""
         worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
         signals.task_revoked.connect(_tell_revoked, weak=False)
         signals.worker_shutdown.connect(_close, weak=False)
@@ -69,17 +69,17 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Keeps the leases of the consumer's messages, also while it reconnects or drains, and its queues."""
+    """Attaches the runtime to the consumer, whose leases are also renewed while it reconnects or drains."""
 
     requires = ("cellama.tasks.broker.consumer:Intake",)
 
     def start(self, consumer: Any) -> None:
-        """Starts the thread with the first connection; it goes on through all others."""
+        """Attach the runtime with the first connection. It stays attached through all others."""
         _check_server(consumer.app)  # Redis was perhaps away when the worker started
         consumer.app.runtime.attach(consumer)
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Announces the worker after the loop's first round, in which it begins to listen."""
+        """Announce the worker after the first turn of the loop, in which it starts to receive commands."""
         hub.call_soon(consumer.app.runtime.announce)
 
 
@@ -93,7 +93,7 @@ def _check_server(app: CellamaApp) -> None:
 
 
 def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
-    """Ends the stream of a job that was revoked before a thread had it; a running one ends its own."""
+    """End the stream of a job that was revoked before a thread had it. A running job ends its own stream."""
     runtime = getattr(sender.app, "runtime", None)
     if runtime is not None and not terminated:
         end_revoked(runtime, request.id)

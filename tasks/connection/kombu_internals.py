@@ -1,4 +1,4 @@
-"""Every private name of Celery, kombu and redis-py that cellama builds on: what reads or sets one is a function here.
+"""Every private name of Celery, kombu and redis-py that cellama uses. Only functions in this file read or set one.
 
 What a subclass of ours overrides, or has from its parent, stands in `INHERITED`. `require_parts` looks up each, with
 its signature, in what is installed: a worker does so when it starts, a producer when it sends its first job, and a test
@@ -129,7 +129,7 @@ READER_PARTS = (
 
 
 class UnfitLibraries(RuntimeError):
-    """The installed Celery, kombu or redis-py lacks parts that cellama builds on; the message names them."""
+    """The installed Celery, kombu or redis-py lacks parts that cellama needs. The message names them."""
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def _is_there(path: str, expected: str) -> bool:
 
 
 def _mentions(owner: type, name: str) -> bool:
-    """True if a method of the class has this attribute in its code: then instances have it, and the class has not."""
+    """Return whether a method of the class uses this attribute, which then instances have instead of the class."""
     for member in [member for kind in owner.__mro__ for member in vars(kind).values()]:
         function = getattr(member, "fget", None) or getattr(member, "__func__", member)
         if name in getattr(getattr(function, "__code__", None), "co_names", ()):
@@ -168,13 +168,13 @@ def _mentions(owner: type, name: str) -> bool:
 
 
 def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
-    """An app's registry of tasks; `app.tasks` would finalize the app first."""
+    """Return an app's registry of tasks. `app.tasks` would finalize the app first."""
     registry: dict[str, Any] = app._tasks
     return registry
 
 
 def tell_each_app(tell: Callable[[Celery], None]) -> None:
-    """Calls it with each Celery app of this process that is finalized, and with others when they are."""
+    """Call `tell` with each finalized Celery app of this process, and with the other apps when they are finalized."""
     from celery._state import _get_active_apps, connect_on_app_finalize
 
     connect_on_app_finalize(tell)
@@ -191,31 +191,31 @@ def active_apps() -> list[Celery]:
 
 
 def sends_what_follows_a_task() -> bool:
-    """Whether Celery is just sending the next step of a canvas, in a worker of any app."""
+    """Return whether Celery is sending the next step of a canvas now, in a worker of any app."""
     from celery.app.amqp import _callback_publish_retry
 
     return bool(_callback_publish_retry.get())
 
 
 def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Publishes as Celery does after a task: retried while Redis is away."""
+    """Publish as Celery does after a task, with retries while Redis is away."""
     app.amqp._retry_publish(publish, *args, **options)
 
 
 def run_ready_callbacks(hub: Any) -> None:
-    """Runs what is due on an event loop that turns no more by itself."""
+    """Run what is due on an event loop that does not run any more."""
     from celery.concurrency.prefork import _run_ready_callbacks  # workers only
 
     _run_ready_callbacks(hub)
 
 
 def set_qos(channel: Any, qos: Any) -> None:
-    """The channel holds its messages there."""
+    """Let a channel keep its messages in this QoS."""
     channel._qos = qos
 
 
 def waits_for_message(channel: Any) -> bool:
-    """Whether an answer to the channel's BRPOP is due."""
+    """Return whether an answer to the channel's BRPOP is due."""
     return bool(channel._in_poll)
 
 
@@ -240,22 +240,22 @@ def read_brpop(channel: Any) -> tuple[str, bytes]:
 
 
 def read_with(channel: Any, read: Callable[[], None]) -> None:
-    """By that the channel reads the answer to its BRPOP, as soon as it is there."""
+    """Let a channel read the answer to its BRPOP with this function, as soon as the answer comes."""
     channel.handlers["BRPOP"] = read
 
 
 def deliver(channel: Any, message: Mapping[str, Any], queue: str) -> None:
-    """Does with a message from a queue what the channel does with one that a BRPOP brings."""
+    """Deliver a message from a queue to the channel's consumer."""
     channel.connection._deliver(message, queue)
 
 
 def ask_with(channel: Any, start: Callable[[float | None], None]) -> None:
-    """The channel asks for its next message by that, with the seconds until Redis gives up."""
+    """Let a channel ask for its next message with this function, which gets the timeout in seconds."""
     channel._brpop_start = lambda timeout=None: start(timeout)
 
 
 def send_brpop(channel: Any, keys: Iterable[str], timeout_s: float) -> None:
-    """Asks Redis for the next message of these lists."""
+    """Ask Redis for the next message of these lists."""
     connection = channel.client.connection
     channel._in_poll = connection
     channel._brpop_sent_at = time.monotonic()
@@ -263,22 +263,22 @@ def send_brpop(channel: Any, keys: Iterable[str], timeout_s: float) -> None:
 
 
 def queues_in_turn(channel: Any) -> list[str]:
-    """The queues that a channel consumes, the one whose turn it is first."""
+    """Return the queues of a channel, starting with the one whose turn it is."""
     queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
     return queues
 
 
 def socket_of(connection: Any) -> Any:
-    """The socket of a redis-py connection; another one after each reconnect."""
+    """Return the socket of a redis-py connection, which is another one after each reconnect."""
     return connection._sock
 
 
 def streams_of(connection: Any) -> tuple[StreamReader, StreamWriter]:
-    """Of a connected connection of redis.asyncio: for who reads replies with a parser of its own."""
+    """Return the streams of a connected connection of redis.asyncio, to read replies with another parser."""
     require_parts(*READER_PARTS)
     return connection._reader, connection._writer
 
 
 def make_clients_by(channel: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """The channel makes its Redis clients by `wrap(what kombu does)`."""
+    """Let a channel make its Redis clients with `wrap(kombu's function)`."""
     channel._create_client = wrap(channel._create_client)

@@ -1,4 +1,4 @@
-"""What Redis knows of bulk runs: enough to list, watch and cancel them from anywhere. Owned by the run's command."""
+"""Records of bulk runs in Redis, to list, watch and cancel them from anywhere. A run's command writes its record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Batches:
         self._redis = redis
 
     def write(self, run_id: str, **facts: Any) -> None:
-        """Notes facts about a run, and that its command is alive."""
+        """Write facts about a run, and that its command is alive."""
         now = redis_time(self._redis)
         values: Any = {name: "" if value is None else str(value) for name, value in facts.items()}
         with self._redis.pipeline() as pipe:
@@ -35,11 +35,11 @@ class Batches:
             pipe.execute()
 
     def read(self, run_id: str) -> dict[str, Any] | None:
-        """All facts about a run; None if there is no such run. `alive` tells whether a command works on it."""
+        """Return all facts about a run, or None if there is none. `alive` is whether a command works on it."""
         return next(iter(self._read([run_id])), None)
 
     def _read(self, run_ids: Iterable[str]) -> list[dict[str, Any]]:
-        """Of those that there are."""
+        """Return the facts about the runs that exist."""
         named, pipeline = list(run_ids), self._redis.pipeline(transaction=False)
         pipeline.time()
         for run_id in named:
@@ -48,24 +48,24 @@ class Batches:
         return [_facts(run_id, told, seconds_of(now)) for run_id, told in zip(named, found, strict=True) if told]
 
     def all(self, most: int = 0) -> list[dict[str, Any]]:
-        """All runs, or so many, the last one first."""
+        """Return up to `most` runs (0: all), the last one first."""
         ids: Any = self._redis.zrevrange(batches_key(), 0, most - 1)
         return self._read(run_id.decode() for run_id in ids)
 
     def cancel(self, run_id: str) -> None:
-        """Its command ends it; one that no command works on is cancelled by this."""
+        """Cancel a run: its command ends it, or it is cancelled now if no command works on it."""
         self._redis.hset(batch_key(run_id), "cancel", "1")
         facts = self.read(run_id)
         if facts is not None and not facts["alive"]:
             self.write(run_id, state="cancelled")
 
     def forget(self, run_id: str) -> None:
-        """There has been no such run."""
+        """Remove the record of a run."""
         self._redis.delete(batch_key(run_id))
         self._redis.zrem(batches_key(), run_id)
 
     def take_cancel(self, run_id: str) -> bool:
-        """True if it was asked for since the last time."""
+        """Return whether a cancellation was requested since the last call."""
         return bool(self._redis.hdel(batch_key(run_id), "cancel"))
 
 

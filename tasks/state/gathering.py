@@ -1,4 +1,4 @@
-"""Scripts of many threads in few round trips: while one is under way, the next calls gather, and go together.
+"""Run scripts of many threads in few round trips: during one round trip the next calls gather, and are sent together.
 
 Each script is a step of its own, as if it had been sent alone: what fails for one fails for no other. A call that
 comes alone is sent at once.
@@ -19,7 +19,7 @@ from .scripts import run_script, sha
 
 @dataclass(eq=False, slots=True)
 class ScriptCall:
-    """A script that a thread waits for, and what became of it."""
+    """A script that a thread waits for, and its reply or error."""
 
     name: str
     keys: Sequence[str]
@@ -36,7 +36,7 @@ class ScriptCall:
 
 
 class Gathered:
-    """Runs scripts for any thread; the thread that finds no other one sending sends, for all that wait by then."""
+    """Runs scripts for any thread. A thread that finds no other one sending sends the calls of all that wait."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -45,7 +45,7 @@ class Gathered:
         self._is_sending = False
 
     def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """What the script of this name returns. Raises RedisError."""
+        """Run the script of this name, and return its reply. Raises RedisError."""
         call = ScriptCall(name, keys, args)
         with self._lock:
             self._waiting.append(call)
@@ -59,12 +59,12 @@ class Gathered:
         return call.reply
 
     def _send(self) -> None:
-        """Sends what waits, with the own call among it, and leaves what has come meanwhile to the first of those."""
+        """Send the calls that wait, including this thread's. The first of the later calls sends those."""
         with self._lock:
             page, self._waiting = self._waiting, []
         try:
             replies = self._replies(page)
-        except BaseException as error:  # the others must hear of it, too, whatever it is
+        except BaseException as error:  # all of these calls have failed
             replies = [error] * len(page)
         with self._lock:
             next_one = self._waiting[0] if self._waiting else None
@@ -84,7 +84,7 @@ class Gathered:
         return [self._again(call, reply) for call, reply in zip(page, replies, strict=True)]
 
     def _again(self, call: ScriptCall, reply: Any) -> Any:
-        """The reply; of a script that Redis has not seen before, that to a second question."""
+        """Return the reply, or run the script again if Redis did not know it."""
         if not isinstance(reply, NoScriptError):
             return reply
         try:

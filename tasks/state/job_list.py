@@ -1,4 +1,4 @@
-"""The jobs that have not ended: which there are, where they wait, who runs them."""
+"""List the jobs that have not ended, with their queues and workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OpenJob:
 
 
 def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
-    """At most so many: those that run, the oldest first, then those that wait, queue by queue, the next one first."""
+    """Return up to `limit` jobs: running ones, the oldest first, then waiting ones by queue, the next one first."""
     models = queued_models(redis) if model is None else [model]
     with redis.pipeline() as at_once:  # a job that begins between two looks would be in neither
         at_once.zrange(running_key(), 0, -1 if model else limit - 1)
@@ -43,7 +43,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
 
 
 def queued_models(redis: Redis) -> list[str]:
-    """The models for which jobs wait, or have waited lately, whether a worker serves them or not."""
+    """Return the models for which jobs wait or waited recently, whether a worker serves them or not."""
     queues: Any = redis.smembers(queues_key())
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 

@@ -1,4 +1,4 @@
-"""The Lua scripts of the ledger (tasks/state/lua): each is one step that happens whole or not at all."""
+"""Run the Lua scripts of the ledger (tasks/state/lua). Each is one atomic step."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ log = logging.getLogger(__name__)
 
 
 def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-    """What the script of this name returns. Raises RedisError."""
+    """Run the script of this name, and return its reply. Raises RedisError."""
     return _script(name)(keys=keys, args=args, client=redis)
 
 
 class SentScript:
-    """A script on its way: Redis runs it while its caller does something else. Not for several threads at once.
+    """A script that Redis runs while its caller does something else. It is not safe for several threads.
 
     If something is wrong with the connection it is run once more, so it must be one that does nothing twice.
     """
 
     def __init__(self, redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> None:
-        """Sends it. What goes wrong is said by `reply`."""
+        """Send the script. `reply` raises its errors."""
         self._run_again = functools.partial(run_script, redis, name, keys, args)
         self._pool = redis.connection_pool
         self._connection: Any = None
@@ -61,7 +61,7 @@ class SentScript:
             self.close()
 
     def reply(self) -> Any:
-        """What the script returns. Raises RedisError."""
+        """Return the reply of the script. Raises RedisError."""
         connection, self._connection = self._connection, None
         if connection is not None:
             try:
@@ -77,7 +77,7 @@ class SentScript:
         return self._run_again()
 
     def close(self) -> None:
-        """Gives the connection up, if the reply has not been read."""
+        """Drop the connection if the reply has not been read."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()
@@ -85,7 +85,7 @@ class SentScript:
 
 
 def sha(name: str) -> str:
-    """The name by which Redis knows a script that it has run."""
+    """Return the digest by which Redis knows a script that it has run."""
     return str(_script(name).sha)
 
 
@@ -126,6 +126,6 @@ def _constants() -> dict[str, str | float]:
 
 
 def source(name: str) -> str:
-    """A script with its constants and what all share."""
+    """Return the source of a script, with constants and shared functions."""
     constants = "".join(f"local {constant} = {value!r}\n" for constant, value in _constants().items())
     return constants + lua_source(__package__, "prelude", name)
