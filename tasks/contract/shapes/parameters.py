@@ -23,7 +23,7 @@ class TextPart(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """One turn of a conversation; a tool's answers the call `tool_call_id`."""
+    """One turn of a conversation. A message of a tool answers the call `tool_call_id`."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: NotRequired[str | list[TextPart] | None]
@@ -38,14 +38,14 @@ Messages = Sequence[ChatMessage | AssistantMessage]
 
 
 class Prediction(TypedDict):
-    """What an output may be, in the OpenAI form."""
+    """An expected output, in the OpenAI format."""
 
     type: Literal["content"]
     content: str | list[TextPart]
 
 
 class ToolFunction(TypedDict):
-    """What a model may call; `parameters` is a JSON Schema of type object."""
+    """A function that a model may call. `parameters` is a JSON Schema of type object."""
 
     name: str
     description: NotRequired[str | None]
@@ -54,20 +54,20 @@ class ToolFunction(TypedDict):
 
 
 class Tool(TypedDict):
-    """A tool in the OpenAI form."""
+    """A tool in the OpenAI format."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
 class FunctionName(TypedDict):
-    """Of the tool that must be called."""
+    """The name of the tool that must be called."""
 
     name: str
 
 
 class ToolChoice(TypedDict):
-    """The OpenAI form of a tool's name."""
+    """A tool's name in the OpenAI format."""
 
     type: Literal["function"]
     function: FunctionName

@@ -1,4 +1,4 @@
-"""The results of jobs, as JSON objects. What is NotRequired is there if it was asked for, or if the job got so far."""
+"""What results of several kinds of jobs share, as JSON objects. A field that is NotRequired depends on the request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ CacheTier = Literal["device", "ram", "disk"]
 class Usage(TypedDict):
     """Token counts; `cached_tokens` of the prompt were not computed again.
 
-    `cache_tier` and `cache_hit_kind` are there for what an engine of generation read.
-    `accepted_prediction_tokens` of the completion were guessed rightly, so that they came faster;
-    `rejected_prediction_tokens` were guessed and computed in vain.
+    Jobs that generate or prefill have `cache_tier` and `cache_hit_kind`. `accepted_prediction_tokens` of the completion
+    were draft tokens, and so generated faster; `rejected_prediction_tokens` were computed in vain.
     """
 
     prompt_tokens: int
@@ -30,11 +29,11 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict, total=False):
-    """Milliseconds from submission, and tokens per second; None where there was nothing to time.
+    """Milliseconds from submission, and tokens per second. A value is None if there was nothing to measure.
 
-    Until the worker's engine was given the request (`delivery_ms`), until it got a slot (`queue_ms`, in which
-    `prefix_wait_ms` went by while others computed a prefix that it begins with), until its first token (`ttft_ms`).
-    `prefix_cache_ratio` is the share of the prompt's tokens that were not computed again, 0 to 1.
+    `delivery_ms` ends when the worker's engine receives the request, `queue_ms` when the request gets a slot, and
+    `ttft_ms` with the first token. `prefix_wait_ms` is the part of `queue_ms` in which another request computed a
+    prefix that this one shares. `prefix_cache_ratio` is the share of the prompt in the cache, 0 to 1.
     """
 
     queue_ms: float
@@ -48,9 +47,9 @@ class Timings(TypedDict, total=False):
 
 
 class Logprob(TypedDict):
-    """A sampled token. `top` are the best ones at its place: pairs of token id and logprob, with `top_texts`.
+    """A sampled token. `top` has the best tokens at its position: pairs of token id and logprob, with `top_texts`.
 
-    The text of a token whose bytes are none by themselves is written so: `bytes:\\xe2\\x82`; control tokens have none.
+    A token whose bytes are not text by themselves has the text `bytes:\\xe2\\x82`. Control tokens have no text.
     """
 
     token: int
@@ -61,7 +60,7 @@ class Logprob(TypedDict):
 
 
 class Function(TypedDict):
-    """What a model calls; `arguments` are a JSON object as text."""
+    """The function that a model calls. `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -73,11 +72,11 @@ class ToolCall(TypedDict):
     id: str
     type: Literal["function"]
     function: Function
-    partial: NotRequired[bool]  # true: the generation was cut within the arguments, which are not whole
+    partial: NotRequired[bool]  # true: the generation ended within the arguments
 
 
 class AssistantMessage(TypedDict):
-    """The assistant's turn, as it can be sent back."""
+    """The assistant's turn, which can be sent back unchanged."""
 
     role: Literal["assistant"]
     content: str
@@ -92,7 +91,7 @@ class CompletionShape(TypedDict):
     stop_sequence: str | None
     tokens: NotRequired[list[int]]  # all that were generated
     logprobs: NotRequired[list[Logprob]]
-    finish_key: NotRequired[str]  # of all that was read and generated (not with `cache_prompt` off): a `parent_key`
+    finish_key: NotRequired[str]  # of prompt and output, for use as `parent_key`; missing if `cache_prompt` is off
 
 
 class CompletionChoice(CompletionShape):
@@ -104,17 +103,17 @@ class CompletionChoice(CompletionShape):
 class RunResult(CompletionShape):
     usage: Usage
     timings: Timings
-    model: NotRequired[str]  # this and what follows are missing if no worker came to the job in time
+    model: NotRequired[str]  # this and the following are missing if the timeout passed before a worker had the job
     seq_id: NotRequired[int | None]  # the slot, if it had one
-    mode: NotRequired[Mode]  # "stream" if its text was told piece by piece
+    mode: NotRequired[Mode]  # "stream" if its text was published in pieces
     seed: NotRequired[int]
-    cache_hit_kind: NotRequired[CacheHitKind]  # all of the prompt but its last token was in the cache, a part, nothing
-    context_tokens: NotRequired[list[int]]  # of the prompt, then `tokens`
-    warnings: NotRequired[list[str]]  # keywords of schemas that were not enforced, if there are any
+    cache_hit_kind: NotRequired[CacheHitKind]  # exact: all of the prompt except its last token was in the cache
+    context_tokens: NotRequired[list[int]]  # those of the prompt, then `tokens`
+    warnings: NotRequired[list[str]]  # keywords of schemas that were not enforced
 
 
 def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
-    """Token counts of what had no engine, or none to its end."""
+    """Return token counts of a job without an engine, or one that ended before an engine had counted them."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

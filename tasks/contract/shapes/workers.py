@@ -1,6 +1,6 @@
-"""What a live worker tells of itself, as JSON objects: its models, their engines, memory and cores.
+"""What a live worker reports, as JSON objects: its models, their engines, memory and cores.
 
-Sizes are in bytes, times in unix seconds by the worker's clock. A test holds the fields to those of the engine.
+Sizes are in bytes, times in unix seconds by the worker's clock. A test compares the fields with those of the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cellama.config.settings import Capability, OnFull
 
 from .results import CacheHitKind, CacheTier
 
-# stopped: its process ends in a moment; lacking: no worker has it that shall
+# stopped: its process exits soon; lacking: no worker that must have it has it
 ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
 WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is loaded, and must be unloaded
 Phase = Literal["idle", "prefilling", "generating", "stopped"]
@@ -21,13 +21,13 @@ AdapterStatus = Literal["loading", "ready", "unloading"]
 
 
 class DraftTotals(TypedDict):  # as cellama.engine.snapshots.DraftCount
-    drafted: int  # tokens that a source guessed
-    accepted: int  # those of them that were chosen
-    drafts: int  # how often it guessed some
+    drafted: int  # draft tokens of a source
+    accepted: int  # draft tokens that were accepted
+    drafts: int  # number of drafts
 
 
 class CacheState(TypedDict):
-    """What an engine keeps of what it has computed, or several do together."""
+    """The caches of an engine, or of several engines together."""
 
     kv_used_tokens: int
     kv_cached_tokens: int
@@ -54,7 +54,7 @@ class CacheState(TypedDict):
 
 
 class EngineState(CacheState):
-    """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
+    """The state of an engine, as cellama.engine.EngineSnapshot; docs/reference/status.md explains each count."""
 
     disk_used_bytes: int
     disk_quota_bytes: int
@@ -79,7 +79,7 @@ class EngineState(CacheState):
 
 
 class EmbedderState(TypedDict):
-    """As cellama.engine.EmbedderSnapshot; docs/reference/status.md says what each counts."""
+    """The state of an embedder, as cellama.engine.EmbedderSnapshot; docs/reference/status.md explains each count."""
 
     phase: Phase
     requests_running: int
@@ -94,7 +94,7 @@ class EmbedderState(TypedDict):
 
 
 class Totals(CacheState):
-    """As cellama.engine.ManagerSnapshot: sums over the models of a worker, or over those of all workers."""
+    """Sums over the models of a worker, or over those of all workers, as cellama.engine.ManagerSnapshot."""
 
     phase: Phase
     models: int
@@ -112,7 +112,7 @@ class Totals(CacheState):
 
 
 class LoadFailure(TypedDict):
-    """Why a model or an adapter could not be loaded or unloaded lately (contract.codes)."""
+    """Why a model or an adapter could not be loaded or unloaded (contract.codes)."""
 
     code: str
     message: str
@@ -149,20 +149,20 @@ class WorkerAdapter(TypedDict):
     name: str
     source: str
     status: AdapterStatus
-    scale: float  # for jobs that do not choose; 0 = only for those that do
+    scale: float  # for jobs that do not choose adapters; 0 = only for jobs that do
     fingerprint: str  # SHA-256 of the file; "" while it is loading
     size_bytes: int
     in_use: int  # unfinished requests
 
 
 class AdapterView(WorkerAdapter):
-    """The same file with the same scale on all `workers` that have it; `in_use` is the sum."""
+    """An adapter with the same file and scale on all `workers` that have it; `in_use` is the sum."""
 
     workers: list[str]
 
 
 class CacheHit(TypedDict):
-    """What was taken over of a prompt: how much, and from where."""
+    """The part of a prompt that was found in the cache: its length and its tier."""
 
     kind: CacheHitKind
     num_tokens: int
@@ -170,17 +170,17 @@ class CacheHit(TypedDict):
 
 
 class CachedPrefix(TypedDict):
-    """How much of a prompt a worker has in its cache."""
+    """The part of a prompt that a worker has in its cache."""
 
     worker: str
     prompt_tokens: int
-    cached_tokens: int  # the longest prefix that it need not compute
-    tier: CacheTier | None  # where that is; None: nowhere
-    tiers: dict[CacheTier, int]  # how much each has
+    cached_tokens: int  # the longest prefix that it does not have to compute
+    tier: CacheTier | None  # of that prefix; None: it has none
+    tiers: dict[CacheTier, int]  # tokens of the prefix in each tier
 
 
 class ModelFile(TypedDict):
-    """What is known of a model before it is loaded."""
+    """A model before it is loaded."""
 
     id: str
     status: ModelStatus
@@ -190,35 +190,35 @@ class ModelFile(TypedDict):
 
 
 class LoadedModel(TypedDict, total=False):
-    """What is known of a model once it is loaded."""
+    """A loaded model."""
 
     architecture: str
-    description: str  # llama.cpp's own words, for instance "llama 1B Q8_0"
+    description: str  # by llama.cpp, for instance "llama 1B Q8_0"
     n_params: int
     size_bytes: int
     n_ctx_train: int
     n_vocab: int
     n_embd: int
-    file_type: str  # quantisation, for instance "Q8_0"
+    file_type: str  # quantization, for instance "Q8_0"
     fingerprint: str  # of the file's content
     backend: str  # names of its devices
     threads: int  # in use now
-    slots: int  # 0: it does not generate
+    slots: int  # 0: it only embeds or reranks
     ctx_per_slot: int
-    follows_replies: bool  # a chat may have a parent_key: its template shows replies as they were
+    follows_replies: bool  # a chat can have a parent_key, because the template repeats replies unchanged
     memory: dict[str, DeviceUse]  # by device
     memory_bytes: int  # on all devices
     load_s: float
     ready_at: float
     last_used_at: float
-    tuned: dict[str, int | str]  # options that are as `cellama tune` found them best
-    sampling: dict[str, object]  # of jobs that do not say otherwise; what is not here is as for any model
+    tuned: dict[str, int | str]  # options that `cellama tune` has set
+    sampling: dict[str, object]  # the model's own defaults of sampling parameters
     adapters: list[WorkerAdapter]
-    last_cache_hit: CacheHit | None  # of the job that got a slot last; None before the first
+    last_cache_hit: CacheHit | None  # of the last job that got a slot; None before the first job
 
 
 class WorkerModel(ModelFile, LoadedModel):
-    """A model on one worker. Each of the last three is None while it is loading, and where it has no such part."""
+    """A model on one worker. An engine, embedder or reranker that the model lacks, or has not yet loaded, is None."""
 
     engine: EngineState | None
     embedder: EmbedderState | None
@@ -226,7 +226,7 @@ class WorkerModel(ModelFile, LoadedModel):
 
 
 class ModelView(ModelFile, LoadedModel):
-    """A model on all `workers` that have it; what differs is of the first of them where it is ready.
+    """A model on all `workers` that have it. Values that differ are those of the first worker where it is ready.
 
     `lacks` has the workers that shall have it, or an adapter of it, and can't, with the reason.
     """
@@ -236,7 +236,7 @@ class ModelView(ModelFile, LoadedModel):
 
 
 class WorkerDevice(TypedDict):
-    """A device with memory of its own, named as ggml names it: "CPU", "CUDA0" …"""
+    """A device with its own memory. `name` is that of ggml: "CPU", "CUDA0" …"""
 
     name: str
     kind: Literal["cpu", "gpu", "integrated gpu"]
@@ -246,7 +246,7 @@ class WorkerDevice(TypedDict):
 
 
 class WorkerVram(TypedDict):
-    """The memory of all GPUs of a worker together, whoever uses it."""
+    """The memory of all GPUs of a worker together, including what other programs use."""
 
     total_bytes: int
     free_bytes: int
@@ -254,7 +254,7 @@ class WorkerVram(TypedDict):
 
 
 class WorkerMemory(TypedDict):
-    """What a worker's models may take; `budget` in bytes is for all devices together. `vram` is None without a GPU."""
+    """The memory for a worker's models. `budget` is in bytes, for all devices together. `vram` is None without GPUs."""
 
     budget: int | Literal["auto", "unlimited"]
     on_full: OnFull
@@ -263,7 +263,7 @@ class WorkerMemory(TypedDict):
 
 
 class ModelMemory(TypedDict):
-    """What a model takes; no sizes while it is loading."""
+    """The memory that a model uses. It has no sizes while it is loading."""
 
     id: str
     status: ModelStatus
@@ -273,17 +273,17 @@ class ModelMemory(TypedDict):
 
 
 class MemoryView(WorkerMemory):
-    """Of the worker of that name: budget, devices, and what its models take of them."""
+    """The memory of a worker: budget, devices, and what its models use."""
 
     worker: str
     models: list[ModelMemory]
 
 
 class WorkerCores(TypedDict):
-    """What other workers of a machine need to know, to share its cores."""
+    """What a worker reports to the other workers of its machine, so that they share its cores."""
 
-    machine: str  # the same for all containers of it
-    processors: list[int]  # on which it may run
-    wants: int  # threads
-    uses: float  # cores, in the mean of the last seconds
-    threads: int  # that it has
+    machine: str  # its boot id, which all of its containers share
+    processors: list[int]  # on which the worker may run
+    wants: int  # threads that it would use alone
+    uses: float  # cores, as a mean of the last seconds
+    threads: int  # that it uses
