@@ -148,3 +148,13 @@ def test_types_of_the_examples_are_checked_strictly() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_testing_example_passes_on_services_of_its_own(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = clean_environment(PATH=path, TMPDIR=str(tmp_path))
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
+    done = subprocess.run(
+        argv, cwd=EXAMPLES / "testing", env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
+    )
+    assert "2 passed" in done.stdout, done.stdout[-4000:]
