@@ -81,9 +81,7 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(
-        min_length=1,
-        pattern=MODEL_ID,
-        description="Name of the model in queues and calls (default: the name of its file).",
+        min_length=1, pattern=MODEL_ID, description="Name of the model in queues and calls (default: name of its file)."
     )
     source: str = Field(min_length=1, description="Path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny.")
     hub_cache_dir: str | None = Field(
@@ -94,35 +92,26 @@ class ModelSettings(BaseModel):
     hub_offline: bool = Field(default=False, description="Use only files that are in the hub's cache.")
     default: bool = Field(default=False, description="Serve jobs for the model `:default`.")
     capabilities: tuple[Capability, ...] | None = Field(
-        default=None,
-        min_length=1,
-        description="Any of generate, chat, embed and rerank (default: what suits the file).",
+        default=None, min_length=1, description="Any of generate, chat, embed, rerank (default: what suits the file)."
     )
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
         default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale."
     )
     n_parallel: AutoInt = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="Number of slots, which is the number of requests in one batch (auto: 8).",
+        default=None, ge=1, le=256, description="Number of slots: the requests in one batch (auto: 8)."
     )
     n_ctx: int | None = Field(default=None, ge=1, description="Context of all slots together, in tokens.")
     ctx_per_slot: int | None = Field(default=None, ge=1, description="Context of each slot, in tokens.")
     kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="Layout of the KV cache.")
     cache_prompt: bool = Field(default=True, description="Share prefixes between requests.")
     cache_ram_bytes: AutoInt = Field(
-        default=None,
-        ge=0,
-        description="Quota in bytes of KV states kept in RAM. 0 keeps none; auto: up to 1 GiB of the free memory.",
+        default=None, ge=0, description="Quota in bytes of KV states in RAM. 0 keeps none; auto: up to 1 GiB."
     )
     cache_dir: str | None = Field(
         default=None, min_length=1, description="Directory of KV states on disk (default: that of the worker)."
     )
     cache_disk_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="Quota in bytes of that directory (default: that of the worker). 0 keeps no states on disk.",
+        default=None, ge=0, description="Quota of that directory in bytes (default: that of the worker). 0 disables it."
     )
     n_batch: int = Field(
         default=2048, ge=1, description="Maximum number of tokens per step, split into micro-batches of n_ubatch."
@@ -131,22 +120,17 @@ class ModelSettings(BaseModel):
         default=None, ge=1, description="Maximum number of tokens per micro-batch in llama.cpp (auto: 512)."
     )
     chunk_size: AutoInt = Field(
-        default=None,
-        ge=1,
-        description="Prompt tokens per slot and step, at most n_ubatch (auto: 512, or n_ubatch if that is less).",
+        default=None, ge=1, description="Prompt tokens per slot and step, at most n_ubatch (auto: 512 or n_ubatch)."
     )
     threads: AutoInt = Field(
-        default=None,
-        ge=1,
-        le=512,
-        description="Number of CPU threads (auto: all cores, shared with other workers and programs).",
+        default=None, ge=1, le=512, description="Number of CPU threads (auto: all cores, shared with other programs)."
     )
     n_gpu_layers: int = Field(default=-1, ge=-1, description="Number of layers on the GPU. -1 puts all there.")
     flash_attention: Literal["auto", "on", "off"] = Field(
         default="auto", description="Flash attention (auto: on if the device supports it)."
     )
     cache_type_k: CacheType = Field(
-        default="f16", description="Type of the keys in the KV cache. Smaller types save memory."
+        default="f16", description="Type of the keys in the KV cache. Small types save memory."
     )
     cache_type_v: CacheType = Field(
         default="f16", description="Type of the values in the KV cache. Quantized types need flash attention."
@@ -155,15 +139,14 @@ class ModelSettings(BaseModel):
         default="off", description="Speculative decoding. auto drafts tokens while that is faster."
     )
     draft: str | None = Field(
-        default=None, min_length=1, description="Source of a small model that drafts tokens as well."
+        default=None, min_length=1, description="Source of a small model that also drafts tokens."
     )
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
-        default="auto",
-        description="Pooling of embeddings. none gives a vector per token, rank gives scores instead of vectors.",
+        default="auto", description="Pooling of embeddings. none gives a vector per token, rank gives only scores."
     )
     control_tokens_in_text: bool = Field(
         default=False,
-        description="Accept control tokens in messages and in reranked texts. Their authors can then forge turns.",
+        description="Accept control tokens in messages and reranked texts, whose authors can then forge turns.",
     )
     sampling: dict[str, JsonValue] | None = Field(
         default=None,
@@ -192,7 +175,7 @@ class Settings(BaseSettings):
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
         repr=False,
-        description="URL of the Redis for jobs, results and events (docs/redis.md).",
+        description="URL of the Redis for jobs and results (docs/redis.md).",
     )
     key_prefix: str = Field(
         default=DEFAULT_KEY_PREFIX,
@@ -209,9 +192,7 @@ class Settings(BaseSettings):
         default="auto", description="Memory for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB."
     )
     cache_dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory of KV states on disk, which workers can share (default: none).",
+        default=None, min_length=1, description="Directory of KV states, which workers can share (default: none)."
     )
     cache_disk_bytes: int = Field(
         default=8 << 30, ge=0, description="Quota in bytes of that directory, for all workers that share it."
@@ -220,13 +201,9 @@ class Settings(BaseSettings):
         default="refuse", description="Action if a model does not fit into the budget: refuse it, or evict idle models."
     )
     pool: str = Field(
-        default="default",
-        min_length=1,
-        description="Worker pool. All workers of a pool get the models that are loaded at run time.",
+        default="default", min_length=1, description="Worker pool. Its workers get the same models at run time."
     )
-    look_ahead: int = Field(
-        default=4, ge=0, description="Number of jobs of a model that a worker holds beyond its slots."
-    )
+    look_ahead: int = Field(default=4, ge=0, description="Jobs of a model that a worker holds beyond its slots.")
     default_timeout_s: int = Field(
         default=3600,
         ge=0,
@@ -237,12 +214,10 @@ class Settings(BaseSettings):
     lease_s: int = Field(
         default=6,
         ge=3,
-        description="Lease in seconds. A worker that is silent for so long loses its jobs. All workers need the same.",
+        description="Lease in seconds, the same for all workers. A worker silent for so long loses its jobs.",
     )
     drain_s: int = Field(
-        default=30,
-        ge=0,
-        description="Time in seconds for a stopping worker to finish its jobs. Then it hands them to other workers.",
+        default=30, ge=0, description="Seconds for a stopping worker to finish its jobs before it hands them over."
     )
     hang_s: int = Field(
         default=10,
@@ -253,21 +228,16 @@ class Settings(BaseSettings):
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job, as JSON, in bytes.")
     show_prompts: bool = Field(default=False, description="Show prompts and texts in Flower and in the logs.")
     reasoning_key: SecretStr | None = Field(
-        default=None,
-        description="Key that signs reasoning, so that clients can't change reasoning that they send back.",
+        default=None, description="Key that signs reasoning, so that clients can't change what they send back."
     )
-    event_ttl_s: int = Field(
-        default=3600, ge=1, description="Time in seconds that a journal is kept after the end of its job."
-    )
+    event_ttl_s: int = Field(default=3600, ge=1, description="Seconds that a journal is kept after the end of its job.")
     journal_ttl_s: int = Field(
         default=86400,
         ge=1,
         description="Time in seconds that Redis keeps what an unfinished job needs: the context of its `parent_key`, "
         "and the gateway's record of its response.",
     )
-    journal_max_events: int = Field(
-        default=100_000, ge=1, description="Approximate maximum number of events kept per job."
-    )
+    journal_max_events: int = Field(default=100_000, ge=1, description="Approximate limit of the events kept per job.")
     result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that a result is kept.")
     middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
         default_factory=list,
@@ -276,12 +246,10 @@ class Settings(BaseSettings):
     telemetry_hook: str | None = Field(
         default=None,
         pattern=r"^[\w.]+:\w+$",
-        description="Function that workers call with each telemetry event: package.module:name.",
+        description="Function that workers call with each event: package.module:name.",
     )
     telemetry_log: Literal["off", "requests", "steps"] = Field(
-        default="off",
-        description="Telemetry events that are logged as JSON lines: none, those of requests, or those of steps as "
-        "well.",
+        default="off", description="Events that are logged as JSON lines; steps includes those of requests."
     )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
@@ -291,7 +259,7 @@ class Settings(BaseSettings):
 
     # Logs and traces (docs/operations/monitoring.md)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="Log level of all processes."
+        default="INFO", description="Log level of each process."
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="Log format. json writes an object per line, with the ids of the job and its trace."
@@ -308,7 +276,7 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         le=65535,
-        description="Port of a worker's `/metrics` (default: none). Each worker of a machine needs its own.",
+        description="Port of a worker's `/metrics` (default: none), one per worker of a machine.",
     )
     metrics_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address of that port. No key is needed to read from it."
@@ -324,22 +292,18 @@ class Settings(BaseSettings):
 
     # The gateway (docs/how-to/gateway.md)
     gateway_max_body_bytes: int = Field(
-        default=16 << 20, ge=1024, description="Maximum size of a request's body, in bytes."
+        default=16 << 20, ge=1024, description="Maximum size of a request's body in bytes."
     )
     gateway_bodies_bytes: int = Field(
-        default=512 << 20,
-        ge=1024,
-        description="Memory in bytes for the bodies of all requests in progress. More requests get 503.",
+        default=512 << 20, ge=1024, description="Memory in bytes for the bodies of all current requests. More get 503."
     )
     gateway_key_bodies_bytes: int = Field(
         default=128 << 20,
         ge=1024,
-        description="Memory in bytes for the bodies of one API key's requests in progress. More requests get 429.",
+        description="Memory in bytes for the bodies of one API key's current requests. More get 429.",
     )
     gateway_max_requests: int = Field(
-        default=4096,
-        ge=1,
-        description="Maximum number of requests in progress, including streams. More requests get 503.",
+        default=4096, ge=1, description="Maximum number of current requests, including streams. More get 503."
     )
     gateway_head_timeout_s: int = Field(
         default=10,
@@ -348,9 +312,7 @@ class Settings(BaseSettings):
         "`cellama gateway` has it; a mounted app leaves this to its server.",
     )
     gateway_body_timeout_s: int = Field(
-        default=30,
-        ge=1,
-        description="Time in seconds that a body may be slower than 8 KiB per second. Then the request gets 408.",
+        default=30, ge=1, description="Seconds that a body may be slower than 8 KiB per second before it gets 408."
     )
     gateway_max_wait_s: int = Field(
         default=600,
@@ -359,13 +321,11 @@ class Settings(BaseSettings):
         "those of the tier `flex`. 0 disables the limit.",
     )
     gateway_keepalive_s: int = Field(
-        default=10,
-        ge=1,
-        description="Interval in seconds of comments in a stream that has no tokens, also before the first one.",
+        default=10, ge=1, description="Interval in seconds of comments in a stream while it has no tokens."
     )
     gateway_keys_file: Path | None = Field(
         default=None,
-        description="TOML or JSON file with API keys (default: the keys that `cellama keys` stores in Redis).",
+        description="TOML or JSON file with API keys (default: those that `cellama keys` stores in Redis).",
     )
     gateway_files_dir: str | None = Field(
         default=None,
@@ -378,7 +338,7 @@ class Settings(BaseSettings):
         "`data_dir`).",
     )
     gateway_max_file_bytes: int = Field(
-        default=200 << 20, ge=1024, description="Maximum size of a batch file, in bytes."
+        default=200 << 20, ge=1024, description="Maximum size of a batch file in bytes."
     )
     gateway_tenant_files: int = Field(
         default=1000,  # each upload counts them: some 5 ms of Redis' time for as many
@@ -388,19 +348,15 @@ class Settings(BaseSettings):
     gateway_tenant_file_bytes: int = Field(
         default=5 << 30, ge=1024, description="Maximum size in bytes of all files of a tenant. More uploads get 429."
     )
-    gateway_max_batch_lines: int = Field(
-        default=50_000, ge=1, description="Maximum number of requests in a batch file."
-    )
+    gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="Maximum number of requests in a batch.")
     gateway_batches_at_once: int = Field(
-        default=4,
-        ge=0,
-        description="Number of batches that one gateway runs at the same time. 0 leaves them to other gateways.",
+        default=4, ge=0, description="Number of batches that a gateway runs at a time. 0 leaves them to others."
     )
     gateway_lease_s: int = Field(
         default=30,
         ge=3,
         le=50,
-        description="Lease in seconds. If a gateway is silent for so long, another gateway resumes its batches.",
+        description="Lease in seconds. Another gateway resumes the batches of one silent for so long.",
     )
     gateway_open_batches: int = Field(
         default=100, ge=1, description="Maximum number of a tenant's unfinished batches. More batches get 429."

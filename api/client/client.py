@@ -520,12 +520,7 @@ class Client:
         return model_id
 
     def unload_model(
-        self,
-        model_id: str,
-        *,
-        worker: str | None = None,
-        pool: str | None = None,
-        timeout: float = UNLOAD_TIMEOUT_S,
+        self, model_id: str, *, worker: str | None = None, pool: str | None = None, timeout: float = UNLOAD_TIMEOUT_S
     ) -> None:
         """Unload a model after its running jobs have ended.
 

@@ -74,12 +74,7 @@ class Commands:
         return {name: answers[name] for name in chosen}
 
     def wait_for_status(
-        self,
-        begun: Begun,
-        key: str,
-        status: Callable[[WorkerEntry], str | None],
-        wanted: str | None,
-        timeout_s: float,
+        self, begun: Begun, key: str, status: Callable[[WorkerEntry], str | None], wanted: str | None, timeout_s: float
     ) -> None:
         """Until something has a status on these workers, None standing for being gone, or they say why it has not;
         `key` is its failure_key. Raises JobFailed if it has it on none, JobTimeout."""

@@ -7,9 +7,7 @@ from typing import Any, cast
 
 from typing_extensions import TypedDict
 
-from cellama.tasks.contract.errors import (
-    UnknownWorker,
-)
+from cellama.tasks.contract.errors import UnknownWorker
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import (
     LoadFailure,

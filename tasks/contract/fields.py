@@ -7,16 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    Tag,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StrictFloat, StrictInt, StrictStr, Tag
 
 from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
 

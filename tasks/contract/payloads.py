@@ -59,9 +59,7 @@ class BaseJob(Payload):
     priority: StrictInt = Field(
         default=PRIORITY_INTERACTIVE, ge=0, le=9, description="Priority: 0 is the most urgent, 9 the least."
     )
-    timeout: Finite | None = Field(
-        default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Timeout in seconds from submission."
-    )
+    timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Seconds from submission.")
 
 
 class ReadingJob(BaseJob):
@@ -84,19 +82,13 @@ class GenerationJob(ReadingJob):
     """A job that generates text."""
 
     max_tokens: Count = Field(default=256, ge=1, description="Maximum number of tokens to generate.")
-    temperature: Finite = Field(
-        default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 is greedy."
-    )
+    temperature: Finite = Field(default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Temperature. 0 is greedy.")
     top_k: Count = Field(default=40, ge=0, description="Number of candidates kept. 0 keeps all.")
     top_p: Finite = Field(default=0.95, gt=0, le=1, description="Probability mass of the candidates kept.")
-    min_p: Finite = Field(
-        default=0.05, ge=0, le=1, description="Minimum probability of a candidate, relative to the best one."
-    )
-    typical_p: Finite = Field(
-        default=1.0, gt=0, le=1, description="Probability mass of the typical tokens kept. 1 disables it."
-    )
+    min_p: Finite = Field(default=0.05, ge=0, le=1, description="Minimum probability, relative to the best candidate.")
+    typical_p: Finite = Field(default=1.0, gt=0, le=1, description="Mass of the typical tokens kept. 1 disables it.")
     seed: StrictInt | None = Field(
-        default=None, ge=0, le=limits.MAX_SEED, description="Seed: the same seed gives the same text."
+        default=None, ge=0, le=limits.MAX_SEED, description="Seed. The same seed gives the same text."
     )
     repeat_penalty: Finite = Field(
         default=1.0,
@@ -113,9 +105,7 @@ class GenerationJob(ReadingJob):
     repeat_last_n: StrictInt = Field(
         default=64, ge=0, le=limits.MAX_LOOK_BACK, description="Number of last tokens that the penalties consider."
     )
-    logit_bias: LogitBias = Field(
-        default=(), description="TOKEN=BIAS, which is added to the token's logit. Can be repeated."
-    )
+    logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS, added to the token's logit. Can be repeated.")
     dry_multiplier: Finite = Field(
         default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY penalty against repeated sequences. 0 disables it."
     )
@@ -123,16 +113,11 @@ class GenerationJob(ReadingJob):
         default=1.75,
         gt=0,
         le=limits.MAX_DRY_BASE,
-        description="DRY: growth of the penalty per token. Below 1 disables DRY.",
+        description="DRY: growth of the penalty per token. Below 1 disables it.",
     )
-    dry_allowed_length: Count = Field(
-        default=2, ge=0, description="DRY: length in tokens of a repetition without a penalty."
-    )
+    dry_allowed_length: Count = Field(default=2, ge=0, description="DRY: tokens of a repetition without penalty.")
     dry_penalty_last_n: StrictInt = Field(
-        default=-1,
-        ge=-1,
-        le=limits.MAX_LOOK_BACK,
-        description="DRY: number of last tokens considered. -1 considers all.",
+        default=-1, ge=-1, le=limits.MAX_LOOK_BACK, description="DRY: last tokens considered. -1 considers all."
     )
     dry_sequence_breakers: Breakers = Field(
         default=("\n", ":", '"', "*"), description="DRY: text that a repetition does not cross. Can be repeated."
@@ -145,7 +130,7 @@ class GenerationJob(ReadingJob):
         default=0, ge=0, le=2, description="Mirostat version 1 or 2, which keeps the surprise steady. 0 disables it."
     )
     mirostat_tau: Finite = Field(
-        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Mirostat: target surprise in bits."
+        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Mirostat: target surprise (bits)."
     )
     mirostat_eta: Finite = Field(default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="Mirostat: learning rate.")
     json_schema: Annotated[
@@ -155,7 +140,7 @@ class GenerationJob(ReadingJob):
     ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE.")
     strict_schema: StrictBool = Field(
         default=True,
-        description="Refuse keywords of the schema that can't be enforced. If false, they are ignored with a warning.",
+        description="Refuse keywords of the schema that can't be enforced. If false, ignore them with a warning.",
     )
     regex: Annotated[FilledText, at_most(limits.MAX_REGEX_CHARS)] | None = Field(
         default=None, description="Regular expression that the whole text must match, or @FILE."
@@ -174,8 +159,7 @@ class GenerationJob(ReadingJob):
     stop: Stops = Field(default=(), description="Text that ends the generation. Can be repeated.")
     cache_prompt: StrictBool = Field(default=True, description="Share prefixes with other requests.")
     return_tokens: StrictBool = Field(
-        default=False,
-        description="Add `tokens` to the result, and `context_tokens`, which are those of the prompt and the output.",
+        default=False, description="Add `tokens` to the result, and `context_tokens`: those of prompt and output."
     )
     ignore_eos: StrictBool = Field(default=False, description="Continue where the model would end.")
     stream: StrictBool = Field(default=True, description="Publish the text token by token.")

@@ -45,9 +45,5 @@ class EmbedResult(TypedDict):
 
 
 EMBED = Kind(
-    task=TASK_EMBED,
-    payload=EmbedJob,
-    positional=("model", "texts"),
-    result=EmbedResult,
-    operation="embeddings",
+    task=TASK_EMBED, payload=EmbedJob, positional=("model", "texts"), result=EmbedResult, operation="embeddings"
 )
