@@ -1,4 +1,4 @@
-"""What callers write never becomes a control token, whatever their model's template does with it."""
+"""Text of callers never becomes a control token, whatever the chat template does with it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def special_ids(family: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nobody_can_forge_a_turn(family: str) -> None:
+def test_no_text_forges_a_turn(family: str) -> None:
     plain = special_ids(family, "Hello there")
     control = [special.text for special in specials_of(family) if special.is_control]
     assert len(plain) >= 4
@@ -171,7 +171,7 @@ def test_markup_that_the_template_looks_for_is_found_as_ever() -> None:
     assert ids(kept, [THINK, END], "a</think><|end|>") == [THINK.id, END.id]
 
 
-def test_control_token_that_cannot_be_told_from_the_template_s_own_is_refused() -> None:
+def test_message_is_refused_when_its_control_token_looks_like_the_templates_own() -> None:
     source = "{% if '<|end|>' in messages[0].content %}cut: {% endif %}{{ messages[0].content }}<|end|>"
     assert ids(source, [END], "harmless < | >") == [END.id]
     with pytest.raises(InvalidRequest, match=r"the messages contain '<\|end\|>'.*or set control_tokens_in_text"):
@@ -183,7 +183,7 @@ def test_with_the_setting_text_becomes_control_tokens() -> None:
     assert tokens_of(prompt, [END]) == [END.id, END.id]
 
 
-def test_space_beside_a_control_token_goes_where_its_vocabulary_says_so() -> None:
+def test_control_token_takes_the_space_around_it_when_its_vocabulary_says_so() -> None:
     strips = SpecialToken(1_000_000, "<m>", is_control=True, strips_left=True, strips_right=True)
     text, by = "a \n<m>  b <m>", " <m> "
     prompt = Rendered(text + by, text + from_caller(by))

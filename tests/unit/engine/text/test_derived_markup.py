@@ -91,7 +91,7 @@ def calls_for_template(calls: list[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_style_of_calls_is_told_from_the_template(style: str) -> None:
+def test_style_of_calls_is_derived_from_the_template(style: str) -> None:
     markup = markup_of(template(CALLS[style], THINK))
     assert markup.calls is not None
     assert markup.calls.style == STYLES[style]
@@ -168,7 +168,7 @@ def test_no_text_is_lost_whatever_a_model_writes(style: str, data: st.DataObject
         ("{% if '</think>' in m.content %}{% endif %}", "", ("<think>", "</think>")),
     ],
 )
-def test_tags_of_thinking_are_told_from_the_template(thoughts: str, begin: str, tags: tuple[str, str]) -> None:
+def test_tags_of_reasoning_are_derived_from_the_template(thoughts: str, begin: str, tags: tuple[str, str]) -> None:
     markup = markup_of(template(CALLS["hermes"], thoughts, begin))
     assert (markup.think_open, markup.think_close) == tags
 
