@@ -21,7 +21,7 @@ GROWTH_TOKENS = 16  # cells of a pool that each running sequence keeps when anot
 
 
 class SlotFinder:
-    """Finds slots. It changes nothing, except that it empties cells of idle slots."""
+    """Finds slots, for which it may empty idle ones, and prefixes that are worth waiting for."""
 
     def __init__(self, cache: KvCache, slots: SlotTable) -> None:
         self._cache = cache
