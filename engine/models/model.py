@@ -38,8 +38,7 @@ from .sources import HubOptions, resolve
 from .tokenizer import Texts, wanted_text
 
 if TYPE_CHECKING:
-    from cellama.engine.llama import LlamaBackend, LlamaModel
-    from cellama.engine.llama.planning.load_plan import Backends
+    from cellama.engine.llama import LlamaBackend, LlamaEmbeddingBackend, LlamaModel
 
 log = logging.getLogger(__name__)
 
@@ -97,59 +96,47 @@ class Model(Texts):
         self._loaded_at = time.time()
 
     def _load(self, uses: Uses, adapters: Mapping[str, tuple[str, float]]) -> None:
-        """Makes the contexts and their threads, and loads the adapters."""
-        from cellama.engine.llama import load_contexts
+        """Make the contexts, give each to a thread of normal priority, and load the adapters."""
+        from cellama.engine.llama import PairFormat, load_contexts
 
         if "chat" in self.capabilities and self._weights.chat_template is not None:
             markup = self.template.reply_markup  # a broken template is a reason not to load the model
             log.info("model %s: %s", self.id, markup)
         backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, self.options, uses))
+        generation, embedding, ranking = backends.generation, backends.embedding, backends.ranking
+        untaken: list[LlamaBackend | LlamaEmbeddingBackend | None] = [generation, embedding, ranking]
         try:
-            draft = self._load_draft(backends)
+            if generation is not None:
+                draft = self._load_draft()
+                untaken.append(draft)
+                self.ctx_per_slot = generation.ctx_per_slot
+                self._engine = Engine(generation, self.options, name=self.id, draft=draft)
+                untaken = [embedding, ranking]
+            if embedding is not None:
+                self._embedder = Embedder(embedding, self.id, self._weights.around[1])
+                untaken = [ranking]
+            if ranking is not None:
+                pairs = PairFormat(self._weights, control_tokens_in_text=self.options.control_tokens_in_text)
+                self._reranker = Reranker(pairs, Embedder(ranking, name=f"{self.id}-rank"))
         except Exception:
-            backends.close()
+            for backend in untaken:
+                if backend is not None:
+                    backend.close()
             raise
-        self._start(backends, draft)
         for name, (source, scale) in adapters.items():
             self.load_adapter(name, source, scale)
 
-    def _load_draft(self, backends: Backends) -> LlamaBackend | None:
-        """The context of its draft model, if it has one, with as many slots as its own, and as long."""
+    def _load_draft(self) -> LlamaBackend | None:
+        """Return the context of the draft model, with as many slots as the model's own, and as long; None without."""
         from cellama.engine.llama import load_draft
 
-        if self.options.draft is None or backends.generation is None:
+        if self.options.draft is None:
             return None
         path = Path(self.options.draft)
         draft = at_low_priority(lambda: load_draft(path, self.options))
         self._draft_weights, self.memory = draft.weights, self.memory.plus(draft.footprint)
-        log.info("model %s: %s guesses for it (%s)", self.id, path.name, draft.weights.info.description)
+        log.info("model %s: %s drafts for it (%s)", self.id, path.name, draft.weights.info.description)
         return draft.backend
-
-    def _start(self, backends: Backends, draft: LlamaBackend | None) -> None:
-        """Gives the backends to their threads, which run at normal priority; one that no thread took is freed."""
-        from cellama.engine.llama import PairFormat
-
-        try:
-            if backends.generation is not None:
-                self.ctx_per_slot = backends.generation.ctx_per_slot
-                self._engine = Engine(backends.generation, self.options, name=self.id, draft=draft)
-            if backends.embedding is not None:
-                self._embedder = Embedder(backends.embedding, self.id, self._weights.around[1])
-            if backends.ranking is not None:
-                scoring = Embedder(backends.ranking, name=f"{self.id}-rank")
-                pairs = PairFormat(self._weights, control_tokens_in_text=self.options.control_tokens_in_text)
-                self._reranker = Reranker(pairs, scoring)
-        except Exception:
-            for part, backend in (
-                (self._engine, backends.generation),
-                (self._embedder, backends.embedding),
-                (self._reranker, backends.ranking),
-            ):
-                if part is None and backend is not None:
-                    backend.close()
-            if self._engine is None and draft is not None:
-                draft.close()
-            raise
 
     @property
     def info(self) -> ModelInfo:
