@@ -215,7 +215,12 @@ class ChatOptions:
                     f"tool_choice: {self.tool_choice!r} is not one of allowed_tools; add it there, or choose another"
                 )
         return [
-            Offered(name, of.get("parameters") or {}, of.get("strict") is True, f"tools.{i}.function.parameters")
+            Offered(
+                name,
+                parameters=of.get("parameters") or {},
+                strict=of.get("strict") is True,
+                where=f"tools.{i}.function.parameters",
+            )
             for i, (name, of) in enumerate(zip(names, functions, strict=True))
             if name in allowed
         ]

@@ -100,7 +100,7 @@ def tune(
                 on_row(row)
             return row
 
-        limits = SweepLimits(threads, slots, options.n_batch, plan.uses.generates)
+        limits = SweepLimits(threads, slots=slots, step_tokens=options.n_batch, generates=plan.uses.generates)
         sweep = Sweep(measure, limits, started + seconds)
         if plan.uses.generates:
             rig.fit_lengths(threads, min(DEFAULT_SLOTS, slots))
@@ -177,11 +177,18 @@ class TuningRig:
         if not rounds:
             return None
         best = max(rounds, key=lambda each: each.num_tokens / each.seconds)
-        return Measurement(setup, best.num_tokens / best.seconds, best.ttft_ms, time.monotonic() - started)
+        return Measurement(
+            setup,
+            tokens_per_s=best.num_tokens / best.seconds,
+            ttft_ms=best.ttft_ms,
+            took_s=time.monotonic() - started,
+        )
 
     def fit_lengths(self, threads: int, slots: int) -> None:
         """Shorten all requests if the first measurement would take too long, judged by one short request."""
-        probe = self._generate(Setup(threads, 1, "unified", DEFAULT_UBATCH), SHORTEST, count=1)
+        probe = self._generate(
+            Setup(threads, n_parallel=1, kv_layout="unified", n_ubatch=DEFAULT_UBATCH), SHORTEST, count=1
+        )
         if not probe:
             return
         prompt_s = (probe[-1].ttft_ms or 0.0) / 1000

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from cellama.engine.models.tuned_options import Measurement, Setup
 from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
@@ -44,7 +44,8 @@ class SweepLimits:
         if not self.generates:
             return Setup(self.threads)
         slots = min(DEFAULT_SLOTS, 1 << (self.slots.bit_length() - 1))
-        return Setup(self.threads, slots, "partitioned" if slots > 1 else "unified", self.start_ubatch)
+        layout: Literal["partitioned", "unified"] = "partitioned" if slots > 1 else "unified"
+        return Setup(self.threads, n_parallel=slots, kv_layout=layout, n_ubatch=self.start_ubatch)
 
     @property
     def start_ubatch(self) -> int:

@@ -67,8 +67,8 @@ def forecast(
     left_out = num_ahead / len(ahead) - 1 if ahead else 0.0  # jobs that each of the sample stands for, besides itself
     eta_s = free_at[0] + left_out * sum(job.mean_s for job in ahead) / num_slots
     if not eta_s:
-        return WaitEstimate(0.0, 0.0, HANDLING_S, learnt_from)
+        return WaitEstimate(0.0, least_s=0.0, most_s=HANDLING_S, learnt_from=learnt_from)
     variance = sum(job.variance for job in running) + (1 + left_out) * sum(job.variance for job in ahead)
     relative = SPEED_DEVIATION if learnt_from else GUESS_DEVIATION
     spread_s = NUM_DEVIATIONS * math.hypot(math.sqrt(variance) / num_slots, relative * eta_s) + HANDLING_S
-    return WaitEstimate(eta_s, max(0.0, eta_s - spread_s), eta_s + spread_s, learnt_from)
+    return WaitEstimate(eta_s, least_s=max(0.0, eta_s - spread_s), most_s=eta_s + spread_s, learnt_from=learnt_from)

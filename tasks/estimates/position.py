@@ -79,13 +79,13 @@ def position_of(redis: Redis, job_id: str) -> Position:
     served = bool(_serving(workers, queue))
     if ahead is None:
         eta = 0.0 if state == "running" else None
-        return Position(job_id, "waiting" if eta is None else "running", 0, eta, eta_most_s=eta, served=served)
+        return Position(job_id, "waiting" if eta is None else "running", eta_s=eta, eta_most_s=eta, served=served)
     raw: Any = redis.hget(job_key(job_id), "priority")
     found = estimate(redis, workers, running_jobs(redis), queue, ahead, int(raw or PRIORITY_INTERACTIVE))
     return Position(
         job_id,
         "waiting",
-        ahead,
+        ahead=ahead,
         eta_s=None if found.eta_s is None else round(found.eta_s, 3),
         eta_least_s=round(found.least_s, 3),
         eta_most_s=None if found.most_s is None else round(found.most_s, 3),
@@ -113,7 +113,7 @@ def estimate(
     running = [job for job in running if job.worker in names]
     waiting += _waiting(redis, queue, ahead)
     if sum(job.work.pieces for job in (*running, *waiting)) < num_slots:
-        return WaitEstimate(0.0, 0.0, HANDLING_S)
+        return WaitEstimate(0.0, least_s=0.0, most_s=HANDLING_S)
     samples = read_samples(redis, {job.kind for job in (*running, *waiting)})
     speed = _speed(serving, samples)
     times = [_service_time(job, samples, speed, num_slots) for job in (*running, *waiting)]
@@ -192,4 +192,5 @@ def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, ListedJob
         queue, work, priority, worker = ((value or b"").decode() for value in found)
         if queue:
             asked, urgency = work_of_text(work), int(priority or PRIORITY_INTERACTIVE)
-            yield job_id, ListedJob(class_of(queue, asked, urgency), asked, urgency, worker.partition(" ")[0])
+            kind = class_of(queue, asked, urgency)
+            yield job_id, ListedJob(kind, work=asked, priority=urgency, worker=worker.partition(" ")[0])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cellama.engine.text.formats.call_format import IN_CHANNELS, TOLD_IN_WORDS, CallFormat
+from cellama.engine.text.formats.call_format import DESCRIBED_FORMATS, IN_CHANNELS, CallFormat
 from cellama.engine.text.formats.channels import CHANNEL, MESSAGE
 from cellama.engine.text.formats.literals import TAG, is_pair, mirrored, shared_start, tags_of
 
@@ -53,15 +53,17 @@ def derive_markup(rendered: Rendered, source: str, ends: Iterable[str] = ()) -> 
     if found is None:
         return ReplyMarkup(opening, closing, _described(rendered))
     calls, as_text = found
-    return ReplyMarkup(opening, closing, calls.also_after(_PYTHON_TAG) if _PYTHON_TAG in source else calls, as_text)
+    calls = calls.also_after(_PYTHON_TAG) if _PYTHON_TAG in source else calls
+    return ReplyMarkup(opening, closing, calls=calls, arguments_as_text=as_text)
 
 
 def _described(rendered: Rendered) -> CallFormat | None:
     """Return the format that a template describes to its model, if it writes no calls itself."""
     if any(VALUES[0] in (text or "") for text in rendered.values()):
         return None
-    without, told = (rendered.get(name) or "" for name in ("said alone", "said last"))
-    return next((form for tag, form in TOLD_IN_WORDS.items() if told.count(tag) > without.count(tag)), None)
+    without, with_tools = (rendered.get(name) or "" for name in ("said alone", "said last"))
+    formats = DESCRIBED_FORMATS.items()
+    return next((format_ for tag, format_ in formats if with_tools.count(tag) > without.count(tag)), None)
 
 
 # Reasoning

@@ -85,7 +85,7 @@ def _objects(marker: str, begin: str, between: str, tail: str) -> CallFormat:
     )
 
 
-TOLD_IN_WORDS = {  # some templates describe calls in the system message, and write none
+DESCRIBED_FORMATS = {  # some templates describe calls in the system message, and write none
     "<tool_call>": _objects("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
     "<|tool_call|>": _objects("<|tool_call|>", "[", ", ", "]"),
 }
