@@ -32,7 +32,8 @@ class Progress:
     ahead: int = 0  # jobs that get a slot before the first line
     notice: str = ""  # what it waits for, if it waits
     started_at: float = field(default_factory=time.monotonic)
-    already: int = 0  # lines that had ended before this command
+    already: int = 0  # lines that had ended before this command sent any
+    finished_before: int = 0  # of `finished`, those of earlier commands
     tokens_before: int = 0  # of `completion_tokens`, those of earlier commands
 
     @property

@@ -347,6 +347,7 @@ def progress_of(work: WorkFile) -> Progress:
     for name in TOKENS:
         setattr(progress, name, int(work.get(name, "0")))
     progress.already = progress.finished + progress.failed
+    progress.finished_before = progress.finished
     progress.tokens_before = progress.completion_tokens
     return progress
 

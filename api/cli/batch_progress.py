@@ -129,7 +129,7 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
 
 def _lines_of(summary: Summary) -> str:
     progress = summary.progress
-    before = f" ({progress.already} of them earlier)" if progress.already and progress.ended else ""
+    before = f" ({progress.finished_before} of them earlier)" if progress.finished_before and progress.ended else ""
     counts = f"{progress.finished} {_lines(progress.finished)} done{before}, {progress.failed} failed"
     if summary.state == "completed" and not progress.ended:
         return f"was complete already: {counts}"

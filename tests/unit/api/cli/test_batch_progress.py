@@ -39,7 +39,12 @@ def test_run_without_generated_tokens_tells_none(capsys: pytest.CaptureFixture[s
     ("counts", "state", "line"),
     [
         ({"finished": 9, "already": 9}, "completed", "was complete already: 9 lines done, 0 failed"),
-        ({"finished": 9, "already": 4}, "completed", "completed: 9 lines done (4 of them earlier), 0 failed"),
+        (
+            {"finished": 9, "already": 4, "finished_before": 4},
+            "completed",
+            "completed: 9 lines done (4 of them earlier), 0 failed",
+        ),
+        ({"finished": 1, "failed": 1, "already": 1}, "completed", "completed: 1 line done, 1 failed"),
         ({"failed": 2}, "completed", "failed: no line was done, 2 failed"),
         ({"failed": 2, "already": 2}, "completed", "was complete already: 0 lines done, 2 failed"),
         ({"finished": 1}, "cancelled", "cancelled: 1 line done, 0 failed"),
