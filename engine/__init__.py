@@ -21,27 +21,27 @@ from .errors import (
     ManagerExists,
     ModelBusy,
     ModelLoadFailed,
+    ModelNotLoaded as UnknownModel,
     PromptTooLong,
     QueueFull,
     RequestFailed,
     TemplateFailed,
     UnknownAdapter,
     UnknownKey,
-    UnknownModel,
     WrongCapability,
 )
 from .events import (
-    CacheHit,
     Completion,
     Context,
     Event,
     Finished,
+    PrefixHit as CacheHit,
     RequestStats,
+    RequestTimings as Timings,
+    RequestUsage as Usage,
     Started,
     StepStats,
     Text,
-    Timings,
-    Usage,
 )
 from .logprobs import TokenLogprob
 from .memory.budget import Device, Footprint, Vram
@@ -59,7 +59,7 @@ from .system.core_sharing import CoreSharing, Peer
 from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog
 from .text.chat_template import ChatOptions, ChatPrompt, Message
-from .text.formats.calls import ToolCall
+from .text.formats.calls import ParsedToolCall as ToolCall
 from .text.reply_format import ReplyFormat
 
 __all__ = [

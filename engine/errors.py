@@ -5,7 +5,7 @@
     │   └── PromptTooLong       the prompt can never fit
     ├── TemplateFailed          the chat template refused the messages, or there is none
     ├── WrongCapability         the model is not loaded for this use
-    ├── UnknownModel            no model of that id
+    ├── ModelNotLoaded            no model of that id
     ├── ModelLoadFailed         source missing, damaged or not supported
     │   ├── IdTaken             another model has the id
     │   └── InsufficientMemory  the model does not fit into the memory budget
@@ -62,7 +62,7 @@ class WrongCapability(EngineError):
     code = "wrong_capability"
 
 
-class UnknownModel(EngineError):
+class ModelNotLoaded(EngineError):
     """There is no model of that id."""
 
     code = "unknown_model"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cellama.engine.kvstore.keys import key_of, seed_of
-from cellama.engine.text.formats.calls import ToolCall
+from cellama.engine.text.formats.calls import ParsedToolCall
 from cellama.engine.text.reply_format import Kind
 
 from .errors import EngineError
@@ -19,7 +19,7 @@ CacheHitKind = Literal["exact", "partial", "cold"]
 CacheTier = Literal["device", "ram", "disk"]  # where it was: in a slot's cells, or saved
 
 
-class CacheHit(NamedTuple):
+class PrefixHit(NamedTuple):
     """What was taken over of a prompt: how much, and from where."""
 
     kind: CacheHitKind
@@ -28,7 +28,7 @@ class CacheHit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RequestUsage:
     """Token counts of a request; `cached_tokens` of the prompt were not computed again."""
 
     prompt_tokens: int
@@ -46,13 +46,13 @@ class Usage:
         return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
 
     @property
-    def cache_hit(self) -> CacheHit:
+    def cache_hit(self) -> PrefixHit:
         """The same with the length and where it was."""
-        return CacheHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
+        return PrefixHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class RequestTimings:
     """Milliseconds from submission, and tokens per second; None where there was nothing to time."""
 
     queue_ms: float  # until the request got a slot, or ended without one
@@ -118,14 +118,14 @@ class Completion:
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     stop_sequence: str | None
-    usage: Usage
-    timings: Timings
+    usage: RequestUsage
+    timings: RequestTimings
     slot: int | None  # the last one; None: it never got one
     seed: int
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
     reasoning: str | None = None  # what the model thought, if it did
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ParsedToolCall, ...] = ()
     mode: Mode = "generate"  # how its caller gets the text
     context_tokens: tuple[int, ...] | None = None  # of the prompt and `tokens`, if asked for; not of alternatives
     alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then

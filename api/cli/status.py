@@ -13,8 +13,7 @@ from cellama.api.client.client import Client
 
 from .generation import JsonOption
 from .output import out, print_json, printable, readable, table_of
-from .top import watch as keep_looking
-from .top import watch_all
+from .top import watch as keep_looking, watch_all
 
 WATCH_S = 1.0  # between two views; workers report every 2 s
 READS = ("requests_waiting", "prompt_rate", "requests_finished")

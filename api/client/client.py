@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Unpack, cast
 
-from celery.exceptions import TaskRevokedError
-from celery.exceptions import TimeoutError as CeleryTimeoutError
+from celery.exceptions import TaskRevokedError, TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
 from typing_extensions import TypeVar
 

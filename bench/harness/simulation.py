@@ -19,8 +19,7 @@ from cellama.engine.request import DEFAULT_PRIORITY
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
-from cellama.engine.scheduling.sequence import Sequence as Running
-from cellama.engine.scheduling.sequence import SlotWork
+from cellama.engine.scheduling.sequence import Sequence as Running, SlotWork
 from cellama.engine.scheduling.strategies import Strategy
 
 from .workloads import Line

@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
-from cellama.engine.backend import Backend, Vocabulary
-from cellama.engine.backend import key_of as adapters_key
+from cellama.engine.backend import Backend, Vocabulary, key_of as adapters_key
 from cellama.engine.checks import check_int
 from cellama.engine.errors import EngineStopped, InvalidRequest, UnknownKey, nearest
-from cellama.engine.events import CacheHit, CacheTier, Completion, Event, Finished, RequestStats, StepStats, Text
+from cellama.engine.events import CacheTier, Completion, Event, Finished, PrefixHit, RequestStats, StepStats, Text
 from cellama.engine.kvcache.disk_tier import open_store
 from cellama.engine.kvstore.keys import is_key, key_of, seed_of
 from cellama.engine.memory.free_memory import give_memory_back
@@ -340,7 +339,7 @@ class Engine:
         return self._core.telemetry.snapshot
 
     @property
-    def last_cache_hit(self) -> CacheHit | None:
+    def last_cache_hit(self) -> PrefixHit | None:
         """What the request that got a slot last took over; None before the first. Never waits."""
         return self._core.telemetry.last_cache_hit
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from cellama.engine.backend import Chunk
-from cellama.engine.events import CacheHit, Completion, RequestStats, StepStats, Timings, Usage
+from cellama.engine.events import Completion, PrefixHit, RequestStats, RequestTimings, RequestUsage, StepStats
 from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.request import Request
@@ -30,14 +30,14 @@ RATE_WINDOW_S = 1.0  # seconds that a rate is taken over: a shorter window would
 MEAN_WEIGHT = 0.05  # of a new value in a running mean: about the last twenty count
 
 
-def timings_of(sequence: Sequence, now: float) -> Timings:
+def timings_of(sequence: Sequence, now: float) -> RequestTimings:
     """Return the times of a request until `now`: in the queue, to its first token (TTFT), and its rates."""
     admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
     prefix_wait_s = sequence.prefix_wait_s + (0.0 if sequence.held_since is None else now - sequence.held_since)
     prefilled = now if sequence.request.prefill_only and not sequence.num_pending else first
     prefill_s = None if prefilled is None or admitted is None else prefilled - admitted
     decode_s = None if first is None or last is None else last - first
-    return Timings(
+    return RequestTimings(
         queue_ms=((now if admitted is None else admitted) - sequence.submitted_at) * 1e3,
         ttft_ms=None if first is None else (first - sequence.submitted_at) * 1e3,
         duration_ms=(now - sequence.submitted_at) * 1e3,
@@ -128,7 +128,7 @@ class Telemetry:
         self._rates = Rates(0, 0)
         self._mean_slot_s = 0.0
         self._is_stopped = False
-        self.last_cache_hit: CacheHit | None = None  # of the request that got a slot last
+        self.last_cache_hit: PrefixHit | None = None  # of the request that got a slot last
         self.step_counts: list[StepCounts] = []
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
@@ -257,7 +257,7 @@ def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
 
 
 def _request_stats(model: str, request: Request, completion: Completion | None, now: float) -> RequestStats:
-    usage = completion.usage if completion else Usage(len(request.prompt), 0)
+    usage = completion.usage if completion else RequestUsage(len(request.prompt), 0)
     timings = completion.timings if completion else None
     return RequestStats(
         model=model,

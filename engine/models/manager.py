@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from cellama.engine.capabilities import Capability
 from cellama.engine.core.engine import Prompt
-from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
+from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, ModelNotLoaded, nearest
 from cellama.engine.events import Completion
 from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
 from cellama.engine.memory.free_memory import give_memory_back
@@ -156,8 +156,8 @@ class ModelManager:
     def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
         """Takes no more requests for a model, waits until it is neither held nor in use, then frees its memory.
 
-        If it is the default one, another that is ready is that from now on. Raises UnknownModel, and ModelBusy if it is
-        still in use after `timeout_s`: it serves again, then, as the default one if it was.
+        If it is the default model, another ready model becomes the default. Raises ModelNotLoaded, and ModelBusy if the
+        model is still in use after `timeout_s`. It then serves again, as the default if it was the default.
         """
         with self._lock:
             entry = self._ready(model_id)
@@ -202,7 +202,7 @@ class ModelManager:
         log.info("model %s is unloaded", entry.id)
 
     def get(self, model_id: str) -> Model:
-        """The model of that id, or the default one for ":default". Raises UnknownModel.
+        """The model of that id, or the default one for ":default". Raises ModelNotLoaded.
 
         It may be unloaded meanwhile, and then every use of it raises EngineStopped: `hold` it for longer uses.
         """
@@ -226,34 +226,34 @@ class ModelManager:
                 self._lock.notify_all()
 
     def _ready(self, model_id: str) -> ModelEntry:
-        """Raises UnknownModel. With the lock held."""
+        """Raises ModelNotLoaded. With the lock held."""
         entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
         if entry is None or entry.status != "ready" or entry.model is None:
             raise self._unknown(model_id)
         return entry
 
-    def _unknown(self, model_id: str) -> UnknownModel:
+    def _unknown(self, model_id: str) -> ModelNotLoaded:
         entry = self._entries.get(model_id)
         if entry is not None:
-            return UnknownModel(f"model {model_id!r} is {entry.status}; wait until that is over")
+            return ModelNotLoaded(f"model {model_id!r} is {entry.status}; wait until that is over")
         if model_id == DEFAULT_MODEL:
-            return UnknownModel("no model is the default here; load one, or name one with set_default")
-        return UnknownModel(f"no model {model_id!r} is loaded here; {nearest(model_id, self._entries)}")
+            return ModelNotLoaded("no model is the default here; load one, or name one with set_default")
+        return ModelNotLoaded(f"no model {model_id!r} is loaded here; {nearest(model_id, self._entries)}")
 
     # The calls of a model by its id, which hold the model until they return
 
     def generate(self, model_id: str, prompt: Prompt, **params: Any) -> str:
-        """As Model.generate. Raises UnknownModel, too."""
+        """As Model.generate. Raises ModelNotLoaded, too."""
         with self.hold(model_id) as model:
             return model.generate(prompt, **params)
 
     def prefill(self, model_id: str, prompt: Prompt, **params: Any) -> Completion:
-        """As Model.prefill. Raises UnknownModel, too."""
+        """As Model.prefill. Raises ModelNotLoaded, too."""
         with self.hold(model_id) as model:
             return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
-        """As Model.stream. Raises UnknownModel, at once and not with the first chunk."""
+        """As Model.stream. Raises ModelNotLoaded, at once and not with the first chunk."""
         chosen = self.get(model_id).id
         return self._stream(chosen, prompt, params)
 
@@ -262,12 +262,12 @@ class ModelManager:
             yield from model.stream(prompt, **params)
 
     def chat(self, model_id: str, messages: Sequence[Message], **params: Any) -> Completion:
-        """As Model.chat. Raises UnknownModel, too."""
+        """As Model.chat. Raises ModelNotLoaded, too."""
         with self.hold(model_id) as model:
             return model.chat(messages, **params)
 
     def embed(self, model_id: str, texts: TextOrTokens | Sequence[TextOrTokens], **params: Any) -> list[Vector]:
-        """As Model.embed. Raises UnknownModel, too."""
+        """As Model.embed. Raises ModelNotLoaded, too."""
         with self.hold(model_id) as model:
             return model.embed(texts, **params)
 
@@ -288,7 +288,7 @@ class ModelManager:
             return entry is not None and entry.status == "unloading"
 
     def set_default(self, model_id: str) -> None:
-        """Serves ":default" from this model. Raises UnknownModel."""
+        """Serves ":default" from this model. Raises ModelNotLoaded."""
         self.get(model_id)
         self._default = model_id
 

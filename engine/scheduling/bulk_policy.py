@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 

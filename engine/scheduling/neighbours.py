@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from itertools import pairwise
 from typing import NamedTuple
 

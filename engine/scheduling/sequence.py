@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from cellama.engine.backend import AdapterSet, Chunk, key_of
-from cellama.engine.events import CacheTier, Completion, Context, FinishReason, Timings, Usage
+from cellama.engine.events import CacheTier, Completion, Context, FinishReason, RequestTimings, RequestUsage
 from cellama.engine.kvcache.disk_tier import LoadWait
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.kvcache.ram_tier import StateNote
@@ -18,7 +18,7 @@ from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
 from cellama.engine.text.channel_reader import ChannelReader
 from cellama.engine.text.detokenizer import TextStream
-from cellama.engine.text.formats.calls import ToolCall
+from cellama.engine.text.formats.calls import ParsedToolCall
 from cellama.engine.text.reply_format import ReplyPart
 from cellama.engine.text.reply_parser import ReplyReader
 
@@ -78,7 +78,7 @@ class Sequence:
     last_token_at: float | None = None
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)  # the reasoning, apart from the text
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ParsedToolCall, ...] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
     text_stream: TextStream = field(init=False)
     reply: ReplyReader | ChannelReader | None = field(init=False)  # of a chat
@@ -167,7 +167,7 @@ class Sequence:
         """What the model has thought so far, None if nothing."""
         return "".join(self.thoughts) or None
 
-    def completion(self, reason: FinishReason, stop_sequence: str | None, timings: Timings) -> Completion:
+    def completion(self, reason: FinishReason, stop_sequence: str | None, timings: RequestTimings) -> Completion:
         tokens = tuple(self.tokens[self.num_prompt :])
         return Completion(
             text="".join(self.texts),
@@ -189,9 +189,9 @@ class Sequence:
         )
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> RequestUsage:
         """Its tokens so far, and what was taken over."""
-        return Usage(
+        return RequestUsage(
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_output,
             cached_tokens=self.num_cached,

@@ -7,8 +7,7 @@ begins another. Pure: times come from a clock that is given.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Hashable, Iterator, Sequence as Seq
 from typing import NamedTuple
 
 from cellama.engine.backend import Chunk

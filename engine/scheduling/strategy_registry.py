@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import operator
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import TypeVar
 
 from cellama.engine.errors import InvalidRequest, nearest

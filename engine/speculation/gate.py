@@ -7,8 +7,7 @@ cost EXPLORING of the time only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from cellama.engine.scheduling.sequence import Sequence

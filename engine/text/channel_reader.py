@@ -8,7 +8,7 @@ A reply that does not start with a head is text.
 from __future__ import annotations
 
 from .detokenizer import possible_marker
-from .formats.calls import NoCalls, ToolCall, call_of, value_at
+from .formats.calls import NoCalls, ParsedToolCall, call_of, value_at
 from .formats.channels import CHANNEL, ENDS, MESSAGE, START, MessageHead, head_of, may_be_head, next_mark
 from .reply_format import Kind, ReplyFormat, ReplyPart
 
@@ -26,7 +26,7 @@ class ChannelReader:
         self._held = ""
         self._raw = ""  # head of a message that may turn out to be text
         self._head: MessageHead | None = None
-        self._calls: list[ToolCall] = []
+        self._calls: list[ParsedToolCall] = []
         self._released: set[Kind] = set()  # kinds of which some text was released
         self._num_seen = 0  # leading characters of what is held in which no message ends
         self._fresh = True  # nothing of the current message was released
@@ -66,7 +66,7 @@ class ChannelReader:
             pass
         return parts
 
-    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ToolCall, ...]]:
+    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         """End the reply, and return the parts that were held back and the tool calls. Other markup becomes text.
 
         `cut` says that the model would have written more.
@@ -76,7 +76,7 @@ class ChannelReader:
         if self._head is None:
             self._release(parts, "text", "" if cut else self._held)
         elif cut and self._function is not None and self._call(self._held) is None:
-            self._calls.append(ToolCall(self._function, self._held.lstrip(), is_partial=True))
+            self._calls.append(ParsedToolCall(self._function, self._held.lstrip(), is_partial=True))
         else:
             self._end_message(parts, self._held)
         self._held = ""
@@ -138,7 +138,7 @@ class ChannelReader:
             self._release(parts, self._kind, (self._raw if self._function is not None else "") + body)
         self._head = None
 
-    def _call(self, body: str) -> ToolCall | None:
+    def _call(self, body: str) -> ParsedToolCall | None:
         """Return the call of a message with this text; None if it is incomplete or not a call."""
         if self._function is None:
             return None

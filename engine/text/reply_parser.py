@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import Enum
 
 from .detokenizer import possible_marker
-from .formats.calls import ToolCall
+from .formats.calls import ParsedToolCall
 from .reply_format import Kind, ReplyFormat, ReplyPart
 
 
@@ -71,13 +71,13 @@ class ReplyReader:
             self._state = following
         return parts
 
-    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ToolCall, ...]]:
+    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         """End the reply, and return the parts that were held back and the tool calls. Other markup becomes text.
 
         `cut` says that the model would have written more.
         """
         cut = cut and self._format.has_bound_calls
-        calls: tuple[ToolCall, ...] = ()
+        calls: tuple[ParsedToolCall, ...] = ()
         parts: list[ReplyPart] = []
         if self._state is _State.THINKING:
             self._release(parts, "reasoning", self._held.rstrip())

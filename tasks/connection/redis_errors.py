@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import AuthenticationError, ClusterCrossSlotError, MovedError, RedisError, ResponseError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterCrossSlotError,
+    ConnectionError as RedisConnectionError,
+    MovedError,
+    RedisError,
+    ResponseError,
+    TimeoutError as RedisTimeoutError,
+)
 
 from cellama.config import get_settings, mask_url
 from cellama.config.local_redis import URL_FILE, redis_dir, with_kept_password

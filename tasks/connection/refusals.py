@@ -15,6 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
+    ConnectionError as RedisConnectionError,
     MasterDownError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -22,7 +23,6 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.tasks.contract.keys import write_probe_key
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
 
 from .mailbox import Mailbox
 from .wire import Wire

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import hiredis
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError, RedisError, ResponseError
 
 from cellama.tasks.connection.kombu_internals import streams_of
 from cellama.tasks.connection.refusals import refusal_of

@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from cellama import engine
-from cellama.engine import Completion, EngineError, Finished, Resumed, Started, Text, TokenLogprob
-from cellama.engine import Event as EngineEvent
+from cellama.engine import Completion, EngineError, Event as EngineEvent, Finished, Resumed, Started, Text, TokenLogprob
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent

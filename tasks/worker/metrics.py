@@ -24,8 +24,7 @@ from cellama.engine import (
 from cellama.tasks.contract.names import class_of_priority, model_of
 from cellama.tasks.metrics.exposition import MetricsServer
 from cellama.tasks.metrics.figures import Bounded, Figures, Meter
-from cellama.tasks.metrics.table import ENGINE as VLLM_LABELS
-from cellama.tasks.metrics.table import FINE_S, STEP_TOKENS, TABLE, TOKEN_S, Row
+from cellama.tasks.metrics.table import ENGINE as VLLM_LABELS, FINE_S, STEP_TOKENS, TABLE, TOKEN_S, Row
 from cellama.tasks.middleware import AttemptContext, Middleware
 
 from .telemetry import TelemetryRelay

@@ -11,8 +11,7 @@ import pytest
 from cellama.engine import (
     ModelLoadFailed,
 )
-from cellama.engine.llama import LlamaModel
-from cellama.engine.llama import log as llama_log
+from cellama.engine.llama import LlamaModel, log as llama_log
 from cellama.engine.llama.planning import buffers
 from cellama.engine.memory.budget import MemoryUse
 

@@ -10,8 +10,7 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cellama.engine import EngineOptions, Model, ModelManager
 from cellama.engine.llama import LlamaModel

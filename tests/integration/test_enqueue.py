@@ -14,8 +14,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 from redis.connection import AbstractConnection
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError, ResponseError
 
 from cellama.api import AsyncClient, Client
 from cellama.tasks import app, chat, generate

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError, ResponseError
 
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.state.gathering import Gathered

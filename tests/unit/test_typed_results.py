@@ -8,12 +8,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter
 
-from cellama.engine import Completion, Finished, Text, TokenLogprob
-from cellama.engine import Timings as EngineTimings
-from cellama.engine import Usage as EngineUsage
-from cellama.engine.events import CacheHitKind as EngineCacheHitKind
-from cellama.engine.events import FinishReason as EngineFinishReason
-from cellama.engine.text.formats.calls import ToolCall as EngineToolCall
+from cellama.engine import Completion, Finished, Text, Timings as EngineTimings, TokenLogprob, Usage as EngineUsage
+from cellama.engine.events import CacheHitKind as EngineCacheHitKind, FinishReason as EngineFinishReason
+from cellama.engine.text.formats.calls import ParsedToolCall as EngineToolCall
 from cellama.tasks import ChatResult, Event, GenerateResult, Timings, Usage
 from cellama.tasks.contract import events
 from cellama.tasks.contract.kinds.chat import TASK_CHAT, with_messages

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from celery.exceptions import TaskRevokedError
-from celery.exceptions import TimeoutError as CeleryTimeoutError
+from celery.exceptions import TaskRevokedError, TimeoutError as CeleryTimeoutError
 from redis.exceptions import RedisError
 
 from cellama.api import Client

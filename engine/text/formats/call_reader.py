@@ -13,10 +13,10 @@ from cellama.engine.text.detokenizer import possible_marker
 
 from .argument_values import Values
 from .call_format import ArgumentTags, CallFormat
-from .calls import NoCalls, ToolCall, call_of, value_at
+from .calls import NoCalls, ParsedToolCall, call_of, value_at
 from .literals import ID, KEY, TAG, any_of, pattern_of, pieces_of, tags_of
 
-Found = tuple[list[ToolCall], int]  # calls, and where they end
+Found = tuple[list[ParsedToolCall], int]  # calls, and where they end
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class ToolReader:
         found = [(at + len(marker), at) for marker in self.format.markers if (at := text.find(marker)) >= 0]
         return min(found)[1] if found else None  # the one that ends first: a longer text has the same
 
-    def parse(self, text: str, *, cut: bool = False) -> tuple[tuple[ToolCall, ...], str]:
+    def parse(self, text: str, *, cut: bool = False) -> tuple[tuple[ParsedToolCall, ...], str]:
         """Return the calls, and the text around them.
 
         All of it is text if a call is not well-formed, or calls a tool that was not offered. `cut` says that the
         generation ended within what a grammar enforces: then the last call may be partial, and the markup of a call
         without a complete name is left out.
         """
-        calls: list[ToolCall] = []
+        calls: list[ParsedToolCall] = []
         rest = []
         try:
             at = 0
@@ -60,7 +60,7 @@ class ToolReader:
     def _calls(self, text: str, at: int, cut: bool) -> Found:
         """Return one call and all that follow it. Raises NoCalls."""
         patterns = _patterns_of(self.format)
-        calls: list[ToolCall] = []
+        calls: list[ParsedToolCall] = []
         end, begins = at, _after(patterns.before, text, at)
         while True:
             try:
@@ -76,11 +76,11 @@ class ToolReader:
                 return calls, end + len(text[end:closed].rstrip())
             if cut and self.format.tags is not None and not self._is_closed(text[end:]):
                 # More arguments may have followed.
-                return [*calls, ToolCall(call.name, call.arguments[:-1], is_partial=True)], len(text)
+                return [*calls, ParsedToolCall(call.name, call.arguments[:-1], is_partial=True)], len(text)
             calls.append(call)
             begins = _after(patterns.between, text, end)
 
-    def _cut_call(self, text: str, at: int, patterns: _Patterns) -> ToolCall | None:
+    def _cut_call(self, text: str, at: int, patterns: _Patterns) -> ParsedToolCall | None:
         """Return the call that is incomplete at the end of the text; None if its name is not complete."""
         if self.format.style == "json":
             found = _cut_object(text[at:], self.format)
@@ -92,11 +92,11 @@ class ToolReader:
         name, written = found
         if self.format.tags is not None:
             values = Values(self.parameters.get(name, {}))
-            return ToolCall(name, _cut_tagged(written, self.format.tags, patterns, values), is_partial=True)
+            return ParsedToolCall(name, _cut_tagged(written, self.format.tags, patterns, values), is_partial=True)
         try:
             return call_of(name, value_at(written, 0)[0])
         except (NoCalls, RecursionError):
-            return ToolCall(name, written, is_partial=True)
+            return ParsedToolCall(name, written, is_partial=True)
 
     def _is_closed(self, text: str) -> bool:
         """Return whether the text starts with what closes a call."""
@@ -111,13 +111,13 @@ class ToolReader:
         wholes = ("".join(each.split()) for each in (middle, format_.close, format_.between, format_.tail))
         return any(seen and any(whole.startswith(seen, at) for at in range(len(whole))) for whole in wholes)
 
-    def _call(self, text: str, at: int, patterns: _Patterns) -> tuple[ToolCall, int]:
+    def _call(self, text: str, at: int, patterns: _Patterns) -> tuple[ParsedToolCall, int]:
         call, end = self._any_call(text, at, patterns)
         if not self.offers(call.name):
             raise NoCalls
         return call, end
 
-    def _any_call(self, text: str, at: int, patterns: _Patterns) -> tuple[ToolCall, int]:
+    def _any_call(self, text: str, at: int, patterns: _Patterns) -> tuple[ParsedToolCall, int]:
         if self.format.style == "json":
             value, end = value_at(text, at)
             return self._of_object(value), end
@@ -134,7 +134,7 @@ class ToolReader:
             raise NoCalls
         return call_of(name, arguments), end
 
-    def _of_object(self, value: Any) -> ToolCall:
+    def _of_object(self, value: Any) -> ParsedToolCall:
         """Return the call that a JSON object describes. Raises NoCalls."""
         if not isinstance(value, dict):
             raise NoCalls

@@ -10,7 +10,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedToolCall:
     """A function call of the model. `arguments` is a JSON object as text, or the start of one."""
 
     name: str
@@ -22,7 +22,7 @@ class NoCalls(ValueError):
     """The text does not contain a well-formed tool call."""
 
 
-def call_of(name: Any, arguments: Any) -> ToolCall:
+def call_of(name: Any, arguments: Any) -> ParsedToolCall:
     """Return the call. Raises NoCalls if `name` is not a text, or `arguments` not a JSON object."""
     if isinstance(arguments, str):  # some models write the object as a string
         arguments, _ = value_at(arguments, 0)
@@ -32,7 +32,7 @@ def call_of(name: Any, arguments: Any) -> ToolCall:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN, or 1e999
         raise NoCalls from None
-    return ToolCall(_encodable(name), _encodable(written))
+    return ParsedToolCall(_encodable(name), _encodable(written))
 
 
 def _encodable(text: str) -> str:

@@ -15,11 +15,8 @@ import pytest
 from cellama.api.batch.lines import BatchLine, LineId, StoredLine
 from cellama.api.batch.options import TOKENS, BatchOptions, Progress
 from cellama.api.batch.output import LineFile, id_of, rewrite_without
-from cellama.api.batch.run import MAX_CHUNK_BYTES
-from cellama.api.batch.run import _that_fit as that_fit
-from cellama.api.batch.start import LINES_PER_WORD, paths_of
-from cellama.api.batch.start import _open_output as open_output
-from cellama.api.batch.start import _read_input as read_input
+from cellama.api.batch.run import MAX_CHUNK_BYTES, _that_fit as that_fit
+from cellama.api.batch.start import LINES_PER_WORD, _open_output as open_output, _read_input as read_input, paths_of
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
 from cellama.tasks.contract.kinds.chunk import room_bytes
 from cellama.tasks.job_task import _written as check_size

@@ -12,8 +12,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.api.keys.entry import KeyEntry, new_key
-from cellama.api.metrics import queues
-from cellama.api.metrics import scrape as module
+from cellama.api.metrics import queues, scrape as module
 from cellama.api.metrics.scrape import Scrape
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract import keys

@@ -7,8 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.engine import AdapterBusy, AdapterLoadFailed, Engine, IdTaken, InvalidRequest, Request, UnknownAdapter
 from cellama.engine.backend import Adapter, AdapterSet, AdapterUse

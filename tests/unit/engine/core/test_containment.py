@@ -8,8 +8,7 @@ import random
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cellama.engine import (
     DecodeFailed,

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar import automaton as grammar_module
-from cellama.engine.grammar import token_grammar
+from cellama.engine.grammar import automaton as grammar_module, token_grammar
 from cellama.engine.grammar.automaton import Automaton, WorkBudget
 from cellama.engine.grammar.program import compile_grammar, utf8_sequences
 from cellama.engine.grammar.token_grammar import Automata, TokenBytes, TokenGrammar

@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Mapping
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.engine.kvstore.catalog import StateCatalog, longest_match
 from cellama.engine.kvstore.counters import StoreCounters

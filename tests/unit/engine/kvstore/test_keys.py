@@ -6,8 +6,7 @@ from array import array
 from hashlib import sha256
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.engine.kvstore.keys import BLOCK, block_keys, is_key, key_of, seed_of
 

@@ -9,8 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.engine.kvstore.state_file import CHUNK_BYTES, VERSION, file_bytes, read_head, read_state, write_state
 from cellama.engine.kvstore.states import KeptState, Miss, StateHead

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from cellama.engine.kvstore import catalog
-from cellama.engine.kvstore import folder as folder_module
+from cellama.engine.kvstore import catalog, folder as folder_module
 from cellama.engine.kvstore.keys import key_of, seed_of
 from cellama.engine.kvstore.state_file import read_head
 from cellama.engine.kvstore.states import KeptState, StateHead

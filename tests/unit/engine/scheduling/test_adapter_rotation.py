@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.engine.backend import Chunk
 from cellama.engine.scheduling.decode_costs import TRUSTED, DecodeCosts, MoveCosts, pass_rows_of

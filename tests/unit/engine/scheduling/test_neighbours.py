@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cellama.engine.scheduling.neighbours import beside, cheapest_cover, moves_together, runs_of
 

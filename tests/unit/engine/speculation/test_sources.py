@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cellama.engine.speculation.acceptance import AcceptanceRates
 from cellama.engine.speculation.sources import (

@@ -7,8 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cellama.engine import Completion, EngineOptions, Handle, Pulse, Request, Resumed, SamplingParams
 from cellama.engine.core.engine_core import Command, EngineCore

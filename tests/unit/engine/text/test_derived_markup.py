@@ -9,8 +9,7 @@ import logging
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cellama.engine import ChatOptions, InvalidRequest
 from cellama.engine.grammar.schema import prepare_schema

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from kombu.utils.scheduling import round_robin_cycle
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError
+from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissionError
 
 from cellama.tasks.broker.channels import QueueReader
 from cellama.tasks.broker.places import Places

@@ -6,6 +6,7 @@ import pytest
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
+    ConnectionError as RedisConnectionError,
     MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
@@ -13,7 +14,6 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.api.machine.redis_server import free_port
 from cellama.tasks.connection.connections import connect

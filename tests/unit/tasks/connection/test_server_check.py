@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError
+from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissionError
 
 from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis, warnings_of
 

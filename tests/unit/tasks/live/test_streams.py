@@ -10,8 +10,7 @@ from typing import Any
 
 import fakeredis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
-from redis.exceptions import AuthenticationError, NoPermissionError
-from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import AuthenticationError, ConnectionError as RedisConnectionError, NoPermissionError
 
 from cellama.tasks.live import subscriptions as module
 from cellama.tasks.live.mailbox import Mailbox, Sign

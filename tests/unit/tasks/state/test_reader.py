@@ -8,8 +8,7 @@ from typing import Any
 
 import fakeredis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.tasks.contract.errors import InvalidJob, JobTimeout, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.keys import job_key, journal_key, stream_id

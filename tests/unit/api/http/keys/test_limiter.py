@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from redis.asyncio import Redis
 
 from cellama.api.http.keys.limiter import LEASE_S, WINDOW_S, LimitDecision, Limiter, Reservation
