@@ -16,7 +16,7 @@ from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.neighbours import runs_of
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts of a slot: with its last token 2, 3, 4, 6 … rows, which kernels compute well
-MAX_DRAFTS = LENGTHS[-1]
+MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call: the longest of these lengths
 TO_START, TO_CONTINUE = 1.08, 1.02  # times the tokens per second without drafts: two values, so that noise starts none
 EXPLORING = 0.003  # of the time that drafts may lose: "never slower" is measured within 2 %
 FIRST_S = 0.03  # that drafts may lose at first: a few tries on a CPU

@@ -17,6 +17,7 @@ from cellama.engine.scheduling.sequence import Sequence
 RUNS = (8, 3)
 MAX_READ = 1024  # tokens that an index reads at once: more would be a gap in every stream
 BUCKET_BOUNDS = (4, 6, 8, 12, 16, 24, 32)  # matched tokens from which on a draft token is in the next bucket
+# The bucket by the number of matched tokens, so that a lookup needs no search.
 BUCKETS = [sum(matched >= bound for bound in BUCKET_BOUNDS) for matched in range(BUCKET_BOUNDS[-1] + 1)]
 SURE = len(BUCKET_BOUNDS)  # the bucket of what a grammar leaves no choice about
 POOL_TOKENS = 16384  # of a scope: some 20 answers of 800 tokens
