@@ -187,11 +187,11 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def stop(self, consumer: SteadyConsumer) -> None:
         """Take no more jobs. A message that Redis is sending is read, and returned when the channel is closed."""
-        if not consumer.channels:
-            return
-        for task_consumer, reader in zip(
-            (consumer.task_consumer, consumer.bulk_consumer), consumer.readers, strict=True
-        ):
+        task_consumers = (consumer.task_consumer, consumer.bulk_consumer)
+        for task_consumer, reader in zip(task_consumers, consumer.readers, strict=False):  # no readers before the start
+            if task_consumer is None or consumer.connection is None:
+                continue
+            reader.waits_for_redis = False
             ignore_errors(consumer, task_consumer.cancel)
             with contextlib.suppress(Empty, *consumer.connection_errors):
                 reader.finish_reading()
