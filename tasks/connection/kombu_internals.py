@@ -30,6 +30,7 @@ PARTS: Mapping[str, str] = {
     "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
     "celery.app.base:Celery._tasks": ATTRIBUTE,
     "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
+    "kombu.transport.redis:Channel._brpop_read": "(self, **options)",
     "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
     "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
@@ -241,7 +242,7 @@ def read_brpop(channel: Any) -> tuple[str, bytes]:
 
 def read_with(channel: Any, read: Callable[[], None]) -> None:
     """Let a channel read the answer to its BRPOP with this function, as soon as the answer comes."""
-    channel.handlers["BRPOP"] = read
+    channel.handlers["BRPOP"] = channel._brpop_read = read  # the latter is for a BRPOP that waits when it is closed
 
 
 def deliver(channel: Any, message: Mapping[str, Any], queue: str) -> None:
