@@ -20,7 +20,7 @@ from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
 from .pages import DOCS, ROOT, Block, blocks_of, pages
 
 NOT_RUN = {
-    "installs packages": 6,
+    "installs packages": 5,
     "needs a GPU's tools": 1,
     "fetches a model from the hub": 1,
     "a second `cellama up` beside the first one": 1,
