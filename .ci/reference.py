@@ -235,7 +235,7 @@ def codes(_: str = "") -> str:
         )
         for row in find("cellama.tasks.contract.codes.CODES").values()
     ]
-    return table(("code", "meaning", "may be tried again", "HTTP status", "exit code"), rows)
+    return table(("code", "meaning", "retryable", "HTTP status", "exit code"), rows)
 
 
 def json_schema() -> str:
