@@ -25,7 +25,7 @@ NOT_RUN = {
     "fetches a model from the hub": 1,
     "a second `cellama up` beside the first one": 1,
     "names a host of yours": 2,
-    "names files of yours": 5,
+    "names files of yours": 6,
     "takes minutes": 2,
     "needs a reranking model": 1,
     "downloads a test suite": 1,
