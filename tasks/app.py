@@ -109,7 +109,7 @@ def _without_trace_of_hand_backs(record: logging.LogRecord) -> bool:
 
 
 def celery_config(settings: Settings) -> dict[str, Any]:
-    """Return Celery's configuration for our settings (docs/architecture.md explains it)."""
+    """Return Celery's configuration for our settings."""
     return {
         **broker_options(settings.redis_url),
         **_exchanges(settings.key_prefix),
