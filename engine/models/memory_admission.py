@@ -119,7 +119,7 @@ class MemoryAdmission:
             (other, size) for other, taken in self.budget.taken().items() if (size := taken.on(device).total_bytes)
         ]
         draft = ", leave out draft" if plan.options.draft else ""
-        unload = ", or unload " + " or ".join(f"{name!r} ({readable(size)})" for name, size in others) if others else ""
+        unload = _models_to_unload(others, shortage.required_bytes - shortage.available_bytes)
         return InsufficientMemory(
             f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} of {device} "
             f"({_in_words(plan, device)}), available are {readable(shortage.available_bytes)} "
@@ -130,6 +130,16 @@ class MemoryAdmission:
             required_bytes=shortage.required_bytes,
             available_bytes=shortage.available_bytes,
         )
+
+
+def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
+    """Return the end of the remedy: the smallest model that suffices, else all, or nothing if all do not."""
+    enough = [other for other in others if other[1] >= missing_bytes]
+    if enough:
+        others = [min(enough, key=lambda other: other[1])]
+    elif sum(size for _, size in others) < missing_bytes:
+        return ""
+    return ", or unload " + " and ".join(f"{name!r} ({readable(size)})" for name, size in others)
 
 
 def _in_words(plan: LoadPlan, device: str) -> str:

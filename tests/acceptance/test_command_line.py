@@ -215,7 +215,7 @@ def test_jobs_are_followed_from_elsewhere_and_left_alone(machine: Machine) -> No
                 assert reader.stdout.read(5)
                 reader.send_signal(signal.SIGINT)
                 _, told = reader.communicate(timeout=PATIENCE_S)
-            assert (reader.returncode, f"job {job_id} goes on" in told, job.poll()) == (130, True, None)
+            assert (reader.returncode, f"job {job_id} continues" in told, job.poll()) == (130, True, None)
             assert machine.run("jobs", "cancel", job_id).stdout == f"job {job_id} is cancelled: it ran\n"
     cancelled = f"job {job_id} was cancelled\n"
     wait_until(lambda: machine.run("status", job_id).stdout == cancelled, "the end of the job")

@@ -119,7 +119,7 @@ def test_tool_runner_of_the_client_runs_without_threads(client: Anthropic) -> No
     replies = list(client.beta.messages.tool_runner(**asked, max_iterations=2))
     assert [reply.stop_reason for reply in replies] == ["tool_use", "tool_use"]
     assert cities
-    with pytest.raises(anthropic.BadRequestError, match=r"thread is .*send all of it"):
+    with pytest.raises(anthropic.BadRequestError, match=r"thread is .*send all messages"):
         client.beta.messages.create(**ASKED, thread={"type": "create"})
 
 

@@ -74,7 +74,7 @@ def test_wrong_body_is_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "body", "told"),
     [
-        ("completions", {"prompt": "a", "echo": True}, "the prompt is not repeated"),
+        ("completions", {"prompt": "a", "echo": True}, "answers do not repeat the prompt"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix is"),
         ("completions", {"prompt": "a", "best_of": 3}, "use `n`"),
         ("completions", {"prompt": ["a"] * 129}, "the limit is 128"),
