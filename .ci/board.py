@@ -34,26 +34,26 @@ def quantiles(name: str, labels: str, by: str) -> list[tuple[str, str]]:
 # Row: title, and panels of title, unit, expressions with their legends.
 ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
     (
-        "Queues: which is late, and why",
+        "Queues",
         [
             (
-                "Jobs without a slot",
+                "Waiting jobs",
                 "short",
                 [(f"max by (model, class) (cellama_jobs_waiting{{{M}}})", "{{model}} {{class}}")],
             ),
             (
-                "Oldest waiting job",
+                "Age of the oldest waiting job",
                 "s",
                 [(f"max by (model, class) (cellama_oldest_waiting_seconds{{{M}}})", "{{model}} {{class}}")],
             ),
             (
-                "Estimate for a new job",
+                "Estimated wait of a new job",
                 "s",
                 [(f"max by (model, class) (cellama_queue_eta_seconds{{{M}}})", "{{model}} {{class}}")],
             ),
             ("Workers per queue", "short", [(f"max by (model) (cellama_queue_workers{{{M}}})", "{{model}}")]),
             (
-                "Jobs that run",
+                "Running jobs",
                 "short",
                 [(f"max by (model, class) (cellama_jobs_running{{{M}}})", "{{model}} {{class}}")],
             ),
@@ -61,23 +61,23 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
         ],
     ),
     (
-        "What callers feel",
+        "Latency",
         [
             ("Time to first token", "s", quantiles("cellama_first_token_seconds", M, "model")),
-            ("Gap between tokens", "s", quantiles("cellama_token_gap_seconds", M, "model")),
-            ("Whole request", "s", quantiles("vllm:e2e_request_latency_seconds", V, "model_name")),
+            ("Time between tokens", "s", quantiles("cellama_token_gap_seconds", M, "model")),
+            ("Request duration", "s", quantiles("vllm:e2e_request_latency_seconds", V, "model_name")),
             (
-                "Ends of requests",
+                "Requests by finish reason",
                 "reqps",
                 [(rate("cellama_requests_total", M, "model, finish_reason"), "{{model}} {{finish_reason}}")],
             ),
             (
-                "HTTP answers",
+                "HTTP responses",
                 "reqps",
                 [(rate("cellama_http_requests_total", "", "route, status"), "{{route}} {{status}}")],
             ),
             (
-                "HTTP: first byte, p95",
+                "HTTP time to first byte, p95",
                 "s",
                 [
                     (
@@ -90,7 +90,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
         ],
     ),
     (
-        "Work",
+        "Throughput",
         [
             (
                 "Tokens generated",
@@ -115,7 +115,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Tokens in a batch, mean",
+                "Mean batch size in tokens",
                 "short",
                 [
                     (
@@ -126,11 +126,15 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             ("Preemptions", "short", [(rate("vllm:num_preemptions_total", V, "model_name"), "{{model_name}} /s")]),
-            ("Texts read", "short", [(rate("cellama_texts_total", M, "model, part"), "{{model}} {{part}} /s")]),
+            (
+                "Embedded and ranked texts",
+                "short",
+                [(rate("cellama_texts_total", M, "model, part"), "{{model}} {{part}} /s")],
+            ),
         ],
     ),
     (
-        "Caches and guesses",
+        "Caches and speculation",
         [
             (
                 "KV cells in use",
@@ -138,7 +142,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 [(f"max by (model_name) (vllm:kv_cache_usage_perc{{{V}}})", "{{model_name}}")],
             ),
             (
-                "Prompt tokens not computed again",
+                "Prompt tokens from the cache",
                 "percentunit",
                 [
                     (
@@ -148,9 +152,9 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                     )
                 ],
             ),
-            ("Where prefixes were", "short", [(rate("cellama_prefix_lookups_total", M, "tier"), "{{tier}} /s")]),
+            ("Prefix hits by tier", "short", [(rate("cellama_prefix_lookups_total", M, "tier"), "{{tier}} /s")]),
             (
-                "States in RAM and on disk",
+                "KV states in RAM and on disk",
                 "bytes",
                 [
                     (f"sum by (model) (cellama_ram_bytes{{{M}}})", "{{model}} RAM"),
@@ -158,7 +162,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Guessed tokens that were chosen",
+                "Draft tokens accepted",
                 "percentunit",
                 [
                     (
@@ -169,7 +173,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "States dropped",
+                "KV states dropped",
                 "short",
                 [
                     (rate("cellama_ram_evictions_total", M, "model"), "{{model}} RAM /s"),
@@ -182,7 +186,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
         "Delivery, tenants, memory",
         [
             (
-                "Attempts that go on or begin again",
+                "Resumed and restarted attempts",
                 "short",
                 [
                     (rate("cellama_attempts_total", f'{M}, first="false"', "model"), "{{model}} again /s"),
@@ -190,7 +194,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             (
-                "Dead and missing jobs",
+                "Dead-letter and missing jobs",
                 "short",
                 [
                     ("max(cellama_dead_jobs)", "dead"),
@@ -198,7 +202,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                     ("max(cellama_ledger_leases_overdue)", "leases overdue"),
                 ],
             ),
-            ("Bulk lines", "short", [("max by (state) (cellama_bulk_lines)", "{{state}}")]),
+            ("Lines of bulk runs", "short", [("max by (state) (cellama_bulk_lines)", "{{state}}")]),
             ("Tokens by tenant", "short", [(rate("cellama_tenant_tokens_total", "", "tenant"), "{{tenant}} /s")]),
             (
                 "Memory",

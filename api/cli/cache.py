@@ -73,7 +73,7 @@ def cache_clear_command(
     folder: FolderOption = None,
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of states (default: all that are not pinned).")] = None,
     scope: Annotated[str | None, typer.Option(help="Remove only states of this scope (cache_scope of jobs).")] = None,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Remove pinned states, too.")] = False,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Also remove pinned states.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Remove KV states from the disk. Running workers continue, and compute what they miss.

@@ -61,7 +61,7 @@ def _has_amx() -> bool:
         return False
     log.warning(
         "llama.cpp was built with AMX, which may crash, so its rearranged weights are not used; a build without AMX "
-        "has them, and reads Q4_0 faster: docs/how-to/install.md, For another CPU"
+        "has them, and reads Q4_0 faster: docs/how-to/install.md, Build for another CPU"
     )
     return True
 
