@@ -88,7 +88,7 @@ def fields(name: str) -> str:
         for field, told in schema["properties"].items()
         if field not in inherited
     ]
-    return table(("name", "type", "default", "what it does"), rows)
+    return table(("name", "type", "default", "description"), rows)
 
 
 def _type(told: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -150,7 +150,7 @@ def _command(path: str, command: click.Command) -> str:
     usage = " ".join([path, *map(_metavar, arguments), "[OPTIONS]" if options else ""])
     rows = [(f"`{_names(p)}`", _shown(p), getattr(p, "help", "") or "") for p in [*arguments, *options]]
     parts = [f"## {path}\n", f"{text.strip()}\n", f"```text\n{usage.strip()}\n```\n"]
-    parts += [table(("argument or option", "default", ""), rows)] if rows else []
+    parts += [table(("argument or option", "default", "description"), rows)] if rows else []
     parts += [f"Example: `{example.strip()}`\n"] if example else []
     return "\n".join(parts)
 
@@ -200,7 +200,7 @@ def dataclass_fields(name: str) -> str:
     """The fields of a dataclass or TypedDict with the comments behind them."""
     kind = find(name)
     rows = [(f"`{field}`", f"`{type_}`", comment) for field, type_, comment in declared(kind)]
-    return f"{inspect.getdoc(kind)}\n\n" + table(("field", "type", ""), rows)
+    return f"{inspect.getdoc(kind)}\n\n" + table(("field", "type", "description"), rows)
 
 
 def declared(kind: Any) -> Iterable[tuple[str, str, str]]:
@@ -220,7 +220,7 @@ def events(_: str = "") -> str:
         always = ", ".join(f"`{field}`" for field in fields if field in kind.__required_keys__ - {"type"})
         perhaps = ", ".join(f"`{field}`" for field in fields if field in kind.__optional_keys__ - {"seq"})
         rows.append((f"`{name}`", always, perhaps, inspect.getdoc(kind) or ""))
-    return table(("type", "fields beside `seq` and `type`", "fields that may be there", "what it tells"), rows)
+    return table(("type", "fields", "optional fields", "meaning"), rows)
 
 
 def codes(_: str = "") -> str:
@@ -280,7 +280,8 @@ def openai() -> str:
     return "\n".join(
         f"`{url}`:\n\n"
         + table(
-            ("parameter", "", ""), [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())]
+            ("parameter", "handling", "details"),
+            [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())],
         )
         for url, rules in tables.items()
     )
@@ -290,13 +291,13 @@ def anthropic() -> str:
     """What becomes of Anthropic's parameters."""
     rules = find("cellama.api.anthropic.parameters.PARAMETERS")
     rows = [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())]
-    return table(("parameter", "", ""), rows)
+    return table(("parameter", "handling", "details"), rows)
 
 
 def metrics(source: str) -> str:
     """The metrics of one source: name, type, help and labels; of histograms the bounds of their buckets."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
-    return table(("metric", "type", "what it says"), ((f"`{row.name}`", row.kind, _said(row)) for row in rows))
+    return table(("metric", "type", "meaning"), ((f"`{row.name}`", row.kind, _said(row)) for row in rows))
 
 
 def _said(row: Any) -> str:
