@@ -302,8 +302,8 @@ def metrics(source: str) -> str:
 
 def _said(row: Any) -> str:
     labels = ", ".join(f"`{label}`" for label in row.labels)
-    bounds = row.bounds and f"{len(row.bounds)} buckets from {row.bounds[0]:g} to {row.bounds[-1]:g}"
-    return "; ".join(filter(None, (row.help, labels and f"by {labels}", bounds)))
+    bounds = row.bounds and f"{len(row.bounds)} buckets from {row.bounds[0]:g} to {row.bounds[-1]:g}."
+    return " ".join(filter(None, (row.help, labels and f"By {labels}.", bounds)))
 
 
 def _of_rule(rule: Any) -> str:

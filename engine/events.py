@@ -34,9 +34,9 @@ class RequestUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    cache_tier: CacheTier | None = None  # where they were; None: nowhere
-    accepted_prediction_tokens: int = 0  # of the completion, that were guessed rightly and decoded with others
-    rejected_prediction_tokens: int = 0  # that were guessed and decoded in vain
+    cache_tier: CacheTier | None = None  # place of the cached tokens; None without any
+    accepted_prediction_tokens: int = 0  # tokens of the completion that were accepted draft tokens
+    rejected_prediction_tokens: int = 0  # draft tokens that were computed in vain
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:
@@ -182,18 +182,18 @@ Event = Started | Text | Finished
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step: what its batch held and how long it took."""
+    """One step: the content of its batch, and its duration."""
 
     model: str
     at: float  # its end, in unix seconds
-    batch_size: int  # tokens
-    decode_tokens: int  # guessed ones included
+    batch_size: int  # number of tokens in the batch
+    decode_tokens: int  # including draft tokens
     prefill_tokens: int
-    active_slots: int  # that read a prompt or decode, whether this batch has tokens of them or not
+    active_slots: int  # slots that prefill or decode, also those without tokens in this batch
     queue_depth: int  # requests waiting for a slot
-    eval_ms: float  # inside llama.cpp's decode
-    step_ms: float  # the whole step, sampling included
-    wait_ms: float  # of these the engine thread did not run: it waited for the GIL, a core, or a device
+    eval_ms: float  # time inside llama.cpp's decode
+    step_ms: float  # time of the whole step, including sampling
+    wait_ms: float  # part of step_ms in which the engine thread waited for the GIL, a core or a device
     worker: str | None = None  # the Celery worker that computed it; None in a library
 
     @property
@@ -204,11 +204,11 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One request that ended, in numbers only. Times count from its submission; None: it did not come so far."""
+    """Figures of a finished request. Times start at its submission. None if the request ended before that point."""
 
     model: str
     at: float  # its end, in unix seconds
-    request_id: str  # of a job's attempt, in a worker
+    request_id: str  # in a worker the id of the job's attempt
     mode: Mode
     seq_id: int | None  # the slot, if it had one
     finish_reason: str  # of the completion, or "error"
@@ -218,6 +218,6 @@ class RequestStats:
     ttft_ms: float | None
     prompt_eval_rate: float | None  # tokens per second
     generation_rate: float | None  # tokens per second
-    prefix_cache_tokens: int  # of the prompt, that were not computed again
-    prefix_cache_ratio: float  # of the prompt: 0 to 1
-    worker: str | None = None  # the Celery worker that had it; None in a library
+    prefix_cache_tokens: int  # prompt tokens that were in a cache
+    prefix_cache_ratio: float  # share of the prompt that was in a cache, 0 to 1
+    worker: str | None = None  # the Celery worker that ran it; None in a library

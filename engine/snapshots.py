@@ -11,83 +11,83 @@ Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its t
 
 @dataclass(frozen=True, slots=True)
 class SourceDrafts:
-    """Tokens that one source guessed."""
+    """Draft tokens that one source proposed."""
 
-    drafted: int  # decoded together with others, before they were chosen
-    accepted: int  # of these, that were chosen
-    drafts: int  # how often it guessed some
+    drafted: int  # draft tokens that were checked
+    accepted: int  # draft tokens that were accepted
+    drafts: int  # number of drafts, each of one or more tokens
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The state of an engine at the moment of asking, also during a step; reading it never waits.
+    """The current state of an engine. Reading it never waits, not even during a step.
 
-    Counts are since the engine was made.
+    Counts start when the engine is created.
     """
 
     phase: Phase
     slots_total: int
     slots_prefilling: int
     slots_decoding: int
-    requests_running: int  # admitted: they have a slot
-    requests_waiting: int  # submitted, and no slot yet
-    kv_used_tokens: int  # held by running sequences
-    kv_cached_tokens: int  # held by idle slots for whoever begins alike
+    requests_running: int  # requests that have a slot
+    requests_waiting: int  # requests without a slot
+    kv_used_tokens: int  # KV cells of running sequences
+    kv_cached_tokens: int  # KV cells that idle slots keep for later requests with the same prefix
     kv_total_tokens: int
-    ram_states: int  # saved in RAM
+    ram_states: int  # KV states in RAM
     ram_used_bytes: int
     ram_saves: int
-    ram_evictions: int  # states dropped for the quota
-    disk_loads: int  # states that were read from the folder, of which …
-    disk_late: int  # … came when they were computed already
-    disk_misses: int  # files that were damaged, foreign, of another version, or gone
-    disk_saves: int  # states that were written
-    disk_drops: int  # states that were not: the folder has them, others are worth more, or it can't be written to
-    disk_evictions: int  # files that this process removed for the quota
+    ram_evictions: int  # KV states removed from RAM because of the quota
+    disk_loads: int  # KV states read from disk
+    disk_late: int  # KV states read from disk after they had been computed already
+    disk_misses: int  # files that were damaged, missing, of another model or of another version
+    disk_saves: int  # KV states written to disk
+    disk_drops: int  # KV states not written: already on disk, worth less than others, or the disk can't be written
+    disk_evictions: int  # files that this process removed because of the quota
     disk_read_bytes: int
     disk_written_bytes: int
-    disk_used_bytes: int  # in the folder, some seconds ago at most: all states, also of other models and processes
-    disk_quota_bytes: int  # that these may take
+    disk_used_bytes: int  # size of cache_dir, some seconds old at most, with states of other models and processes
+    disk_quota_bytes: int  # quota of cache_dir
     preemptions: int
-    strategy_failures: int  # steps in which a batch strategy failed, and another one replaced it
-    cache_hits: int  # admissions that took over a prefix, of which …
-    cache_hits_slot: int  # … in the slot where it was
-    cache_hits_copy: int  # … from another slot
-    cache_hits_ram: int  # … from RAM
-    cache_hits_disk: int  # … from the folder of states
+    strategy_failures: int  # steps in which the batch strategy failed and another one replaced it
+    cache_hits: int  # requests that got a slot and reused a prefix
+    cache_hits_slot: int  # hits in the same slot
+    cache_hits_copy: int  # hits copied from another slot
+    cache_hits_ram: int  # hits from RAM
+    cache_hits_disk: int  # hits from disk
     cache_misses: int
     steps: int
-    mixed_steps: int  # steps whose batch held decode and prefill tokens
-    prompt_tokens: int  # of requests that finished
-    cached_tokens: int  # of these, that were not computed again
+    mixed_steps: int  # steps with both decode and prefill tokens
+    prompt_tokens: int  # prompt tokens of finished requests
+    cached_tokens: int  # prompt tokens of finished requests that were in a cache
     generated_tokens: int
-    drafts: Mapping[str, SourceDrafts]  # by source: tokens that were guessed
+    drafts: Mapping[str, SourceDrafts]  # draft tokens by source
     requests_finished: int
     requests_failed: int
     prompt_rate: float  # prompt tokens computed per second, over the last second of work
     generation_rate: float  # tokens per second, over the last second of work
-    mean_slot_s: float  # how long recent requests were in a slot, on average; 0 before the first
+    mean_slot_s: float  # mean time of recent requests in a slot, in seconds; 0 before the first one
 
     @property
     def slots_busy(self) -> int:
-        """Slots that read a prompt or decode."""
+        """Number of slots that prefill or decode."""
         return self.slots_prefilling + self.slots_decoding
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedderSnapshot:
-    """The state of an embedder or a reranker at the moment of asking, also during a step; reading it never waits.
+    """The current state of an embedder or reranker. Reading it never waits, not even during a step.
 
-    Counts are since it was made.
+    Counts start when it is created.
     """
 
     phase: Phase  # never "generating"
-    requests_running: int  # of which a text is computed, or was
-    requests_waiting: int  # of which none was
-    texts_waiting: int  # of all requests
+    requests_running: int  # requests of which a text has been started
+    requests_waiting: int  # requests of which no text has been started
+    texts_waiting: int  # waiting texts of all requests
     steps: int
-    texts: int  # that were computed
-    prompt_tokens: int  # of these
+    texts: int  # computed texts
+    prompt_tokens: int  # tokens of these texts
     requests_finished: int
     requests_failed: int
     prompt_rate: float  # tokens per second, over the last second of work
@@ -124,10 +124,10 @@ class ModelSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ManagerSnapshot:
-    """All models of a process together, those of other capabilities than generation, too: sums over what is loaded."""
+    """Sums over all loaded models of a process, including embedders and rerankers."""
 
-    phase: Phase  # of the busiest; "stopped" if a thread of one died
-    models: int  # that are loaded
+    phase: Phase  # of the busiest model; "stopped" if a thread of a model has died
+    models: int  # number of loaded models
     slots_total: int
     slots_busy: int
     requests_running: int

@@ -53,17 +53,17 @@ class WorkerEntry:
     started_at: float
     at: float
     models: list[WorkerModel]
-    failures: dict[str, LoadFailure]  # of lately; by model id, or `failure_key` of an adapter
+    failures: dict[str, LoadFailure]  # recent failures to load, by model id, or `failure_key` of an adapter
     memory: WorkerMemory
     cores: WorkerCores
-    totals: Totals  # of its models
+    totals: Totals  # sums over its models
     seen_at: float
     age_s: float = 0.0
     pool: str = "default"
-    wanted: list[WantedThing] = field(default_factory=list)  # what it shall have, has and lacks
-    evicted: dict[str, float] = field(default_factory=dict)  # by model: when its cache was emptied last, by command
-    llguidance: str = ""  # its version; "" of a worker before there was one
-    has_ended: bool = False  # in order; its entry is kept as that of a worker that was killed
+    wanted: list[WantedThing] = field(default_factory=list)  # its desired state, and how far it is reached
+    evicted: dict[str, float] = field(default_factory=dict)  # by model: when a command last emptied its cache
+    llguidance: str = ""  # version of llguidance; "" if the worker does not report one
+    has_ended: bool = False  # it stopped normally; its entry is kept for a while, as that of a killed worker
 
 
 @functools.cache
