@@ -31,9 +31,9 @@ class PrefixHit(NamedTuple):
 class RequestUsage:
     """Token counts of a request; `cached_tokens` of the prompt were not computed again."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
+    prompt_tokens: int  # number of prompt tokens
+    completion_tokens: int  # number of generated tokens
+    cached_tokens: int = 0  # prompt tokens that were in a cache
     cache_tier: CacheTier | None = None  # place of the cached tokens; None without any
     accepted_prediction_tokens: int = 0  # tokens of the completion that were accepted draft tokens
     rejected_prediction_tokens: int = 0  # draft tokens that were computed in vain
@@ -53,16 +53,16 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Milliseconds from submission, and tokens per second; None where there was nothing to time."""
+    """Times in milliseconds from submission, and tokens per second. None if there was nothing to measure."""
 
     queue_ms: float  # until the request got a slot, or ended without one
-    ttft_ms: float | None  # until its first token
-    duration_ms: float
-    prompt_eval_rate: float | None
-    generation_rate: float | None
-    delivery_ms: float = 0.0  # part of queue_ms: until the engine was given it, a job's way through queue and worker
-    prefix_wait_ms: float = 0.0  # part of queue_ms: while others computed a prefix that it could take over
-    prefix_cache_ratio: float = 0.0  # of the prompt's tokens, those that were not computed again: 0 to 1
+    ttft_ms: float | None  # until the first token
+    duration_ms: float  # until the end of the request
+    prompt_eval_rate: float | None  # prompt tokens per second
+    generation_rate: float | None  # generated tokens per second
+    delivery_ms: float = 0.0  # part of queue_ms: until the engine received the request from the queue
+    prefix_wait_ms: float = 0.0  # part of queue_ms: while another request computed a prefix that both share
+    prefix_cache_ratio: float = 0.0  # share of the prompt that was in a cache, 0 to 1
 
 
 class Context:
@@ -184,11 +184,11 @@ Event = Started | Text | Finished
 class StepStats:
     """One step: the content of its batch, and its duration."""
 
-    model: str
+    model: str  # id of the model
     at: float  # its end, in unix seconds
     batch_size: int  # number of tokens in the batch
     decode_tokens: int  # including draft tokens
-    prefill_tokens: int
+    prefill_tokens: int  # prompt tokens in the batch
     active_slots: int  # slots that prefill or decode, also those without tokens in this batch
     queue_depth: int  # requests waiting for a slot
     eval_ms: float  # time inside llama.cpp's decode
@@ -206,16 +206,16 @@ class StepStats:
 class RequestStats:
     """Figures of a finished request. Times start at its submission. None if the request ended before that point."""
 
-    model: str
+    model: str  # id of the model
     at: float  # its end, in unix seconds
     request_id: str  # in a worker the id of the job's attempt
-    mode: Mode
+    mode: Mode  # stream, or generate if its text was not published in pieces
     seq_id: int | None  # the slot, if it had one
     finish_reason: str  # of the completion, or "error"
-    prompt_tokens: int
-    generated_tokens: int
-    duration_ms: float
-    ttft_ms: float | None
+    prompt_tokens: int  # prompt tokens
+    generated_tokens: int  # generated tokens
+    duration_ms: float  # time to the end
+    ttft_ms: float | None  # time to the first token
     prompt_eval_rate: float | None  # tokens per second
     generation_rate: float | None  # tokens per second
     prefix_cache_tokens: int  # prompt tokens that were in a cache

@@ -28,41 +28,41 @@ KvLayout = Literal["auto", "unified", "partitioned"]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is loaded and batched. None stands for "choose for me". Raises InvalidRequest.
+    """Options with which a model is loaded and batched. None lets cellama choose. Raises InvalidRequest.
 
-    What a load finds left open of n_parallel, n_ubatch, threads and kv_layout is as `cellama tune` found it best, if
-    it did for this model on this machine (tuned_options.py).
+    If `cellama tune` was run for this model on this machine, its result replaces None for n_parallel, n_ubatch and
+    threads, and "auto" for kv_layout (tuned_options.py).
     """
 
-    n_parallel: int | None = None  # slots; `num_slots` has the number
-    n_ctx: int | None = None  # tokens of the KV cache in all; None = n_parallel × ctx_per_slot
-    ctx_per_slot: int | None = None  # tokens; None = from n_ctx, else the training context as far as memory goes
+    n_parallel: int | None = None  # number of slots; the property `num_slots` has the number that is used
+    n_ctx: int | None = None  # tokens of the whole KV cache; None = n_parallel × ctx_per_slot
+    ctx_per_slot: int | None = None  # tokens per slot; None = from n_ctx, or the training context if it fits
     kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
-    cache_prompt: bool = True  # False: no request shares its prefix
+    cache_prompt: bool = True  # share prefixes between requests
     # Quota of KV states kept in RAM, 0 = none; None = up to 1 GiB of what is left. `saved_bytes` has the number.
     cache_ram_bytes: int | None = None
-    cache_dir: str | None = None  # folder of KV states on disk, which processes share; None = none are kept there
-    cache_disk_bytes: int = DEFAULT_DISK_BYTES  # quota of that folder
-    n_batch: int = 2048  # token budget of a step, as far as n_ubatch goes
+    cache_dir: str | None = None  # directory of KV states, which processes can share; None = no states on disk
+    cache_disk_bytes: int = DEFAULT_DISK_BYTES  # quota of cache_dir
+    n_batch: int = 2048  # maximum number of tokens per step; n_ubatch also limits it
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. One that is given widens n_ubatch
     # where that is left open.
     chunk_size: int | None = None
-    max_queue: int = 0  # requests that wait because no slot is free for them; 0 = unlimited
-    threads: int | None = None  # None = a share of the cores that this process may use, as core_sharing.py finds it
-    n_gpu_layers: int = -1  # -1 = all; without a GPU build it means nothing
+    max_queue: int = 0  # maximum number of requests that wait for a slot; 0 = unlimited
+    threads: int | None = None  # number of threads; None = this process's share of the cores (core_sharing.py)
+    n_gpu_layers: int = -1  # layers on the GPU; -1 = all; builds without GPU support ignore it
     flash_attention: FlashAttention = "auto"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
+    batch_strategy: str = "adaptive"  # name of a strategy, or the import path of your own, package.module:Class
     # Import paths package.module:name of logits processors, in the order in which they apply (sampling/processors.py).
     logits_processors: tuple[str, ...] = ()
-    speculation: Speculation = "off"  # guess tokens where that is faster: docs/adr/015-speculation.md
-    draft: str | None = None  # source of a small model with the same vocabulary, which guesses tokens, too
+    speculation: Speculation = "off"  # "auto" drafts tokens while that is faster (docs/adr/015-speculation.md)
+    draft: str | None = None  # source of a small model with the same vocabulary, which also drafts tokens
     # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
     # of its classification head, for a model that is loaded to rerank.
     pooling: Pooling = "auto"
-    control_tokens_in_text: bool = False  # what reads like a control token in messages and rerank's texts becomes one
+    control_tokens_in_text: bool = False  # parse control tokens in messages and in texts to rank
     # SamplingParams by name, but for logprobs, of requests that do not say otherwise; see `sampling_defaults`.
     sampling: Mapping[str, Any] | None = None
 

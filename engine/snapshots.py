@@ -25,18 +25,18 @@ class EngineSnapshot:
     Counts start when the engine is created.
     """
 
-    phase: Phase
-    slots_total: int
-    slots_prefilling: int
-    slots_decoding: int
+    phase: Phase  # what it does now
+    slots_total: int  # number of slots
+    slots_prefilling: int  # slots that prefill
+    slots_decoding: int  # slots that decode
     requests_running: int  # requests that have a slot
     requests_waiting: int  # requests without a slot
     kv_used_tokens: int  # KV cells of running sequences
     kv_cached_tokens: int  # KV cells that idle slots keep for later requests with the same prefix
-    kv_total_tokens: int
+    kv_total_tokens: int  # number of KV cells
     ram_states: int  # KV states in RAM
-    ram_used_bytes: int
-    ram_saves: int
+    ram_used_bytes: int  # their size
+    ram_saves: int  # KV states saved in RAM
     ram_evictions: int  # KV states removed from RAM because of the quota
     disk_loads: int  # KV states read from disk
     disk_late: int  # KV states read from disk after they had been computed already
@@ -44,26 +44,26 @@ class EngineSnapshot:
     disk_saves: int  # KV states written to disk
     disk_drops: int  # KV states not written: already on disk, worth less than others, or the disk can't be written
     disk_evictions: int  # files that this process removed because of the quota
-    disk_read_bytes: int
-    disk_written_bytes: int
+    disk_read_bytes: int  # bytes read from disk
+    disk_written_bytes: int  # bytes written to disk
     disk_used_bytes: int  # size of cache_dir, some seconds old at most, with states of other models and processes
     disk_quota_bytes: int  # quota of cache_dir
-    preemptions: int
+    preemptions: int  # sequences that lost their slot to a more urgent one
     strategy_failures: int  # steps in which the batch strategy failed and another one replaced it
     cache_hits: int  # requests that got a slot and reused a prefix
     cache_hits_slot: int  # hits in the same slot
     cache_hits_copy: int  # hits copied from another slot
     cache_hits_ram: int  # hits from RAM
     cache_hits_disk: int  # hits from disk
-    cache_misses: int
-    steps: int
+    cache_misses: int  # requests that reused no prefix
+    steps: int  # number of steps
     mixed_steps: int  # steps with both decode and prefill tokens
     prompt_tokens: int  # prompt tokens of finished requests
     cached_tokens: int  # prompt tokens of finished requests that were in a cache
-    generated_tokens: int
+    generated_tokens: int  # generated tokens
     drafts: Mapping[str, SourceDrafts]  # draft tokens by source
-    requests_finished: int
-    requests_failed: int
+    requests_finished: int  # requests that finished without an error
+    requests_failed: int  # requests that failed
     prompt_rate: float  # prompt tokens computed per second, over the last second of work
     generation_rate: float  # tokens per second, over the last second of work
     mean_slot_s: float  # mean time of recent requests in a slot, in seconds; 0 before the first one
@@ -85,17 +85,17 @@ class EmbedderSnapshot:
     requests_running: int  # requests of which a text has been started
     requests_waiting: int  # requests of which no text has been started
     texts_waiting: int  # waiting texts of all requests
-    steps: int
+    steps: int  # number of steps
     texts: int  # computed texts
     prompt_tokens: int  # tokens of these texts
-    requests_finished: int
-    requests_failed: int
+    requests_finished: int  # requests that finished without an error
+    requests_failed: int  # requests that failed
     prompt_rate: float  # tokens per second, over the last second of work
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """What a model has of the three, each as it is at the moment of asking."""
+    """The current states of the parts of a model. None for a part that it lacks."""
 
     engine: EngineSnapshot | None
     embedder: EmbedderSnapshot | None
@@ -103,22 +103,22 @@ class ModelSnapshot:
 
     @property
     def parts(self) -> list[EngineSnapshot | EmbedderSnapshot]:
-        """Those that it has."""
+        """Return the states of the parts that the model has."""
         return [part for part in (self.engine, self.embedder, self.reranker) if part is not None]
 
     @property
     def phase(self) -> Phase:
-        """Of the busiest; "stopped" if one of them is."""
+        """Return the phase of the busiest part; "stopped" if one of them is."""
         return busiest([part.phase for part in self.parts])
 
     @property
     def requests_running(self) -> int:
-        """Of all of them."""
+        """Return the number of running requests of all parts."""
         return sum(part.requests_running for part in self.parts)
 
     @property
     def requests_waiting(self) -> int:
-        """Of all of them."""
+        """Return the number of waiting requests of all parts."""
         return sum(part.requests_waiting for part in self.parts)
 
 
@@ -128,39 +128,39 @@ class ManagerSnapshot:
 
     phase: Phase  # of the busiest model; "stopped" if a thread of a model has died
     models: int  # number of loaded models
-    slots_total: int
-    slots_busy: int
-    requests_running: int
-    requests_waiting: int
-    requests_finished: int
-    requests_failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    prompt_rate: float
-    generation_rate: float
-    kv_used_tokens: int
-    kv_cached_tokens: int
-    kv_total_tokens: int
-    ram_states: int
-    ram_used_bytes: int
-    ram_saves: int
-    ram_evictions: int
-    disk_loads: int
-    disk_late: int
-    disk_misses: int
-    disk_saves: int
-    disk_drops: int
-    disk_evictions: int
-    disk_read_bytes: int
-    disk_written_bytes: int
-    preemptions: int
-    cache_hits: int
-    cache_hits_slot: int
-    cache_hits_copy: int
-    cache_hits_ram: int
-    cache_hits_disk: int
-    cache_misses: int
+    slots_total: int  # number of slots
+    slots_busy: int  # slots that prefill or decode
+    requests_running: int  # requests that have a slot
+    requests_waiting: int  # requests without a slot
+    requests_finished: int  # requests that finished without an error
+    requests_failed: int  # requests that failed
+    prompt_tokens: int  # prompt tokens of finished requests
+    cached_tokens: int  # prompt tokens that were in a cache
+    generated_tokens: int  # generated tokens
+    prompt_rate: float  # prompt tokens per second, over the last second of work
+    generation_rate: float  # generated tokens per second, over the last second of work
+    kv_used_tokens: int  # KV cells of running sequences
+    kv_cached_tokens: int  # KV cells that idle slots keep
+    kv_total_tokens: int  # number of KV cells
+    ram_states: int  # KV states in RAM
+    ram_used_bytes: int  # their size
+    ram_saves: int  # KV states saved in RAM
+    ram_evictions: int  # KV states removed from RAM because of the quota
+    disk_loads: int  # KV states read from disk
+    disk_late: int  # of these, read after they had been computed already
+    disk_misses: int  # unusable or missing files
+    disk_saves: int  # KV states written to disk
+    disk_drops: int  # KV states not written to disk
+    disk_evictions: int  # files removed because of the quota
+    disk_read_bytes: int  # bytes read from disk
+    disk_written_bytes: int  # bytes written to disk
+    preemptions: int  # sequences that lost their slot to a more urgent one
+    cache_hits: int  # requests that reused a prefix
+    cache_hits_slot: int  # hits in the same slot
+    cache_hits_copy: int  # hits copied from another slot
+    cache_hits_ram: int  # hits from RAM
+    cache_hits_disk: int  # hits from disk
+    cache_misses: int  # requests that reused no prefix
 
     @classmethod
     def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:

@@ -54,7 +54,7 @@ def rerank_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     query: Annotated[str, typer.Argument(help="What is asked.")],
     documents: Annotated[list[str], typer.Argument(help="Documents to rank; - reads one per line from stdin.")],
-    top_n: Annotated[int | None, typer.Option(help="Show the best so many only.")] = None,
+    top_n: Annotated[int | None, typer.Option(help="Number of best documents to show (default: all).")] = None,
     truncate: Annotated[bool, typer.Option(help="Cut documents that are too long instead of refusing them.")] = False,
     json: JsonOption = False,
     wait: WaitOption = False,

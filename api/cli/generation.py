@@ -90,7 +90,7 @@ def prefill_command(
 
     Example:  cellama prefill tiny "Once upon a time, in a land far away,"
 
-    What follows it:  cellama generate tiny " there was" --parent-key KEY
+    To continue it:  cellama generate tiny " there was" --parent-key KEY
     """
     given: dict[str, Any] = {"system": system} if system is not None else {}
     with Client() as client:

@@ -62,7 +62,7 @@ def keys_create_command(
 ) -> None:
     """Create an API key for the gateway. It is shown once, because only a digest of it is kept.
 
-    Clients send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. What no option limits is not limited.
+    Clients send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. Without options, a key has no limits.
 
     Where CELLAMA_GATEWAY_KEYS_FILE names a file, nothing is kept: the entry for that file is shown.
 

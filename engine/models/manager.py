@@ -57,7 +57,10 @@ class ModelEntry:
 
 
 class ModelManager:
-    """Holds models by id and routes to them. Safe from any thread; one per process, because memory is one."""
+    """Hold models by id and route calls to them. Safe from any thread.
+
+    A process can have one manager, because all its models share the memory.
+    """
 
     _open: ModelManager | None = None
     _class_lock = threading.Lock()
@@ -91,11 +94,11 @@ class ModelManager:
         hub: HubOptions | None = None,
         adapters: Mapping[str, tuple[str, float]] | None = None,
     ) -> Model:
-        """Loads a model under an id, or one made from its source; the first one is the default until another says so.
+        """Load a model and return it. Without `model_id`, the id is derived from the source.
 
-        Other models serve meanwhile, and other threads may load theirs. A failure leaves nothing behind.
-        Without capabilities it gets those that suit its file. `adapters` are loaded with it: name → source and scale
-        (see Model.load_adapter).
+        The first model is the default until another one is loaded with `default`. Other models continue to serve, and
+        other threads can load models at the same time. A failed load leaves nothing behind. Without `capabilities`, the
+        model gets those that its file supports. `adapters` maps names to source and scale (see Model.load_adapter).
         Raises IdTaken, InsufficientMemory, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
         wanted = None if capabilities is None else frozenset(capabilities)
@@ -138,7 +141,7 @@ class ModelManager:
         log.info("model %s: %s, takes %s, loaded in %.2f s", entry.id, model.info.description, taken, model.load_s)
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
-        """`load`, with its options, in a thread of its own; the future gives the model, or raises what `load` does."""
+        """Run `load` in a thread of its own. The future returns the model, or raises as `load`."""
         return in_background(lambda: self.load(model_id, source, **options), f"cellama-load-{model_id or source}")
 
     def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
@@ -154,7 +157,7 @@ class ModelManager:
         return entry
 
     def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Takes no more requests for a model, waits until it is neither held nor in use, then frees its memory.
+        """Accept no more requests for a model, wait until it is neither held nor in use, and free its memory.
 
         If it is the default model, another ready model becomes the default. Raises ModelNotLoaded, and ModelBusy if the
         model is still in use after `timeout_s`. It then serves again, as the default if it was the default.
@@ -202,9 +205,9 @@ class ModelManager:
         log.info("model %s is unloaded", entry.id)
 
     def get(self, model_id: str) -> Model:
-        """The model of that id, or the default one for ":default". Raises ModelNotLoaded.
+        """Return the model with this id, or the default model for ":default". Raises ModelNotLoaded.
 
-        It may be unloaded meanwhile, and then every use of it raises EngineStopped: `hold` it for longer uses.
+        If the model is unloaded later, every use of it raises EngineStopped. Use `hold` for longer uses.
         """
         with self._lock:
             model = self._ready(model_id).model
@@ -213,7 +216,7 @@ class ModelManager:
 
     @contextlib.contextmanager
     def hold(self, model_id: str) -> Iterator[Model]:
-        """As `get`, and the model stays until the end of the `with` block: an unload waits for that."""
+        """Return the model as `get`, and keep it loaded until the end of the `with` block."""
         with self._lock:
             entry = self._ready(model_id)
             entry.num_holds += 1
@@ -243,17 +246,17 @@ class ModelManager:
     # The calls of a model by its id, which hold the model until they return
 
     def generate(self, model_id: str, prompt: Prompt, **params: Any) -> str:
-        """As Model.generate. Raises ModelNotLoaded, too."""
+        """Call Model.generate. Also raises ModelNotLoaded."""
         with self.hold(model_id) as model:
             return model.generate(prompt, **params)
 
     def prefill(self, model_id: str, prompt: Prompt, **params: Any) -> Completion:
-        """As Model.prefill. Raises ModelNotLoaded, too."""
+        """Call Model.prefill. Also raises ModelNotLoaded."""
         with self.hold(model_id) as model:
             return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
-        """As Model.stream. Raises ModelNotLoaded, at once and not with the first chunk."""
+        """Call Model.stream. Also raises ModelNotLoaded, immediately and not with the first chunk."""
         chosen = self.get(model_id).id
         return self._stream(chosen, prompt, params)
 
@@ -262,25 +265,25 @@ class ModelManager:
             yield from model.stream(prompt, **params)
 
     def chat(self, model_id: str, messages: Sequence[Message], **params: Any) -> Completion:
-        """As Model.chat. Raises ModelNotLoaded, too."""
+        """Call Model.chat. Also raises ModelNotLoaded."""
         with self.hold(model_id) as model:
             return model.chat(messages, **params)
 
     def embed(self, model_id: str, texts: TextOrTokens | Sequence[TextOrTokens], **params: Any) -> list[Vector]:
-        """As Model.embed. Raises ModelNotLoaded, too."""
+        """Call Model.embed. Also raises ModelNotLoaded."""
         with self.hold(model_id) as model:
             return model.embed(texts, **params)
 
     # What there is
 
     def is_loaded(self, model_id: str) -> bool:
-        """True when the model takes requests."""
+        """Return whether the model accepts requests."""
         with self._lock:
             entry = self._entries.get(model_id)
             return entry is not None and entry.status == "ready"
 
     def is_leaving(self, model_id: str) -> bool:
-        """True while the model is unloading; of ":default", while one does, and no other is the default."""
+        """Return whether the model is unloading. For ":default": if no model is the default and one is unloading."""
         with self._lock:
             if model_id == DEFAULT_MODEL and self._default is None:
                 return any(entry.status == "unloading" for entry in self._entries.values())
@@ -288,7 +291,7 @@ class ModelManager:
             return entry is not None and entry.status == "unloading"
 
     def set_default(self, model_id: str) -> None:
-        """Serves ":default" from this model. Raises ModelNotLoaded."""
+        """Make this model the default. Raises ModelNotLoaded."""
         self.get(model_id)
         self._default = model_id
 
@@ -298,17 +301,17 @@ class ModelManager:
         return self._default
 
     def models(self) -> Mapping[str, Model]:
-        """All models that take requests, by id, as they are now."""
+        """Return all models that accept requests now, by id."""
         with self._lock:
             return {id_: entry.model for id_, entry in self._entries.items() if entry.model and entry.status == "ready"}
 
     def entries(self) -> list[ModelEntry]:
-        """All models with their status, those that are on their way, too."""
+        """Return all models with their status, including those that are loading or unloading."""
         with self._lock:
             return list(self._entries.values())
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
-        """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
+        """Evict idle models from now on when memory is needed. `evict` must unload a model before it returns."""
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
@@ -320,11 +323,11 @@ class ModelManager:
         ]
 
     def snapshot(self) -> ManagerSnapshot:
-        """All models together, just now. Never waits for their threads."""
+        """Return sums over all models. Never waits for their threads."""
         return ManagerSnapshot.sum_of([entry.model.snapshot() for entry in self.entries() if entry.model])
 
     def memory(self) -> dict[str, Any]:
-        """The budget, what is done when it is full, and the devices with their total and free bytes."""
+        """Return the budget, the action when it is full, and the devices with their total and free bytes."""
         return self._admission.report()
 
     def _idle(self) -> list[str]:
@@ -340,9 +343,9 @@ class ModelManager:
         return 0 if model is None else model.num_saved_bytes
 
     def close(self, save_until: float | None = None) -> None:
-        """Closes every model; what runs fails with EngineStopped. Idempotent.
+        """Close every model. Running requests fail with EngineStopped. Idempotent.
 
-        KV states are saved until then (monotonic), if there is a folder for them; None: as long as `Model.close` has.
+        With `cache_dir`, KV states are saved until `save_until` (time.monotonic()), or as long as in `Model.close`.
         """
         self.cores.close()
         with self._lock:

@@ -50,7 +50,7 @@ Vector = NDArray[np.float32]
 
 
 class Model(Texts):
-    """A loaded model: its weights, once, and an engine, an embedder, a reranker where its capabilities ask for them."""
+    """A loaded model: its weights, and an engine, embedder and reranker according to its capabilities."""
 
     _draft_weights: LlamaModel | None = None
 
@@ -193,7 +193,7 @@ class Model(Texts):
         return self._reranker
 
     def require(self, capability: Capability) -> None:
-        """Raises WrongCapability unless the model was loaded for this use."""
+        """Raise WrongCapability unless the model was loaded with this capability."""
         if capability not in self.capabilities:
             raise self._lacks(capability)
 
@@ -207,26 +207,26 @@ class Model(Texts):
     # What it is asked
 
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """The text that follows a prompt; see Engine.generate. Raises WrongCapability, too."""
+        """Return the text that follows a prompt (see Engine.generate). Also raises WrongCapability."""
         self.require("generate")
         return self.engine.generate(prompt, timeout_s=timeout_s, **params)
 
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Reads a prompt into the cache; see Engine.prefill. Raises WrongCapability, too."""
+        """Compute a prompt into the cache (see Engine.prefill). Also raises WrongCapability."""
         self.require("generate")
         return self.engine.prefill(prompt, timeout_s=timeout_s, **params)
 
     def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
-        """The same in chunks; see Engine.stream."""
+        """Yield the text that follows a prompt in chunks (see Engine.stream)."""
         self.require("generate")
         return self.engine.stream(prompt, timeout_s=timeout_s, **params)
 
     def chat(self, messages: Sequence[Message], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """The assistant's next turn: a Completion, since there is more to it than its text.
+        """Return the assistant's next turn as a Completion, with text, reasoning and tool calls.
 
-        `params` as in ChatOptions, Request and SamplingParams. With `parent_key`, a completion's `finish_key`, the
-        messages are those that follow it. Raises TimeoutError, TemplateFailed, InvalidRequest, WrongCapability,
-        UnknownKey, and what Engine.submit does.
+        `params` are fields of ChatOptions, Request and SamplingParams. With `parent_key`, the `finish_key` of a
+        completion, the messages follow that context. Raises TimeoutError, TemplateFailed, InvalidRequest,
+        WrongCapability, UnknownKey, and as Engine.submit.
         """
         self.require("chat")
         given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
@@ -246,9 +246,9 @@ class Model(Texts):
     def embed(
         self, texts: TextOrTokens | Sequence[TextOrTokens], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any
     ) -> list[Vector]:
-        """A vector per text, one of which may be given alone; token ids are taken as they are.
+        """Return a vector for each text. A text can also be a list of token ids, and a single text needs no list.
 
-        `params` as in Embedder.submit. Raises TimeoutError, WrongCapability, and what Embedder.submit does.
+        `params` are those of Embedder.submit. Raises TimeoutError, WrongCapability, and as Embedder.submit.
         """
         self.require("embed")
         alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
@@ -269,10 +269,10 @@ class Model(Texts):
     # Its adapters and KV states
 
     def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
-        """Loads a LoRA adapter, which requests that do not choose have from now on; with scale 0 only those that do.
+        """Load a LoRA adapter. From now on, requests that do not choose adapters use it, unless its scale is 0.
 
-        `source` is a path, or a file on the hub; `hub` defaults to the model's own. Requests that run go on as they
-        are. Raises IdTaken, AdapterLoadFailed, InvalidRequest, WrongCapability (embeddings have no adapters).
+        `source` is a path, or a file on the hub. `hub` defaults to the model's own options. Running requests do not
+        change. Raises IdTaken, AdapterLoadFailed, InvalidRequest, WrongCapability (embeddings have no adapters).
         """
         loaded = self.engine.adapters
         try:
@@ -282,34 +282,34 @@ class Model(Texts):
         return loaded.load(name, source, path, scale)
 
     def adapters(self) -> list[AdapterInfo]:
-        """The adapters, with their scales and the requests that use them."""
+        """Return the adapters, with their scales and the requests that use them."""
         return [] if self._engine is None else self._engine.adapters.infos()
 
     def set_adapter_scale(self, name: str, scale: float) -> None:
-        """Requests that do not choose have the adapter with this scale from now on. Raises as Adapters.set_scale."""
+        """Set the scale for later requests that do not choose adapters. Raises as Adapters.set_scale."""
         self.engine.adapters.set_scale(name, scale)
 
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Frees an adapter once no unfinished request has it; new ones don't get it. Raises as Adapters.unload."""
+        """Refuse the adapter to new requests, and free it when no request uses it. Raises as Adapters.unload."""
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
-        """How many of the first tokens of a prompt are in each tier; see Engine.cached_prefix."""
+        """Return how many of the first tokens of a prompt are in each tier (see Engine.cached_prefix)."""
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self.engine.cached_prefix(tokens, scope, adapters)
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Writes KV states to its folder, if it has one; how many. See Engine.save_states."""
+        """Write KV states to `cache_dir`, if there is one, and return their number (see Engine.save_states)."""
         return 0 if self._engine is None else self._engine.save_states(timeout_s)
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """The same, and then neither idle slots nor RAM have any; the model stays. See Engine.evict."""
+        """Save states as `save_states`, then empty idle slots and RAM. The model stays loaded (see Engine.evict)."""
         return self.engine.evict(timeout_s)
 
     # Its state and its end
 
     def snapshot(self) -> ModelSnapshot:
-        """The state of its engine, embedder and reranker just now. Never waits for their threads."""
+        """Return the current state of its engine, embedder and reranker. Never waits for their threads."""
         engine, embedder, reranker = self._engine, self._embedder, self._reranker
         return ModelSnapshot(
             engine=None if engine is None else engine.snapshot(),
@@ -328,7 +328,7 @@ class Model(Texts):
         return any(part.is_busy for part in self.parts)
 
     def wait_until_idle(self, deadline: float) -> bool:
-        """True as soon as every request has ended; False if one has not at `deadline` (time.monotonic())."""
+        """Wait until every request has finished. Return False if one has not at `deadline` (time.monotonic())."""
         return all(part.wait_until_idle(max(0.0, deadline - time.monotonic())) for part in self.parts)
 
     @property
@@ -338,11 +338,10 @@ class Model(Texts):
         return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 
     def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
-        """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.
+        """Stop its threads and free its memory. Running requests fail with EngineStopped. Idempotent.
 
-        What is worth it goes to its folder of KV states before, as far as so many seconds allow.
-        False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
-        them under it would end the process. Idempotent.
+        With `cache_dir`, KV states that are worth it are saved first, for at most `save_s` seconds. Return False if a
+        step or a tokenization does not finish. The weights then stay, because freeing them would crash the process.
         """
         self._close_template()
         if save_s > 0:

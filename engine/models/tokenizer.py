@@ -88,11 +88,11 @@ class Texts:
             template.close()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; `parse_special` turns the text of special tokens into them."""
+        """Return the token ids of a text. `parse_special` parses the text of special tokens as these tokens."""
         return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def tokens_of(self, texts: Iterable[str | Sequence[int]]) -> list[list[int]]:
-        """Token ids of texts; those of whoever gives ids are taken as they are. Raises InvalidRequest."""
+        """Return the token ids of each text. Lists of token ids stay unchanged. Raises InvalidRequest."""
         return [self.tokenize(text) if isinstance(text, str) else self._known(text) for text in texts]
 
     def _known(self, tokens: Iterable[int]) -> list[int]:
@@ -102,17 +102,17 @@ class Texts:
         return ids
 
     def detokenize(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; control tokens have none. Raises InvalidRequest."""
+        """Return the text of tokens. Control tokens have none. Raises InvalidRequest."""
         ids = self._known(tokens)
         with self._weights.lifetime:
             return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
-        """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
+        """Return the prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
         return self.template.render(messages, **template_args).text
 
     def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
-        """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
+        """Return the token ids of a conversation's prompt. The chat template writes all special tokens."""
         return self._tokens_of_prompt(self.template.render(messages, **template_args))
 
     def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
@@ -132,13 +132,13 @@ class Texts:
         add_generation_prompt: bool = True,
         wanted: WantedText | None = None,
     ) -> ChatPrompt:
-        """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest.
+        """Return a conversation's prompt, and the format of the reply. Raises TemplateFailed, InvalidRequest.
 
-        `wanted` is the form of the reply's text (`wanted_text`).
+        `wanted` is the constraint on the text of the reply (`wanted_text`).
 
-        With `follows_reply` the messages are those after a reply that is there already, token by token: the prompt is
-        what comes after it. What the conversation began with, its system message and tools, stays as it was. Without
-        `add_generation_prompt` it ends with the last message, and nothing of a reply is begun.
+        With `follows_reply`, the messages follow a reply that is in the context already, so the prompt continues after
+        it, and the system message and tools of the context stay in effect. Without `add_generation_prompt`, the prompt
+        ends with the last message and does not start a reply.
         """
         variables = {**options.variables, "add_generation_prompt": add_generation_prompt}
         if follows_reply:

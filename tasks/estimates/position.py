@@ -29,24 +29,22 @@ TEXT_SLOTS = 16  # jobs at the same time of a model without an engine
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """`ahead` counts the jobs that get a slot before this one; `eta_s` is about how many seconds that takes.
+    """The position of a job in its queue, and an estimate of its wait.
 
-    `eta_least_s` and `eta_most_s` are a range that contains the real wait in 80 % of the cases or more. It was learnt
-    from `learnt_from` jobs; with 0 it is a guess. `eta_s` and `eta_most_s` are absent (None) when no worker serves the
-    model (`served` is false then), and while it is unknown how long such jobs take. If the job is done,
-    `finish_reason` says how it ended, and `error` why it failed, as in its last event.
+    The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80 % of the cases. `eta_s` and
+    `eta_most_s` are None if no worker serves the model, and while the duration of such jobs is unknown.
     """
 
-    job_id: str
-    state: JobState
-    ahead: int = 0
-    eta_s: float | None = 0.0
-    finish_reason: str | None = None
-    error: str | None = None
-    eta_least_s: float = 0.0
-    eta_most_s: float | None = 0.0
-    learnt_from: int = 0
-    served: bool = True
+    job_id: str  # id of the job
+    state: JobState  # state of the job
+    ahead: int = 0  # number of jobs that get a slot before this one
+    eta_s: float | None = 0.0  # estimated seconds until the job gets a slot
+    finish_reason: str | None = None  # finish reason of a finished job
+    error: str | None = None  # message of a failed job
+    eta_least_s: float = 0.0  # lower end of the range of the estimate
+    eta_most_s: float | None = 0.0  # upper end of this range
+    learnt_from: int = 0  # number of jobs from which the range was learned; 0: it is assumed
+    served: bool = True  # whether a worker serves the model
 
 
 @dataclass(frozen=True, slots=True)

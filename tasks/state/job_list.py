@@ -15,16 +15,16 @@ _FIELDS = ("state", "task", "queue", "priority", "submitted_at", "attempt", "wor
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that waits or runs. `submitted_at` is in unix seconds, by Redis' clock; `worker` had its last attempt."""
+    """A job that waits or runs. `submitted_at` is in unix seconds, by Redis' clock."""
 
-    job_id: str
+    job_id: str  # id of the job
     state: Literal["waiting", "running"]
-    kind: str
-    model: str
-    priority: int
-    submitted_at: float
-    attempts: int
-    worker: str | None
+    kind: str  # name of the task without `cellama.`
+    model: str  # id of the model
+    priority: int  # 0 (most urgent) to 9
+    submitted_at: float  # time of submission
+    attempts: int  # number of attempts
+    worker: str | None  # worker of the last attempt
 
 
 def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:

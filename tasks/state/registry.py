@@ -47,18 +47,18 @@ class WorkerEntry:
     Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
     """
 
-    name: str
-    host: str
-    pid: int
-    started_at: float
-    at: float
-    models: list[WorkerModel]
+    name: str  # name of the worker
+    host: str  # host name of its machine
+    pid: int  # its process id
+    started_at: float  # time of its start
+    at: float  # time of the report, by the worker's clock
+    models: list[WorkerModel]  # its models
     failures: dict[str, LoadFailure]  # recent failures to load, by model id, or `failure_key` of an adapter
-    memory: WorkerMemory
-    cores: WorkerCores
+    memory: WorkerMemory  # its memory
+    cores: WorkerCores  # its CPU cores
     totals: Totals  # sums over its models
-    seen_at: float
-    age_s: float = 0.0
+    seen_at: float  # time of the report, by Redis' clock
+    age_s: float = 0.0  # age of the report in seconds
     pool: str = "default"
     wanted: list[WantedThing] = field(default_factory=list)  # its desired state, and how far it is reached
     evicted: dict[str, float] = field(default_factory=dict)  # by model: when a command last emptied its cache

@@ -121,15 +121,15 @@ class LoadFailure(TypedDict):
 class WantedThing(TypedDict):
     """A model, or an adapter of a model, that a worker must have, or that it has and must unload.
 
-    `by` says whether it is desired by the worker's settings, by a command for its pool, or by one for it alone.
+    `by` is the origin: the worker's settings, a command for its pool, or a command for this worker.
     """
 
-    model: str
-    adapter: str | None
-    source: str
+    model: str  # id of the model
+    adapter: str | None  # name of the adapter; None: the model itself
+    source: str  # its source
     by: Literal["settings", "pool", "worker"]
-    state: WantedState
-    why: LoadFailure | None  # why it lacks it, or can't unload it; it retries
+    state: WantedState  # ready, loading, lacking (can't be loaded) or leaving (must be unloaded)
+    why: LoadFailure | None  # why the worker can't load or unload it; the worker retries
 
 
 class DeviceUse(TypedDict):
@@ -182,53 +182,53 @@ class CachedPrefix(TypedDict):
 class ModelFile(TypedDict):
     """A model before it is loaded."""
 
-    id: str
-    status: ModelStatus
-    source: str
+    id: str  # id of the model
+    status: ModelStatus  # loading, ready, unloading, stopped, or lacking if no worker could load it
+    source: str  # its source
     default: bool  # serves `:default`
-    capabilities: list[Capability]
+    capabilities: list[Capability]  # generate, chat, embed, rerank
 
 
 class LoadedModel(TypedDict, total=False):
     """A loaded model."""
 
-    architecture: str
+    architecture: str  # for instance llama
     description: str  # by llama.cpp, for instance "llama 1B Q8_0"
-    n_params: int
-    size_bytes: int
-    n_ctx_train: int
-    n_vocab: int
-    n_embd: int
+    n_params: int  # number of parameters
+    size_bytes: int  # size of the weights
+    n_ctx_train: int  # training context in tokens
+    n_vocab: int  # number of tokens of the vocabulary
+    n_embd: int  # dimensions of an embedding
     file_type: str  # quantization, for instance "Q8_0"
     fingerprint: str  # of the file's content
     backend: str  # names of its devices
     threads: int  # in use now
     slots: int  # 0: it only embeds or reranks
-    ctx_per_slot: int
+    ctx_per_slot: int  # tokens per slot
     follows_replies: bool  # a chat can have a parent_key, because the template repeats replies unchanged
-    memory: dict[str, DeviceUse]  # by device
-    memory_bytes: int  # on all devices
-    load_s: float
-    ready_at: float
-    last_used_at: float
+    memory: dict[str, DeviceUse]  # its memory by device
+    memory_bytes: int  # its memory on all devices
+    load_s: float  # time that loading took
+    ready_at: float  # time at which it was ready
+    last_used_at: float  # time of its last request
     tuned: dict[str, int | str]  # options that `cellama tune` has set
     sampling: dict[str, object]  # the model's own defaults of sampling parameters
-    adapters: list[WorkerAdapter]
+    adapters: list[WorkerAdapter]  # its LoRA adapters
     last_cache_hit: CacheHit | None  # of the last job that got a slot; None before the first job
 
 
 class WorkerModel(ModelFile, LoadedModel):
-    """A model on one worker. An engine, embedder or reranker that the model lacks, or has not yet loaded, is None."""
+    """A model on one worker. A part (engine, embedder, reranker) that it lacks or has not loaded yet is null."""
 
-    engine: EngineState | None
-    embedder: EmbedderState | None
-    reranker: EmbedderState | None
+    engine: EngineState | None  # state of its engine
+    embedder: EmbedderState | None  # state of its embedder
+    reranker: EmbedderState | None  # state of its reranker
 
 
 class ModelView(ModelFile, LoadedModel):
     """A model on all `workers` that have it. Values that differ are those of the first worker where it is ready.
 
-    `lacks` has the workers that shall have it, or an adapter of it, and can't, with the reason.
+    `lacks` has the reasons of workers that must have the model or an adapter of it, and can't load it.
     """
 
     workers: list[str]
