@@ -38,7 +38,7 @@ DIALECT = {
     r"(?:goes|go|going|gone|went) on": "resume, continue",
     r"shall": "should, must",
     r"beside": "alongside, while, next to",
-    r"(?<!there )(?:is|are|was|were|be) (?:no|none)(?! longer| more| matter)": "negate with a verb: is not a …",
+    r"(?<!there )(?:is|are|was|were|be) (?-i:no|none)\b(?! longer| more| matter)": "negate with a verb: is not a …",
     r"some (?=\d)": "about",
     r"told": "reported, documented, logged",
     r"tells?(?! you| apart)": "reports, returns, logs",
