@@ -1,70 +1,128 @@
-"""How worker processes log: one line per event, to stderr."""
+"""Structured logs: each event has a constant text and named fields, written to stderr as a line of text or JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any, Literal
 
-JSON_LINES = "cellama.telemetry"  # a logger that says nothing but lines of JSON
-FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-_about: ContextVar[tuple[str, str]] = ContextVar("cellama_logged_about", default=("", ""))
+TELEMETRY_LOGGER = "cellama.telemetry"  # its messages are JSON already
+TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_LOGGING_ARGUMENTS = ("exc_info", "extra", "stack_info", "stacklevel")
+
+_context: ContextVar[tuple[str, str]] = ContextVar("cellama_log_context", default=("", ""))  # job id and trace id
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """The message of a log record: an event, its fields, and optionally its cause and consequence."""
+
+    event: str
+    fields: Mapping[str, object]
+    detail: str
+
+    def __str__(self) -> str:
+        text = self.event
+        if self.fields:
+            text += f" ({', '.join(f'{name}={_as_text(value)}' for name, value in self.fields.items())})"
+        return f"{text}: {self.detail}" if self.detail else text
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, str) and value and not any(character in value for character in " ,()='\"\n"):
+        return value
+    return repr(value)
+
+
+class EventLogger(logging.LoggerAdapter[logging.Logger]):
+    """Logs events with named fields.
+
+    The text of an event is constant, so that it can be searched for and counted. Values are fields. `detail` describes
+    the cause, and after a semicolon the consequence, if the event does not explain them:
+
+        log = event_logger(__name__)
+        log.warning("webhook endpoint disabled", endpoint="we_1", status=410, detail="it receives no more events")
+    """
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[LogEvent, MutableMapping[str, Any]]:
+        """Return the event as the message of a record, and the arguments that `logging` itself understands."""
+        detail = str(kwargs.pop("detail", ""))
+        options = {name: kwargs.pop(name) for name in _LOGGING_ARGUMENTS if name in kwargs}
+        return LogEvent(str(msg), dict(kwargs), detail), options
+
+
+def event_logger(name: str) -> EventLogger:
+    """Return the logger of a module; pass its `__name__`."""
+    return EventLogger(logging.getLogger(name), {})
 
 
 @contextlib.contextmanager
-def logging_about(job_id: str, trace_id: str = "") -> Iterator[None]:
-    """Lines that this thread, or task, logs in here have the id of a job and of a trace; an empty one is left out."""
-    token = _about.set((job_id, trace_id))
+def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
+    """Add the id of a job and of a trace to all lines that this thread or asyncio task logs meanwhile.
+
+    An empty id is omitted.
+    """
+    token = _context.set((job_id, trace_id))
     try:
         yield
     finally:
-        _about.reset(token)
+        _context.reset(token)
 
 
-class _TextLines(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        """Ids that the message has already are not told twice."""
-        job_id, trace_id = _about.get()
-        told = super().formatMessage(record)
-        if job_id and job_id not in told:
-            told += f" [job {job_id}]"
-        return f"{told} [trace {trace_id}]" if trace_id else told
+        """Append the ids of the context, unless the message has them."""
+        job_id, trace_id = _context.get()
+        line = super().formatMessage(record)
+        if job_id and job_id not in line:
+            line += f" [job {job_id}]"
+        return f"{line} [trace {trace_id}]" if trace_id else line
 
 
-class _JsonLines(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        job_id, trace_id = _about.get()
+        if isinstance(record.msg, LogEvent):
+            line["event"] = record.msg.event
+            line |= {name: value for name, value in record.msg.fields.items() if name not in line}
+            if record.msg.detail:
+                line["detail"] = record.msg.detail
+        job_id, trace_id = _context.get()
         line |= {name: value for name, value in (("job_id", job_id), ("trace_id", trace_id)) if value}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return json.dumps(line, default=repr)
 
 
-def configure_logging(level: str, form: str = "text") -> None:
-    """Sends all logs of this process to stderr at `level`, as text or json; libraries speak from WARNING on."""
+def configure_logging(level: str, log_format: Literal["text", "json"] = "text") -> None:
+    """Log everything in this process to stderr: cellama and Celery from `level`, other libraries from WARNING."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_JsonLines() if form == "json" else _TextLines(FORMAT))
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(TEXT_FORMAT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("cellama", "celery"):
         logging.getLogger(name).setLevel(level)
 
 
-def json_lines() -> logging.Logger:
-    """The logger for lines of JSON, whatever the level of others; to stderr, unless it was given handlers before."""
-    lines = logging.getLogger(JSON_LINES)
-    lines.setLevel(logging.INFO)
-    lines.propagate = False
-    if not lines.handlers:
+def telemetry_logger() -> logging.Logger:
+    """Return the logger for telemetry, which writes each message as it is.
+
+    It logs to stderr whatever `log_level` is, unless the application has given it handlers.
+    """
+    logger = logging.getLogger(TELEMETRY_LOGGER)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
-        lines.addHandler(handler)
-    return lines
+        logger.addHandler(handler)
+    return logger

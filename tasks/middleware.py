@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 from celery import Task
 from celery.exceptions import Ignore, Reject
 
-from cellama.config.logging import logging_about
+from cellama.config.logging import log_context
 from cellama.engine import InvalidRequest
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.contract.all_kinds import KINDS
@@ -164,7 +164,7 @@ class Middlewares:
         """Call the hooks before and after the attempt that runs in here, and log with its ids."""
         self.call(Middleware.before_attempt, attempt)
         self._attempts[attempt.record.run_id] = attempt
-        with logging_about(attempt.job_id, attempt.trace_id):
+        with log_context(attempt.job_id, attempt.trace_id):
             try:
                 yield
             except BaseException as error:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from cellama.api.client.async_client import AsyncClient, AsyncJob
 from cellama.api.openai.chunks import reasoning_tokens_of
-from cellama.config.logging import logging_about
+from cellama.config.logging import log_context
 from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.events import Event, is_terminal
@@ -101,7 +101,7 @@ class RunningJobs:
                 raise  # the endpoint knows how the caller names the fields
             except JobError as error:
                 raise await self.failed(of_job(error)) from None
-        with logging_about("", trace_id_here()):
+        with log_context("", trace_id_here()):
             log.info("request %s: job %s", self.parsed.request.state.request_id, ", ".join(job.id for job in self.jobs))
         await self._check_wait()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal, cast
 
-from cellama.config.logging import json_lines
+from cellama.config.logging import telemetry_logger
 from cellama.engine import Engine, InvalidRequest, Model, RequestStats, StepStats
 from cellama.tasks.middleware import Middleware, Middlewares, imported
 
@@ -53,7 +53,7 @@ class RequestLog(Middleware):
     """Writes the events of requests to the log (`telemetry_log = "requests"`)."""
 
     def __init__(self) -> None:
-        self._lines = json_lines()
+        self._lines = telemetry_logger()
 
     def on_request(self, stats: RequestStats) -> None:
         self._lines.info(as_json(stats))

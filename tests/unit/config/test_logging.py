@@ -1,56 +1,64 @@
-"""Lines of logs: as text or JSON, with the ids of what they are about."""
+"""Log lines as text and as JSON: events with fields, and the ids of jobs and traces."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 
-from cellama.config.logging import configure_logging, logging_about
+from cellama.config.logging import configure_logging, event_logger, log_context
 
-log = logging.getLogger("cellama.of_a_test")
+log = event_logger("cellama.example")
 
 
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], list[str]]]:
-    """What is logged after this is called with a format."""
+def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[Literal["text", "json"]], list[str]]]:
+    """Return a function that logs four events in the given format and returns the lines."""
     root = logging.getLogger()
-    before, level = list(root.handlers), root.level
+    handlers, level = list(root.handlers), root.level
     levels = {name: logging.getLogger(name).level for name in ("cellama", "celery")}
 
-    def configured(form: str) -> list[str]:
-        root.handlers = []  # pytest's are not to be closed
-        configure_logging("INFO", form)
-        with logging_about("j1", "abc"):
-            log.info("done")
-            log.info("job %s is done", "j1")
+    def log_all(log_format: Literal["text", "json"]) -> list[str]:
+        root.handlers = []  # configure_logging would close the handlers of pytest
+        configure_logging("INFO", log_format)
+        with log_context("j1", "abc"):
+            log.info("job finished")
+            log.info("job cancelled", job="j1", after_s=1.5, detail="the client disconnected")
+        log.debug("not logged at this level")
+        log.warning("lease expired", worker="w 1", jobs=["a"], error=OSError("timed out"), level_of="x")
         try:
             raise ValueError("no")
         except ValueError:
-            log.exception("wrong")
+            log.exception("job failed")
         return capsys.readouterr().err.splitlines()
 
-    yield configured
-    root.handlers = before
+    yield log_all
+    root.handlers = handlers
     root.setLevel(level)
     for name, was in levels.items():
         logging.getLogger(name).setLevel(was)
 
 
-def test_text_has_ids_that_the_message_has_not(lines: Callable[[str], list[str]]) -> None:
-    first, second, third, *trace = lines("text")
-    assert first.endswith("cellama.of_a_test: done [job j1] [trace abc]")
-    assert second.endswith("job j1 is done [trace abc]")
-    assert third.endswith("wrong")
+def test_text_lines_have_fields_detail_and_the_ids_of_the_context(logged: Callable[[str], list[str]]) -> None:
+    first, second, third, fourth, *trace = logged("text")
+    assert first.endswith("INFO    cellama.example: job finished [job j1] [trace abc]")
+    assert second.endswith(": job cancelled (job=j1, after_s=1.5): the client disconnected [trace abc]")
+    assert third.endswith(": lease expired (worker='w 1', jobs=['a'], error=OSError('timed out'), level_of=x)")
+    assert fourth.endswith("ERROR   cellama.example: job failed")
     assert trace[-1] == "ValueError: no"
 
 
-def test_json_has_a_line_per_event(lines: Callable[[str], list[str]]) -> None:
-    first, _, third = map(json.loads, lines("json"))
+def test_json_lines_have_event_fields_and_ids_as_keys(logged: Callable[[str], list[str]]) -> None:
+    first, second, third, fourth = map(json.loads, logged("json"))
     assert first.pop("time").endswith("+00:00")
-    known = {"level": "INFO", "logger": "cellama.of_a_test", "message": "done"}
-    assert first == {**known, "job_id": "j1", "trace_id": "abc"}
-    assert (third["message"], "job_id" in third) == ("wrong", False)
-    assert third["error"].endswith("ValueError: no")
+    common = {"level": "INFO", "logger": "cellama.example"}
+    ids = {"job_id": "j1", "trace_id": "abc"}
+    assert first == {**common, **ids, "event": "job finished", "message": "job finished"}
+    assert second["event"] == "job cancelled"
+    assert (second["after_s"], second["detail"]) == (1.5, "the client disconnected")
+    assert (third["worker"], third["jobs"], third["error"]) == ("w 1", ["a"], "OSError('timed out')")
+    assert (fourth["event"], "job_id" in fourth) == ("job failed", False)
+    assert fourth["error"].endswith("ValueError: no")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cellama.config.logging import json_lines
+from cellama.config.logging import telemetry_logger
 from cellama.engine import Engine, EngineOptions, InvalidRequest, RequestStats, StepStats
 from cellama.engine.fake import FakeBackend
 from cellama.tasks.middleware import Middlewares
@@ -51,7 +51,7 @@ def lines() -> Iterator[list[str]]:
     written: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
-    logger = json_lines()
+    logger = telemetry_logger()
     others, logger.handlers = logger.handlers, [handler]
     yield written
     logger.handlers = others
