@@ -1,4 +1,4 @@
-"""The example sites, each started once for the tests of a module."""
+"""Fixtures for the example sites, which start once per module."""
 
 from __future__ import annotations
 

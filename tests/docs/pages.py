@@ -1,26 +1,31 @@
-"""The pages that people read, and the blocks of code in them."""
+"""Find the pages of the documentation and the code blocks in them."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-RUN_ELSEWHERE = {DOCS / "canvas.md"}  # beside a worker of the user's own: tests/integration/test_canvas.py
+BLOCKS_TESTED_ELSEWHERE = {DOCS / "canvas.md"}  # by tests/integration/test_canvas.py
 RUNNABLE = {"sh", "python", "toml"}  # all others show something: text, json, yaml
+OUTPUT = "Output"  # title of a block with what the nearest `sh` or `python` block above it prints
 _GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?"
-    r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    r"(?:^ *<!-- not run: (?P<reason>[^\n]+) -->\n)?"
+    r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$',
     re.MULTILINE | re.DOTALL,
 )
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `reason` says why it is not run, `title` which file it is."""
+    """A fenced block.
+
+    `title` is the name of the file that the block shows, or `OUTPUT`. `reason` is given if the block is not run.
+    """
 
     language: str
     text: str
@@ -30,16 +35,16 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Those whose blocks run: the README and all of docs/."""
+    """Return the README and all pages of docs/ that have blocks."""
     found = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-    return [page for page in found if page not in RUN_ELSEWHERE and blocks_of(page)]
+    return [page for page in found if page not in BLOCKS_TESTED_ELSEWHERE and blocks_of(page)]
 
 
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page that claim to work. Signatures in its generated parts don't."""
     text = _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
     blocks = [
-        Block(m["language"], m["text"], text[: m.start("text")].count("\n") + 1, m["title"], m["reason"])
+        Block(m["language"], dedent(m["text"]), text[: m.start("text")].count("\n") + 1, m["title"], m["reason"])
         for m in _FENCE.finditer(text)
     ]
     return [block for block in blocks if block.language in RUNNABLE or block.title]

@@ -1,4 +1,4 @@
-"""Servers of the examples, as their pages say how to start them."""
+"""Start the servers of the examples as their pages describe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from ..conftest import PATIENCE_S, clean_environment, wait_until
 from .pages import DOCS
 
 EXAMPLES = DOCS / "examples"
+FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
 @contextlib.contextmanager
 def started(argv: list[str], folder: Path, log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of an example, which is ended with the block; what it said is told if the block fails."""
+    """Run a process of an example until the block ends, and print its log if the block fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     redis_url = os.environ["CELLAMA_REDIS_URL"]
     environment = clean_environment(**{"CELLAMA_REDIS_URL": redis_url, "PATH": path, **variables})
@@ -41,30 +42,30 @@ def started(argv: list[str], folder: Path, log: Path, **variables: str) -> Itera
 
 
 class Site:
-    """A web server of an example."""
+    """The web server of an example, which answers when the constructor returns."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.port = port
         wait_until(lambda: self._answers() or process.poll() is not None, "the web server")
-        assert process.poll() is None, "the web server ended"
+        assert process.poll() is None, "the web server has exited"
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
             return True
         return False
 
-    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """Status and text of an answer, whole. A body that is not a text is sent as JSON."""
+    def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+        """Return the status and the text of a response. A body that is not a string is sent as JSON."""
         data = body.encode() if isinstance(body, str) else None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", **headers}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-                return answer.status, answer.read().decode()
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+                return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    """The events of a stream of server-sent events."""
+    """Return the data of server-sent events."""
     return [json.loads(data) for data in re.findall(r"^data: (.*)$", text, re.MULTILINE)]

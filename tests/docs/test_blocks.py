@@ -1,9 +1,10 @@
-"""What the pages tell people to type works: their blocks run, on one worker for all pages."""
+"""The blocks of all pages run and print what the pages show, with one worker for all pages."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import cellama.engine.bundled
 from cellama.api.machine.redis_server import RedisServer
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
-from .pages import DOCS, ROOT, Block, blocks_of, pages
+from .pages import DOCS, OUTPUT, ROOT, Block, blocks_of, pages
 
 NOT_RUN = {
     "installs packages": 5,
@@ -35,10 +36,13 @@ NOT_RUN = {
 GATEWAY = "http://127.0.0.1:8000"  # where pages have it
 STARTED = "cellama up"  # such a line is what the fixtures have done
 EXAMPLES = "docs/examples/"
-SCRIPT = """
+# Printed before each block, so that the output of a page can be divided.
+MARK = "----- block"
+SCRIPT = f"""
 import json, sys
-space = {}
+space = {{}}
 for line, text in json.load(sys.stdin):
+    print("{MARK}", line, flush=True)
     exec(compile("\\n" * (line - 1) + text, sys.argv[1], "exec"), space)
 """
 
@@ -49,15 +53,15 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a page's files are; /models of the pages is `models` in it."""
+    """Return a directory for the files of a page, with `models`, which replaces /models of the pages."""
     (tmp_path / "models").mkdir()
     bundled = Path(cellama.engine.bundled.__file__).parent / "tiny.gguf"
     shutil.copy(bundled, tmp_path / "models" / "my-model.gguf")
     return tmp_path
 
 
-def run(argv: list[str], folder: Path, page: str, stdin: str) -> None:
-    """A process that must succeed, with the commands of this environment."""
+def run(argv: list[str], folder: Path, page: str, stdin: str) -> str:
+    """Run a process that must succeed, with the commands of this environment, and return what it prints."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = clean_environment(CELLAMA_REDIS_URL=os.environ["CELLAMA_REDIS_URL"], PATH=path, COLUMNS="100")
     done = subprocess.run(
@@ -70,11 +74,46 @@ def run(argv: list[str], folder: Path, page: str, stdin: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0, f"{page} says what does not work:\n{done.stdout[-4000:]}"
+    assert done.returncode == 0, f"a block of {page} fails:\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def normalized(line: str) -> str:
+    """Return a line of output without what differs from run to run: numbers, ids, units of size, and spacing."""
+    line = re.sub(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{16,}\b", "ID", line)
+    line = re.sub(r"\d+(?:[.,:]\d+)*(?: [KMG]iB)?", "0", line)
+    return re.sub(r"[\s─━│╭╮╰╯]+", " ", line).strip()
+
+
+def check_output(expected: Block, printed: str, page: str) -> None:
+    """Fail unless each line that the page shows is printed, in this order. `…` stands for any text."""
+    lines = iter([normalized(line) for line in printed.splitlines()])
+    for line in filter(None, map(normalized, expected.text.splitlines())):
+        pattern = re.compile(".*".join(map(re.escape, line.split("…"))))
+        assert any(pattern.fullmatch(candidate) for candidate in lines), (
+            f"{page}:{expected.line}: this line is shown, but not printed there:\n{line}\nprinted:\n{printed[-4000:]}"
+        )
+
+
+def check_outputs(blocks: list[Block], printed: dict[int, str], page: str) -> None:
+    """Compare each `OUTPUT` block with what the runnable block above it has printed."""
+    source = None
+    for block in blocks:
+        if block.title == OUTPUT:
+            assert source is not None, f"{page}:{block.line}: no block above this one is run"
+            check_output(block, printed[source.line], page)
+        elif not block.title and block.language in ("sh", "python"):
+            source = block if block.reason is None else None
+
+
+def by_block(printed: str) -> dict[int, str]:
+    """Divide the output of a page by the lines that its blocks start at."""
+    parts = re.split(rf"^{MARK} (\d+)\n", printed, flags=re.MULTILINE)
+    return {int(line): text for line, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def write(block: Block, folder: Path, page: str) -> None:
-    """A block that is a file: one of ours must be as it is there, others are written for the commands of the page."""
+    """Write a block that shows a file. One of the examples must equal its file instead."""
     assert block.title is not None
     if block.title.startswith(EXAMPLES):
         assert block.text == (ROOT / block.title).read_text(encoding="utf-8"), f"{page} shows another {block.title}"
@@ -89,26 +128,35 @@ def write(block: Block, folder: Path, page: str) -> None:
 def test_blocks_of_page_run(
     page: Path, worker: WorkerProcess, redis_server: RedisServer, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    blocks = [block for block in blocks_of(page) if block.reason is None]
+    blocks = blocks_of(page)
     if any(GATEWAY in block.text for block in blocks):
         url = request.getfixturevalue("gateway").url
         blocks = [replace(block, text=block.text.replace(GATEWAY, url)) for block in blocks]
-    for block in (block for block in blocks if block.title):
-        write(block, folder, name_of(page))
-    lines = [line for block in blocks if block.language == "sh" and not block.title for line in block.text.splitlines()]
-    commands = [line for line in lines if line.partition("#")[0].strip() != STARTED]
+    run_blocks = [block for block in blocks if block.reason is None and block.title != OUTPUT]
+    for block in run_blocks:
+        if block.title:
+            write(block, folder, name_of(page))
+    printed = {}
+    commands = [block for block in run_blocks if block.language == "sh" and not block.title]
     if commands:
-        run(["bash", "-euo", "pipefail", "-v"], folder, name_of(page), "\n".join(commands))
-    python = [(block.line, block.text) for block in blocks if block.language == "python" and not block.title]
+        lines = []
+        for block in commands:
+            lines.append(f"echo; echo {MARK} {block.line}")
+            lines += [line for line in block.text.splitlines() if line.partition("#")[0].strip() != STARTED]
+        printed |= by_block(run(["bash", "-euo", "pipefail"], folder, name_of(page), "\n".join(lines)))
+    python = [(block.line, block.text) for block in run_blocks if block.language == "python" and not block.title]
     if python:
-        run([sys.executable, "-c", SCRIPT, name_of(page)], folder, name_of(page), json.dumps(python))
+        printed |= by_block(
+            run([sys.executable, "-c", SCRIPT, name_of(page)], folder, name_of(page), json.dumps(python))
+        )
+    check_outputs(blocks, printed, name_of(page))
 
 
 def test_blocks_that_do_not_run_are_few_and_have_reasons() -> None:
     assert Counter(block.reason for page in pages() for block in blocks_of(page) if block.reason) == NOT_RUN
 
 
-def test_first_command_of_the_readme_stands_near_its_top() -> None:
+def test_readme_shows_its_first_command_near_the_top() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert lines.index("make demo") <= 25
     assert len(lines) <= 110

@@ -1,4 +1,4 @@
-"""Streams of the example sites in a real browser, whose EventSource connects again by itself."""
+"""Read the streams of the example sites in a real browser, whose EventSource reconnects automatically."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cellama.api import Client
 
 from ..browser import Browser, Page, browsing
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
-from .sites import Site
+from .sites import FORM, Site
 
-# An EventSource that never closes itself, as a page has it whose author has read no documentation of the site.
+# A page that never closes its EventSource.
 NAIVE = """
 window.seen = []
 window.source = new EventSource(%s)
@@ -27,8 +27,8 @@ for (const name of ["started", "token", "done", "failed"])
 """
 
 
-class Cuttable:
-    """Forwards connections to a server, and can cut all that are open."""
+class CuttableProxy:
+    """A TCP proxy that can cut all open connections."""
 
     def __init__(self, port: int) -> None:
         self._server_port = port
@@ -79,8 +79,8 @@ def page(browser: Browser) -> Page:
 
 
 @contextlib.contextmanager
-def cuttable(site: Site) -> Iterator[Cuttable]:
-    proxy = Cuttable(site.port)
+def cuttable(site: Site) -> Iterator[CuttableProxy]:
+    proxy = CuttableProxy(site.port)
     try:
         yield proxy
     finally:
@@ -88,7 +88,7 @@ def cuttable(site: Site) -> Iterator[Cuttable]:
 
 
 def story_of(page: Page) -> str:
-    """The id of the job whose events the page reads."""
+    """Return the id of the job whose events the page reads."""
     return page.streams[0][0].split("/")[2]
 
 
@@ -96,7 +96,7 @@ def statuses(page: Page) -> list[int]:
     return [status for _, status in page.streams]
 
 
-def test_page_of_the_fastapi_example_shows_each_token_once_although_its_stream_is_cut(
+def test_fastapi_page_shows_each_token_once_when_its_stream_is_cut(
     fastapi_site: Site, page: Page, worker: WorkerProcess
 ) -> None:
     with cuttable(fastapi_site) as proxy, Client() as client:
@@ -118,7 +118,7 @@ def test_page_of_the_fastapi_example_shows_each_token_once_although_its_stream_i
         assert page.run("source.readyState") == 2  # closed by the page: no further connection
 
 
-def test_page_of_the_fastapi_example_shows_why_a_story_failed(fastapi_site: Site, page: Page) -> None:
+def test_fastapi_page_shows_the_error_of_a_failed_story(fastapi_site: Site, page: Page) -> None:
     page.open(f"http://127.0.0.1:{fastapi_site.port}")
     page.run("document.forms[0].elements.prompt.value = 'fox '.repeat(9000), document.forms[0].requestSubmit()")
     wait_until(lambda: page.text("state").startswith("the story failed: "), "the failure in the page")
@@ -128,7 +128,7 @@ def test_page_of_the_fastapi_example_shows_why_a_story_failed(fastapi_site: Site
     assert page.run("source.readyState") == 2
 
 
-def test_page_of_the_fastapi_example_tells_a_refused_stream_from_a_failed_story(fastapi_site: Site, page: Page) -> None:
+def test_fastapi_page_shows_that_the_server_refused_the_stream(fastapi_site: Site, page: Page) -> None:
     page.open(f"http://127.0.0.1:{fastapi_site.port}")
     page.run("follow('no such job')")
     wait_until(lambda: page.text("state") == "the server has refused the stream", "the refusal in the page")
@@ -136,11 +136,11 @@ def test_page_of_the_fastapi_example_tells_a_refused_stream_from_a_failed_story(
 
 
 def submit(site: Site, name: str, fields: dict[str, Any]) -> str:
-    """Queue a story, and return the id of its job."""
+    """Queue a story and return the id of its job."""
     if name == "django":
-        status, text = site.ask("/stories", urlencode(fields), **{"content-type": "application/x-www-form-urlencoded"})
+        status, text = site.request("/stories", urlencode(fields), **FORM)
     else:
-        status, text = site.ask("/stories", fields)
+        status, text = site.request("/stories", fields)
     assert status == 200, text
     return str(json.loads(text)["id"])
 
@@ -150,12 +150,12 @@ def site(request: pytest.FixtureRequest) -> tuple[str, Site]:
     return request.param, request.getfixturevalue(f"{request.param}_site")
 
 
-def test_event_source_that_never_closes_itself_reads_each_event_once_and_stops(
+def test_event_source_receives_each_event_once_and_stops_when_the_page_never_closes_it(
     site: tuple[str, Site], page: Page, worker: WorkerProcess
 ) -> None:
     name, server = site
     with cuttable(server) as proxy, Client() as client:
-        page.open(f"{proxy.url}/no-such-page")  # of the same origin
+        page.open(f"{proxy.url}/no-such-page")  # a page with the same origin
         with worker.slowed(0.3):
             job_id = submit(server, name, {"prompt": "Once upon a time"})
             page.run(NAIVE % json.dumps(f"/stories/{job_id}/events"))
@@ -165,13 +165,13 @@ def test_event_source_that_never_closes_itself_reads_each_event_once_and_stops(
             assert client.position(job_id).state == "running"
             wait_until(lambda: statuses(page) == [200, 200], "the second connection")
         wait_until(lambda: page.run("source.readyState") == 2, "the end of the EventSource")
-        assert statuses(page) == [200, 200, 204]  # it has connected once more after the end, and never again
+        assert statuses(page) == [200, 200, 204]  # the browser reconnects once after the end, receives 204, and stops
         seen = page.run("seen")
         events = list(client.stream(job_id, timeout=PATIENCE_S))
         assert seen == [[event["type"], str(event["seq"])] for event in events]
 
 
-def test_event_source_of_a_failed_story_gets_the_failure_once_and_stops(site: tuple[str, Site], page: Page) -> None:
+def test_event_source_receives_the_failure_once_and_stops(site: tuple[str, Site], page: Page) -> None:
     name, server = site
     page.open(f"http://127.0.0.1:{server.port}/no-such-page")
     job_id = submit(server, name, {"prompt": "fox " * 9000})
@@ -182,8 +182,8 @@ def test_event_source_of_a_failed_story_gets_the_failure_once_and_stops(site: tu
 
 
 @pytest.mark.parametrize("wrong", ["abc", "1.5", "-7", "9" * 30])
-def test_wrong_last_event_id_is_refused(site: tuple[str, Site], wrong: str) -> None:
+def test_site_rejects_an_invalid_last_event_id(site: tuple[str, Site], wrong: str) -> None:
     name, server = site
     job_id = submit(server, name, {"prompt": "Hi"})
-    status, text = server.ask(f"/stories/{job_id}/events", **{"last-event-id": wrong})
+    status, text = server.request(f"/stories/{job_id}/events", **{"last-event-id": wrong})
     assert (status, json.loads(text)["code"]) == (400, "invalid_request")

@@ -1,4 +1,4 @@
-"""The examples of the documentation, started as their pages say, on a real worker and a real Redis."""
+"""Run the examples of the documentation as their pages describe, with a real worker and a real Redis."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from cellama.tasks.state.registry import live_workers
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, paced, wait_until
 from ..gateways import GatewayProcess
 from .pages import ROOT
-from .sites import EXAMPLES, Site, events_in, started
+from .sites import EXAMPLES, FORM, Site, events_in, started
 
 TYPED = ["app", "write_story", "sort_reviews", "api.views", "tasks", "config.celery", "config.settings", "config.urls"]
 
 
-def test_fastapi_example_streams_a_story_and_a_reader_goes_on_where_it_was(fastapi_site: Site) -> None:
-    status, text = fastapi_site.ask("/stories", {"prompt": "Once upon a time", "max_tokens": 20})
+def test_fastapi_example_resumes_a_stream_after_the_last_event_id(fastapi_site: Site) -> None:
+    status, text = fastapi_site.request("/stories", {"prompt": "Once upon a time", "max_tokens": 20})
     assert status == 200
     path = f"/stories/{json.loads(text)['id']}/events"
-    status, text = fastapi_site.ask(path)
+    status, text = fastapi_site.request(path)
     events = events_in(text)
     assert (status, events[0]["type"], events[-1]["type"]) == (200, "started", "done")
-    rest = events_in(fastapi_site.ask(path, **{"last-event-id": "3"})[1])
+    rest = events_in(fastapi_site.request(path, **{"last-event-id": "3"})[1])
     assert rest == events[4:]
 
 
-def test_fastapi_example_answers_errors_with_their_statuses(fastapi_site: Site) -> None:
-    assert fastapi_site.ask("/stories/nothing/events")[0] == 404
-    status, text = fastapi_site.ask("/stories", {"prompt": "Hi", "max_tokens": 0})
+def test_fastapi_example_returns_the_http_status_of_each_error(fastapi_site: Site) -> None:
+    assert fastapi_site.request("/stories/nothing/events")[0] == 404
+    status, text = fastapi_site.request("/stories", {"prompt": "Hi", "max_tokens": 0})
     assert (status, json.loads(text)["code"]) == (400, "invalid_request")
     assert "max_tokens is 0" in text
 
 
-def test_fastapi_example_cancels_the_job_of_a_reader_that_goes_away(fastapi_site: Site, worker: WorkerProcess) -> None:
+def test_fastapi_example_cancels_the_job_when_its_reader_disconnects(fastapi_site: Site, worker: WorkerProcess) -> None:
     with worker.slowed(0.5), Client() as client:  # a story of this model lasts for most of a minute
         connection = http.client.HTTPConnection("127.0.0.1", fastapi_site.port, timeout=PATIENCE_S)
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1000})
@@ -57,25 +57,23 @@ def test_fastapi_example_cancels_the_job_of_a_reader_that_goes_away(fastapi_site
 
 
 def test_django_example_chains_tasks_of_both_apps(django_site: Site) -> None:
-    job = json.loads(django_site.ask("/titles?animal=bear")[1])["id"]
+    job = json.loads(django_site.request("/titles?animal=bear")[1])["id"]
 
     def title() -> str | None:
-        status, text = django_site.ask(f"/titles/{job}")
+        status, text = django_site.request(f"/titles/{job}")
         return json.loads(text)["title"] if status == 200 else None
 
     assert len(wait_until(title, "the title").split()) == 6
 
 
 def test_django_example_streams_a_story(django_site: Site) -> None:
-    status, text = django_site.ask("/stories", "prompt=Once", **{"content-type": "application/x-www-form-urlencoded"})
+    status, text = django_site.request("/stories", "prompt=Once", **FORM)
     assert status == 200
-    status, text = django_site.ask(f"/stories/{json.loads(text)['id']}/events")
+    status, text = django_site.request(f"/stories/{json.loads(text)['id']}/events")
     assert (status, events_in(text)[-1]["type"]) == (200, "done")
 
 
-def test_bulk_example_answers_each_line_and_goes_on_without_doing_them_again(
-    worker: WorkerProcess, tmp_path: Path
-) -> None:
+def test_bulk_example_computes_no_line_twice_when_it_is_run_again(worker: WorkerProcess, tmp_path: Path) -> None:
     source = EXAMPLES / "bulk_run"
     argv = [sys.executable, "sort_reviews.py", "reviews.csv", str(tmp_path / "sorted.csv")]
     for _ in range(2):
@@ -87,7 +85,7 @@ def test_bulk_example_answers_each_line_and_goes_on_without_doing_them_again(
     assert (tmp_path / "sorted.out.jsonl").read_text().count("\n") == 4
 
 
-def test_several_machines_example_shares_the_queue_of_one_redis(tmp_path: Path) -> None:
+def test_several_machines_example_starts_two_workers_that_share_the_jobs(tmp_path: Path) -> None:
     script = str(EXAMPLES / "several_machines" / "worker.sh")
     with RedisServer.start(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
         models = paced(json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}]))
@@ -103,21 +101,21 @@ def test_several_machines_example_shares_the_queue_of_one_redis(tmp_path: Path) 
             "print(len({next(job.stream())['worker'] for job in jobs}))"
         )
         argv = [sys.executable, "-c", code]
-        with pace.slowed(tmp_path / "pace", 0.02):  # one alone would take some ten seconds
+        with pace.slowed(tmp_path / "pace", 0.02):  # a single worker would need about ten seconds
             done = subprocess.run(
                 argv, env=clean_environment(**environment), capture_output=True, text=True, timeout=PATIENCE_S
             )
         assert done.stdout == "2\n", done.stderr
 
 
-def test_durable_responses_example_goes_on_after_it_was_killed(gateway: GatewayProcess, tmp_path: Path) -> None:
+def test_durable_responses_example_resumes_the_response_after_a_kill(gateway: GatewayProcess, tmp_path: Path) -> None:
     argv = [sys.executable, str(EXAMPLES / "durable_responses" / "write_story.py")]
     environment = {"OPENAI_BASE_URL": f"{gateway.url}/v1", "STORY_TOKENS": "60", "STORY_STATE": str(tmp_path / "state")}
     first = subprocess.Popen(argv, env=clean_environment(**environment), stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
-    told = first.stdout.read(10)
+    printed = first.stdout.read(10)
     first.kill()
-    told += first.communicate(timeout=PATIENCE_S)[0]
+    printed += first.communicate(timeout=PATIENCE_S)[0]
     second = subprocess.run(
         argv, env=clean_environment(**environment), capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -126,13 +124,13 @@ def test_durable_responses_example_goes_on_after_it_was_killed(gateway: GatewayP
         whole = client.responses.create(
             model="tiny", input="Tell me a story about a fox.", temperature=0, max_output_tokens=60
         )
-    read = (told + second.stdout).strip()
-    assert (read[:10], read[-10:]) == (whole.output_text.strip()[:10], whole.output_text.strip()[-10:])
+    text = (printed + second.stdout).strip()
+    assert (text[:10], text[-10:]) == (whole.output_text.strip()[:10], whole.output_text.strip()[-10:])
     assert not (tmp_path / "state").exists()
 
 
 def test_types_of_the_examples_are_checked_strictly() -> None:
-    """Beside the links and with the cache of `.ci/check`, so that only the examples are read."""
+    # In the directory of `.ci/check`, whose cache has the types of cellama already.
     links = ROOT / "build" / "types" / "cellama"
     links.mkdir(parents=True, exist_ok=True)
     for folder in ("api", "config", "engine", "tasks"):
@@ -150,7 +148,7 @@ def test_types_of_the_examples_are_checked_strictly() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_testing_example_passes_on_services_of_its_own(tmp_path: Path) -> None:
+def test_testing_example_passes_with_a_redis_and_a_worker_that_it_starts(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = clean_environment(PATH=path, TMPDIR=str(tmp_path))
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
