@@ -7,7 +7,8 @@ file may have fewer, never more, and a new file none. The rules are those of doc
     .venv/bin/python .ci/language.py            # fail on new findings
     .venv/bin/python .ci/language.py FILE ...   # show all findings of these files
     .venv/bin/python .ci/language.py --counts   # findings by rule and by package
-    .venv/bin/python .ci/language.py --lower    # write lower counts into the baseline after you have mended some
+    .venv/bin/python .ci/language.py --lower    # write lower counts into the baseline after you corrected some
+    .venv/bin/python .ci/language.py --sample 7 # draw 200 texts with this seed, for a reader to grade
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +73,8 @@ PATTERNS = {
 HELP_START = re.compile(r"^(?:Of|For|In|At|Its|Their|Whose|As|of|for|in|at|its|their|whose|as)\b")
 FRAGMENT = re.compile(r"^(?:Of|At|Whose|Who|So many|That|Those|Its|Their|What|As|By|In|On|From|With)\b")
 TEST_WORDS = re.compile(r"(?:^|_)(?:told|tells?|beside|whoever|is_none|are_none|goes_on|go_on|shall)(?:_|$)")
+# Numbers of texts in a sample, by kind.
+SAMPLE = {"documentation": 80, "docstring": 40, "help": 30, "error": 20, "log": 10, "test name": 20}
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
 HELPS = {"help", "description", "short_help", "epilog"}
 
@@ -85,7 +89,7 @@ class Finding(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Prose of a file; `kind` is prose, docstring, comment, message or help."""
+    """Prose of a file. `kind` is prose, module, docstring, comment, error, log or help."""
 
     line: int
     kind: str
@@ -132,11 +136,12 @@ def python_texts(source: str) -> Iterator[Text]:
                 yield Text(first.lineno, kind, first.value.value)
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from _strings(node.exc.args, "message")
+            yield from _strings(node.exc.args, "error")
         elif isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             if name in LOGGERS and node.args:
-                yield from _strings(node.args[:1], "message")
+                yield from _strings(node.args[:1], "log")
+                yield from _strings((each.value for each in node.keywords if each.arg == "detail"), "log")
             for keyword in node.keywords:
                 if keyword.arg in HELPS:
                     yield from _strings([keyword.value], "help")
@@ -201,6 +206,29 @@ def files() -> list[str]:
     return [name for name in listed.stdout.splitlines() if name not in EXCEPT and (ROOT / name).exists()]
 
 
+def sample(seed: int) -> Iterator[str]:
+    """Draw 200 texts from all files: the kinds and numbers of SAMPLE, in random order within each kind."""
+    drawn: dict[str, list[str]] = {kind: [] for kind in SAMPLE}
+    for name in files():
+        source = (ROOT / name).read_text(encoding="utf-8")
+        is_test = name.startswith("tests/")
+        if is_test:
+            drawn["test name"] += [f"{name}: {test}" for test in re.findall(r"def (test_\w+)", source)]
+        elif name.endswith(".md"):
+            texts = (sentence for text in markdown_texts(source) for sentence in SENTENCE_END.split(text.text))
+            drawn["documentation"] += [f"{name}: {text}" for text in texts if len(text.split()) > 3]
+        else:
+            for _, kind, text in python_texts(source):
+                kind = "docstring" if kind == "module" else kind
+                if kind in drawn and len(text.split()) > 2:
+                    parts = SENTENCE_END.split(text) if kind == "docstring" else [text]
+                    drawn[kind] += [f"{name}: {' '.join(part.split())}" for part in parts if len(part.split()) > 2]
+    random = Random(seed)
+    for kind, texts in drawn.items():
+        for number, text in enumerate(random.sample(texts, SAMPLE[kind]), start=1):
+            yield f"{kind} {number}: {text}"
+
+
 def counts(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
     """Return the number of findings by file and rule."""
     by_file: dict[str, Counter[str]] = defaultdict(Counter)
@@ -210,6 +238,9 @@ def counts(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--sample"]:
+        print(*sample(int(arguments[1])), sep="\n")
+        return 0
     if arguments and not arguments[0].startswith("-"):
         for name in arguments:
             for finding in findings(name):
