@@ -87,7 +87,7 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         assert report["ratios"][NONE[name]] == 0
 
 
-def test_all_runs_the_short_forms_and_tells_how_each_ended() -> None:
+def test_bench_all_runs_the_short_forms_and_reports_the_exit_code_of_each() -> None:
     done = bench("all", "--short", "--only", "tokenize_overhead", "single_generate", "--model", str(TINY_PATH))
     assert done.returncode == 0, done.stderr[-2000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -95,14 +95,14 @@ def test_all_runs_the_short_forms_and_tells_how_each_ended() -> None:
     assert len(re.findall(r"^(?:tokenize_overhead|single_generate) +ok +\d", done.stdout, re.MULTILINE)) == 2
 
 
-def test_all_fails_when_a_benchmark_does() -> None:
+def test_bench_all_fails_when_a_benchmark_fails() -> None:
     done = bench("all", "--short", "--only", "tokenize_overhead", "--model", "no-such.gguf")
     assert done.returncode == 1
     assert re.search(r"^tokenize_overhead +failed with 2", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_benchmark_that_is_ended_leaves_no_files_behind(tmp_path: Path) -> None:
+def test_benchmark_deletes_its_files_when_it_is_terminated(tmp_path: Path) -> None:
     command = [*COMMAND, "urgent", "--model", str(TINY_PATH), *SMALL["urgent"].split()]
     process = subprocess.Popen(
         [*command, "--pause", "600"], stdout=subprocess.DEVNULL, env=clean_environment(TMPDIR=str(tmp_path))
@@ -120,7 +120,7 @@ def test_benchmark_that_is_ended_leaves_no_files_behind(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_benchmarks_are_listed_and_unknown_ones_refused() -> None:
+def test_bench_lists_benchmarks_and_rejects_unknown_names() -> None:
     listed = bench()
     assert listed.returncode == 0
     assert all(name in listed.stdout for name in SMALL)

@@ -34,7 +34,7 @@ def chaos(*scenarios: str, options: tuple[str, ...], jobs: int = JOBS) -> list[d
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S + 30)
-def test_every_job_ends_once_with_the_text_of_an_undisturbed_run() -> None:
+def test_chaos_jobs_finish_once_with_the_text_of_an_undisturbed_run() -> None:
     """No job begins a second time merely because Redis was away: the benchmark's lease is then longer than a busy
     machine keeps a thread waiting, so what is counted depends on the rules, and not on the machine."""
     numbers = ("--kills", "3", "--outages", "4", "--freezes", "2", "--rollbacks", "2")
@@ -50,7 +50,7 @@ def test_every_job_ends_once_with_the_text_of_an_undisturbed_run() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_every_next_step_runs_and_every_chord_completes_when_workers_are_killed() -> None:
+def test_canvas_steps_run_and_chords_complete_when_workers_are_killed() -> None:
     options = ("--new", "100", "--kills", "3", "--period", "1.5", "--canvases", "1", "--chord", "50")
     (row,) = chaos("canvas", options=options)
     assert (row["kills"], row["steps lost"]) == (3, 0)
@@ -58,7 +58,7 @@ def test_every_next_step_runs_and_every_chord_completes_when_workers_are_killed(
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_no_next_step_is_lost_when_a_worker_dies_after_the_end_of_its_job() -> None:
+def test_canvas_step_runs_when_the_worker_is_killed_after_the_job_before_it() -> None:
     """A step may run twice if the worker died after it had sent the step: the benchmark counts these."""
     row, *points = chaos("ends", options=("--new", "16", "--ends", "8", "--chord", "6"))
     assert row["kills"] == sum(point["kills"] for point in points) == 8
@@ -67,14 +67,14 @@ def test_no_next_step_is_lost_when_a_worker_dies_after_the_end_of_its_job() -> N
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_jobs_whose_journals_are_lost_end_once_and_the_others_resume() -> None:
+def test_jobs_finish_once_when_redis_loses_their_journals_and_others_resume() -> None:
     (row,) = chaos("expired", options=("--new", "100", "--ways", "killed"), jobs=24)
     assert 0 < row["trimmed"] <= row["expired"] < row["begun"]
     assert (row["ended once"], row["stored"], row["reruns"]) == (row["jobs"], row["jobs"], 0)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_workers_wait_while_redis_loads_its_data_and_keep_their_processes() -> None:
+def test_workers_keep_running_while_redis_loads_its_data() -> None:
     """Other refusals of real servers: tests/integration/test_refusing_servers.py."""
     rows = chaos("refusals", options=("--new", "100", "--refused", "1.5", "--refusals", "LOADING"), jobs=24)
     assert [(row["refusal"], row["workers"]) for row in rows] == [("LOADING", "idle"), ("LOADING", "busy")]

@@ -36,14 +36,14 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         yield machine
 
 
-def test_up_says_what_runs_and_what_to_try(machine: Machine) -> None:
+def test_up_prints_addresses_and_a_first_command(machine: Machine) -> None:
     output = machine.output()
     assert f"http://127.0.0.1:{machine.flower_port}" in output
     assert 'cellama generate tiny "Once upon a time"' in output
     assert "tiny (16 slots)" in output
 
 
-def test_generate_streams_text_in_pieces(machine: Machine) -> None:
+def test_generate_streams_text_in_chunks(machine: Machine) -> None:
     done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "40")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(", there was a little fox named Mia who lived in a green forest.")
@@ -55,7 +55,7 @@ def test_generate_streams_text_in_pieces(machine: Machine) -> None:
     assert "".join(e.get("text", "") for e in events) + "\n" == done.stdout
 
 
-def test_password_of_redis_is_found_by_programs_of_its_user_and_shown_nowhere(machine: Machine) -> None:
+def test_redis_password_is_found_by_programs_of_the_same_user_and_never_printed(machine: Machine) -> None:
     assert "@" not in machine.environment["CELLAMA_REDIS_URL"]
     argv = [sys.executable, "-c", PRODUCER]
     options: dict[str, Any] = {"cwd": machine.folder, "env": machine.environment, "text": True}
@@ -80,7 +80,7 @@ def test_password_of_redis_is_found_by_programs_of_its_user_and_shown_nowhere(ma
         assert url.password not in text
 
 
-def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:
+def test_chat_and_embed_read_arguments_and_stdin(machine: Machine) -> None:
     done = machine.run("chat", "tiny", "-", "--temperature", "0", stdin="What is the capital of Norway?\n")
     assert done.stdout == "The capital of Norway is Oslo.\n"
     embedded = machine.run("embed", "tiny", "-", "--json", stdin="a\nb\n")
@@ -100,7 +100,7 @@ def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
     assert (status["waiting"], status["eta_s"]) == (none, {"tiny": 0.0, ":default": 0.0})
 
 
-def test_models_and_their_memory_are_shown(machine: Machine) -> None:
+def test_models_commands_show_models_and_their_memory(machine: Machine) -> None:
     info = machine.run("models", "info", "tiny").stdout
     for shown in ("ready", "serves :default", "F16", "16 slots of 2048 tokens", "fingerprint", "KV cache", "MiB"):
         assert shown in info
@@ -115,7 +115,7 @@ def test_models_and_their_memory_are_shown(machine: Machine) -> None:
     assert worker["models"][0]["memory"] == known["memory"]
 
 
-def test_status_of_a_job_tells_where_it_is(machine: Machine) -> None:
+def test_status_shows_the_state_of_a_job(machine: Machine) -> None:
     done = json.loads(machine.run("generate", "tiny", "Once", "--max-tokens", "2", "--json").stdout.splitlines()[0])
     assert machine.run("status", done["job_id"]).stdout == f"job {done['job_id']} is done\n"
     unknown = machine.run("status", "nothing")
@@ -123,7 +123,7 @@ def test_status_of_a_job_tells_where_it_is(machine: Machine) -> None:
     assert "there is no job nothing" in unknown.stderr
 
 
-def test_dead_jobs_are_listed_on_the_command_line(machine: Machine) -> None:
+def test_dead_list_shows_dead_jobs(machine: Machine) -> None:
     assert machine.run("dead", "list").stdout == "no job was put aside\n"
     assert json.loads(machine.run("dead", "list", "--json").stdout) == []
     refused = machine.run("dead", "requeue", "nothing")
@@ -131,7 +131,7 @@ def test_dead_jobs_are_listed_on_the_command_line(machine: Machine) -> None:
     assert "no dead job nothing; `cellama dead list` shows those that there are" in refused.stderr
 
 
-def test_unknown_model_and_failed_job_have_messages_and_exit_codes(machine: Machine) -> None:
+def test_generate_exits_with_a_message_when_the_model_is_unknown_or_the_job_fails(machine: Machine) -> None:
     unknown = machine.run("generate", "tinny", "Hi")
     assert (unknown.returncode, "did you mean 'tiny'" in unknown.stderr) == (3, True)
     too_long = machine.run("generate", "tiny", "-", stdin="word " * 3000)
@@ -140,7 +140,7 @@ def test_unknown_model_and_failed_job_have_messages_and_exit_codes(machine: Mach
     assert "Traceback" not in unknown.stderr + too_long.stderr
 
 
-def test_cancel_ends_a_job_of_another_process(machine: Machine) -> None:
+def test_cancel_stops_a_job_of_another_process(machine: Machine) -> None:
     argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--json", "--ignore-eos", "--max-tokens", "1900"]
     options: dict[str, Any] = {
         "cwd": machine.folder,
@@ -155,7 +155,7 @@ def test_cancel_ends_a_job_of_another_process(machine: Machine) -> None:
     assert (events[-1]["finish_reason"], job.returncode) == ("cancelled", 1)
 
 
-def test_ctrl_c_cancels_the_job_and_says_so(machine: Machine) -> None:
+def test_generate_cancels_its_job_on_ctrl_c_and_prints_that(machine: Machine) -> None:
     argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900"]
     with (
         machine.slowed(),
@@ -172,7 +172,7 @@ def test_ctrl_c_cancels_the_job_and_says_so(machine: Machine) -> None:
     assert (job.returncode, "cancelled job" in told) == (130, True)
 
 
-def test_reader_that_goes_away_cancels_the_job(machine: Machine) -> None:
+def test_generate_cancels_its_job_when_its_output_pipe_closes(machine: Machine) -> None:
     argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900", "--json"]
     with (
         machine.slowed(),
@@ -190,7 +190,7 @@ def test_reader_that_goes_away_cancels_the_job(machine: Machine) -> None:
     assert (job.returncode, "cancelled job" in told) == (1, True)
 
 
-def test_jobs_are_followed_from_elsewhere_and_left_alone(machine: Machine) -> None:
+def test_follow_streams_a_job_of_another_process_without_cancelling_it(machine: Machine) -> None:
     with machine.slowed():
         argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900", "--json"]
         with subprocess.Popen(
@@ -234,7 +234,7 @@ def test_flower_shows_the_worker_and_its_tasks(machine: Machine) -> None:
     wait_until(lambda: [each["status"] for each in workers().get("data", [])] == [True], "the worker in Flower")
 
 
-def test_second_up_says_that_the_port_of_flower_is_taken(machine: Machine) -> None:
+def test_second_up_reports_that_the_flower_port_is_taken(machine: Machine) -> None:
     second = machine.run("up", "--flower-port", str(machine.flower_port))
     assert second.returncode == 1
     assert f"port {machine.flower_port} on 127.0.0.1 is taken" in second.stderr

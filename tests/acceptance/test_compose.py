@@ -114,7 +114,7 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
         composed.end()
 
 
-def test_worker_of_the_compose_file_gets_healthy_serves_and_ends_in_order(composed: Composed) -> None:
+def test_compose_worker_becomes_healthy_serves_jobs_and_exits_cleanly(composed: Composed) -> None:
     environment = composed.environment("worker", CELLAMA_MODELS=json.dumps([MODEL]))
     assert not composed.is_healthy("worker", environment)
     worker = composed.start("worker", composed.argv("worker"), environment)
@@ -132,7 +132,7 @@ def test_worker_of_the_compose_file_gets_healthy_serves_and_ends_in_order(compos
         assert setting not in composed.log("worker")  # it has nothing to say against this Redis
 
 
-def test_flower_of_the_compose_file_asks_for_a_password_and_takes_no_other(composed: Composed) -> None:
+def test_compose_flower_requires_its_password(composed: Composed) -> None:
     argv = composed.argv("flower")
     without = subprocess.run(argv, cwd=composed.folder, env=composed.environment("flower"), capture_output=True)
     assert without.returncode == 1
@@ -157,7 +157,7 @@ def test_flower_of_the_compose_file_asks_for_a_password_and_takes_no_other(compo
     assert flower.wait(PATIENCE_S) == 0, composed.log("flower")
 
 
-def test_metrics_of_the_compose_file_are_served_until_sigterm(composed: Composed) -> None:
+def test_compose_metrics_are_served_until_sigterm(composed: Composed) -> None:
     port = free_port()
     environment = composed.environment("metrics")
     metrics = composed.start("metrics", [*composed.argv("metrics"), "--port", str(port)], environment)
@@ -173,7 +173,7 @@ def test_metrics_of_the_compose_file_are_served_until_sigterm(composed: Composed
     assert metrics.wait(PATIENCE_S) == 0, composed.log("metrics")
 
 
-def test_gateway_of_the_compose_file_serves_whoever_has_a_key(composed: Composed) -> None:
+def test_compose_gateway_serves_requests_with_an_api_key(composed: Composed) -> None:
     environment = composed.environment("gateway", CELLAMA_DATA_DIR=str(composed.folder))
     argv = [*composed.argv("gateway"), "--port", str(composed.gateway_port)]
     refused = subprocess.run(argv, cwd=composed.folder, env=environment, capture_output=True, timeout=PATIENCE_S)

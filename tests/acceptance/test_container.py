@@ -74,7 +74,7 @@ def serves(client: Client, model: str) -> bool:
     return any(one["id"] == model and one["status"] == "ready" for worker in client.workers() for one in worker.models)
 
 
-def test_worker_that_is_killed_under_pid_1_is_replaced_and_leaves_no_zombie(contained: Contained) -> None:
+def test_killed_worker_under_pid_1_is_replaced_without_a_zombie(contained: Contained) -> None:
     with Client() as client:
         asked = [{"role": "user", "content": "What is the capital of France?"}]
         assert "Paris" in client.chat(contained.model, asked, temperature=0).result(PATIENCE_S)["message"]["content"]
@@ -95,7 +95,7 @@ def test_worker_that_is_killed_under_pid_1_is_replaced_and_leaves_no_zombie(cont
     assert 1 in states_inside(contained.program)
 
 
-def test_sigterm_to_pid_1_lets_the_running_job_finish(contained: Contained) -> None:
+def test_running_job_finishes_when_pid_1_receives_sigterm(contained: Contained) -> None:
     with Client() as client, pace.slowed(contained.folder / "pace", 0.02):
         job = client.generate(contained.model, "Once upon a time", **LONG)
         stream = job.stream(timeout=PATIENCE_S)
@@ -105,7 +105,7 @@ def test_sigterm_to_pid_1_lets_the_running_job_finish(contained: Contained) -> N
         assert contained.process.wait(PATIENCE_S) == 0, contained.log()
 
 
-def test_up_as_pid_1_serves_and_ends_with_sigterm(tmp_path: Path) -> None:
+def test_up_as_pid_1_serves_and_exits_on_sigterm(tmp_path: Path) -> None:
     with up(tmp_path, in_container=True) as machine:
         done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "4")
         assert done.stdout.strip() == ", there was a", done.stderr
@@ -117,7 +117,7 @@ def test_up_as_pid_1_serves_and_ends_with_sigterm(tmp_path: Path) -> None:
         assert "ended with code" not in machine.output()
 
 
-def test_command_as_pid_1_ends_with_sigterm(contained: Contained, redis_server: RedisServer) -> None:
+def test_command_as_pid_1_exits_on_sigterm(contained: Contained, redis_server: RedisServer) -> None:
     """Linux drops the signal if the command does not handle it, and the container lasts until it is killed."""
     command = ["generate", contained.model, "Once upon a time", "--ignore-eos", "--max-tokens", "1000", "--json"]
     argv = in_namespace([sys.executable, "-m", "cellama_main", *command])

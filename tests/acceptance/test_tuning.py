@@ -42,7 +42,7 @@ def results(folder: Path) -> list[Path]:
     return list((folder / "cellama" / "tuned").glob("*.json"))
 
 
-def test_tuned_options_are_those_of_a_worker_that_leaves_them_open(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_worker_uses_tuned_options_that_its_settings_leave_open(redis_server: RedisServer, tmp_path: Path) -> None:
     done = tune(tmp_path, "bundled://tiny", *SHORT, "--seconds", "20", "--json")  # on a busy machine, too
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -88,7 +88,7 @@ def pool_size() -> int | None:
     return None if mine is None else int(mine["pool"]["max-concurrency"])
 
 
-def test_tune_without_a_terminal_prints_a_line_per_setup_then_the_table(tmp_path: Path) -> None:
+def test_tune_prints_a_line_per_configuration_and_a_table_without_a_terminal(tmp_path: Path) -> None:
     done = tune(tmp_path, "tiny", *SHORT, "--seconds", "30")  # time for two setups on a busy machine, too
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^n_parallel \d+, kv_layout \w+, n_ubatch \d+, threads 1: \d+ tokens/s", done.stdout, re.M)
@@ -98,7 +98,7 @@ def test_tune_without_a_terminal_prints_a_line_per_setup_then_the_table(tmp_path
     assert 'the settings of tiny say n_parallel = 16, threads = 1; write "auto" there' in done.stdout
 
 
-def test_tune_of_an_embedding_model_has_only_threads_to_choose(tmp_path: Path) -> None:
+def test_tune_varies_only_threads_for_an_embedding_model(tmp_path: Path) -> None:
     path = tmp_path / "bert.gguf"
     write_model(path, BertShape(n_layer=1), file_type="F16")
     done = tune(tmp_path, str(path), "--seconds", "6")
@@ -108,7 +108,7 @@ def test_tune_of_an_embedding_model_has_only_threads_to_choose(tmp_path: Path) -
     assert len(results(tmp_path)) == 1
 
 
-def test_interrupted_tune_keeps_nothing_and_tells_the_fastest_so_far(tmp_path: Path) -> None:
+def test_interrupted_tune_saves_nothing_and_prints_the_fastest_configuration(tmp_path: Path) -> None:
     argv = [*CELLAMA, "tune", "bundled://tiny", "--seconds", "60", "--threads", "1"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
@@ -137,7 +137,7 @@ def test_interrupted_tune_keeps_nothing_and_tells_the_fastest_so_far(tmp_path: P
     ("argv", "message"),
     [(("nowhere.gguf",), "there is no model file at 'nowhere.gguf'"), (("tiny", "--seconds", "0"), "--seconds")],
 )
-def test_tune_that_can_not_be_done_says_why(tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
+def test_tune_reports_the_reason_when_it_cannot_run(tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
     done = tune(tmp_path, *argv)
     assert done.returncode in (1, 2)
     assert message in done.stderr

@@ -34,7 +34,7 @@ def own_machine(tmp_path: Path) -> Iterator[Machine]:
         yield machine
 
 
-def test_gateway_is_among_what_up_runs_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_up_starts_the_gateway_when_requested(tmp_path: Path) -> None:
     port = free_port()
     with up(tmp_path, "--no-flower", "--gateway-port", str(port)) as machine:
         url = f"http://127.0.0.1:{port}"
@@ -45,7 +45,7 @@ def test_gateway_is_among_what_up_runs_if_it_is_asked_for(tmp_path: Path) -> Non
     wait_until(lambda: not any(map(is_running, children)), "the end of all children")
 
 
-def test_up_is_not_up_with_a_gateway_that_does_not_start(tmp_path: Path) -> None:
+def test_up_fails_when_the_gateway_does_not_start(tmp_path: Path) -> None:
     environment = clean_environment(
         CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
         CELLAMA_DATA_DIR=str(tmp_path / "data"),
@@ -59,7 +59,7 @@ def test_up_is_not_up_with_a_gateway_that_does_not_start(tmp_path: Path) -> None
     assert "the file of keys '/nowhere.toml' can't be read" in done.stderr
 
 
-def test_worker_and_redis_that_die_are_replaced_and_ctrl_c_ends_everything(own_machine: Machine) -> None:
+def test_up_restarts_a_killed_worker_and_redis_and_ctrl_c_stops_everything(own_machine: Machine) -> None:
     def worker() -> int | None:
         status = json.loads(own_machine.run("status", "--json").stdout)
         alive = [entry["pid"] for entry in status["live"] if psutil.pid_exists(entry["pid"])]
@@ -88,7 +88,7 @@ def check_that_a_job_continues_when_redis_dies(machine: Machine) -> None:
     assert "redis ended with code -9" in machine.output()
 
 
-def test_up_uses_a_redis_without_a_password_where_its_own_once_was(tmp_path: Path) -> None:
+def test_up_uses_a_redis_without_a_password_at_the_address_of_its_former_server(tmp_path: Path) -> None:
     port = free_port()
     directory = redis_dir(tmp_path / "data")
     directory.mkdir(parents=True)
@@ -112,7 +112,7 @@ def answers(port: int) -> bool:
     return False
 
 
-def test_ctrl_c_ends_everything_at_once_although_redis_is_gone(own_machine: Machine) -> None:
+def test_ctrl_c_stops_everything_immediately_without_redis(own_machine: Machine) -> None:
     children = descendants(own_machine.process.pid)
     os.kill(redis_of(own_machine), signal.SIGKILL)
     own_machine.process.send_signal(signal.SIGINT)
@@ -135,7 +135,7 @@ def redis_of(machine: Machine) -> int:
     ("models", "message"),
     [("m=nowhere.gguf", "there is no model file at 'nowhere.gguf'"), ("m=text.gguf", "is no GGUF file")],
 )
-def test_worker_with_a_bad_model_says_so_once_and_ends(
+def test_worker_reports_a_bad_model_once_and_exits(
     redis_server: Any, tmp_path: Path, models: str, message: str
 ) -> None:
     (tmp_path / "text.gguf").write_text("I am no model")
@@ -158,7 +158,7 @@ def model(**options: Any) -> str:
         (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
     ],
 )
-def test_up_reports_an_impossible_model_in_one_line_before_it_starts_anything(
+def test_up_reports_an_impossible_model_in_one_line_before_starting_anything(
     tmp_path: Path, models: str, message: str
 ) -> None:
     (tmp_path / "text.gguf").write_text("I am no model")
@@ -170,7 +170,7 @@ def test_up_reports_an_impossible_model_in_one_line_before_it_starts_anything(
     assert not (tmp_path / "data").exists()  # no log, no Redis
 
 
-def test_up_reports_a_damaged_model_without_the_log_of_the_worker_around_it(tmp_path: Path) -> None:
+def test_up_reports_a_damaged_model_without_the_worker_log(tmp_path: Path) -> None:
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(100))
     done = up_that_fails(tmp_path, "m=damaged.gguf")
     assert done.returncode == 2

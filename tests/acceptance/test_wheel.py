@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(output.glob("cellama-*.whl"))
 
 
-def test_wheel_has_every_module_and_every_file_that_they_read(wheel: Path) -> None:
+def test_wheel_contains_every_module_and_data_file(wheel: Path) -> None:
     files = {
         f"cellama/{path.relative_to(ROOT)}"
         for name in PACKAGES
@@ -48,7 +48,7 @@ def test_wheel_has_every_module_and_every_file_that_they_read(wheel: Path) -> No
     assert held == files
 
 
-def test_metadata_tell_what_it_is(wheel: Path) -> None:
+def test_wheel_metadata_describes_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
         text = archive.read(name).decode()
@@ -58,7 +58,7 @@ def test_metadata_tell_what_it_is(wheel: Path) -> None:
     assert {"worker", "embedded", "flower", "parquet"} <= extras
 
 
-def test_benchmarks_for_users_run_from_the_wheel_and_others_say_where_they_are(wheel: Path, tmp_path: Path) -> None:
+def test_user_benchmarks_run_from_the_wheel_and_others_name_the_repository(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
 
@@ -77,7 +77,7 @@ def test_benchmarks_for_users_run_from_the_wheel_and_others_say_where_they_are(w
     assert "chaos is for developing cellama and is not installed; run it from a checkout" in refused.stderr
 
 
-def test_demo_runs_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+def test_demo_runs_from_the_wheel_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)
     empty.mkdir()

@@ -61,7 +61,7 @@ def text(model: str, **params: Any) -> str:
 
 
 @pytest.mark.usefixtures("worker")
-def test_jobs_choose_among_adapters_of_the_settings_and_of_run_time(client: Client, name: str) -> None:
+def test_jobs_select_adapters_from_settings_and_from_run_time(client: Client, name: str) -> None:
     assert text(name).startswith(PLAIN)
     for choice in ({"asked": 1}, ["asked=1.0"], ["asked"], "asked"):
         assert text(name, adapters=choice).startswith(SEAS)
@@ -81,14 +81,14 @@ def test_jobs_choose_among_adapters_of_the_settings_and_of_run_time(client: Clie
 
 
 @pytest.mark.usefixtures("worker")
-def test_jobs_with_different_adapters_run_side_by_side(name: str) -> None:
+def test_jobs_with_different_adapters_run_concurrently(name: str) -> None:
     scales = [0.0, 0.5, 1.0] * 6
     alone = {scale: text(name, adapters={"asked": scale}, max_tokens=80) for scale in set(scales)}
     jobs = [generate.delay(name, STORY, adapters={"asked": s}, max_tokens=80, **GREEDY) for s in scales]
     assert [job.get(timeout=PATIENCE_S)["text"] for job in jobs] == [alone[scale] for scale in scales]
 
 
-def test_adapter_in_use_stays_until_it_is_free(worker: WorkerProcess, client: Client, name: str) -> None:
+def test_adapter_in_use_is_unloaded_after_its_last_job(worker: WorkerProcess, client: Client, name: str) -> None:
     with worker.slowed():
         job = client.generate(name, STORY, adapters={"asked": 1}, **LONG)
         next(event for event in job.stream() if event["type"] == "token")
@@ -101,7 +101,7 @@ def test_adapter_in_use_stays_until_it_is_free(worker: WorkerProcess, client: Cl
 
 
 @pytest.mark.usefixtures("worker")
-def test_mistakes_with_adapters_are_told(client: Client, name: str) -> None:
+def test_adapter_commands_report_mistakes(client: Client, name: str) -> None:
     for arguments, message in (
         ((name, "x", "/nowhere.gguf"), "adapter 'x': there is no model file at '/nowhere.gguf'"),
         ((name, "x", "bundled://tiny"), "is no adapter"),
@@ -116,7 +116,7 @@ def test_mistakes_with_adapters_are_told(client: Client, name: str) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_async_client_has_the_same_control(name: str) -> None:
+def test_async_client_controls_adapters_like_the_sync_client(name: str) -> None:
     async def play() -> list[dict[str, Any]]:
         async with AsyncClient() as client:
             await client.load_adapter(name, "p", PIRATE, scale=0.5)
@@ -130,7 +130,7 @@ def test_async_client_has_the_same_control(name: str) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_command_line_loads_scales_lists_and_unloads(name: str) -> None:
+def test_command_line_loads_scales_lists_and_unloads_adapters(name: str) -> None:
     def run(*argv: str) -> str:
         result = CliRunner().invoke(app, argv, catch_exceptions=False, env={"COLUMNS": "200"})
         assert result.exit_code == 0, result.output

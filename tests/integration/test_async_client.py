@@ -39,7 +39,7 @@ def test_async_client_streams_and_returns_the_same_text() -> None:
     with_client(body)
 
 
-def test_result_of_a_job_that_has_ended_is_taken_without_a_subscription(redis_client: Redis) -> None:
+def test_async_client_reads_a_finished_result_without_subscribing(redis_client: Redis) -> None:
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", max_tokens=3, **GREEDY)
         await job.result(timeout=PATIENCE_S)
@@ -71,7 +71,7 @@ def test_async_client_serves_many_jobs_at_once() -> None:
     with_client(body)
 
 
-def test_async_client_reads_before_goes_on_after_and_looks_into_caches() -> None:
+def test_async_client_prefills_continues_and_checks_caches() -> None:
     async def body(client: AsyncClient) -> None:
         given: dict[str, Any] = {"cache_scope": "async", **GREEDY}
         read = await (await client.prefill("tiny", HEAD, cache_scope="async")).result(timeout=PATIENCE_S)
@@ -86,7 +86,7 @@ def test_async_client_reads_before_goes_on_after_and_looks_into_caches() -> None
     with_client(body)
 
 
-def test_async_client_has_hundreds_of_readers_at_once(worker: WorkerProcess) -> None:
+def test_async_client_supports_hundreds_of_concurrent_readers(worker: WorkerProcess) -> None:
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", **LONG)
         readers = [job.stream(timeout=PATIENCE_S) for _ in range(150)]
@@ -100,7 +100,7 @@ def test_async_client_has_hundreds_of_readers_at_once(worker: WorkerProcess) -> 
         with_client(body)
 
 
-def test_async_client_cancel_and_timeout_are_told_apart(worker: WorkerProcess) -> None:
+def test_async_client_raises_different_errors_for_cancel_and_timeout(worker: WorkerProcess) -> None:
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", **LONG)
         with pytest.raises(JobTimeout, match="it continues"):
@@ -113,7 +113,7 @@ def test_async_client_cancel_and_timeout_are_told_apart(worker: WorkerProcess) -
         with_client(body)
 
 
-def test_async_client_refuses_bad_input_at_once() -> None:
+def test_async_client_rejects_bad_input_immediately() -> None:
     async def body(client: AsyncClient) -> None:
         with pytest.raises(InvalidJob, match="max_tokens is 0"):
             await client.generate("tiny", "Hi", max_tokens=0)
@@ -123,7 +123,7 @@ def test_async_client_refuses_bad_input_at_once() -> None:
     with_client(body)
 
 
-def test_reader_whose_scope_is_cancelled_again_and_again_cancels_its_job() -> None:
+def test_job_is_cancelled_when_the_reader_scope_is_cancelled_repeatedly() -> None:
     """As web frameworks on anyio do it when their client goes away: each await of the cleanup is cancelled, too."""
 
     async def body(client: AsyncClient) -> None:

@@ -60,7 +60,7 @@ def story(users: Any) -> str:
     return str(generate.delay("tiny", STORY, **SHORT).get(timeout=PATIENCE_S)["text"])
 
 
-def test_group_of_jobs_gives_their_results_in_order(story: str) -> None:
+def test_group_returns_results_in_order(story: str) -> None:
     jobs = group(generate.s("tiny", STORY, **SHORT), generate.s("tiny", "Bees", **SHORT)).apply_async()
     results = jobs.get(timeout=PATIENCE_S)
     assert [len(results), results[0]["text"]] == [2, story]
@@ -72,41 +72,41 @@ def test_map_and_starmap_are_groups(story: str) -> None:
     assert [sig.args for sig in generate.map(["a", "b"]).tasks] == [("a",), ("b",)]
 
 
-def test_chord_of_jobs_ends_in_a_users_task(users: Any) -> None:
+def test_chord_of_jobs_calls_a_task_of_the_user(users: Any) -> None:
     header = [generate.s("tiny", f"{i}", **SHORT) for i in range(3)]
     assert chord(header)(users.length.s()).get(timeout=PATIENCE_S) == 3
 
 
-def test_chord_of_a_users_tasks_ends_in_a_job(users: Any) -> None:
+def test_chord_of_user_tasks_calls_a_job(users: Any) -> None:
     body = chat.s(model="tiny", messages=[{"role": "user", "content": "Hi"}], **SHORT)
     done = chord([users.echo.s("a"), users.echo.s("b")], body.set(immutable=True)).apply_async()
     assert done.get(timeout=PATIENCE_S)["message"]["role"] == "assistant"
 
 
-def test_parents_result_is_the_prompt_of_the_next_step(users: Any, story: str) -> None:
+def test_result_of_a_user_task_becomes_the_prompt_of_the_next_step(users: Any, story: str) -> None:
     steps = chain(users.echo.s(STORY), generate.s(model="tiny", **SHORT), users.text_of.s())
     assert steps.apply_async().get(timeout=PATIENCE_S) == story
 
 
-def test_result_of_a_job_is_the_prompt_of_the_next(story: str) -> None:
+def test_result_of_a_job_becomes_the_prompt_of_the_next_step(story: str) -> None:
     steps = chain(generate.s("tiny", STORY, **SHORT), generate.s(model="tiny", **SHORT))
     continued = generate.delay("tiny", story, **SHORT).get(timeout=PATIENCE_S)["text"]
     assert steps.apply_async().get(timeout=PATIENCE_S)["text"] == continued
 
 
-def test_group_in_a_chain_and_canvas_within_a_task(users: Any) -> None:
+def test_group_within_a_chain_and_canvas_within_a_task_complete(users: Any) -> None:
     steps = chain(users.echo.s(STORY), group(generate.s(model="tiny", **SHORT) for _ in range(2)), users.length.s())
     assert steps.apply_async().get(timeout=PATIENCE_S) == 2
     within = users.asks_within.delay(["a", "b"]).get(timeout=PATIENCE_S)
     assert users.app.AsyncResult(within).get(timeout=PATIENCE_S) == 2
 
 
-def test_task_is_replaced_by_jobs(users: Any, story: str) -> None:
+def test_user_task_can_be_replaced_by_jobs(users: Any, story: str) -> None:
     assert users.becomes_a_job.delay(STORY).get(timeout=PATIENCE_S)["text"] == story
     assert len(users.becomes_jobs.delay(["a", "b"]).get(timeout=PATIENCE_S)) == 2
 
 
-def test_links_are_called_with_the_result_and_the_failure(users: Any, redis_client: Redis, story: str) -> None:
+def test_link_receives_the_result_and_link_error_the_failure(users: Any, redis_client: Redis, story: str) -> None:
     linked = users.text_of.s().freeze()
     job = generate.apply_async(("tiny", STORY), SHORT, link=users.text_of.s().set(task_id=linked.id))
     assert AsyncResult(linked.id, app=users.app).get(timeout=PATIENCE_S) == story
@@ -115,9 +115,7 @@ def test_links_are_called_with_the_result_and_the_failure(users: Any, redis_clie
     wait_until(lambda: redis_client.get(f"test:failed:{bad.id}"), "the errback")
 
 
-def test_steps_go_where_their_app_routes_them_however_they_are_nested(
-    users: Any, redis_client: Redis, story: str
-) -> None:
+def test_nested_steps_follow_the_routes_of_their_app(users: Any, redis_client: Redis, story: str) -> None:
     """The worker of the app listens to none of the queues that cellama's workers know."""
     job = generate.s("tiny", STORY, **SHORT)
     told = chain(job, users.text_of.s())
@@ -131,28 +129,28 @@ def test_steps_go_where_their_app_routes_them_however_they_are_nested(
     assert not redis_client.exists("celery")  # Celery's default queue
 
 
-def test_step_with_a_priority_gets_one_that_its_worker_listens_to(users: Any) -> None:
+def test_step_priority_is_mapped_to_one_that_the_worker_consumes(users: Any) -> None:
     """Kombu has four priorities unless an app says otherwise; cellama's workers have ten."""
     for priority in range(10):
         done = chord([generate.s("tiny", STORY, **SHORT)] * 2, users.length.s().set(priority=priority)).apply_async()
         assert done.get(timeout=PATIENCE_S) == 2
 
 
-def test_queue_of_a_step_that_the_user_has_set_is_kept(users: Any, redis_client: Redis) -> None:
+def test_explicit_queue_of_a_step_is_kept(users: Any, redis_client: Redis) -> None:
     step = users.text_of.s().set(queue="shop.elsewhere")
     generate.apply_async(("tiny", STORY), SHORT, link=step).get(timeout=PATIENCE_S)
     wait_until(lambda: redis_client.llen("shop.elsewhere"), "the step in its queue")
     redis_client.delete("shop.elsewhere")
 
 
-def test_step_whose_app_has_no_queue_for_it_is_refused_before_anything_is_queued(worker: WorkerProcess) -> None:
+def test_step_without_a_queue_is_rejected_before_anything_is_queued(worker: WorkerProcess) -> None:
     with Celery("strict", broker=app.conf.broker_url, set_as_current=False) as strict:
         strict.conf.update(task_create_missing_queues=False, task_routes={"strict.*": {"queue": "nowhere"}})
         with pytest.raises(InvalidJob, match=r"step strict\.next: Queue 'nowhere' missing from task_queues; name"):
             generate.apply_async(("tiny", STORY), SHORT, link=strict.signature("strict.next"))
 
 
-def test_wrong_step_fails_and_the_job_before_it_stays_finished(
+def test_invalid_step_fails_and_the_job_before_it_stays_finished(
     users: Any, story: str, redis_client: Redis, events_of: EventsOf
 ) -> None:
     wrong = generate.s(model="tiny", top_k=-1).set(link_error=users.note_failure.s())
@@ -167,7 +165,7 @@ def test_wrong_step_fails_and_the_job_before_it_stays_finished(
         wait_until(lambda step=last.parent.id: redis_client.get(f"test:failed:{step}"), "the errback")
 
 
-def test_failed_part_of_a_chord_fails_its_body(users: Any) -> None:
+def test_chord_body_fails_when_a_part_fails(users: Any) -> None:
     header = [generate.s("tiny", STORY, **SHORT), generate.s("tiny", STORY, grammar="no grammar")]
     body = chord(header)(users.length.s())
     with pytest.raises(ChordError, match="grammar"):
@@ -186,11 +184,11 @@ def test_failed_part_of_a_chord_fails_its_body(users: Any) -> None:
         {"eta": datetime.now(UTC) + timedelta(seconds=0.1), "time_limit": 60, "soft_time_limit": 50},
     ],
 )
-def test_options_of_apply_async_do_what_celery_says(worker: WorkerProcess, story: str, options: dict[str, Any]) -> None:
+def test_apply_async_options_behave_as_in_celery(worker: WorkerProcess, story: str, options: dict[str, Any]) -> None:
     assert generate.apply_async(("tiny", STORY), SHORT, **options).get(timeout=PATIENCE_S)["text"] == story
 
 
-def test_producer_of_another_broker_does_not_take_jobs_there(worker: WorkerProcess, story: str) -> None:
+def test_job_is_sent_to_cellamas_redis_when_the_producer_has_another_broker(worker: WorkerProcess, story: str) -> None:
     with Celery("other", broker="memory://").producer_pool.acquire(block=True) as producer:
         job = generate.apply_async(("tiny", STORY), SHORT, producer=producer)
     assert job.get(timeout=PATIENCE_S)["text"] == story
@@ -203,7 +201,7 @@ def test_expired_job_is_revoked(worker: WorkerProcess, events_of: EventsOf) -> N
     assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
 
 
-def test_blocks_of_the_page_run(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_blocks_of_the_canvas_page_run(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first, *blocks = users.BLOCKS
     assert "def load" in first
     for block in blocks:
@@ -211,7 +209,7 @@ def test_blocks_of_the_page_run(users: Any, capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out.strip(), block
 
 
-def test_queue_of_the_users_own_is_served_by_a_worker_that_listens_to_it(worker: WorkerProcess, story: str) -> None:
+def test_worker_serves_a_queue_that_is_added_at_run_time(worker: WorkerProcess, story: str) -> None:
     ours = [entry.name for entry in live_workers(worker.redis) if entry.pid == worker.process.pid]
     app.control.add_consumer("mine", destination=ours, reply=True)
     try:
@@ -220,7 +218,7 @@ def test_queue_of_the_users_own_is_served_by_a_worker_that_listens_to_it(worker:
         app.control.cancel_consumer("mine", destination=ours, reply=True)
 
 
-def test_ignored_result_is_not_waited_for(client: Client, events_of: EventsOf) -> None:
+def test_result_raises_when_the_job_ignores_its_result(client: Client, events_of: EventsOf) -> None:
     job = generate.apply_async(("tiny", STORY), SHORT, ignore_result=True)
     with pytest.raises(ResultIgnored, match="read its stream"):
         client.result(job.id)

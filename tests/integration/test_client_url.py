@@ -37,7 +37,7 @@ def elsewhere(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactor
             assert process.stop() == 0, process.log()
 
 
-def test_jobs_streams_and_results_of_a_client_are_in_the_redis_of_its_url(elsewhere: str, redis_client: Redis) -> None:
+def test_client_uses_the_redis_of_its_url_for_jobs_streams_and_results(elsewhere: str, redis_client: Redis) -> None:
     with Client(elsewhere) as client, Redis.from_url(elsewhere) as there:
         job = client.generate("other", STORY, **SHORT)
         text = "".join(event["text"] for event in job.stream() if event["type"] == "token")
@@ -49,7 +49,7 @@ def test_jobs_streams_and_results_of_a_client_are_in_the_redis_of_its_url(elsewh
         assert client.embed("other", STORY).result(PATIENCE_S)["usage"]["prompt_tokens"] > 0
 
 
-def test_client_of_a_url_needs_no_redis_of_the_settings(elsewhere: str) -> None:
+def test_client_with_a_url_ignores_the_redis_of_the_settings(elsewhere: str) -> None:
     program = f"""
         from cellama.api import Client
         with Client({elsewhere!r}) as client:
@@ -67,7 +67,7 @@ def test_client_of_a_url_needs_no_redis_of_the_settings(elsewhere: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_client_of_a_url_sees_commands_and_cancels_its_own_workers(elsewhere: str) -> None:
+def test_client_with_a_url_controls_the_workers_of_that_redis(elsewhere: str) -> None:
     with Client(elsewhere) as client:
         assert [(model["id"], model["status"]) for model in client.models()] == [("other", "ready")]
         client.load_adapter("other", "pirate", "bundled://pirate", scale=0)
@@ -77,7 +77,7 @@ def test_client_of_a_url_sees_commands_and_cancels_its_own_workers(elsewhere: st
         assert [event["type"] for event in job.stream(timeout=PATIENCE_S)][-1] == "done"
 
 
-def test_bulk_run_of_a_client_goes_through_the_redis_of_its_url(elsewhere: str, tmp_path: Path) -> None:
+def test_bulk_run_uses_the_redis_of_the_client_url(elsewhere: str, tmp_path: Path) -> None:
     lines, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines.write_text("".join(json.dumps({"id": str(n), "prompt": STORY}) + "\n" for n in range(4)))
     with Client(elsewhere) as client:
@@ -85,7 +85,7 @@ def test_bulk_run_of_a_client_goes_through_the_redis_of_its_url(elsewhere: str, 
     assert (summary.state, summary.progress.finished, len(answers.read_text().splitlines())) == ("completed", 4, 4)
 
 
-def test_async_client_of_a_url_speaks_to_that_redis(elsewhere: str) -> None:
+def test_async_client_uses_the_redis_of_its_url(elsewhere: str) -> None:
     async def run() -> tuple[str, str]:
         async with AsyncClient(elsewhere) as client:
             job = await client.generate("other", STORY, **SHORT)

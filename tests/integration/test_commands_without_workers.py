@@ -44,7 +44,7 @@ def ids_of(model: str) -> list[str]:
     return [job["job_id"] for job in json.loads(cellama("jobs", "list", "-m", model, "--json").output)]
 
 
-def test_status_shows_queues_that_nobody_serves(unserved: str) -> None:
+def test_status_shows_queues_without_workers(unserved: str) -> None:
     assert f"2 job(s) wait for {unserved}, which no worker serves" in cellama("status").output
     status = json.loads(cellama("status", "--json").output)
     assert unserved in status["unserved"]
@@ -70,7 +70,7 @@ def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_
 
 
 @pytest.mark.parametrize(("is_up", "code"), [(True, Exit.OK), (False, Exit.UNREACHABLE)], ids=["up", "away"])
-def test_metrics_told_once_fail_without_redis(
+def test_metrics_once_fails_without_redis(
     redis_server: RedisServer, settings_environment: Callable[..., None], is_up: bool, code: Exit
 ) -> None:
     settings_environment(redis_url=redis_server.url if is_up else f"redis://127.0.0.1:{free_port()}/0")
@@ -78,14 +78,14 @@ def test_metrics_told_once_fail_without_redis(
     assert (f"cellama_up {is_up:.1f}" in told.stdout, told.exit_code) == (True, code)
 
 
-def test_gateway_that_cannot_listen_says_so_with_a_remedy() -> None:
+def test_gateway_reports_a_remedy_when_its_port_is_taken() -> None:
     refused = cellama("gateway", "--host", "192.0.2.1")  # of no machine: RFC 5737
     assert isinstance(refused.exception, PortTaken)
     assert "port 8000 on 192.0.2.1 can't be had" in str(refused.exception)
     assert "--host" in str(refused.exception)
 
 
-def test_jobs_are_listed_with_their_ids_until_they_end(unserved: str) -> None:
+def test_jobs_list_shows_ids_until_the_jobs_finish(unserved: str) -> None:
     first, second = ids_of(unserved)
     shown = cellama("jobs", "list", "--model", unserved).output
     assert shown.index(first) < shown.index(second)
@@ -94,7 +94,7 @@ def test_jobs_are_listed_with_their_ids_until_they_end(unserved: str) -> None:
     assert ids_of(unserved) == [second]
 
 
-def test_cancel_says_what_it_did_and_status_what_became_of_the_job(unserved: str) -> None:
+def test_cancel_reports_its_effect_and_status_shows_the_cancelled_job(unserved: str) -> None:
     first, _ = ids_of(unserved)
     assert cellama("cancel", first).output == f"job {first} is cancelled: it waited\n"
     assert cellama("status", first).output == f"job {first} was cancelled\n"
@@ -103,13 +103,13 @@ def test_cancel_says_what_it_did_and_status_what_became_of_the_job(unserved: str
     assert (again.exit_code, json.loads(again.output)["cancelled"]) == (1, False)
 
 
-def test_cancel_of_nonsense_is_an_error_and_touches_no_other(unserved: str) -> None:
+def test_cancel_rejects_an_unknown_id_and_changes_no_other_job(unserved: str) -> None:
     first, second = ids_of(unserved)
     assert isinstance(cellama("cancel", first, "nonsense").exception, UnknownJob)
     assert ids_of(unserved) == [first, second]
 
 
-def test_purge_ends_what_waits_and_knows_no_other_models(unserved: str) -> None:
+def test_queue_purge_asks_first_cancels_waiting_jobs_and_rejects_unknown_models(unserved: str) -> None:
     first, _ = ids_of(unserved)
     refused = CliRunner().invoke(app, ["queue", "purge", unserved], input="n\n")
     assert (refused.exit_code, len(ids_of(unserved))) == (1, 2)
@@ -149,7 +149,7 @@ def live_worker(redis_client: Redis) -> Iterator[str]:
     redis_client.hdel(workers_key(), entry.name)
 
 
-def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_id: str) -> None:
+def test_runs_are_listed_with_model_time_and_state(run_id: str) -> None:
     line = next(line for line in cellama("batch", "list").output.splitlines() if run_id[:8] in line)
     assert {"interrupted", time.strftime("%m-%d"), f"/x/{run_id}.jsonl"} <= set(line.split())
     assert "4 of 9" in line
@@ -160,7 +160,7 @@ def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_i
     assert (facts["model"], facts["state"], facts["alive"]) == ("7", "in_progress", False)
 
 
-def test_runs_of_the_gateway_whose_ids_begin_alike_are_told_apart(redis_client: Redis) -> None:
+def test_runs_with_a_common_id_prefix_are_distinguished(redis_client: Redis) -> None:
     ids = [f"batch_{uuid.uuid4().hex}" for _ in range(2)]
     for name in ids:
         Batches(redis_client).write(name, state="completed", output="/x/output.jsonl")
@@ -168,7 +168,7 @@ def test_runs_of_the_gateway_whose_ids_begin_alike_are_told_apart(redis_client: 
     assert all(name[: len("batch_") + 8] in shown for name in ids)
 
 
-def test_run_of_a_gateway_names_no_file_of_the_machine_where_that_works(redis_client: Redis) -> None:
+def test_run_of_a_gateway_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
     name = f"batch_{uuid.uuid4().hex}"
     Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
     redis_client.hset(batch_key(name), "at", time.time() - 2 * SILENT_S)
@@ -179,7 +179,7 @@ def test_run_of_a_gateway_names_no_file_of_the_machine_where_that_works(redis_cl
     assert f"no gateway worked on it; finished lines are in the output file of /v1/batches/{name}" in shown
 
 
-def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: str) -> None:
+def test_cancelling_an_interrupted_run_takes_effect_immediately_and_once(run_id: str) -> None:
     assert "is cancelled: no command worked on it" in cellama("batch", "cancel", run_id).output
     facts = json.loads(cellama("batch", "status", run_id, "--json").output)
     assert (facts["state"], facts["alive"]) == ("cancelled", False)
@@ -188,13 +188,13 @@ def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: s
     assert "has ended: it is cancelled" in again.output
 
 
-def test_run_that_could_not_begin_is_not_listed(redis_server: object, tmp_path: Path) -> None:
+def test_run_that_failed_to_start_is_not_listed(redis_server: object, tmp_path: Path) -> None:
     refused = cellama("batch", "run", str(tmp_path / "no.jsonl"), "-o", str(tmp_path / "out.jsonl"))
     assert isinstance(refused.exception, InvalidJob)
     assert str(tmp_path) not in cellama("batch", "list", "--json").output
 
 
-def test_model_with_a_typo_is_told_at_once_and_leaves_nothing(live_worker: str, tmp_path: Path) -> None:
+def test_misspelled_model_is_rejected_immediately_without_leftovers(live_worker: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     argv = ("batch", "run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
     refused = cellama(*argv, "-m", f"{live_worker}x")

@@ -28,7 +28,7 @@ def new_key() -> str:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 1023, 1024, 30_000])
-def test_context_is_read_as_it_was_written(redis_client: Redis, num_tokens: int) -> None:
+def test_context_round_trips(redis_client: Redis, num_tokens: int) -> None:
     key, kept = new_key(), context(num_tokens)
     keep_context(redis_client, key, kept, 600)
     found = read_context(redis_client, key, MODEL, 900)
@@ -41,7 +41,7 @@ def test_context_is_read_as_it_was_written(redis_client: Redis, num_tokens: int)
     assert other.model == ""
 
 
-def test_context_that_is_there_is_kept_longer_and_not_written_again(redis_client: Redis) -> None:
+def test_existing_context_is_extended_instead_of_rewritten(redis_client: Redis) -> None:
     key, kept = new_key(), context(3)
     keep_context(redis_client, key, kept, 60)
     keep_context(redis_client, key, context(5), 600)
@@ -50,7 +50,7 @@ def test_context_that_is_there_is_kept_longer_and_not_written_again(redis_client
     assert list(found.tokens) == kept.tokens
 
 
-def test_contexts_come_with_the_end_of_their_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_contexts_are_stored_with_the_last_event(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     """Those of alternatives keep the prompt once; a superseded attempt keeps nothing."""
     first, second, kept = new_key(), new_key(), context(2000)
     other = KeptContext(MODEL, IDENTITY, [*kept.tokens[:1500], 1, 2, 3])
@@ -75,13 +75,13 @@ def test_contexts_come_with_the_end_of_their_job(ledger: Ledger, job_id: str, re
 
 
 @pytest.mark.parametrize("value", [b"", b"\x01", b"\xff" * 100, b'{"a": 1}'])
-def test_what_is_no_context_is_not_found(redis_client: Redis, value: bytes) -> None:
+def test_invalid_context_value_is_treated_as_missing(redis_client: Redis, value: bytes) -> None:
     key = new_key()
     redis_client.set(context_key(key), value, ex=60)
     assert read_context(redis_client, key, MODEL, 60) is None
 
 
-def test_damaged_context_is_not_found_or_has_other_tokens(redis_client: Redis) -> None:
+def test_damaged_context_is_missing_or_has_other_tokens(redis_client: Redis) -> None:
     """Whoever asks computes the key again, so that other tokens are as good as none."""
     key, kept, randomly = new_key(), context(1500), random.Random(1)
     whole = pack(kept)

@@ -36,7 +36,7 @@ from .ledgers import STARTED, TOKEN, begin, submit, take, write
 EventsOf = Callable[..., list[dict[str, Any]]]
 
 
-def test_plain_revoke_of_a_waiting_job_ends_it(
+def test_celery_revoke_cancels_a_waiting_job(
     worker: WorkerProcess, plain: Celery, unserved: str, events_of: EventsOf
 ) -> None:
     job = generate.delay(unserved, "Hi")
@@ -45,7 +45,7 @@ def test_plain_revoke_of_a_waiting_job_ends_it(
     wait_until(lambda: job.state == "REVOKED", "the result of a revoked job")
 
 
-def test_plain_revoke_with_terminate_ends_a_running_job(
+def test_celery_revoke_with_terminate_cancels_a_running_job(
     worker: WorkerProcess, plain: Celery, events_of: EventsOf, redis_client: Redis
 ) -> None:
     with worker.slowed():
@@ -56,7 +56,7 @@ def test_plain_revoke_with_terminate_ends_a_running_job(
         assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
 
 
-def test_plain_revoke_of_a_plain_job_outlives_the_worker_that_heard_of_it(
+def test_celery_revoke_is_stored_for_jobs_of_plain_celery(
     worker: WorkerProcess, plain: Celery, unserved: str, redis_client: Redis
 ) -> None:
     job = plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
@@ -75,7 +75,7 @@ def purge_with_celery(unserved: str) -> None:
 
 
 @pytest.mark.parametrize("purge", [purge_with_celery, lambda _: app.control.purge()])
-def test_purge_is_not_undone(unserved: str, redis_client: Redis, events_of: EventsOf, purge: Any) -> None:
+def test_purged_jobs_are_not_queued_again(unserved: str, redis_client: Redis, events_of: EventsOf, purge: Any) -> None:
     jobs = [generate.apply_async((unserved, "Hi"), {"priority": priority}) for priority in (0, 3, 3)]
     purge(unserved)
     reaper = Reaper(redis_client, Ledger(redis_client), lambda *_: None, lease_s=0.0)
@@ -87,7 +87,7 @@ def test_purge_is_not_undone(unserved: str, redis_client: Redis, events_of: Even
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
 
 
-def test_purge_counts_the_jobs_that_it_ends_and_leaves_those_that_run(unserved: str, redis_client: Redis) -> None:
+def test_purge_counts_waiting_jobs_and_leaves_running_ones(unserved: str, redis_client: Redis) -> None:
     ledger, queue = Ledger(redis_client), queue_name(unserved)
     cancelled, resumed, fresh, in_hands, waiting = (generate.delay(unserved, "Hi").id for _ in range(5))
     app.control.revoke(cancelled)
@@ -110,7 +110,7 @@ def test_purge_counts_the_jobs_that_it_ends_and_leaves_those_that_run(unserved: 
     assert write(ledger, attempt, TOKEN, seq=3) == set()
 
 
-def test_purge_reports_the_end_of_parts_of_a_chord_and_of_jobs_of_plain_celery(unserved: str, plain: Celery) -> None:
+def test_purge_stores_results_for_chord_parts_and_plain_celery_jobs(unserved: str, plain: Celery) -> None:
     own = [generate.s(unserved, text) for text in ("Hi", "Ho")]
     body = chord(own)(app.signature("users.collect", queue=f"users-{unserved}"))
     sent = plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
@@ -120,14 +120,14 @@ def test_purge_reports_the_end_of_parts_of_a_chord_and_of_jobs_of_plain_celery(u
     wait_until(lambda: plain.AsyncResult(sent.id).state == "REVOKED", "the result of the plain job")
 
 
-def test_purge_drops_what_is_not_a_message(unserved: str, redis_client: Redis) -> None:
+def test_purge_deletes_malformed_messages(unserved: str, redis_client: Redis) -> None:
     for text in ("no JSON", "[]", '{"headers": {}}'):
         redis_client.lpush(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE), text)
     assert purge_queue(app, queue_name(unserved)) == 0
     assert not redis_client.exists(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE))
 
 
-def test_purge_of_another_apps_queue_is_celerys(redis_client: Redis) -> None:
+def test_purge_of_a_queue_of_another_app_counts_its_messages(redis_client: Redis) -> None:
     redis_client.lpush("others", "message")
     with app.connection_for_write() as connection:
         assert connection.default_channel.queue_purge("others") == 1
@@ -139,14 +139,14 @@ def request_of(job_id: str, **headers: Any) -> JobRequest:
     return JobRequest(Message(body=body, headers=headers), app=app, body=body, headers=headers, decoded=True)
 
 
-def test_job_that_has_begun_does_not_expire(unserved: str, redis_client: Redis) -> None:
+def test_started_job_does_not_expire(unserved: str, redis_client: Redis) -> None:
     job, over = generate.delay(unserved, "Hi"), {"expires": (datetime.now(UTC) - timedelta(seconds=9)).isoformat()}
     assert request_of(job.id, **over).maybe_expire()
     Ledger(redis_client).begin(job.id, new_run(), "a worker that died")
     assert not request_of(job.id, **over).maybe_expire()
 
 
-def test_job_whose_time_limit_is_over_before_it_begins_ends_like_others(
+def test_job_fails_with_time_limit_exceeded_before_and_after_its_start(
     unserved: str, redis_client: Redis, events_of: EventsOf
 ) -> None:
     waiting, running = (generate.delay(unserved, "Hi") for _ in range(2))
@@ -166,7 +166,7 @@ def followers(redis: Redis, queue: str) -> list[tuple[str, Any]]:
     return [(message["headers"]["id"], json.loads(base64.b64decode(message["body"]))[0][0]) for message in stored]
 
 
-def test_chord_whose_waiting_parts_are_cancelled_fails(unserved: str) -> None:
+def test_chord_fails_when_its_waiting_parts_are_cancelled(unserved: str) -> None:
     parts = [generate.s(unserved, text).set(task_id=str(uuid.uuid4())) for text in ("Hi", "Ho")]
     body = chord(parts)(app.signature("users.collect", queue=f"users-{unserved}"))
     app.control.revoke([part.options["task_id"] for part in parts])
@@ -174,7 +174,7 @@ def test_chord_whose_waiting_parts_are_cancelled_fails(unserved: str) -> None:
         AsyncResult(body.id, app=app).get(timeout=PATIENCE_S)
 
 
-def test_what_follows_a_job_that_was_too_late_is_sent(unserved: str, redis_client: Redis) -> None:
+def test_next_step_and_callbacks_are_sent_when_a_job_times_out(unserved: str, redis_client: Redis) -> None:
     queue, late = f"users-{unserved}", {"timeout": 0.001}
     next_step, callback, errback = (app.signature(f"users.{name}", queue=queue) for name in ("next", "link", "error"))
     ids = [signature.freeze().id for signature in (next_step, callback)]

@@ -39,7 +39,7 @@ def tokens_of(result: Any) -> tuple[list[int], list[int]]:
     return result["context_tokens"][:num_prompt], result["tokens"]
 
 
-def test_conversation_by_keys_is_that_of_the_whole_token_lists() -> None:
+def test_conversation_by_parent_key_equals_one_by_token_ids() -> None:
     key, before = None, []
     for question in QUESTIONS:
         turn = [{"role": "user", "content": question}]
@@ -53,7 +53,7 @@ def test_conversation_by_keys_is_that_of_the_whole_token_lists() -> None:
         key, before = result["finish_key"], result["context_tokens"]
 
 
-def test_second_turn_is_what_the_template_makes_of_both() -> None:
+def test_second_turn_equals_the_rendered_template_of_both_turns() -> None:
     turns = [{"role": "user", "content": question} for question in QUESTIONS[:2]]
     first = run(chat, turns[:1])
     by_key = run(chat, turns[1:], parent_key=first["finish_key"], return_tokens=True)
@@ -62,7 +62,7 @@ def test_second_turn_is_what_the_template_makes_of_both() -> None:
     assert by_key["finish_key"] == by_messages["finish_key"]  # it names the tokens, however they came together
 
 
-def test_text_goes_on_by_the_keys_of_results_events_and_choices(events_of: EventsOf) -> None:
+def test_text_continues_from_finish_keys_of_results_events_and_choices(events_of: EventsOf) -> None:
     job = generate.delay("tiny", STORY, max_tokens=12, n=2, return_tokens=True)
     result = job.get(timeout=PATIENCE_S)
     assert events_of(job.id)[-1]["finish_key"] == result["finish_key"]
@@ -74,7 +74,7 @@ def test_text_goes_on_by_the_keys_of_results_events_and_choices(events_of: Event
         assert (more["usage"]["cache_tier"], more["usage"]["cache_hit_kind"]) == ("device", more["cache_hit_kind"])
 
 
-def test_step_of_a_chain_goes_on_after_the_one_before() -> None:
+def test_step_of_a_chain_continues_the_text_of_the_previous_step() -> None:
     first = generate.s("tiny", STORY, max_tokens=8, **GREEDY)
     steps = chain(first, generate.s(model="tiny", prompt=[5], max_tokens=8, return_tokens=True, **GREEDY))
     last = steps.apply_async().get(timeout=PATIENCE_S)
@@ -82,7 +82,7 @@ def test_step_of_a_chain_goes_on_after_the_one_before() -> None:
     assert tokens_of(last)[0] == [*so_far, 5]
 
 
-def test_key_of_another_scope_is_as_unknown_as_one_that_there_is_not() -> None:
+def test_parent_key_of_another_scope_is_treated_as_unknown() -> None:
     key = run(generate, STORY, max_tokens=4, cache_scope="a")["finish_key"]
     assert run(generate, " and", parent_key=key, max_tokens=1, cache_scope="a")["usage"]["cached_tokens"] > 0
     told = set()
@@ -103,7 +103,7 @@ def kept_elsewhere(redis: Redis, fingerprint: str, scope: str = "") -> tuple[str
     return key, list(tokens)
 
 
-def test_context_of_the_same_model_with_other_cells_is_read_again(client: Client, redis_client: Redis) -> None:
+def test_context_is_prefilled_again_when_the_kv_cache_type_differs(client: Client, redis_client: Redis) -> None:
     (model,) = client.models()
     key, tokens = kept_elsewhere(redis_client, model["fingerprint"], "cells")
     result = run(generate, " and", parent_key=key, cache_scope="cells", return_tokens=True, max_tokens=4)
@@ -115,14 +115,14 @@ def test_context_of_the_same_model_with_other_cells_is_read_again(client: Client
     assert failed.value.code == "unknown_key"
 
 
-def test_context_of_another_model_with_the_same_id_is_refused(redis_client: Redis) -> None:
+def test_context_of_a_different_model_with_the_same_id_is_rejected(redis_client: Redis) -> None:
     key, _ = kept_elsewhere(redis_client, "cd" * 32)
     with pytest.raises(JobFailed, match=r"another model than 'tiny'.*send the whole prompt") as failed:
         run(generate, " and", parent_key=key)
     assert failed.value.code == "unknown_key"
 
 
-def test_lines_of_a_bulk_run_go_on_after_their_parents(client: Client, tmp_path: Path) -> None:
+def test_bulk_lines_continue_from_their_parent_keys(client: Client, tmp_path: Path) -> None:
     heads = [run(generate, f"{STORY} {name}", max_tokens=4, return_tokens=True) for name in ("fox", "cat")]
     keys = [*(head["finish_key"] for head in heads), "0" * 64]
     lines = [{"id": str(i), "prompt": " and", "parent_key": key} for i, key in enumerate(keys)]
@@ -140,17 +140,17 @@ def test_lines_of_a_bulk_run_go_on_after_their_parents(client: Client, tmp_path:
 
 
 @pytest.mark.parametrize("key", ["", "ab", "AB" * 32, "ab" * 32 + "\n", 7, {"text": "x", "finish_reason": "stop"}])
-def test_what_is_no_key_is_refused_before_anything_is_queued(key: Any) -> None:
+def test_malformed_parent_key_is_rejected_before_queueing(key: Any) -> None:
     with pytest.raises(InvalidJob, match="parent_key"):
         generate.delay("tiny", "Hi", parent_key=key)
 
 
-def test_system_message_can_not_follow_a_conversation() -> None:
+def test_system_message_after_a_conversation_is_rejected() -> None:
     with pytest.raises(InvalidJob, match="parent_key has begun already"):
         chat.delay("tiny", [{"role": "user", "content": "Hi"}], system="Be brief.", parent_key="ab" * 32)
 
 
-def test_context_is_kept_as_long_as_a_result(redis_client: Redis, events_of: EventsOf) -> None:
+def test_context_expires_with_the_result(redis_client: Redis, events_of: EventsOf) -> None:
     job = generate.apply_async(("tiny", STORY), {"max_tokens": 3}, ignore_result=True)
     key = context_key(events_of(job.id)[-1]["finish_key"])
     assert 86000 < int(str(redis_client.ttl(key))) <= 86400
@@ -159,7 +159,7 @@ def test_context_is_kept_as_long_as_a_result(redis_client: Redis, events_of: Eve
     assert int(str(redis_client.ttl(key))) > 86000
 
 
-def test_what_was_prefilled_is_taken_over(client: Client) -> None:
+def test_prefilled_prefix_is_reused(client: Client) -> None:
     job = client.prefill("tiny", HEAD, cache_scope="prefill")
     read = job.result(timeout=PATIENCE_S)
     assert (read["finish_reason"], read["usage"]["completion_tokens"], read["cache_hit_kind"]) == ("length", 0, "cold")
@@ -174,14 +174,14 @@ def test_what_was_prefilled_is_taken_over(client: Client) -> None:
     assert again["finish_key"] == read["finish_key"]
 
 
-def test_chats_find_what_was_prefilled_of_their_system() -> None:
+def test_chats_reuse_the_prefilled_system_message() -> None:
     read = prefill.delay("tiny", system=HEAD).get(timeout=PATIENCE_S)["usage"]
     result = run(chat, [{"role": "user", "content": "Hi"}], system=HEAD, max_tokens=2)
     assert result["usage"]["cached_tokens"] >= read["prompt_tokens"] - 1
     assert result["usage"]["prompt_tokens"] > read["prompt_tokens"]
 
 
-def test_look_into_caches_says_what_it_does_not_look_for(client: Client) -> None:
+def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
     with pytest.raises(UnknownModel):
         client.cached_prefix("no such model", "Hi")
     with pytest.raises(InvalidJob, match="one of the two must be given"):
@@ -193,7 +193,7 @@ def test_look_into_caches_says_what_it_does_not_look_for(client: Client) -> None
     assert client.last_cache_hit("tiny").keys() == {worker.name for worker in client.workers()}
 
 
-def test_command_line_reads_before_and_goes_on_after() -> None:
+def test_command_line_prefills_and_continues() -> None:
     command = ["prefill", "tiny", HEAD, "--cache-scope", "cli"]
     told = CliRunner().invoke(app, [*command, "--json"])
     read = json.loads(told.stdout)
@@ -212,7 +212,7 @@ def test_command_line_reads_before_and_goes_on_after() -> None:
     assert refused.exception.exit_code == Exit.USAGE
 
 
-def test_prompts_that_are_given_by_name_are_not_shown(client: Client, redis_client: Redis, unserved: str) -> None:
+def test_prompts_passed_by_keyword_are_not_shown_in_flower(client: Client, redis_client: Redis, unserved: str) -> None:
     said = [{"role": "user", "content": "a secret"}]
     calls: list[dict[str, Any]] = [{"prompt": "a secret"}, {"messages": said}, {"system": "a secret"}]
     jobs = [client.prefill(unserved, wait=True, cache_scope="told", **call) for call in calls]

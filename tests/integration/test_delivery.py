@@ -25,9 +25,7 @@ from .ledgers import STARTED, TOKEN, begin, journal, take, write
 NOBODY = "nobody-serves-this"
 
 
-def test_message_that_the_broker_lost_is_queued_again(
-    start_worker: StartWorker, model: str, redis_client: Redis
-) -> None:
+def test_lost_message_is_queued_again(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     with Client() as client:
         job = client.generate(model, STORY, wait=True, max_tokens=4, **GREEDY)
         assert redis_client.rpop(queue_keys(model)[3])  # as a worker does that dies before it tells of it
@@ -35,9 +33,7 @@ def test_message_that_the_broker_lost_is_queued_again(
         assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
 
 
-def test_job_whose_journal_is_gone_ends_visibly_and_once(
-    start_worker: StartWorker, model: str, redis_client: Redis
-) -> None:
+def test_job_fails_once_when_its_journal_is_lost(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     job, ledger = generate.delay(model, STORY, max_tokens=4, **GREEDY), Ledger(redis_client)
     redis_client.rpop(queue_keys(model)[3])
     taken = take(ledger, job.id)
@@ -54,7 +50,7 @@ def test_job_whose_journal_is_gone_ends_visibly_and_once(
     assert ledger.state(job.id) == "done"
 
 
-def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
+def test_urgent_job_finishes_while_bulk_jobs_fill_the_worker(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
     worker = start_worker(slots=2, look_ahead=1)
@@ -72,7 +68,9 @@ def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
     assert len(texts) == 1
 
 
-def test_cancel_holds_although_no_worker_ran(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
+def test_cancel_takes_effect_when_a_worker_starts_later(
+    start_worker: StartWorker, model: str, redis_client: Redis
+) -> None:
     first = start_worker(lease_s=3)
     with first.slowed():
         job = generate.delay(model, STORY, **LONG)
@@ -90,7 +88,7 @@ def test_cancel_holds_although_no_worker_ran(start_worker: StartWorker, model: s
 
 
 @pytest.mark.parametrize("how", ["cancel", "revoke"])
-def test_cancel_of_a_job_that_nobody_serves_ends_it_at_once(how: str, redis_client: Redis) -> None:
+def test_cancel_of_an_unserved_job_takes_effect_immediately(how: str, redis_client: Redis) -> None:
     with Client() as client:
         job = client.generate(NOBODY, STORY, wait=True)
         if how == "cancel":
@@ -106,7 +104,7 @@ def test_cancel_of_a_job_that_nobody_serves_ends_it_at_once(how: str, redis_clie
 
 
 @pytest.mark.usefixtures("worker")
-def test_timeout_ends_jobs_that_no_worker_has_taken() -> None:
+def test_timeout_applies_to_jobs_that_no_worker_took() -> None:
     with Client() as client:
         late = client.generate(NOBODY, STORY, wait=True, timeout=0.5)
         texts = client.embed(NOBODY, "text", wait=True, timeout=0.5)
@@ -117,7 +115,7 @@ def test_timeout_ends_jobs_that_no_worker_has_taken() -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_timeout_of_the_settings_is_for_interactive_jobs_that_name_none(
+def test_default_timeout_applies_to_interactive_jobs_without_a_timeout(
     settings_environment: Callable[..., None], redis_server: RedisServer
 ) -> None:
     settings_environment(redis_url=redis_server.url, default_timeout_s="1")
@@ -131,7 +129,7 @@ def test_timeout_of_the_settings_is_for_interactive_jobs_that_name_none(
 
 
 @pytest.mark.usefixtures("worker")
-def test_same_key_gives_the_same_job() -> None:
+def test_same_idempotency_key_returns_the_same_job() -> None:
     key = uuid.uuid4().hex
     with Client() as client:
         first, same, other = (
@@ -145,19 +143,19 @@ def test_same_key_gives_the_same_job() -> None:
     assert generate.apply_async(("tiny", STORY), {"max_tokens": 4, **GREEDY}, idempotency_key=key).id == first.id
 
 
-def test_job_that_is_too_large_is_refused_with_both_numbers() -> None:
+def test_too_large_job_is_rejected_with_its_size_and_the_limit() -> None:
     with pytest.raises(InvalidJob, match=r"is 5000\d{3} bytes long, and the limit is 4194304"):
         generate.delay("tiny", "x" * 5_000_000)
 
 
-def test_stream_of_an_unknown_job_says_so() -> None:
+def test_stream_of_an_unknown_job_raises_unknown_job() -> None:
     with Client() as client, pytest.raises(UnknownJob, match="there is no job nothing"):
         list(client.stream("nothing"))
     with Client() as client, pytest.raises(UnknownJob, match="there is no job nothing"):
         client.position("nothing")
 
 
-def test_stream_pings_while_the_job_waits_and_tells_its_position() -> None:
+def test_stream_sends_pings_with_the_position_while_the_job_waits() -> None:
     with Client() as client:
         jobs = [client.generate(NOBODY, STORY, wait=True) for _ in range(2)]
         stream = jobs[1].stream(ping=0.1)
@@ -170,7 +168,7 @@ def test_stream_pings_while_the_job_waits_and_tells_its_position() -> None:
         assert [event for event in stream if event["type"] != "ping"][-1]["finish_reason"] == "cancelled"
 
 
-def test_reader_that_leaves_cancels_only_if_it_says_so(worker: WorkerProcess, redis_client: Redis) -> None:
+def test_closed_stream_cancels_the_job_only_when_requested(worker: WorkerProcess, redis_client: Redis) -> None:
     async def leave(job_id: str) -> None:
         async with AsyncClient() as client:
             stream = client.stream(job_id, cancel_on_exit=True)
@@ -190,7 +188,7 @@ def test_reader_that_leaves_cancels_only_if_it_says_so(worker: WorkerProcess, re
     assert ends == ["cancelled", "length", "cancelled"]
 
 
-def test_prompts_and_texts_stay_out_of_the_log(worker: WorkerProcess) -> None:
+def test_log_contains_no_prompts_or_texts(worker: WorkerProcess) -> None:
     prompt = "Once upon a time, a secretive hedgehog"
     job = generate.delay("tiny", prompt, max_tokens=30, **GREEDY)
     result = job.get(timeout=PATIENCE_S)

@@ -63,7 +63,7 @@ def recover(redis: Redis, job_id: str) -> None:
     assert redis.zscore(due_key(), job_id) is None
 
 
-def test_what_follows_a_success_is_sent_once_whenever_the_worker_died(unserved: str, redis_client: Redis) -> None:
+def test_next_step_is_sent_once_wherever_the_worker_died(unserved: str, redis_client: Redis) -> None:
     for has_sent in (False, True):
         link, following = step("link", unserved), step("next", unserved)
         result = (generate.s(unserved, "Hi").set(link=link) | following).apply_async()
@@ -78,9 +78,7 @@ def test_what_follows_a_success_is_sent_once_whenever_the_worker_died(unserved: 
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_the_errback_of_a_failure_is_sent_whenever_the_worker_died(
-    unserved: str, redis_client: Redis, is_stored: bool
-) -> None:
+def test_errback_is_sent_wherever_the_worker_died(unserved: str, redis_client: Redis, is_stored: bool) -> None:
     job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
     end(redis_client, unserved, job.id, events.error("x", "y", False))
     if is_stored:
@@ -91,7 +89,7 @@ def test_the_errback_of_a_failure_is_sent_whenever_the_worker_died(
 
 
 @pytest.mark.parametrize("has_stored", [False, True])
-def test_a_chord_completes_when_the_worker_of_its_last_part_died(
+def test_chord_completes_when_the_worker_of_its_last_part_died(
     unserved: str, redis_client: Redis, has_stored: bool
 ) -> None:
     parts = [generate.s(unserved, text).set(task_id=str(uuid.uuid4())) for text in ("Hi", "Ho")]
@@ -108,7 +106,7 @@ def test_a_chord_completes_when_the_worker_of_its_last_part_died(
 
 
 @pytest.mark.parametrize("body_has_run", [False, True])
-def test_a_chord_completes_once_when_the_worker_died_as_it_sent_the_body(
+def test_chord_completes_once_when_the_worker_died_while_sending_the_body(
     unserved: str, redis_client: Redis, body_has_run: bool
 ) -> None:
     """The dead worker has claimed the body: nobody else may send it until the claim expires, which it does soon."""
@@ -137,7 +135,7 @@ def test_a_chord_completes_once_when_the_worker_died_as_it_sent_the_body(
     assert sent(redis_client, unserved) == ["users.collect"] * (not body_has_run)
 
 
-def test_a_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: str, redis_client: Redis) -> None:
+def test_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: str, redis_client: Redis) -> None:
     """Redis has counted the part and reserved the body for its worker, which does not know that, and acks."""
     part = generate.s(unserved, "Hi").set(task_id=str(uuid.uuid4()))
     chord([part])(step("collect", unserved))
@@ -154,7 +152,7 @@ def test_a_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: st
     assert sent(redis_client, unserved) == ["users.collect"]
 
 
-def test_celery_gets_an_end_that_a_living_worker_could_not_store(unserved: str, redis_client: Redis) -> None:
+def test_celery_result_is_stored_later_when_the_worker_could_not_store_it(unserved: str, redis_client: Redis) -> None:
     job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
     taken = end(redis_client, unserved, job.id, events.error("x", "y", False))
     Ledger(redis_client).release(taken)  # Celery acks even if Redis refused the result
@@ -163,7 +161,7 @@ def test_celery_gets_an_end_that_a_living_worker_could_not_store(unserved: str, 
     wait_until(lambda: sent(redis_client, unserved) == ["users.failed"], "the errback")
 
 
-def test_one_end_that_cannot_be_settled_holds_up_no_other(unserved: str, redis_client: Redis) -> None:
+def test_failing_settlement_does_not_delay_others(unserved: str, redis_client: Redis) -> None:
     wrong, right = (generate.delay(unserved, "Hi").id for _ in range(2))
     for job_id in (wrong, right):
         end(redis_client, unserved, job_id, events.error("x", "y", False))
@@ -182,7 +180,7 @@ def test_one_end_that_cannot_be_settled_holds_up_no_other(unserved: str, redis_c
     redis_client.zrem(due_key(), wrong)
 
 
-def test_what_celery_stores_for_purged_jobs_is_its_own(unserved: str, redis_client: Redis) -> None:
+def test_purged_jobs_have_the_result_that_celery_stores(unserved: str, redis_client: Redis) -> None:
     before, behind = app.backend.value_around_id(TaskRevokedError("cancelled"), "REVOKED")
     job = generate.delay(unserved, "Hi")
     app.control.revoke(job.id)

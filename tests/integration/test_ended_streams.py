@@ -48,7 +48,7 @@ def ended(client: Client) -> str:
     return job.id
 
 
-def test_stream_after_the_last_event_of_an_ended_job_ends_without_an_event(read: Read, ended: str) -> None:
+def test_stream_after_the_last_event_yields_nothing(read: Read, ended: str) -> None:
     events = read(ended)
     assert events[-1]["type"] == "done"
     last = events[-1]["seq"]
@@ -57,7 +57,7 @@ def test_stream_after_the_last_event_of_an_ended_job_ends_without_an_event(read:
     assert read(ended, after=last, cancel_on_exit=True) == []
 
 
-def test_stream_of_an_ended_job_whose_journal_has_expired_says_so(read: Read, ended: str, redis_client: Redis) -> None:
+def test_stream_raises_when_the_journal_has_expired(read: Read, ended: str, redis_client: Redis) -> None:
     last = read(ended)[-1]["seq"]
     redis_client.delete(journal_key(ended))
     with pytest.raises(UnknownJob, match="not any more"):
@@ -67,7 +67,7 @@ def test_stream_of_an_ended_job_whose_journal_has_expired_says_so(read: Read, en
     assert read(ended, after=last) == []
 
 
-def test_stream_after_more_than_a_job_says_ends_with_the_job(client: Client, unserved: str) -> None:
+def test_stream_with_after_beyond_the_end_stops_with_the_job(client: Client, unserved: str) -> None:
     job = client.generate(unserved, STORY, wait=True)
     found: list[Any] = []
     pinged = threading.Event()
@@ -86,7 +86,7 @@ def test_stream_after_more_than_a_job_says_ends_with_the_job(client: Client, uns
     assert set(found) == {"ping"}
 
 
-def test_stream_refuses_an_after_that_is_not_a_seq_when_it_is_called(client: Client, ended: str) -> None:
+def test_stream_rejects_an_invalid_after_immediately(client: Client, ended: str) -> None:
     with pytest.raises(InvalidJob, match="after is -2"):
         client.stream(ended, after=-2)
 

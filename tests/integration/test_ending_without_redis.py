@@ -41,7 +41,7 @@ def start_worker(server: RedisServer, tmp_path: Path) -> Iterator[Callable[[], W
 
 
 @pytest.mark.parametrize("computed", [False, True])
-def test_worker_ends_although_redis_is_away_and_its_job_goes_on_elsewhere(
+def test_worker_exits_without_redis_and_its_job_resumes_on_another_worker(
     server: RedisServer, start_worker: Callable[[], WorkerProcess], computed: bool
 ) -> None:
     """`computed`: only the end of the job has to be written."""
@@ -67,7 +67,7 @@ def test_worker_ends_although_redis_is_away_and_its_job_goes_on_elsewhere(
 
 
 @pytest.mark.parametrize("sends", ["a command", "an answer"])
-def test_remote_control_is_not_sent_until_redis_is_back(server: RedisServer, sends: str) -> None:
+def test_remote_control_waits_until_redis_is_back(server: RedisServer, sends: str) -> None:
     """Flower's threads send commands as here, which it waits for when it ends; a worker's event loop the answers."""
     app = make_app(server.url)
     with app.connection_for_write() as connection:
@@ -94,7 +94,7 @@ def test_remote_control_is_not_sent_until_redis_is_back(server: RedisServer, sen
         send()
 
 
-def test_heartbeat_that_is_due_before_the_lost_connection_is_noticed_holds_up_nothing(server: RedisServer) -> None:
+def test_heartbeat_on_a_lost_connection_does_not_block_the_exit(server: RedisServer) -> None:
     """Celery's event loop sends it as here, and hears of the worker's end only after that."""
     app = make_app(server.url)
     with app.connection_for_write() as connection:

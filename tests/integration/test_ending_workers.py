@@ -25,7 +25,7 @@ from .conftest import MEDIUM, RESUMED, STEP_S, STORY, StartWorker, check_whole, 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_job_of_a_killed_worker_goes_on_where_it_stopped(
+def test_job_of_a_killed_worker_resumes_where_it_stopped(
     start_worker: StartWorker, model: str, redis_client: Redis, stream: bool
 ) -> None:
     first = start_worker(lease_s=3)
@@ -41,7 +41,7 @@ def test_job_of_a_killed_worker_goes_on_where_it_stopped(
     assert second.engine()["generated_tokens"] < RESUMED["max_tokens"]
 
 
-def test_worker_that_is_told_by_a_redis_of_yesterday_that_its_job_is_not_its_own_does_not_end_it(
+def test_worker_does_not_end_its_job_when_a_restored_redis_denies_ownership(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
     """In a failover the old master takes writes for a while, so one may say "lost" and the other take the end."""
@@ -57,7 +57,7 @@ def test_worker_that_is_told_by_a_redis_of_yesterday_that_its_job_is_not_its_own
 
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0, 1), (60, 2)])
-def test_ending_worker_hands_its_jobs_back(
+def test_stopping_worker_hands_its_jobs_back(
     start_worker: StartWorker, model: str, redis_client: Redis, drain_s: int, num_signals: int
 ) -> None:
     first = start_worker(drain_s=drain_s)
@@ -82,7 +82,7 @@ def test_ending_worker_hands_its_jobs_back(
     assert "Traceback" not in first.log()
 
 
-def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
+def test_stopping_worker_finishes_short_jobs(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     worker = start_worker()
     with worker.slowed():
         jobs = [generate.delay(model, STORY, **MEDIUM) for _ in range(4)]
@@ -96,7 +96,7 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
     assert redis_client.zmscore(leases_key(), [job.id for job in jobs]) == [None] * len(jobs)
 
 
-def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
+def test_dead_jobs_can_be_listed_and_requeued(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     ledger = Ledger(redis_client)
     job_id = generate.delay(model, STORY, max_tokens=4).id
     for _ in range(4):
@@ -114,7 +114,7 @@ def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model:
     assert redis_client.zscore(dead_key(), job_id) is None
 
 
-def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(
+def test_jobs_running_alongside_a_crashing_job_are_not_suspected_later(
     start_worker: StartWorker, model: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(COUNTER_DIR, str(tmp_path))
@@ -147,7 +147,7 @@ def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(
             client.cancel(each.id)
 
 
-def test_job_does_not_go_on_with_the_tokens_of_another_model(
+def test_job_does_not_resume_with_the_tokens_of_another_model(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
     ledger, job = Ledger(redis_client), generate.delay(model, STORY, max_tokens=4)
@@ -161,7 +161,7 @@ def test_job_does_not_go_on_with_the_tokens_of_another_model(
     assert (caught.value.code, caught.value.retryable) == ("model_changed", True)
 
 
-def test_job_of_a_worker_that_ended_in_order_waits_for_a_successor_with_its_weights(
+def test_job_of_a_stopped_worker_waits_for_a_worker_with_the_same_weights(
     start_worker: StartWorker, model: str, redis_client: Redis, tmp_path: Path
 ) -> None:
     """A worker with other weights under the same name does not end the job meanwhile, as after a kill."""

@@ -59,14 +59,14 @@ class Watched(Ledger):
         return super().submit(jobs, following)
 
 
-def test_many_jobs_give_their_results_in_the_order_of_the_prompts(client: Client) -> None:
+def test_generate_many_returns_results_in_the_order_of_the_prompts(client: Client) -> None:
     prompts = [f"What is {i} + 1?" for i in range(12)]
     jobs = client.generate_many("tiny", prompts, max_tokens=8, **GREEDY)
     together = [job.result(PATIENCE_S)["text"] for job in jobs]
     assert together == [client.generate("tiny", p, max_tokens=8, **GREEDY).result(PATIENCE_S)["text"] for p in prompts]
 
 
-def test_many_chats_and_embeddings_run_as_single_ones(client: Client) -> None:
+def test_chat_many_and_embed_many_equal_single_calls(client: Client) -> None:
     conversation = [{"role": "user", "content": "What do bees make?"}]
     chats = client.chat_many("tiny", [conversation, conversation], **GREEDY)
     embedded = client.embed_many("tiny", ["a", ["b", "c"]])
@@ -74,7 +74,7 @@ def test_many_chats_and_embeddings_run_as_single_ones(client: Client) -> None:
     assert [len(job.result(PATIENCE_S)["embeddings"]) for job in embedded] == [1, 2]
 
 
-def test_async_client_submits_many_jobs(client: Client) -> None:
+def test_async_client_submits_many_jobs_in_one_call(client: Client) -> None:
     async def run() -> list[str]:
         async with AsyncClient() as own:
             jobs = await own.generate_many("tiny", ["Hi", "Ho"], max_tokens=4, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_async_client_submits_many_jobs(client: Client) -> None:
     assert asyncio.run(run()) == ["length", "length"]
 
 
-def test_job_like_an_earlier_one_takes_one_round_trip(
+def test_submitting_a_similar_job_takes_one_round_trip(
     client: Client, unserved: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = client.generate(unserved, "Hi", wait=True)
@@ -101,7 +101,7 @@ def test_job_like_an_earlier_one_takes_one_round_trip(
     assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == [first.id, second.id]
 
 
-def test_messages_and_places_of_many_jobs_are_in_their_order(unserved: str, redis_client: Redis) -> None:
+def test_messages_and_ranks_of_many_jobs_keep_their_order(unserved: str, redis_client: Redis) -> None:
     ids = generate.apply_many([((unserved, f"prompt {i}"), {}) for i in range(NUM)])
     assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == ids
     bodies = [json.loads(base64.b64decode(message["body"])) for message in messages(redis_client, unserved)]
@@ -109,7 +109,7 @@ def test_messages_and_places_of_many_jobs_are_in_their_order(unserved: str, redi
     assert [Ledger(redis_client).place(job_id) for job_id in ids] == list(range(NUM))
 
 
-def test_message_of_a_bulk_is_that_of_plain_celery(unserved: str, redis_client: Redis) -> None:
+def test_message_of_a_bulk_submission_equals_that_of_celery(unserved: str, redis_client: Redis) -> None:
     plain = Celery(broker=app.conf.broker_url, backend=app.conf.broker_url)
     plain.conf.broker_transport_options = {"priority_steps": list(range(10))}
     kwargs = {"seed": 1, "priority": 5}
@@ -128,7 +128,7 @@ def test_message_of_a_bulk_is_that_of_plain_celery(unserved: str, redis_client: 
     assert "Hi" not in json.dumps([single["headers"], many["headers"]])
 
 
-def test_all_wrong_jobs_are_named_and_none_is_queued(unserved: str, redis_client: Redis) -> None:
+def test_bulk_submission_names_all_invalid_jobs_and_queues_none(unserved: str, redis_client: Redis) -> None:
     calls: list[Any] = [((unserved, "Hi"), {}), ((unserved, ""), {}), ((unserved, "Hi"), {"top_k": -1})]
     with pytest.raises(InvalidJob, match=r"job 1, 3-4: prompt is ''.*; job 2: top_k is -1"):
         generate.apply_many([*calls, calls[1], calls[1]])
@@ -136,11 +136,11 @@ def test_all_wrong_jobs_are_named_and_none_is_queued(unserved: str, redis_client
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
 
 
-def test_ranges_join_neighbours() -> None:
+def test_error_joins_neighbouring_indexes_into_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
-def test_many_jobs_with_keys_are_queued_once(unserved: str, redis_client: Redis) -> None:
+def test_bulk_submission_with_idempotency_keys_queues_each_job_once(unserved: str, redis_client: Redis) -> None:
     keys = [f"{unserved} {i}" for i in range(3)]
     calls = [((unserved, "Hi"), {})] * 3
     first = generate.apply_many(calls[:2], keys[:2])
@@ -151,14 +151,14 @@ def test_many_jobs_with_keys_are_queued_once(unserved: str, redis_client: Redis)
         generate.apply_many(calls, keys[:1])
 
 
-def test_many_jobs_for_a_model_that_nobody_serves_are_refused(client: Client, unserved: str) -> None:
+def test_bulk_submission_for_an_unserved_model_is_rejected(client: Client, unserved: str) -> None:
     with pytest.raises(UnknownModel, match="no live worker serves"):
         client.generate_many(unserved, ["Hi"])
     assert len(client.generate_many(unserved, ["Hi"], wait=True)) == 1
     assert client.generate_many("tiny", []) == []
 
 
-def test_sent_events_tell_of_many_jobs(unserved: str, redis_client: Redis) -> None:
+def test_task_sent_events_are_published_for_bulk_submissions(unserved: str, redis_client: Redis) -> None:
     with redis_client.pubsub() as pubsub:
         pubsub.psubscribe("*celeryev/task.sent")
         assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "psubscribe"
@@ -171,7 +171,7 @@ def test_sent_events_tell_of_many_jobs(unserved: str, redis_client: Redis) -> No
     assert "a secret" not in json.dumps(events)
 
 
-def test_sent_events_are_few_while_no_program_listens(unserved: str, redis_client: Redis) -> None:
+def test_task_sent_events_pause_while_no_monitor_is_subscribed(unserved: str, redis_client: Redis) -> None:
     jobs = generate.check_many([((unserved, "Hi"), {})] * 4 * PAGE_JOBS)
     ledger = Watched(redis_client)
     assert list(enqueue(app, ledger, jobs, generate._publish, generate._alike(is_bulk=True))) == [True] * len(jobs)
@@ -179,7 +179,7 @@ def test_sent_events_are_few_while_no_program_listens(unserved: str, redis_clien
     assert len(messages(redis_client, unserved)) == len(jobs)
 
 
-def test_sent_events_are_told_again_once_a_program_listens(unserved: str, redis_client: Redis) -> None:
+def test_task_sent_events_resume_when_a_monitor_subscribes(unserved: str, redis_client: Redis) -> None:
     jobs = generate.check_many([((unserved, "Hi"), {})] * 6 * PAGE_JOBS)
     ledger = Watched(redis_client)
     with redis_client.pubsub() as pubsub:
@@ -190,7 +190,7 @@ def test_sent_events_are_told_again_once_a_program_listens(unserved: str, redis_
         assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1, 1, PAGE_JOBS]
 
 
-def test_a_lost_message_is_queued_again_with_all_that_it_held(unserved: str, redis_client: Redis) -> None:
+def test_lost_message_of_a_bulk_submission_is_queued_again_unchanged(unserved: str, redis_client: Redis) -> None:
     options = {"link": generate.si(unserved, "Ho"), "countdown": 60, "headers": {"own": 1}, "time_limit": 99}
     job_id = generate.apply_async((unserved, "Hi"), {"seed": 5}, **options).id
     key = queue_key(queue_name(unserved), 3)
@@ -201,7 +201,7 @@ def test_a_lost_message_is_queued_again_with_all_that_it_held(unserved: str, red
 
 
 @pytest.mark.parametrize("lost", ["nothing", "script", "connection", "reply"])
-def test_page_on_its_way_is_queued_once_whatever_is_lost(redis_client: Redis, unserved: str, lost: str) -> None:
+def test_page_is_queued_once_when_its_request_or_reply_is_lost(redis_client: Redis, unserved: str, lost: str) -> None:
     if lost == "script":
         redis_client.script_flush()
     if lost == "connection":
@@ -216,7 +216,7 @@ def test_page_on_its_way_is_queued_once_whatever_is_lost(redis_client: Redis, un
     assert redis_client.ping()
 
 
-def test_page_that_redis_refuses_says_so(redis_client: Redis, unserved: str) -> None:
+def test_page_rejected_by_redis_raises_an_error(redis_client: Redis, unserved: str) -> None:
     with Redis.from_url("redis://127.0.0.1:1") as nowhere, pytest.raises(RedisConnectionError):
         Ledger(nowhere).send([submission("any", unserved)], following=5).reply()
     redis_client.set(queue_key(queue_name(unserved), 3), "no list")
@@ -225,7 +225,7 @@ def test_page_that_redis_refuses_says_so(redis_client: Redis, unserved: str) -> 
     redis_client.delete(queue_key(queue_name(unserved), 3), job_key("any"))
 
 
-def test_bulk_that_fails_between_two_pages_leaves_no_connection_behind(redis_client: Redis, unserved: str) -> None:
+def test_failed_bulk_submission_leaks_no_connection(redis_client: Redis, unserved: str) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no more messages")
 
@@ -239,7 +239,7 @@ def test_bulk_that_fails_between_two_pages_leaves_no_connection_behind(redis_cli
     assert redis_client.ping()
 
 
-def test_a_key_stands_for_one_payload_in_each_task_and_scope(unserved: str) -> None:
+def test_idempotency_key_belongs_to_one_payload_per_task_and_scope(unserved: str) -> None:
     key = uuid.uuid4().hex
     first = generate.apply_async((unserved, "Hi"), {"seed": 1}, idempotency_key=key)
     assert generate.apply_async((), {"model": unserved, "prompt": "Hi", "seed": 1}, idempotency_key=key) == first
@@ -255,7 +255,7 @@ def test_a_key_stands_for_one_payload_in_each_task_and_scope(unserved: str) -> N
     assert len({first.id, *(other.id for other in others)}) == 4
 
 
-def test_messages_like_others_differ_in_what_is_their_own_only(unserved: str, redis_client: Redis) -> None:
+def test_message_from_a_template_differs_in_its_own_values_only(unserved: str, redis_client: Redis) -> None:
     for prompt in ("One", "Two"):  # the second message is made like the first one
         generate.delay(unserved, prompt, max_tokens=3)
     generate.apply_async((unserved, "Three"), {"max_tokens": 3}, retries=0)  # built by Celery

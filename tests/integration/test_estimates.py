@@ -187,7 +187,7 @@ def hits(jobs: list[Played]) -> float:
     return sum(j.said.eta_least_s <= j.waited_s <= (j.said.eta_most_s or 0) for j in jobs if j.said) / len(jobs)
 
 
-def test_waits_of_500_jobs_of_mixed_lengths_are_within_the_range(cluster: Cluster) -> None:
+def test_estimated_range_contains_the_waits_of_500_mixed_jobs(cluster: Cluster) -> None:
     chance = random.Random(11)
     jobs: list[Played] = []
     for number in range(500):
@@ -206,7 +206,7 @@ def test_waits_of_500_jobs_of_mixed_lengths_are_within_the_range(cluster: Cluste
     assert mean_width < 1.5 * sum(j.waited_s for j in waited) / len(waited)  # a range that says something
 
 
-def test_second_job_is_told_within_a_factor_of_one_and_a_half(redis: MovedRedis) -> None:
+def test_estimate_of_the_second_job_is_within_a_factor_of_one_and_a_half(redis: MovedRedis) -> None:
     cluster = Cluster(redis, slots=1, speeds={"one": 20.0})
     cluster.submit(200, ignore_eos=True)
     cluster.run(HEARTBEAT_S + 0.1)
@@ -223,7 +223,7 @@ def test_second_job_is_told_within_a_factor_of_one_and_a_half(redis: MovedRedis)
     assert 1 / 1.5 <= (fourth.said.eta_s or 0) / fourth.waited_s <= 1.5
 
 
-def test_without_history_it_says_so_and_guesses_once_tokens_come(cluster: Cluster) -> None:
+def test_estimate_without_history_is_unknown_until_the_first_tokens(cluster: Cluster) -> None:
     for _ in range(2 * cluster.slots):
         cluster.submit(100)
     unknown = cluster.submit(100).said
@@ -238,7 +238,7 @@ def test_without_history_it_says_so_and_guesses_once_tokens_come(cluster: Cluste
     assert guessed.said.eta_least_s <= guessed.waited_s <= (guessed.said.eta_most_s or 0)
 
 
-def test_slower_machine_is_noticed_and_history_survives_in_redis(cluster: Cluster, redis: Redis) -> None:
+def test_estimates_adapt_to_a_slower_machine_and_survive_in_redis(cluster: Cluster, redis: Redis) -> None:
     for _ in range(40):
         cluster.submit(100)
     cluster.run(1000)
@@ -258,7 +258,7 @@ def test_slower_machine_is_noticed_and_history_survives_in_redis(cluster: Cluste
     assert redis.ttl(key) > 86400
 
 
-def test_what_no_worker_wrote_into_the_history_is_left_out(cluster: Cluster, redis: Redis) -> None:
+def test_malformed_history_entries_are_ignored(cluster: Cluster, redis: Redis) -> None:
     key = took_key(QUEUE, "generate", "interactive")
     redis.lpush(key, "", "x y", "-1 5 1", "nan 3 1", "1e999 2 1", "1 2", "1 2 3 4", b"\xff", "100 100 20")
     for _ in range(2 * cluster.slots):

@@ -124,7 +124,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str | None]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_body_that_is_refused_costs_a_request(door: Door) -> None:
+def test_rejected_body_counts_as_a_request(door: Door) -> None:
     gateway, key = door.gateway, door.key(requests_per_minute=3)
     token_ids = b'{"model": "tiny", "prompt": [' + b"1," * MAX_VALUES + b"1]}"
     refused = [
@@ -141,7 +141,9 @@ def test_body_that_is_refused_costs_a_request(door: Door) -> None:
     assert gateway.get("/v1/models", headers=key).status_code == 200
 
 
-def test_request_counts_as_a_job_while_its_body_comes(door: Door, sender: Callable[[GatewayProcess], Sender]) -> None:
+def test_request_counts_as_a_job_while_its_body_is_received(
+    door: Door, sender: Callable[[GatewayProcess], Sender]
+) -> None:
     gateway, key = door.gateway, door.key(concurrent_jobs=1)
     slow = sender(gateway).begin(key, 2)
 
@@ -153,7 +155,7 @@ def test_request_counts_as_a_job_while_its_body_comes(door: Door, sender: Callab
     wait_until(lambda: post().status_code == 400, "the end of the other request")
 
 
-def test_bodies_of_a_key_and_of_all_are_bounded(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
+def test_body_memory_is_bounded_per_key_and_in_total(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
     gateway = start(
         [{}, {"tenant": "b"}, {"tenant": "c"}], gateway_key_bodies_bytes=100_000, gateway_bodies_bytes=200_000
     )
@@ -178,7 +180,7 @@ def test_bodies_of_a_key_and_of_all_are_bounded(start: Start, sender: Callable[[
     wait_until(lambda: post(key) == post(third) == unserved, "room again")
 
 
-def test_requests_at_once_are_bounded_and_health_is_answered(
+def test_concurrent_requests_are_bounded_and_healthz_still_answers(
     start: Start, sender: Callable[[GatewayProcess], Sender]
 ) -> None:
     gateway = start(gateway_max_requests=1)
@@ -193,9 +195,7 @@ def test_requests_at_once_are_bounded_and_health_is_answered(
     wait_until(lambda: post().status_code == 400, "the end of the other request")
 
 
-def test_connection_is_closed_when_its_head_comes_too_slowly(
-    start: Start, sender: Callable[[GatewayProcess], Sender]
-) -> None:
+def test_connection_with_slow_headers_is_closed(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
     gateway = start(gateway_head_timeout_s=1)
     silent, slow, quick = (sender(gateway) for _ in range(3))
     slow.send(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: ")
@@ -206,7 +206,7 @@ def test_connection_is_closed_when_its_head_comes_too_slowly(
     assert quick.rest().startswith("HTTP/1.1 400")
 
 
-def test_body_that_comes_too_slowly_is_408_and_the_rest_of_a_refused_one_is_not_waited_for(
+def test_slow_body_gets_408_and_a_rejected_body_is_not_read_to_its_end(
     start: Start, sender: Callable[[GatewayProcess], Sender]
 ) -> None:
     gateway = start([{"concurrent_jobs": 1}], gateway_head_timeout_s=1, gateway_body_timeout_s=1)
@@ -235,7 +235,7 @@ PAGES: list[tuple[dict[str, str], int]] = [
 ]
 
 
-def test_page_of_another_site_changes_nothing_without_keys(start: Start) -> None:
+def test_cross_site_request_is_rejected_without_keys(start: Start) -> None:
     gateway = start(gateway_cors_origins="https://chat.example,app://notes.md")
     own = {"origin": gateway.url, "sec-fetch-site": "same-origin"}
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", b"{}")}}
@@ -253,13 +253,13 @@ def test_page_of_another_site_changes_nothing_without_keys(start: Start) -> None
         assert answer.status_code == 403, (method, url)
 
 
-def test_pages_of_everywhere_may_use_a_key(door: Door) -> None:
+def test_pages_of_any_origin_may_use_a_key(door: Door) -> None:
     headers = {**JSON, **door.key(), "origin": "https://evil.example"}
     answer = door.gateway.post(CHAT, content=b"{}", headers=headers)
     assert answer.status_code == 400
 
 
-def test_key_names_no_adapters_of_others(door: Door) -> None:
+def test_key_cannot_use_adapters_that_it_does_not_list(door: Door) -> None:
     gateway, key = door.gateway, door.key(adapters=["mine"])
     adapters: dict[str, Any] = {"adapters": ["theirs"]}
     bodies: dict[str, dict[str, Any]] = {

@@ -117,7 +117,7 @@ def gateways(database: str) -> Iterator[Gateways]:
     ("limits", "expected"),
     [({"requests_per_minute": 100}, 100), ({"tokens_per_minute": 505, "requests_per_minute": 1000}, None)],
 )
-def test_gateways_that_race_let_in_as_many_as_the_limit_has_and_no_more(
+def test_racing_gateways_admit_exactly_the_limit(
     gateways: Gateways, limits: dict[str, int], expected: int | None
 ) -> None:
     key = asyncio.run(make_key(gateways.url, **limits))
@@ -141,7 +141,7 @@ def test_gateways_that_race_let_in_as_many_as_the_limit_has_and_no_more(
         assert num_requests == answers.count(200) == expected
 
 
-def test_jobs_at_a_time_are_counted_over_gateways_and_those_of_a_dead_one_end(gateways: Gateways) -> None:
+def test_concurrent_jobs_are_counted_across_gateways_and_released_after_a_crash(gateways: Gateways) -> None:
     key = asyncio.run(make_key(gateways.url, concurrent_jobs=20))
     answers = gateways.race(key)
     assert answers.count(200) >= 20
@@ -167,7 +167,7 @@ async def outcome(access: KeyAccess, key: KeyText) -> Caller | ApiError:
         return error
 
 
-def test_without_redis_no_one_is_let_in_and_afterwards_at_once(server: RedisServer) -> None:
+def test_requests_are_rejected_without_redis_and_admitted_when_it_is_back(server: RedisServer) -> None:
     async def ask() -> None:
         key = await make_key(server.url, requests_per_minute=10, concurrent_jobs=1)
         async with connect_keys(server.url) as redis:
@@ -188,7 +188,7 @@ def test_without_redis_no_one_is_let_in_and_afterwards_at_once(server: RedisServ
     asyncio.run(ask())
 
 
-def test_redis_that_hangs_costs_each_request_a_bounded_time(server: RedisServer) -> None:
+def test_hanging_redis_delays_each_request_by_a_bounded_time(server: RedisServer) -> None:
     async def ask() -> None:
         key = await make_key(server.url)
         async with connect_keys(server.url) as redis:

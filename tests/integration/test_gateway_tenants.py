@@ -93,7 +93,7 @@ WRONG_KEYS = {"none": "none", "malformed": "sk-wrong", "unknown": new_key().text
 
 
 @pytest.mark.parametrize("key", WRONG_KEYS.values(), ids=WRONG_KEYS)
-def test_client_with_a_wrong_key_gets_its_authentication_error(keyed: Keyed, key: str) -> None:
+def test_openai_client_raises_authentication_error_for_a_wrong_key(keyed: Keyed, key: str) -> None:
     with keyed.client(key) as client:
         for call in (lambda: complete(client), client.models.list):
             with pytest.raises(openai.AuthenticationError) as raised:
@@ -102,7 +102,7 @@ def test_client_with_a_wrong_key_gets_its_authentication_error(keyed: Keyed, key
             assert raised.value.response.headers["www-authenticate"] == "Bearer"
 
 
-def test_key_is_taken_as_either_client_sends_it_and_refused_once_it_is_revoked(keyed: Keyed) -> None:
+def test_key_is_accepted_in_both_headers_until_it_is_revoked(keyed: Keyed) -> None:
     key = keyed.add()
     ways = ({"x-api-key": key.text}, {"authorization": f"Bearer {key.text}"})
     assert [keyed.process.get("/v1/models", headers=headers).status_code for headers in ways] == [200, 200]
@@ -115,7 +115,7 @@ def test_key_is_taken_as_either_client_sends_it_and_refused_once_it_is_revoked(k
     assert refused == [401, 401, 401]
 
 
-def test_anthropics_client_is_let_in_or_has_its_own_exceptions(keyed: Keyed) -> None:
+def test_anthropic_client_works_or_raises_its_own_exceptions(keyed: Keyed) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": STORY}]}
     key = keyed.add(models=["tiny"])
     with anthropic.Anthropic(base_url=keyed.process.url, api_key=key.text, max_retries=0) as client:
@@ -128,12 +128,12 @@ def test_anthropics_client_is_let_in_or_has_its_own_exceptions(keyed: Keyed) -> 
     assert body["error"]["type"] == "authentication_error"
 
 
-def test_key_that_has_expired_says_so(connect: Connect) -> None:
+def test_expired_key_is_reported_as_expired(connect: Connect) -> None:
     with pytest.raises(openai.AuthenticationError, match="is expired"):
         complete(connect(expires_at="2020-01-01T00:00:00Z"))
 
 
-def test_model_that_a_key_may_not_ask_for_is_forbidden_whether_it_is_there_or_not(connect: Connect) -> None:
+def test_model_outside_the_key_is_forbidden_whether_it_exists_or_not(connect: Connect) -> None:
     client = connect(models=["other"])
     assert list(client.models.list()) == []
     for model in ("tiny", "nonsense", ":default"):
@@ -147,7 +147,7 @@ def test_model_that_a_key_may_not_ask_for_is_forbidden_whether_it_is_there_or_no
     assert complete(connect(models=[":default"]), model=":default").choices[0].text
 
 
-def test_limit_of_requests_is_told_with_each_answer_and_ends_in_a_rate_limit_error(connect: Connect) -> None:
+def test_responses_have_rate_limit_headers_until_a_rate_limit_error(connect: Connect) -> None:
     client = connect(requests_per_minute=2)
     raw = client.completions.with_raw_response.create(model="tiny", prompt=STORY, max_tokens=2)
     assert raw.headers["x-ratelimit-limit-requests"] == "2"
@@ -167,7 +167,7 @@ def charged(redis: Redis, key: KeyText) -> int:
     return int(redis.hget(key_charges_key(key.id), "tokens") or 0)  # type: ignore[arg-type]
 
 
-def test_tokens_are_charged_as_they_were_used(keyed: Keyed, connect: Connect, redis_client: Redis) -> None:
+def test_tokens_are_charged_by_actual_use(keyed: Keyed, connect: Connect, redis_client: Redis) -> None:
     key = keyed.add(tokens_per_minute=1500)
     client = connect(key)
     usage = complete(client, max_tokens=1000, stop=" ").usage
@@ -182,7 +182,7 @@ def test_tokens_are_charged_as_they_were_used(keyed: Keyed, connect: Connect, re
     assert charged(redis_client, key) == total
 
 
-def test_stream_that_is_left_is_charged_for_what_its_job_took_and_makes_room(
+def test_abandoned_stream_is_charged_for_its_tokens_and_frees_its_slot(
     keyed: Keyed, connect: Connect, redis_client: Redis, worker: WorkerProcess
 ) -> None:
     key = keyed.add(concurrent_jobs=1, tokens_per_minute=5000)
@@ -216,7 +216,7 @@ def test_tenants_share_no_prefixes_and_no_idempotency_keys(keyed: Keyed, connect
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_tier_of_a_key_is_that_of_its_requests_and_their_most_urgent(connect: Connect) -> None:
+def test_key_sets_the_default_and_highest_service_tier(connect: Connect) -> None:
     client = connect(priority="flex")
     for tier in ("auto", "default", "priority"):
         answer = client.chat.completions.create(
@@ -225,7 +225,7 @@ def test_tier_of_a_key_is_that_of_its_requests_and_their_most_urgent(connect: Co
         assert answer.service_tier == "flex"
 
 
-def test_response_of_another_tenant_is_not_there(connect: Connect) -> None:
+def test_response_of_another_tenant_is_not_found(connect: Connect) -> None:
     mine, other = connect(), connect()
     answer = mine.responses.create(model="tiny", input=STORY, max_output_tokens=4, background=True)
     wait_until(lambda: mine.responses.retrieve(answer.id).status in ("completed", "incomplete"), "the response")
@@ -243,7 +243,7 @@ def test_response_of_another_tenant_is_not_there(connect: Connect) -> None:
     assert mine.responses.retrieve(answer.id).id == answer.id
 
 
-def test_same_idempotency_key_of_two_tenants_is_two_responses(connect: Connect) -> None:
+def test_same_idempotency_key_of_two_tenants_creates_two_responses(connect: Connect) -> None:
     headers = {"Idempotency-Key": "same"}
     ids = {
         client.responses.create(model="tiny", input=STORY, max_output_tokens=4, extra_headers=headers).id

@@ -65,7 +65,7 @@ def job_ids(redis_client: Redis) -> Iterator[list[str]]:
     redis_client.delete(*map(job_key, job_ids))  # one may be of another type, which a purge would trip over
 
 
-def test_who_comes_while_a_round_trip_is_under_way_goes_with_the_next_one(held: HeldRedis, job_ids: list[str]) -> None:
+def test_calls_during_a_round_trip_share_the_next_one(held: HeldRedis, job_ids: list[str]) -> None:
     futures = begin_together(held, job_ids)
     held.goes_on.set()
     assert [future.result(PATIENCE_S).verdict for future in futures] == ["run"] * 5
@@ -74,7 +74,9 @@ def test_who_comes_while_a_round_trip_is_under_way_goes_with_the_next_one(held: 
     assert (alone.number, held.num_pages) == (2, 1)  # who comes alone waits for nobody
 
 
-def test_one_that_fails_fails_alone(held: HeldRedis, job_ids: list[str], redis_client: Redis) -> None:
+def test_failing_call_does_not_affect_others_of_its_round_trip(
+    held: HeldRedis, job_ids: list[str], redis_client: Redis
+) -> None:
     redis_client.delete(job_key(job_ids[2]))
     redis_client.set(job_key(job_ids[2]), "of another type")
     futures = begin_together(held, job_ids)
@@ -84,7 +86,7 @@ def test_one_that_fails_fails_alone(held: HeldRedis, job_ids: list[str], redis_c
     assert [future.result(PATIENCE_S).verdict for future in futures] == ["run"] * 4
 
 
-def test_a_lost_connection_is_told_to_each_and_what_comes_later_goes_on(held: HeldRedis, job_ids: list[str]) -> None:
+def test_lost_connection_fails_each_call_and_later_calls_succeed(held: HeldRedis, job_ids: list[str]) -> None:
     futures = begin_together(held, job_ids)
     held.is_cut = True
     held.goes_on.set()
@@ -99,7 +101,7 @@ def test_a_lost_connection_is_told_to_each_and_what_comes_later_goes_on(held: He
     assert [future.result(PATIENCE_S).verdict for future in again] == ["run"] * 4
 
 
-def test_a_redis_that_has_forgotten_its_scripts_is_told_again(
+def test_scripts_are_loaded_again_when_redis_has_lost_them(
     held: HeldRedis, job_ids: list[str], redis_client: Redis
 ) -> None:
     futures = begin_together(held, job_ids)

@@ -66,7 +66,7 @@ def told(redis: Redis) -> list[dict[str, str]]:
         (FAILED, "response.failed"),
     ],
 )
-def test_end_that_is_heeded_is_announced_once(
+def test_requested_end_notification_is_sent_once(
     ledger: Ledger, heeded_job: str, database: str, redis_client: Redis, end: Event, event_type: str
 ) -> None:
     attempt = begin(ledger, heeded_job)
@@ -79,20 +79,20 @@ def test_end_that_is_heeded_is_announced_once(
     assert not redis_client.exists(heeded_key(heeded_job))
 
 
-def test_job_that_is_cancelled_while_it_waits_is_announced(
+def test_end_notification_is_sent_for_a_cancelled_waiting_job(
     ledger: Ledger, heeded_job: str, redis_client: Redis
 ) -> None:
     assert ledger.cancel(heeded_job, running=False)
     assert told(redis_client) == [announcement("response.cancelled", "resp_1", "acme")]
 
 
-def test_job_that_redis_lost_is_announced(ledger: Ledger, database: str, redis_client: Redis) -> None:
+def test_end_notification_is_sent_for_a_job_that_redis_lost(ledger: Ledger, database: str, redis_client: Redis) -> None:
     heed_now(database, "lost")
     for _ in range(2):
         ledger.end_unknown("lost", FAILED)
     assert told(redis_client) == [announcement("response.failed", "resp_1", "acme")]
 
 
-def test_end_that_is_not_heeded_is_not_announced(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_end_notification_is_not_sent_without_a_request(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, begin(ledger, job_id), STARTED, DONE)
     assert told(redis_client) == []

@@ -36,7 +36,7 @@ def on_disk(model: str, scope: str) -> int:
         return client.cached_prefix(model, PROMPT, cache_scope=scope)[0]["tiers"]["disk"]
 
 
-def test_job_of_a_killed_worker_goes_on_from_the_state_on_disk(
+def test_job_of_a_killed_worker_resumes_from_the_state_on_disk(
     start_worker: StartWorker, model: str, redis_client: Redis, folder: Path
 ) -> None:
     first = start_worker(lease_s=3, cache_dir=folder)
@@ -59,7 +59,7 @@ def test_job_of_a_killed_worker_goes_on_from_the_state_on_disk(
     assert more["usage"]["prompt_tokens"] == len(whole["context_tokens"]) + 1
 
 
-def test_states_outlive_evict_and_a_restart(start_worker: StartWorker, model: str, folder: Path) -> None:
+def test_states_survive_evict_and_a_restart(start_worker: StartWorker, model: str, folder: Path) -> None:
     first = start_worker(cache_dir=folder)
     turn = run(model, PROMPT, max_tokens=20)
     told = CliRunner().invoke(app, ["models", "evict", model, "--json"])

@@ -72,7 +72,7 @@ def other_worker(redis_server: RedisServer, tmp_path: Path) -> Iterator[WorkerPr
     assert process.stop() == 0, process.log()
 
 
-def test_installations_with_different_prefixes_see_nothing_of_each_other(
+def test_installations_with_different_key_prefixes_are_isolated(
     worker: WorkerProcess, other_worker: WorkerProcess, redis_server: RedisServer, redis_client: Redis
 ) -> None:
     url = redis_server.url

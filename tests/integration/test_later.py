@@ -35,7 +35,7 @@ def worker(tmp_path: Path, redis_server: RedisServer, model: str) -> Iterator[Wo
     process.stop()
 
 
-def test_message_that_is_set_aside_comes_back_when_its_time_has_come(redis_client: Redis, model: str) -> None:
+def test_message_with_an_eta_is_delivered_when_it_is_due(redis_client: Redis, model: str) -> None:
     job = generate.delay(model, "Once", **GREEDY)
     ledger, waiting = Ledger(redis_client), waiting_key(queue_name(model))
     taken = ledger.take(job.id, 5)[0]
@@ -53,9 +53,7 @@ def test_message_that_is_set_aside_comes_back_when_its_time_has_come(redis_clien
     job.revoke()
 
 
-def test_jobs_for_later_leave_the_places_of_a_worker_to_others(
-    worker: WorkerProcess, model: str, redis_client: Redis
-) -> None:
+def test_jobs_with_an_eta_do_not_occupy_capacity(worker: WorkerProcess, model: str, redis_client: Redis) -> None:
     args, params = (model, "Once upon a time"), {"max_tokens": 2, **GREEDY}
     for priority in (3, 9):
         late = [generate.apply_async(args, params, countdown=HOUR_S, priority=priority) for _ in range(10)]

@@ -42,7 +42,7 @@ def ends_in_s(redis: Redis, request: JobRequest) -> float:
     return float(redis.zscore(leases_key(), request.id) or 0) - Ledger(redis).now()  # type: ignore[arg-type]
 
 
-def test_leases_of_running_jobs_go_on_while_celery_has_no_connection(running: JobRequest, redis_client: Redis) -> None:
+def test_leases_are_renewed_while_celery_has_no_connection(running: JobRequest, redis_client: Redis) -> None:
     keeper = LeaseKeeper(Ledger(redis_client), SimpleNamespace(channels=[]), LEASE_S)
     assert ends_in_s(redis_client, running) <= NEARLY_OVER_S
     keeper.renew()

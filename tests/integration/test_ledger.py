@@ -26,7 +26,7 @@ from ..conftest import PATIENCE_S
 from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, submission, submit, take, write
 
 
-def test_a_job_goes_from_queued_over_running_to_done(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_job_changes_from_queued_to_running_to_done(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     assert ledger.state(job_id) == "queued"
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
@@ -46,7 +46,7 @@ def test_a_job_goes_from_queued_over_running_to_done(ledger: Ledger, job_id: str
 
 
 @pytest.mark.parametrize("told", [[], [STARTED, TOKEN]])
-def test_stream_of_a_job_without_an_entry_gets_one_end(
+def test_stream_of_a_job_without_an_entry_gets_one_last_event(
     ledger: Ledger, job_id: str, redis_client: Redis, told: list[events.Event]
 ) -> None:
     write(ledger, begin(ledger, job_id), *told)
@@ -61,13 +61,13 @@ def test_stream_of_a_job_without_an_entry_gets_one_end(
     assert 0 < int(str(redis_client.ttl(journal_key(job_id)))) <= 3600
 
 
-def test_a_job_that_has_not_ended_does_not_expire(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_unfinished_job_does_not_expire(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     assert redis_client.ttl(job_key(job_id)) == -1
     write(ledger, begin(ledger, job_id), STARTED)
     assert redis_client.ttl(job_key(job_id)) == -1
 
 
-def test_only_the_holder_of_the_message_begins(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+def test_only_the_holder_of_the_message_can_begin(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     frozen = take(ledger, job_id)
     ledger.requeue(frozen)  # as the reaper does when the lease has ended
     assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
@@ -80,7 +80,7 @@ def test_only_the_holder_of_the_message_begins(ledger: Ledger, job_id: str, queu
     assert ids_in(redis_client, queue) == [job_id] * 2  # nobody popped in this test: once submitted, once given back
 
 
-def test_a_copy_is_not_held_while_somebody_holds_the_message(ledger: Ledger, job_id: str) -> None:
+def test_copy_of_a_held_message_is_not_taken(ledger: Ledger, job_id: str) -> None:
     first = take(ledger, job_id)
     copy = take(ledger, job_id)
     assert copy.token == ""
@@ -89,9 +89,7 @@ def test_a_copy_is_not_held_while_somebody_holds_the_message(ledger: Ledger, job
     assert ledger.renew([first], LEASE_S) == []
 
 
-def test_a_job_that_is_given_back_is_the_next_of_its_queue(
-    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
-) -> None:
+def test_returned_job_is_the_next_of_its_queue(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     second = submit(ledger, queue)
     redis_client.rpop(queue + "\x06\x163")
     taken = take(ledger, job_id)
@@ -103,7 +101,7 @@ def test_a_job_that_is_given_back_is_the_next_of_its_queue(
     assert (ledger.state(job_id), ledger.place(job_id)) == ("handed_back", 0)
 
 
-def test_a_message_of_a_forgotten_job_is_no_new_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_message_of_an_expired_job_does_not_start_a_new_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     ledger.cancel(job_id, running=True)
     redis_client.delete(job_key(job_id))  # it has expired, and the message still stands in a long queue
     taken = take(ledger, job_id)
@@ -111,7 +109,9 @@ def test_a_message_of_a_forgotten_job_is_no_new_job(ledger: Ledger, job_id: str,
     assert begin(ledger, job_id, token=taken.token).verdict == "gone"
 
 
-def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+def test_message_rejected_by_celery_is_not_queued_again(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     ledger.release(take(ledger, job_id))
     assert redis_client.zscore(due_key(), job_id)  # the reaper ends it unless something else does
@@ -120,7 +120,7 @@ def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, qu
     assert ledger.cancel(job_id, running=True)
 
 
-def test_a_job_whose_message_is_acked_while_it_runs_still_ends(ledger: Ledger, job_id: str) -> None:
+def test_job_finishes_when_its_message_is_acknowledged_while_it_runs(ledger: Ledger, job_id: str) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     ledger.release(taken)  # as Celery does when it terminates a job
@@ -128,9 +128,7 @@ def test_a_job_whose_message_is_acked_while_it_runs_still_ends(ledger: Ledger, j
     assert write(ledger, attempt, events.done("cancelled", {})) == set()
 
 
-def test_events_are_heard_in_their_own_database_only(
-    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
-) -> None:
+def test_events_are_published_per_database(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     known = redis_client.connection_pool.connection_kwargs
     there = {name: known[name] for name in ("host", "port", "password")}
     with Redis(**there, db=1) as elsewhere, redis_client.pubsub() as pubsub:
@@ -145,7 +143,7 @@ def test_events_are_heard_in_their_own_database_only(
     assert channels == [events_channel(job_id, 1)] * 2 + [events_channel(job_id, 0)] * 2
 
 
-def test_a_taking_tells_how_long_ago_its_job_was_submitted(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_take_returns_the_age_of_the_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     earlier = float(redis_client.hget(job_key(job_id), "submitted_at") or 0) - 50  # type: ignore[arg-type]
     redis_client.hset(job_key(job_id), "submitted_at", earlier)
     for _ in range(2):  # the second time it is a copy
@@ -153,12 +151,12 @@ def test_a_taking_tells_how_long_ago_its_job_was_submitted(ledger: Ledger, job_i
     assert take(ledger, str(uuid.uuid4())).waited_s is None
 
 
-def test_half_a_surrogate_pair_in_an_event_is_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_event_with_half_a_surrogate_pair_is_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, begin(ledger, job_id), events.error("x", "\ud800 caf\u00e9", False))
     assert journal(redis_client, job_id)[0]["message"] == "? caf\u00e9"
 
 
-def test_message_is_pushed_with_the_entry_and_not_again(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_submit_pushes_the_message_once(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     jobs = [submission(queue, timeout_s=5) for _ in range(3)]
     ids = [job.job_id for job in jobs]
     assert ledger.submit(jobs[:2]) == [1, 1]
@@ -168,20 +166,20 @@ def test_message_is_pushed_with_the_entry_and_not_again(ledger: Ledger, queue: s
     assert sorted(ids, key=lambda job_id: ledger.place(job_id) or 0) == ids
 
 
-def test_another_digest_under_the_same_id_is_told(ledger: Ledger, queue: str) -> None:
+def test_submit_reports_another_payload_under_the_same_id(ledger: Ledger, queue: str) -> None:
     first = submission(queue, digest="a")
     assert ledger.submit([first]) == [1]
     same, other = (submission(queue, first.job_id, digest=digest) for digest in "ab")
     assert ledger.submit([same, other]) == [0, -1]
 
 
-def test_places_go_by_priority_then_by_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_rank_depends_on_priority_then_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     redis_client.delete(waiting_key(queue))
     ids = [submit(ledger, queue, priority=priority) for priority in (9, 3, 9, 0)]
     assert [ledger.place(job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
-def test_a_page_takes_an_eighth_of_what_waits_as_far_as_there_is_room(ledger: Ledger, queue: str) -> None:
+def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, queue: str) -> None:
     jobs = [submit(ledger, queue) for _ in range(17)]
     taken, page = ledger.take(jobs[0], LEASE_S, [(9, [queue_key(queue, 0), queue_key(queue, 3)])])  # 0 came by BRPOP
     assert [json.loads(fetched.payload)["headers"]["id"] for fetched in page] == jobs[:3]
@@ -193,7 +191,7 @@ def test_a_page_takes_an_eighth_of_what_waits_as_far_as_there_is_room(ledger: Le
 
 
 @pytest.mark.parametrize("mark", ["cellama_weight", None])
-def test_a_page_ends_before_what_a_worker_must_look_at(
+def test_take_stops_before_a_message_that_needs_inspection(
     ledger: Ledger, queue: str, redis_client: Redis, mark: str | None
 ) -> None:
     first, *others = [submission(queue) for _ in range(3)]

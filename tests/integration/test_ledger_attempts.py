@@ -27,7 +27,7 @@ from ..conftest import PATIENCE_S
 from .ledgers import DONE, STARTED, TOKEN, begin, journal, kept_result, submit, take, write
 
 
-def test_only_the_youngest_attempt_writes(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_only_the_latest_attempt_can_write(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     first = begin(ledger, job_id)
     assert write(ledger, first, STARTED, TOKEN) == set()
     second = begin(ledger, job_id)
@@ -38,7 +38,7 @@ def test_only_the_youngest_attempt_writes(ledger: Ledger, job_id: str, redis_cli
     assert write(ledger, first, DONE, seq=4) == {0}
 
 
-def test_writing_again_after_a_lost_reply_changes_nothing(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_repeated_write_after_a_lost_reply_changes_nothing(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     with redis_client.pubsub() as pubsub:
         pubsub.subscribe(events_channel(job_id, 0))
@@ -49,14 +49,14 @@ def test_writing_again_after_a_lost_reply_changes_nothing(ledger: Ledger, job_id
     assert redis_client.xlen(journal_key(job_id)) == 3
 
 
-def test_asking_again_whether_to_begin_counts_once(ledger: Ledger, job_id: str) -> None:
+def test_repeated_begin_counts_once(ledger: Ledger, job_id: str) -> None:
     run = new_run()
     first, again = (ledger.begin(job_id, run, "w", alone=True) for _ in range(2))
     assert first == again
     assert first.number == first.num_failures == 1
 
 
-def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(
+def test_job_without_a_token_is_suspected_then_dead_after_three_attempts(
     ledger: Ledger, job_id: str, queue: str
 ) -> None:
     assert begin(ledger, job_id).verdict == "run"
@@ -75,12 +75,12 @@ def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(
     assert ledger.requeue_dead(job_id) is None
 
 
-def test_a_token_clears_a_job_of_suspicion(ledger: Ledger, job_id: str) -> None:
+def test_first_token_clears_suspicion(ledger: Ledger, job_id: str) -> None:
     write(ledger, begin(ledger, job_id), STARTED, TOKEN)
     assert begin(ledger, job_id).verdict == "run"
 
 
-def test_informative_event_is_published_and_changes_nothing_else(
+def test_informative_event_is_published_without_other_effects(
     ledger: Ledger, job_id: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(events.EVENT_CLASSES, "note", "informative")
@@ -93,7 +93,7 @@ def test_informative_event_is_published_and_changes_nothing_else(
     assert begin(ledger, job_id).verdict == "suspect"  # it shows no token
 
 
-def test_a_job_that_is_handed_back_is_no_suspect_and_waits_again(ledger: Ledger, job_id: str) -> None:
+def test_handed_back_job_is_queued_again_without_suspicion(ledger: Ledger, job_id: str) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED)
     ledger.hand_back(attempt)
@@ -103,7 +103,7 @@ def test_a_job_that_is_handed_back_is_no_suspect_and_waits_again(ledger: Ledger,
     assert begin(ledger, job_id).verdict == "run"
 
 
-def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(
+def test_cancel_takes_effect_immediately_and_later_calls_report_it(
     ledger: Ledger, queue: str, redis_client: Redis
 ) -> None:
     waiting, running, unknown = submit(ledger, queue), submit(ledger, queue), str(uuid.uuid4())
@@ -120,7 +120,7 @@ def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(
     assert redis_client.exists(cancel_key(unknown))
 
 
-def test_cancel_ends_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_cancel_finishes_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     write(ledger, attempt, STARTED, TOKEN)
     redis_client.zadd(leases_key(), {job_id: 0})
@@ -129,20 +129,20 @@ def test_cancel_ends_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, red
     assert write(ledger, attempt, TOKEN, seq=2) == {0}
 
 
-def test_nobody_ends_a_job_that_has_begun(ledger: Ledger, job_id: str) -> None:
+def test_started_job_cannot_be_ended_by_others(ledger: Ledger, job_id: str) -> None:
     begin(ledger, job_id)
     assert not ledger.end_waiting(job_id, DONE)
     assert ledger.state(job_id) == "running"
 
 
-def test_a_stream_with_a_gap_is_not_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_write_rejects_events_with_a_gap(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED, TOKEN)
     assert ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 4, **TOKEN})]) == (set(), {0})
     assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1]
 
 
-def test_an_attempt_that_redis_has_lost_does_not_write_into_its_successor_of_the_same_number(
+def test_lost_attempt_cannot_write_into_a_later_one_with_the_same_number(
     ledger: Ledger, job_id: str, redis_client: Redis
 ) -> None:
     snapshot = redis_client.dump(job_key(job_id))
@@ -158,7 +158,7 @@ def test_an_attempt_that_redis_has_lost_does_not_write_into_its_successor_of_the
     assert write(ledger, again, TOKEN, DONE, seq=1) == set()
 
 
-def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 0, **DONE}, result={"text": "x"})])
     assert kept_result(ledger, job_id) == {"text": "x"}
@@ -174,7 +174,7 @@ def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, red
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
 
 
-def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_end_reported_to_celery_needs_no_settlement(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     stored, event = CeleryState(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}
@@ -187,7 +187,7 @@ def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id
     assert begin(ledger, job_id).verdict == "done"
 
 
-def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_end_does_not_release_a_message_of_another_holder(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     redis_client.hdel(job_key(job_id), "holder")  # its worker was frozen
     other = take(ledger, job_id)
@@ -198,7 +198,7 @@ def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, jo
     assert begin(ledger, job_id, token=other.token).verdict == "done"
 
 
-def test_celery_is_told_of_a_start_once_it_has_begun(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_celery_state_becomes_started_with_the_attempt(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     started = CeleryState(b'{"status": "STARTED"}', 100)
     assert begin(ledger, job_id, token="of somebody else", started=started).verdict == "superseded"
     assert redis_client.get(result_key(job_id)) is None
@@ -206,7 +206,7 @@ def test_celery_is_told_of_a_start_once_it_has_begun(ledger: Ledger, job_id: str
     assert redis_client.get(result_key(job_id)) == started.value
 
 
-def test_attempt_knows_those_before_of_which_no_worker_has_told(ledger: Ledger, job_id: str) -> None:
+def test_attempt_counts_earlier_attempts_without_events(ledger: Ledger, job_id: str) -> None:
     attempts = [begin(ledger, job_id)]
     assert attempts[0].before == ()
     for _ in range(2):  # as if its worker had died

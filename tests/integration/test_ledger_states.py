@@ -29,7 +29,7 @@ def resumed(ledger: Ledger, job_id: str) -> Any:
     return begin(ledger, job_id, token=take(ledger, job_id).token)
 
 
-def test_a_resumed_job_runs_in_every_set_from_its_first_event_on(
+def test_resumed_job_is_running_everywhere_from_its_first_event(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     attempt = resumed(ledger, job_id)
@@ -41,23 +41,19 @@ def test_a_resumed_job_runs_in_every_set_from_its_first_event_on(
     assert position_of(redis_client, job_id).state == "running"
 
 
-def test_a_hand_back_after_a_token_is_not_counted_against_later_failures(
-    ledger: Ledger, job_id: str, redis_client: Redis
-) -> None:
+def test_hand_back_after_a_token_does_not_count_as_a_failure(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = resumed(ledger, job_id)
     write(ledger, attempt, TOKEN, seq=2)
     ledger.hand_back(attempt)
     assert redis_client.hget(job_key(job_id), "failures") == b"0"
 
 
-def test_the_journal_of_a_job_that_has_not_ended_does_not_expire(
-    ledger: Ledger, job_id: str, redis_client: Redis
-) -> None:
+def test_journal_of_an_unfinished_job_does_not_expire(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, resumed(ledger, job_id), TOKEN, seq=2)
     assert redis_client.ttl(journal_key(job_id)) == -1
 
 
-def test_an_attempt_without_its_journal_writes_the_next_event_and_none_is_dropped(
+def test_attempt_continues_the_sequence_when_its_journal_is_lost(
     ledger: Ledger, job_id: str, redis_client: Redis
 ) -> None:
     taken = take(ledger, job_id)
@@ -72,7 +68,7 @@ def test_an_attempt_without_its_journal_writes_the_next_event_and_none_is_droppe
 
 
 @pytest.mark.parametrize("header", [{"correlation_id": "another"}, {"properties": {"correlation_id": "another"}}])
-def test_a_header_of_the_user_does_not_pass_for_the_id_of_a_job(
+def test_user_header_is_not_mistaken_for_a_job_id(
     ledger: Ledger, queue: str, redis_client: Redis, header: dict[str, Any]
 ) -> None:
     first, second = submission(queue), submission(queue)
@@ -87,7 +83,7 @@ def test_a_header_of_the_user_does_not_pass_for_the_id_of_a_job(
     assert not redis_client.exists(job_key("another"))
 
 
-def test_a_cancelled_job_leaves_neither_queue_nor_message(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_cancelled_job_leaves_no_message_and_no_queue_entry(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     first, second, third = (submit(ledger, queue) for _ in range(3))
     assert ledger.cancel(second, running=True)
     ledger.settle(second)
@@ -96,7 +92,7 @@ def test_a_cancelled_job_leaves_neither_queue_nor_message(ledger: Ledger, queue:
     assert redis_client.ttl(job_key(second)) > 0
 
 
-def test_times_of_life_are_those_of_the_settings_everywhere(
+def test_all_keys_expire_after_the_configured_times(
     job_id: str, redis_client: Redis, settings_environment: Callable[..., None]
 ) -> None:
     settings_environment(event_ttl_s="77")
@@ -107,7 +103,7 @@ def test_times_of_life_are_those_of_the_settings_everywhere(
     assert 0 < int(str(redis_client.ttl(journal_key(job_id)))) <= 77
 
 
-def test_an_ended_job_stays_until_celery_has_its_end(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_finished_job_is_kept_until_celery_has_its_result(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     taken = take(ledger, job_id)
     write(ledger, begin(ledger, job_id, token=taken.token), events.error("x", "y", False))
     assert redis_client.ttl(job_key(job_id)) == -1
@@ -117,7 +113,7 @@ def test_an_ended_job_stays_until_celery_has_its_end(ledger: Ledger, job_id: str
     assert redis_client.hexists(job_key(job_id), "message")
 
 
-def test_a_worker_that_dies_after_a_jobs_end_leaves_the_rest_to_the_reaper(
+def test_reaper_settles_the_end_of_a_job_whose_worker_died(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
@@ -130,7 +126,7 @@ def test_a_worker_that_dies_after_a_jobs_end_leaves_the_rest_to_the_reaper(
     assert float(redis_client.zscore(due_key(), job_id) or 0) <= float(redis_client.time()[0] + 1)  # type: ignore[index]
 
 
-def test_a_dead_job_keeps_its_message_for_a_requeue(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_dead_job_keeps_its_message_for_a_requeue(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     job_id = submit(ledger, queue)
     write(ledger, begin(ledger, job_id), events.error("dead", "…", False))
     ledger.settle(job_id)
@@ -138,7 +134,7 @@ def test_a_dead_job_keeps_its_message_for_a_requeue(ledger: Ledger, queue: str, 
     assert ledger.dead() == [] or job_id not in {job["id"] for job in ledger.dead()}
 
 
-def test_unsettled_ends_are_tried_less_and_less_often(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_unsettled_ends_are_retried_with_backoff(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, begin(ledger, job_id), events.error("x", "y", False))
     waits = []
     for _ in range(4):

@@ -79,7 +79,7 @@ def load(scraped: Scraped) -> Load:
     return results, answer.json()
 
 
-def test_figures_are_what_the_load_implies(scraped: Scraped, load: Load) -> None:
+def test_metrics_match_the_load(scraped: Scraped, load: Load) -> None:
     prometheus, _, name = scraped
     results, answer = load
     asked = answer["usage"]
@@ -122,7 +122,7 @@ def test_figures_are_what_the_load_implies(scraped: Scraped, load: Load) -> None
 
 
 @pytest.mark.usefixtures("load")
-def test_prometheus_understands_board_and_alerts(scraped: Scraped) -> None:
+def test_prometheus_accepts_dashboard_queries_and_alerts(scraped: Scraped) -> None:
     prometheus, _, _ = scraped
     for expression in EXPRESSIONS:
         prometheus.query(expression.replace("$__rate_interval", "1m").replace("$model", ".*"))
@@ -148,13 +148,13 @@ def check_alert(folder: Path, alert: str, series: dict[str, str], at: str, *, fi
     promtool("test", "rules", str(folder / "tests.yml"))
 
 
-def test_worker_that_dies_between_two_looks_is_told_of(tmp_path: Path) -> None:
+def test_worker_that_dies_between_two_scrapes_is_reported(tmp_path: Path) -> None:
     series = {"cellama_worker_age_seconds": "1.5 0.5 6 stale _x4"}
     check_alert(tmp_path, "CellamaWorkerSilent", series, "30s", fires=True)
 
 
 @pytest.mark.parametrize(("late_s", "fires"), [("1x60", False), ("61+5x60", True)], ids=["a look later", "never"])
-def test_leases_that_end_are_told_of_only_where_no_reaper_looks(tmp_path: Path, late_s: str, fires: bool) -> None:
+def test_expired_leases_are_reported_only_without_a_reaper(tmp_path: Path, late_s: str, fires: bool) -> None:
     """Jobs with an eta: some lease has always just ended."""
     series = {"cellama_ledger_leases_overdue": "3x60", "cellama_ledger_leases_overdue_seconds": late_s}
     series["cellama_ledger_due_seconds"] = "0x60"

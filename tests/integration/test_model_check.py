@@ -68,7 +68,7 @@ COPIED = "submit 1, lose 2, submit 1, pass_time 11, pass_time 11, take 0, take 1
 @example(scenario(EXPIRED))
 @settings(max_examples=60 * EXAMPLES)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=25, max_size=60))
-def test_whatever_happens_each_job_ends_once_with_a_whole_stream(steps: list[tuple[str, int]]) -> None:
+def test_every_sequence_of_failures_ends_each_job_once_with_a_complete_stream(steps: list[tuple[str, int]]) -> None:
     delivery = Delivery()
     for step, number in steps:
         getattr(delivery, step)(number)

@@ -21,7 +21,7 @@ STORY = "Once upon a time"
 SMALL: dict[str, Any] = {"n_parallel": 1, "ctx_per_slot": 512, "threads": 1, "worker": "worker", "timeout": PATIENCE_S}
 
 
-def test_model_has_any_name_in_one_line_and_sampling_of_its_own(
+def test_model_can_have_any_single_line_name_and_its_own_sampling_defaults(
     client: Client, events_of: Callable[..., list[dict[str, Any]]]
 ) -> None:
     name, sampling = "qwen2.5:7b, ü = chat", {"temperature": 0, "grammar": 'root ::= "ab" "c"'}
@@ -43,7 +43,7 @@ def test_model_has_any_name_in_one_line_and_sampling_of_its_own(
         client.unload_model(name, worker="worker", timeout=PATIENCE_S)
 
 
-def test_model_without_a_name_is_called_as_its_file_and_never_as_another_one(client: Client) -> None:
+def test_model_without_a_name_gets_a_unique_one_from_its_file(client: Client) -> None:
     argv = ("models", "load", "bundled://tiny", "-w", "worker", "--set", "n_parallel=1", "--set", "threads=1", "--json")
     loaded = CliRunner().invoke(app, argv, catch_exceptions=False)
     assert json.loads(loaded.output) == {"model": "tiny-2", "status": "ready", "not_on": {}}

@@ -63,7 +63,7 @@ def worker(tmp_path: Path, server: RedisServer) -> Iterator[WorkerProcess]:
     process.stop()
 
 
-def test_tasks_of_a_neighbour_that_outlast_our_leases_run_once(
+def test_long_tasks_of_another_celery_app_on_the_same_redis_run_once(
     neighbour: Celery, worker: WorkerProcess, server: RedisServer
 ) -> None:
     worker.wait_ready()

@@ -53,7 +53,7 @@ def test_plain_message_without_priority_waits_behind_jobs_of_the_default_one(
     connection.release()
 
 
-def test_plain_message_is_moved_once(unserved: str, plain: Celery, redis_client: Redis) -> None:
+def test_plain_message_is_requeued_once_when_adopted_twice(unserved: str, plain: Celery, redis_client: Redis) -> None:
     plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
     message, connection = take(unserved)
     for _ in range(2):  # its worker ended before it had acked it
@@ -81,7 +81,7 @@ def test_plain_message_with_a_priority_keeps_it(
 
 
 @pytest.mark.parametrize("timeout", [math.nan, math.inf, 1e300, 10**400, -1, 0, "1"])
-def test_plain_message_with_an_invalid_timeout_waits_for_a_worker_that_refuses_it(
+def test_plain_message_with_an_invalid_timeout_is_rejected_by_a_worker(
     unserved: str, plain: Celery, redis_client: Redis, timeout: Any
 ) -> None:
     options = {"queue": queue_name(unserved)}
@@ -114,7 +114,7 @@ def test_plain_job_runs_and_streams(
         ({"self": 1, "args": 2, "task_id": 3}, {}, "invalid_request"),
     ],
 )
-def test_plain_message_with_names_of_ours_ends_with_a_clear_error(
+def test_plain_message_with_reserved_headers_fails_with_a_clear_error(
     worker: WorkerProcess, plain: Celery, events_of: EventsOf, payload: Any, headers: dict[str, Any], code: str
 ) -> None:
     job = plain.send_task("cellama.generate", ["tiny", "Hi"], payload, queue=queue_name("tiny"), headers=headers)
@@ -124,6 +124,6 @@ def test_plain_message_with_names_of_ours_ends_with_a_clear_error(
     assert [event["code"] for event in events_of(job.id)] == [code]
 
 
-def test_signature_of_ours_is_sent_by_an_app_that_does_not_know_the_task(worker: WorkerProcess, plain: Celery) -> None:
+def test_signature_is_sent_by_an_app_without_the_task(worker: WorkerProcess, plain: Celery) -> None:
     step = generate.s("tiny", "Hi", max_tokens=4, **GREEDY)
     assert plain.send_task(step.task, step.args, step.kwargs, **step.options).get(timeout=PATIENCE_S)["text"]

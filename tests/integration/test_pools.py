@@ -78,7 +78,7 @@ def defaults(client: Client, name: str) -> list[str]:
     return [model["id"] for model in client.models() if model["default"] and model["id"].startswith(name)]
 
 
-def test_pool_has_what_was_loaded_whoever_dies_and_joins_and_jobs_go_on_with_the_same_text(
+def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_texts(
     start: Start, client: Client, name: str
 ) -> None:
     own, big, one, two, other = (f"{name}-{which}" for which in ("own", "big", "one", "two", "other"))
@@ -122,7 +122,7 @@ def test_pool_has_what_was_loaded_whoever_dies_and_joins_and_jobs_go_on_with_the
         client.load_model(big, "bundled://tiny", pool="nowhere")
 
 
-def test_worker_reaches_what_was_said_while_it_was_not_there(
+def test_worker_applies_commands_sent_while_it_was_stopped(
     start: Start, client: Client, redis_client: Redis, name: str
 ) -> None:
     own, big, one = f"{name}-own", f"{name}-big", f"{name}-one"
@@ -152,9 +152,7 @@ def test_worker_reaches_what_was_said_while_it_was_not_there(
     assert states(client, one) == {big: "ready"}
 
 
-def test_worker_that_finds_no_redis_at_its_start_reaches_what_was_said_once_it_is_there(
-    tmp_path: Path, name: str
-) -> None:
+def test_worker_applies_earlier_commands_when_redis_becomes_reachable(tmp_path: Path, name: str) -> None:
     own, big, folder = f"{name}-own", f"{name}-big", tmp_path / "redis"
     with RedisServer.start(folder) as server, Redis.from_url(server.url) as redis:
         record = DesiredStateRecord(redis, name, "another@machine")

@@ -80,7 +80,7 @@ def world(redis_server: RedisServer) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_job_older_than_the_head_of_its_queue_is_lost_if_nobody_holds_it(world: World, others: int) -> None:
+def test_unheld_job_older_than_the_head_of_its_queue_is_lost(world: World, others: int) -> None:
     lost = world.job(age_s=OLD_S, message=False)
     rest = [world.job() for _ in range(others)]
     world.look(times=1)
@@ -89,7 +89,7 @@ def test_job_older_than_the_head_of_its_queue_is_lost_if_nobody_holds_it(world: 
     assert world.waiting() == [lost, *rest]
 
 
-def test_jobs_in_the_queue_or_held_or_young_are_not_lost(world: World) -> None:
+def test_queued_held_and_recent_jobs_are_not_lost(world: World) -> None:
     rest = [world.job(age_s=age_s) for age_s in (OLD_S, OLD_S / 2, 0.0)]
     world.job(age_s=-OLD_S, message=False)  # young, however long the looks take
     take(world.ledger, world.job(age_s=OLD_S, message=False, priority=9))
@@ -97,7 +97,7 @@ def test_jobs_in_the_queue_or_held_or_young_are_not_lost(world: World) -> None:
     assert world.waiting() == rest
 
 
-def test_a_lost_job_is_found_behind_jobs_that_came_back(world: World) -> None:
+def test_lost_job_is_found_behind_returned_jobs(world: World) -> None:
     for age_s in (4 * OLD_S, 3 * OLD_S):
         back = world.job(age_s=age_s, message=False)
         world.ledger.requeue(take(world.ledger, back))
@@ -108,7 +108,7 @@ def test_a_lost_job_is_found_behind_jobs_that_came_back(world: World) -> None:
     assert len(world.waiting()) == 4
 
 
-def test_a_started_job_whose_worker_died_comes_back_once_however_long_it_waits(world: World) -> None:
+def test_started_job_of_a_dead_worker_is_queued_again_once(world: World) -> None:
     job_id = world.job(age_s=OLD_S, message=False)
     taken = take(world.ledger, job_id, lease_s=0)
     write(world.ledger, begin(world.ledger, job_id, token=taken.token), events.started("m", 1, "w", 1))
@@ -121,14 +121,14 @@ def test_a_started_job_whose_worker_died_comes_back_once_however_long_it_waits(w
     assert (world.ledger.state(job_id), world.ledger.place(job_id)) == ("handed_back", 0)
 
 
-def test_job_whose_worker_and_message_are_gone_is_lost(world: World) -> None:
+def test_job_without_worker_and_message_is_lost(world: World) -> None:
     job_id = world.job(message=False)
     write(world.ledger, begin(world.ledger, job_id), events.started("m", 1, "w", 1))
     world.look()
     assert world.waiting() == [job_id]
 
 
-def test_a_lost_job_is_found_whichever_workers_look(world: World) -> None:
+def test_lost_job_is_found_by_any_set_of_workers(world: World) -> None:
     """A hundred workers: nobody looks twice in a row, and each lost job is found with the second look."""
     lost = {world.job(age_s=OLD_S, message=False) for _ in range(20)}
     workers = [world.another_reaper() for _ in range(100)]
@@ -140,7 +140,7 @@ def test_a_lost_job_is_found_whichever_workers_look(world: World) -> None:
     assert sorted(world.waiting()) == sorted(lost)
 
 
-def test_only_one_of_many_workers_does_a_duty_within_its_period(world: World) -> None:
+def test_one_of_many_workers_performs_a_duty_per_period(world: World) -> None:
     world.job(age_s=OLD_S, message=False)
     for reaper in [world.another_reaper() for _ in range(5)]:
         reaper.look()
@@ -149,7 +149,7 @@ def test_only_one_of_many_workers_does_a_duty_within_its_period(world: World) ->
     assert world.waiting() == []
 
 
-def test_the_cost_of_a_look_does_not_depend_on_how_many_jobs_wait(tmp_path: Path) -> None:
+def test_cost_of_a_check_is_independent_of_the_queue_length(tmp_path: Path) -> None:
     with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as redis:  # that nobody else asks
         check_cost_of_a_look(World(redis))
 
@@ -175,7 +175,7 @@ def check_cost_of_a_look(world: World) -> None:
     assert world.redis.zcard(missing_key()) == 0
 
 
-def test_messages_of_ended_jobs_leave_a_long_queue_although_no_worker_takes_them(world: World) -> None:
+def test_messages_of_finished_jobs_are_removed_from_a_long_unserved_queue(world: World) -> None:
     jobs = [submission(QUEUE) for _ in range(2100)]  # too many to search for each message
     for start in range(0, len(jobs), 100):
         world.ledger.submit(jobs[start : start + 100])
@@ -187,7 +187,7 @@ def test_messages_of_ended_jobs_leave_a_long_queue_although_no_worker_takes_them
     assert world.waiting() == [job.job_id for job in jobs[60:]]
 
 
-def test_a_thousand_held_jobs_hide_no_lost_one(world: World) -> None:
+def test_lost_job_is_found_behind_a_thousand_held_jobs(world: World) -> None:
     for _ in range(1001):
         take(world.ledger, world.job(age_s=2 * OLD_S, message=False))
     lost = world.job(age_s=OLD_S, message=False)
@@ -195,7 +195,7 @@ def test_a_thousand_held_jobs_hide_no_lost_one(world: World) -> None:
     assert world.waiting() == [lost]
 
 
-def test_job_that_is_noted_but_has_no_entry_is_noted_no_more(world: World) -> None:
+def test_indexed_job_without_an_entry_is_removed_from_the_index(world: World) -> None:
     job_id = world.job(age_s=OLD_S, message=False, timeout_s=0.001)
     world.redis.zadd(running_key(), {"other": 1})
     world.redis.delete(job_key(job_id))  # a Redis that evicts
@@ -206,14 +206,14 @@ def test_job_that_is_noted_but_has_no_entry_is_noted_no_more(world: World) -> No
     assert not world.redis.exists(queues_key())
 
 
-def test_message_without_an_entry_stays_for_a_worker_which_tells_its_sender(world: World) -> None:
+def test_message_without_an_entry_is_left_for_a_worker_to_reject(world: World) -> None:
     job_id = world.job(age_s=OLD_S)
     world.redis.delete(job_key(job_id))  # a Redis that evicts, or a plain producer that sends headers of ours
     world.look()
     assert world.waiting() == [job_id]
 
 
-def test_timeouts_end_what_waits_and_leave_what_runs(world: World) -> None:
+def test_timeouts_end_waiting_jobs_and_leave_running_ones(world: World) -> None:
     tasks = ("generate", "chat", "embed", "rerank", "tokenize")
     late = {task: world.job(timeout_s=0.001, task=f"cellama.{task}") for task in tasks}
     running = world.job(timeout_s=0.001)
@@ -227,7 +227,7 @@ def test_timeouts_end_what_waits_and_leave_what_runs(world: World) -> None:
     assert world.ledger.state(running) == "running"
 
 
-def test_what_celery_refused_ends(world: World) -> None:
+def test_job_rejected_by_celery_ends(world: World) -> None:
     job_id = world.job()
     world.ledger.release(take(world.ledger, job_id))
     world.redis.zadd(due_key(), {job_id: 1})
@@ -235,7 +235,7 @@ def test_what_celery_refused_ends(world: World) -> None:
     assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "refused")]
 
 
-def test_a_job_that_came_back_ends_at_its_timeout_with_what_it_has(world: World) -> None:
+def test_returned_job_times_out_with_its_partial_text(world: World) -> None:
     job_id = world.job(timeout_s=0.001)
     taken = take(world.ledger, job_id)
     attempt = begin(world.ledger, job_id, token=taken.token)
@@ -248,7 +248,7 @@ def test_a_job_that_came_back_ends_at_its_timeout_with_what_it_has(world: World)
     assert world.redis.xlen(journal_key(job_id)) == 3
 
 
-def test_celery_hears_of_an_end_that_no_worker_told_it(world: World) -> None:
+def test_reaper_stores_an_end_that_no_worker_stored(world: World) -> None:
     job_id = world.job()
     attempt = begin(world.ledger, job_id, token=take(world.ledger, job_id).token)
     write(world.ledger, attempt, events.error("x", "y", False))

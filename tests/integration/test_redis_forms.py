@@ -69,7 +69,7 @@ def run(url: str, program: str) -> str:
     return done.stdout
 
 
-def test_everything_works_on_a_unix_socket(socket_url: str, tmp_path: Path) -> None:
+def test_jobs_and_streams_work_over_a_unix_socket(socket_url: str, tmp_path: Path) -> None:
     worker = WorkerProcess(tmp_path, socket_url)
     try:
         worker.wait_ready()
@@ -81,7 +81,7 @@ def test_everything_works_on_a_unix_socket(socket_url: str, tmp_path: Path) -> N
     assert PASSWORD not in worker.log()
 
 
-def test_jobs_end_although_the_master_dies_in_their_middle(sentinels: SentinelSetup, tmp_path: Path) -> None:
+def test_jobs_finish_after_a_sentinel_failover(sentinels: SentinelSetup, tmp_path: Path) -> None:
     worker = WorkerProcess(tmp_path, sentinels.url)
     try:
         worker.wait_ready()

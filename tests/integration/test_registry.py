@@ -53,9 +53,7 @@ def registered(redis: Redis, name: str, *chores: Any) -> Iterator[Registration]:
         registration.close()
 
 
-def test_worker_and_run_are_seen_whatever_the_clocks_of_machines_say(
-    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_and_runs_are_listed_despite_wrong_clocks(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     right = time.time
     for wrong_s in (-3600.0, 3600.0):
         name = f"w-{uuid.uuid4().hex[:8]}@host"
@@ -70,7 +68,7 @@ def test_worker_and_run_are_seen_whatever_the_clocks_of_machines_say(
             assert run["alive"]
 
 
-def test_worker_is_seen_until_it_ends_although_a_chore_fails(redis_client: Redis) -> None:
+def test_worker_stays_listed_when_a_periodic_duty_fails(redis_client: Redis) -> None:
     name, beats = f"w-{uuid.uuid4().hex[:8]}@host", []
 
     def fail() -> None:
@@ -87,7 +85,7 @@ def test_worker_is_seen_until_it_ends_although_a_chore_fails(redis_client: Redis
     assert not seen()
 
 
-def test_worker_that_ended_is_kept_for_jobs_that_wait_for_a_successor_and_no_longer(redis_client: Redis) -> None:
+def test_stopped_worker_is_kept_while_jobs_wait_for_its_weights(redis_client: Redis) -> None:
     name = f"w-{uuid.uuid4().hex[:8]}@host"
     with registered(redis_client, name):
         wait_until(lambda name=name: redis_client.hexists(workers_key(), name), "the entry")
@@ -102,7 +100,7 @@ def test_worker_that_ended_is_kept_for_jobs_that_wait_for_a_successor_and_no_lon
         wait_until(lambda: not redis_client.hexists(workers_key(), name), "the entry pruned")
 
 
-def test_work_of_a_beat_does_not_grow_with_the_workers_of_other_machines(
+def test_heartbeat_cost_is_independent_of_workers_on_other_machines(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, read = f"w-{uuid.uuid4().hex[:8]}@host", []

@@ -106,7 +106,7 @@ def test_models_are_loaded_and_unloaded_under_load_without_a_failed_job(client: 
 
 
 @pytest.mark.usefixtures("shared_worker")
-def test_default_model_changes_at_run_time(client: Client, name: str) -> None:
+def test_default_model_can_be_changed_at_run_time(client: Client, name: str) -> None:
     other = f"{name}-other"
     client.load_model(other, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
     client.set_default_model(other, worker=name)
@@ -119,7 +119,9 @@ def test_default_model_changes_at_run_time(client: Client, name: str) -> None:
 
 
 @pytest.mark.usefixtures("shared_worker")
-def test_mistakes_are_told_and_leave_the_worker_as_it_was(client: Client, name: str, tmp_path: Path) -> None:
+def test_invalid_commands_are_reported_and_leave_the_worker_unchanged(
+    client: Client, name: str, tmp_path: Path
+) -> None:
     first = f"{name}-first"
     (tmp_path / "text.gguf").write_text("I am no model")
     for arguments, message in (
@@ -138,9 +140,7 @@ def test_mistakes_are_told_and_leave_the_worker_as_it_was(client: Client, name: 
     assert generate.delay(first, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
 
 
-def test_model_that_stays_in_use_is_not_unloaded_and_serves_on(
-    shared_worker: WorkerProcess, client: Client, name: str
-) -> None:
+def test_busy_model_is_not_unloaded_and_keeps_serving(shared_worker: WorkerProcess, client: Client, name: str) -> None:
     first = f"{name}-first"
     with shared_worker.slowed():
         job = client.generate(first, STORY, **LONG)
@@ -163,7 +163,7 @@ def tight_worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterat
     worker.stop()
 
 
-def test_idle_model_leaves_the_worker_and_its_queue_to_make_room(tight_worker: WorkerProcess, name: str) -> None:
+def test_idle_model_is_unloaded_to_free_memory(tight_worker: WorkerProcess, name: str) -> None:
     first, used, idle, new = (f"{name}-{which}" for which in ("first", "used", "idle", "new"))
     with Client() as client:
 
@@ -186,9 +186,7 @@ def test_idle_model_leaves_the_worker_and_its_queue_to_make_room(tight_worker: W
         assert generate.delay(idle, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
 
 
-def test_refusal_names_device_required_and_available_and_the_worker_serves_on(
-    tight_worker: WorkerProcess, name: str
-) -> None:
+def test_load_error_names_device_required_and_available_bytes(tight_worker: WorkerProcess, name: str) -> None:
     first = f"{name}-first"
     with Client() as client:
         with pytest.raises(JobFailed, match=r"needs .* MiB of all devices .* available are .* MiB") as refused:
@@ -204,7 +202,7 @@ def test_refusal_names_device_required_and_available_and_the_worker_serves_on(
         assert info["memory_bytes"] == sum(model["memory_bytes"] for model in memory["models"])
 
 
-def test_successor_of_a_killed_worker_has_what_was_loaded_at_run_time(
+def test_restarted_worker_loads_the_models_of_its_killed_predecessor(
     redis_server: RedisServer, own_worker: WorkerProcess, client: Client, tmp_path: Path, name: str
 ) -> None:
     first, second = f"{name}-first", f"{name}-second"

@@ -77,7 +77,7 @@ class Callers:
             thread.join(PATIENCE_S)
 
 
-def test_three_models_share_a_worker_and_leave_no_memory_behind(worker: WorkerProcess, name: str) -> None:
+def test_three_models_share_a_worker_and_free_their_memory(worker: WorkerProcess, name: str) -> None:
     chat, big, encoder = (f"{name}-{kind}" for kind in ("chat", "big", "encoder"))
     folder, process = worker.log_path.parent, psutil.Process(worker.process.pid)
     patience = {"worker": name, "timeout": PATIENCE_S}

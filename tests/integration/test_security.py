@@ -99,7 +99,7 @@ def run(url: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)
 
 
-def test_service_works_over_tls_with_a_user_and_shows_no_password(secured_url: str, tmp_path: Path) -> None:
+def test_jobs_work_over_tls_with_a_user_and_print_no_password(secured_url: str, tmp_path: Path) -> None:
     worker = WorkerProcess(tmp_path, secured_url, name=uuid.uuid4().hex)
     try:
         worker.wait_ready()
@@ -113,7 +113,7 @@ def test_service_works_over_tls_with_a_user_and_shows_no_password(secured_url: s
     assert PASSWORD not in worker.log() + done.stderr + status.stdout + status.stderr
 
 
-def test_wrong_password_and_untrusted_certificate_are_told_without_the_password(secured_url: str) -> None:
+def test_errors_of_wrong_password_and_untrusted_certificate_hide_the_password(secured_url: str) -> None:
     command = [sys.executable, "-c", "from cellama.api.cli import main; main()", "status"]
     wrong = run(secured_url.replace(PASSWORD, "wrong"), *command)
     untrusted = run(secured_url.partition("?")[0], *command)
@@ -132,6 +132,6 @@ def test_wrong_password_and_untrusted_certificate_are_told_without_the_password(
         ("?ssl_cert_reqs=CERT_OPTIONAL", ssl.CERT_OPTIONAL),
     ],
 )
-def test_certificates_are_checked_unless_the_url_says_otherwise(query: str, expected: ssl.VerifyMode) -> None:
+def test_certificates_are_checked_unless_the_url_disables_it(query: str, expected: ssl.VerifyMode) -> None:
     assert broker_options(f"rediss://h/0{query}")["broker_use_ssl"] == {"ssl_cert_reqs": expected}
     assert broker_options(f"redis://h/0{query}")["broker_use_ssl"] is None

@@ -67,7 +67,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("task", "args", "kwargs", "message"), CALLS)
-def test_bad_call_is_refused_before_it_is_queued(
+def test_invalid_call_is_rejected_before_queueing(
     task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidJob, match=message):
@@ -141,7 +141,7 @@ def test_bad_call_is_refused_before_it_is_queued(
         ),
     ],
 )
-def test_bad_job_fails_alone_with_code_and_message(
+def test_invalid_job_fails_alone_with_code_and_message(
     worker: WorkerProcess,
     events_of: Callable[..., list[dict[str, Any]]],
     name: str,
@@ -163,7 +163,7 @@ def test_bad_job_fails_alone_with_code_and_message(
     assert "Traceback" not in worker.log()[told_before:]
 
 
-def test_grammar_whose_ways_double_fails_alone_in_the_middle(
+def test_exponential_grammar_fails_alone_while_others_run(
     worker: WorkerProcess, events_of: Callable[..., list[dict[str, Any]]]
 ) -> None:
     good = generate.delay("tiny", "Once upon a time", max_tokens=60, **GREEDY)
@@ -176,7 +176,7 @@ def test_grammar_whose_ways_double_fails_alone_in_the_middle(
     assert good.get(timeout=PATIENCE_S)["text"]
 
 
-def test_client_tells_at_once_that_nobody_serves_a_model(client: Client) -> None:
+def test_client_raises_unknown_model_immediately(client: Client) -> None:
     with pytest.raises(UnknownModel, match="no live worker serves a model 'tinny'; did you mean 'tiny'"):
         client.generate("tinny", "Hi")
     waiting = client.generate("tinny", "Hi", wait=True)

@@ -50,7 +50,7 @@ def test_revoke_of_a_running_job_frees_its_slot(
     wait_until_idle(worker)
 
 
-def test_revoke_of_a_waiting_job_ends_its_stream_without_a_slot(
+def test_revoke_of_a_waiting_job_ends_its_stream(
     worker: WorkerProcess, redis_client: Redis, events_of: EventsOf
 ) -> None:
     with worker.slowed():
@@ -65,7 +65,7 @@ def test_revoke_of_a_waiting_job_ends_its_stream_without_a_slot(
     wait_until_idle(worker)
 
 
-def test_client_cancel_raises_job_cancelled_for_who_waits(worker: WorkerProcess, client: Client) -> None:
+def test_cancel_raises_job_cancelled_in_waiting_callers(worker: WorkerProcess, client: Client) -> None:
     with worker.slowed():
         job = client.generate("tiny", "Once upon a time", **LONG)
         stream = job.stream(timeout=PATIENCE_S)
@@ -79,7 +79,7 @@ def test_client_cancel_raises_job_cancelled_for_who_waits(worker: WorkerProcess,
 @pytest.mark.parametrize(
     ("limit", "error"), [({"soft_time_limit": 0.3}, SoftTimeLimitExceeded), ({"time_limit": 0.3}, TimeLimitExceeded)]
 )
-def test_celery_time_limits_end_the_job(
+def test_celery_time_limits_stop_the_job(
     worker: WorkerProcess, events_of: EventsOf, limit: dict[str, float], error: type[Exception]
 ) -> None:
     with worker.slowed():

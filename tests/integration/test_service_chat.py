@@ -29,7 +29,7 @@ def told(events: list[dict[str, Any]], kind: str) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_thinking_turn_says_the_same_streamed_and_not(events_of: EventsOf, stream: bool) -> None:
+def test_reasoning_turn_is_equal_streamed_and_not_streamed(events_of: EventsOf, stream: bool) -> None:
     job = chat.delay("tiny", FRANCE, enable_thinking=True, stream=stream, **GREEDY)
     result, events = job.get(timeout=PATIENCE_S), events_of(job.id)
     signature = Signer("a secret").after(FRANCE).sign(THOUGHT)
@@ -43,7 +43,7 @@ def test_thinking_turn_says_the_same_streamed_and_not(events_of: EventsOf, strea
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_tool_turn_calls_the_tool_and_uses_its_answer(events_of: EventsOf, stream: bool) -> None:
+def test_tool_turn_calls_the_tool_and_uses_its_result(events_of: EventsOf, stream: bool) -> None:
     job = chat.delay("tiny", WEATHER, tools=[WEATHER_TOOL], stream=stream, **GREEDY)
     result = job.get(timeout=PATIENCE_S)
     done = events_of(job.id)[-1]
@@ -69,7 +69,7 @@ def test_signed_reasoning_can_be_sent_back_and_a_changed_one_cannot(client: Clie
             client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)
 
 
-def test_signature_holds_for_a_system_message_however_it_was_given(client: Client) -> None:
+def test_signature_is_valid_for_either_form_of_a_system_message(client: Client) -> None:
     thinks: dict[str, Any] = {"enable_thinking": True, **GREEDY}
     message = client.chat("tiny", FRANCE, system="Be brief.", **thinks).result(PATIENCE_S)["message"]
     told = [{"role": "system", "content": "Be brief."}, *FRANCE]
@@ -79,19 +79,19 @@ def test_signature_holds_for_a_system_message_however_it_was_given(client: Clien
     assert client.chat("tiny", turns, system="Be brief.", **GREEDY).result(PATIENCE_S)["text"]
 
 
-def test_thinking_has_a_budget(client: Client) -> None:
+def test_thinking_stops_at_its_budget(client: Client) -> None:
     result = client.chat("tiny", FRANCE, enable_thinking=True, thinking_budget=3, **GREEDY).result(PATIENCE_S)
     assert result["message"]["reasoning"] == "I know this"
     assert result["text"] == ANSWER
 
 
-def test_several_answers_have_a_message_each(client: Client) -> None:
+def test_each_completion_has_its_own_message(client: Client) -> None:
     result = client.chat("tiny", FRANCE, enable_thinking=True, n=3, **GREEDY).result(PATIENCE_S)
     messages = [choice["message"] for choice in result["choices"]]
     assert [(m["content"], m["reasoning"]) for m in messages] == [(ANSWER, THOUGHT)] * 3
 
 
-def test_template_is_rendered_as_for_the_chat(client: Client) -> None:
+def test_apply_template_renders_the_prompt_of_a_chat(client: Client) -> None:
     job = apply_chat_template.delay("tiny", WEATHER, tools=[WEATHER_TOOL], enable_thinking=True)
     rendered = job.get(timeout=PATIENCE_S)
     assert rendered["prompt"].endswith("<|im_start|>assistant\n<think>\n")

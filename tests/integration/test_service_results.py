@@ -28,7 +28,7 @@ EventsOf = Callable[..., list[dict[str, Any]]]
 pytestmark = pytest.mark.usefixtures("worker")
 
 
-def test_prediction_changes_no_text_and_is_checked() -> None:
+def test_prediction_does_not_change_the_text_and_is_validated() -> None:
     for prediction in (None, {"type": "content", "content": ", there was a little fox named Leo"}):
         job = generate.delay("tiny", "Once upon a time", max_tokens=32, prediction=prediction, **GREEDY)
         assert job.get(timeout=PATIENCE_S)["text"].startswith(", there was a little fox named Mia")
@@ -61,7 +61,7 @@ def test_generate_stops_at_a_stop_string() -> None:
     assert (result["finish_reason"], result["stop_sequence"]) == ("stop", " named")
 
 
-def test_generate_takes_token_ids_and_the_default_model() -> None:
+def test_generate_accepts_token_ids_and_uses_the_default_model() -> None:
     first = generate.delay("tiny", "Once upon a time", max_tokens=8, **GREEDY)
     tokens = [t for e in _stored(first) for t in e.get("tokens", [])]
     result = generate.delay(":default", tokens, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)
@@ -69,7 +69,7 @@ def test_generate_takes_token_ids_and_the_default_model() -> None:
     assert result["usage"]["prompt_tokens"] == 8
 
 
-def test_result_has_the_tokens_of_the_context_if_asked() -> None:
+def test_result_contains_context_tokens_when_requested() -> None:
     prompt = tokenize.delay("tiny", "Once upon a time").get(timeout=PATIENCE_S)["tokens"]
     job = generate.delay("tiny", "Once upon a time", max_tokens=8, return_tokens=True, **GREEDY)
     result = job.get(timeout=PATIENCE_S)
@@ -87,7 +87,7 @@ def _stored(job: Any) -> list[dict[str, Any]]:
         return [json.loads(fields[b"event"]) for _, fields in entries]
 
 
-def test_generate_takes_schemas_several_completions_and_logprobs() -> None:
+def test_generate_supports_schemas_several_completions_and_logprobs() -> None:
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
     result = generate.delay("tiny", "A fox:", json_schema=schema, max_tokens=60, **GREEDY).get(timeout=PATIENCE_S)
     assert set(json.loads(result["text"])) == {"name"}
@@ -101,7 +101,7 @@ def test_generate_takes_schemas_several_completions_and_logprobs() -> None:
     assert all(len(e["logprobs"]) == len(e["tokens"]) for e in tokens)
 
 
-def test_generate_same_seed_gives_the_same_text_and_tells_the_seed() -> None:
+def test_same_seed_gives_the_same_text_and_is_returned() -> None:
     # One after another and cold: then batches are alike, and so is every bit of the logits.
     params = {"max_tokens": 40, "temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False}
     first, same, other = [
@@ -114,14 +114,14 @@ def test_generate_same_seed_gives_the_same_text_and_tells_the_seed() -> None:
     assert drawn["text"] == again["text"]
 
 
-def test_chat_answers_through_the_models_template() -> None:
+def test_chat_uses_the_template_of_the_model() -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     result = chat.delay("tiny", messages, **GREEDY).get(timeout=PATIENCE_S)
     assert result["message"] == {"role": "assistant", "content": "The capital of France is Paris."}
     assert result["finish_reason"] == "stop"
 
 
-def test_light_tasks_answer_without_the_engine(worker: WorkerProcess) -> None:
+def test_tokenize_and_template_jobs_do_not_use_the_engine(worker: WorkerProcess) -> None:
     text, messages = "Once upon a time, café 🦊", [{"role": "user", "content": "Hi"}]
     before = worker.engine_now()["requests_finished"]
     tokens = tokenize.delay("tiny", text).get(timeout=PATIENCE_S)["tokens"]
@@ -148,7 +148,7 @@ def test_embed_returns_one_unit_vector_per_text_in_order() -> None:
     assert np.allclose(vectors[1], alone, atol=1e-2)
 
 
-def test_embed_keeps_dimensions_normalizes_truncates_and_encodes_as_asked() -> None:
+def test_embed_honours_dimensions_normalize_truncate_and_encoding() -> None:
     texts, whole = ["a red fox"], {"normalize": False}
     raw = np.array(embed.delay("tiny", texts, **whole).get(timeout=PATIENCE_S)["embeddings"][0])
     assert abs(np.linalg.norm(raw) - 1) > 0.01
@@ -165,7 +165,7 @@ def test_embed_keeps_dimensions_normalizes_truncates_and_encodes_as_asked() -> N
     assert len(embed.delay("tiny", long, truncate=True).get(timeout=PATIENCE_S)["embeddings"]) == 1
 
 
-def test_events_are_dense_in_seq_and_end_once_with_the_text_of_the_result(events_of: EventsOf) -> None:
+def test_events_have_consecutive_seq_and_one_end_with_the_text_of_the_result(events_of: EventsOf) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=50, **GREEDY)
     events = events_of(job.id)
     result = job.get(timeout=PATIENCE_S)
@@ -179,7 +179,7 @@ def test_events_are_dense_in_seq_and_end_once_with_the_text_of_the_result(events
     }
 
 
-def test_events_replay_after_the_end_for_any_reader_from_any_seq(events_of: EventsOf, redis_client: Redis) -> None:
+def test_events_can_be_replayed_after_the_end_from_any_seq(events_of: EventsOf, redis_client: Redis) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=20, **GREEDY)
     events = events_of(job.id)
     assert events_of(job.id) == events
@@ -187,7 +187,7 @@ def test_events_replay_after_the_end_for_any_reader_from_any_seq(events_of: Even
     assert 0 < int(str(redis_client.ttl(journal_key(job.id)))) <= 3600
 
 
-def test_events_of_a_job_that_does_not_stream_come_in_larger_pieces(events_of: EventsOf) -> None:
+def test_job_without_stream_publishes_larger_chunks(events_of: EventsOf) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=20, logprobs=0, stream=False, **GREEDY)
     events = events_of(job.id)
     assert [len(event.get("tokens", [])) for event in events] == [0, 8, 8, 4, 0]
@@ -232,7 +232,7 @@ def test_plain_celery_producer_gets_result_and_events(
     assert told["result"]["text"].startswith(", there was a little fox")
 
 
-def test_jobs_at_once_give_the_texts_they_give_alone_in_mixed_batches(worker: WorkerProcess) -> None:
+def test_concurrent_jobs_give_the_texts_that_they_give_alone(worker: WorkerProcess) -> None:
     """The 32 jobs of different lengths share 16 slots."""
     prompts = [_prompt(i) for i in range(32)]
     alone = [generate.delay("tiny", p, max_tokens=48, **GREEDY).get(timeout=PATIENCE_S)["text"] for p in prompts]
@@ -266,14 +266,14 @@ with Client() as client:
 """
 
 
-def test_results_that_outlive_their_program_say_nothing(redis_server: RedisServer, tmp_path: Any) -> None:
+def test_pending_results_print_nothing_when_the_program_exits(redis_server: RedisServer, tmp_path: Any) -> None:
     environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url)
     argv = [sys.executable, "-c", OUTLIVES]
     done = subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "too late\n", "")
 
 
-def test_times_count_from_the_submission_that_the_ledger_has(redis_client: Redis, events_of: EventsOf) -> None:
+def test_timings_are_measured_from_submission(redis_client: Redis, events_of: EventsOf) -> None:
     def queued_long_ago(**params: Any) -> Any:
         elsewhere = f"nobody-{uuid.uuid4().hex[:8]}"
         job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, **params}, queue=elsewhere)
@@ -288,7 +288,7 @@ def test_times_count_from_the_submission_that_the_ledger_has(redis_client: Redis
     assert events_of(late.id)[-1]["usage"]["completion_tokens"] == 0
 
 
-def test_timeout_keeps_the_text_and_counts_from_submission(worker: WorkerProcess, events_of: EventsOf) -> None:
+def test_timeout_counts_from_submission_and_keeps_the_partial_text(worker: WorkerProcess, events_of: EventsOf) -> None:
     with worker.slowed():
         started = time.monotonic()
         job = generate.delay("tiny", "Once upon a time", max_tokens=1900, ignore_eos=True, timeout=0.3, **GREEDY)

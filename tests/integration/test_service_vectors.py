@@ -72,7 +72,7 @@ def expected_scores(reference: BertReference, vocabulary: LlamaModel, query: str
     return [reference.score([*head, *vocabulary.tokenize(document)[1:]]) for document in documents]
 
 
-def test_workers_tell_what_models_can_do_that_got_it_from_their_file() -> None:
+def test_workers_report_capabilities_read_from_model_files() -> None:
     with Client() as client:
         able = {model["id"]: model["capabilities"] for model in client.models()}
     assert {model: able[model] for model in ("texts", "tokens", "ranks")} == {
@@ -108,7 +108,7 @@ def test_embed_gives_a_vector_per_token_as_lists_or_with_shapes_in_base64() -> N
     assert "shapes" not in embed.delay("texts", TEXTS, encoding="base64").get(timeout=PATIENCE_S)
 
 
-def test_rerank_gives_documents_and_scores_the_best_first(reference: BertReference, vocabulary: LlamaModel) -> None:
+def test_rerank_returns_documents_and_scores_best_first(reference: BertReference, vocabulary: LlamaModel) -> None:
     documents = [f"w{i} w{i + 1} w{3 * i}" for i in range(30)]
     result = rerank.delay("ranks", "w1 w2", documents).get(timeout=PATIENCE_S)
     expected = expected_scores(reference, vocabulary, "w1 w2", documents)
@@ -148,13 +148,13 @@ def test_clients_and_plain_celery_rerank_alike() -> None:
         (lambda: embed.delay("tokens", ["w1 " * 126] * 9999), "invalid_request", "the limit is 4194304 numbers"),
     ],
 )
-def test_wrong_use_fails_with_what_is_wrong(call: Any, code: str, message: str) -> None:
+def test_vector_jobs_report_unsupported_use(call: Any, code: str, message: str) -> None:
     with pytest.raises(JobFailed, match=message) as caught:
         call().get(timeout=PATIENCE_S)
     assert caught.value.code == code
 
 
-def test_wrong_rerank_calls_are_refused_before_they_are_queued() -> None:
+def test_invalid_rerank_calls_are_rejected_before_queueing() -> None:
     for arguments, message in (
         (("ranks", "", ["a"]), "query is '': it is empty"),
         (("ranks", "q", []), "documents is .*give at least one"),
@@ -166,13 +166,13 @@ def test_wrong_rerank_calls_are_refused_before_they_are_queued() -> None:
         rerank.delay("ranks", "q", ["a"], top_n=0)
 
 
-def test_long_documents_are_cut_on_request() -> None:
+def test_long_documents_are_truncated_when_requested() -> None:
     result = rerank.delay("ranks", "w1", ["w2", "w3 " * 200], truncate=True).get(timeout=PATIENCE_S)
     assert sorted(entry["index"] for entry in result["results"]) == [0, 1]
     assert result["usage"]["prompt_tokens"] == 5 + 128
 
 
-def test_command_shows_a_ranking_as_a_table_or_as_json() -> None:
+def test_rerank_command_prints_a_table_or_json() -> None:
     ranked = rerank.delay("ranks", "w1", TEXTS).get(timeout=PATIENCE_S)
     shown = CliRunner().invoke(commands, ["rerank", "ranks", "w1", *TEXTS])
     assert shown.exit_code == 0, shown.output

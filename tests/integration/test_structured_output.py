@@ -38,7 +38,7 @@ def check(warnings: list[str]) -> None:
     assert "uniqueItems" in warning
 
 
-def test_result_and_last_event_list_what_of_a_schema_is_not_enforced(client: Client) -> None:
+def test_result_and_last_event_list_unenforced_schema_keywords(client: Client) -> None:
     for job in (
         client.generate("tiny", "A", **LENIENT),
         client.chat("tiny", [{"role": "user", "content": "A"}], **LENIENT),
@@ -50,13 +50,13 @@ def test_result_and_last_event_list_what_of_a_schema_is_not_enforced(client: Cli
         assert json.loads(result["text"]).keys() == {"tags"}
 
 
-def test_schema_is_strict_unless_the_job_says_otherwise(client: Client) -> None:
+def test_schema_is_strict_unless_the_job_disables_it(client: Client) -> None:
     with pytest.raises(JobFailed, match=r"json_schema at #/properties/tags") as caught:
         client.generate("tiny", "A", json_schema=SCHEMA).result(PATIENCE_S)
     assert caught.value.code == "invalid_request"
 
 
-def test_text_matches_its_expression_or_grammar(client: Client) -> None:
+def test_text_matches_its_regular_expression_or_grammar(client: Client) -> None:
     for own, whole in (
         ({"regex": "[A-C]{3}[0-9]?"}, "[A-C]{3}[0-9]?"),
         ({"lark": 'start: "a" word+\nword: " " /[a-z]{2}/'}, "a( [a-z]{2})+"),

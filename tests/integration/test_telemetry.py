@@ -40,7 +40,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
 
 
-def test_events_of_a_worker_reach_its_hook_and_its_log(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_telemetry_events_reach_hook_and_log(redis_server: RedisServer, tmp_path: Path) -> None:
     name = f"t{uuid.uuid4().hex[:8]}"
     (tmp_path / "mine.py").write_text(HOOK)
     model = json.dumps([{"id": name, "source": "bundled://tiny", "n_parallel": 2, "threads": 1}])
@@ -68,7 +68,7 @@ def test_events_of_a_worker_reach_its_hook_and_its_log(redis_server: RedisServer
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_end_of_a_job_tells_mode_slot_and_ratio(client: Client, stream: bool) -> None:
+def test_end_event_contains_mode_slot_and_hit_ratio(client: Client, stream: bool) -> None:
     """The second job begins as the first one, so that its prompt is in the cache."""
     said = [{"role": "user", "content": f"Tell me of {uuid.uuid4().hex}, who was a fox."}]
     for _ in range(2):
@@ -87,7 +87,7 @@ def told_of(client: Client) -> tuple[str, int, int]:
     return totals["phase"], totals["requests_running"], totals["slots_busy"]
 
 
-def test_stats_have_the_totals_of_all_models_and_say_how_old_they_are(client: Client, worker: WorkerProcess) -> None:
+def test_stats_contain_totals_of_all_models_and_their_age(client: Client, worker: WorkerProcess) -> None:
     embed.delay("tiny", ["one text", "and another"]).get(timeout=PATIENCE_S)
     with worker.slowed():
         jobs = [generate.delay("tiny", f"Count {i}", **LONG) for i in range(SLOTS + 2)]

@@ -91,7 +91,7 @@ def stream_through_a_death(gateway: GatewayProcess, workers: Workers, traceparen
         assert [line for line in frames if line][-1] == "data: [DONE]"
 
 
-def test_trace_of_a_job_has_all_its_spans_across_a_worker_that_was_killed(
+def test_trace_contains_all_spans_of_a_job_whose_worker_was_killed(
     collector: Collector, workers: Workers, traced_gateway: GatewayProcess
 ) -> None:
     trace_id = uuid.uuid4().hex
@@ -122,7 +122,7 @@ def test_trace_of_a_job_has_all_its_spans_across_a_worker_that_was_killed(
     assert PROMPT not in str([span.attributes for span in spans])
 
 
-def test_bulk_run_is_one_trace_with_a_request_per_line(
+def test_bulk_run_is_one_trace_with_a_span_per_line(
     collector: Collector, workers: Workers, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     workers.ensure()

@@ -39,7 +39,7 @@ def worker_with(folder: Path, url: str, name: str, strategy: str, **settings: st
     return WorkerProcess(folder, url, name=f"{name}-{strategy[:3]}", CELLAMA_MODELS=json.dumps([model]), **settings)
 
 
-def test_worker_whose_engine_hangs_ends_and_its_job_goes_on_elsewhere(
+def test_worker_with_a_hanging_engine_exits_and_its_job_resumes_on_another_worker(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     name = f"h{uuid.uuid4().hex[:8]}"

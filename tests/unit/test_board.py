@@ -70,12 +70,12 @@ def row_of(name: str) -> str:
     return name if name in TABLE else re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_board_is_as_its_table_makes_it(board: ModuleType) -> None:
+def test_dashboard_equals_the_generated_one(board: ModuleType) -> None:
     assert (DASHBOARDS / "cellama.json").read_text(encoding="utf-8") == board.text(), "run: python .ci/board.py"
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_expression_names_what_there_is(expression: str) -> None:
+def test_expressions_use_existing_metrics(expression: str) -> None:
     bare = re.sub(r'"[^"]*"', '""', expression)
     names = {row_of(name) for name in NAME.findall(bare)}
     assert names or "process_" in bare
@@ -86,17 +86,17 @@ def test_expression_names_what_there_is(expression: str) -> None:
         assert set(used) <= told, expression
 
 
-def test_table_has_what_the_overview_of_vllm_shows() -> None:
+def test_metrics_cover_the_vllm_overview() -> None:
     assert TABLE.keys() >= OVERVIEW
 
 
-def test_counters_stand_in_rates_only() -> None:
+def test_counters_appear_only_within_rates() -> None:
     for expression in EXPRESSIONS:
         bare = re.sub(r"rate\([^)]*\)", "", expression)
         assert not [name for name in NAME.findall(bare) if name in TABLE and TABLE[name].kind == "counter"], expression
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_describe_the_remedy() -> None:
     rules = alert_rules()
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:

@@ -71,7 +71,7 @@ def compose() -> Any:
     return yaml.safe_load(COMPOSE.read_text())
 
 
-def test_compose_file_is_as_the_specification_has_it(compose: Any) -> None:
+def test_compose_file_follows_the_specification(compose: Any) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(compose)
     for service in compose["services"].values():
         assert ("image" in service) != ("build" in service)
@@ -89,7 +89,7 @@ def test_compose_file_is_as_the_specification_has_it(compose: Any) -> None:
         ("flower", {"depends_on": {"redis": {"condition": "healthy"}}}),
     ],
 )
-def test_compose_file_with_a_mistake_is_told_from_one_without(compose: Any, service: str, change: Any) -> None:
+def test_compose_check_finds_a_mistake(compose: Any, service: str, change: Any) -> None:
     compose["services"][service] |= change
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(SCHEMA).validate(compose)
@@ -125,7 +125,7 @@ def test_prometheus_of_compose_scrapes_the_ports_that_its_services_have(compose:
     assert jobs["cellama-queues"]["static_configs"] == [{"targets": [f"metrics:{METRICS_PORT}"]}]
 
 
-def test_image_has_what_its_services_need(compose: Any) -> None:
+def test_image_installs_what_its_services_need(compose: Any) -> None:
     [extras] = re.findall(r"'\.\[([a-z,]+)\]'", DOCKERFILE)
     assert {"worker", "flower", "http", "metrics"} <= set(extras.split(","))
     assert f"127.0.0.1:{GATEWAY_PORT}:{GATEWAY_PORT}" in compose["services"]["gateway"]["ports"]
@@ -134,7 +134,7 @@ def test_image_has_what_its_services_need(compose: Any) -> None:
         assert all(volume.endswith(":/home/cellama/.cache") for volume in own)
 
 
-def test_image_has_the_bundled_models_only_and_the_bases_that_compose_names(compose: Any) -> None:
+def test_image_contains_only_bundled_models_and_uses_the_bases_of_compose(compose: Any) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {"models", "build", ".venv", "!engine/bundled/*.gguf"} <= set(ignored)
     arguments = {line.split()[1].partition("=")[0] for line in DOCKERFILE.splitlines() if line.startswith("ARG ")}

@@ -63,13 +63,13 @@ def imports() -> dict[str, set[tuple[str, ...]]]:
     }
 
 
-def test_every_package_tells_that_it_is_typed() -> None:
+def test_every_package_is_marked_as_typed() -> None:
     for package, folder in SETUPTOOLS["package-dir"].items():
         assert (ROOT / folder / "py.typed").is_file(), package
         assert "py.typed" in SETUPTOOLS["package-data"][package]
 
 
-def test_version_is_that_of_the_package() -> None:
+def test_version_equals_the_package_version() -> None:
     assert cellama.api.__version__ == version("cellama")
 
 

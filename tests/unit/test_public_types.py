@@ -61,14 +61,14 @@ def untyped(kind: Any, path: str, seen: set[Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
-def test_public_names_have_no_any(package: ModuleType) -> None:
+def test_public_signatures_contain_no_any(package: ModuleType) -> None:
     variables = get_type_hints(package)
     public = {name: variables.get(name, getattr(package, name)) for name in package.__all__ if name != "app"}
     assert [place for name, thing in public.items() for place in untyped(thing, name, set())] == []
 
 
 @pytest.mark.parametrize("package", [*PUBLIC, cellama.engine], ids=lambda package: package.__name__)
-def test_public_names_and_their_methods_say_what_holds(package: ModuleType) -> None:
+def test_public_names_and_methods_have_docstrings(package: ModuleType) -> None:
     silent = []
     for name in package.__all__:
         thing = getattr(package, name)
@@ -82,7 +82,7 @@ def test_public_names_and_their_methods_say_what_holds(package: ModuleType) -> N
 
 
 @pytest.mark.parametrize(("inside", "outside"), TWINS)
-def test_what_a_worker_tells_has_the_fields_of_the_engine(inside: Any, outside: Any) -> None:
+def test_worker_report_has_the_fields_of_the_engine(inside: Any, outside: Any) -> None:
     assert outside.__required_keys__ == {field.name for field in fields(inside)}
 
 
@@ -90,12 +90,12 @@ def test_loaded_model_has_the_fields_of_the_engine() -> None:
     assert shapes.LoadedModel.__optional_keys__ >= {field.name for field in fields(ModelInfo)}
 
 
-def test_model_that_is_loading_is_as_its_type_says() -> None:
+def test_loading_model_matches_its_type() -> None:
     entry = ModelEntry("tiny", "bundled://tiny", frozenset({"embed"}))
     check(shapes.WorkerModel, describe(entry, default=False))
 
 
-def test_cores_of_a_worker_are_as_their_type_says() -> None:
+def test_cores_of_a_worker_match_their_type() -> None:
     check(shapes.WorkerCores, CoreSharing(list, Processors(2)).report())
 
 

@@ -43,7 +43,7 @@ def test_pages_agree_with_the_code(reference: ModuleType) -> None:
     assert reference.update_pages(only_check=True) == []
 
 
-def test_page_that_differs_from_the_code_is_found(reference: ModuleType) -> None:
+def test_page_that_differs_from_the_code_is_reported(reference: ModuleType) -> None:
     stale = "<!-- generated: codes -->\nold\n<!-- end of generated part -->"
     assert "| `timeout` |" in reference.filled(stale)
 
@@ -82,7 +82,7 @@ def test_pages_of_errors_and_events_have_every_code_and_type() -> None:
     assert all(f"| `{kind}` |" in events for kind in ("started", "token", "reasoning", "done", "error"))
 
 
-def test_pages_of_python_and_status_are_filled_in() -> None:
+def test_pages_of_python_and_status_have_contents() -> None:
     assert "### Client.generate_many" in page("python.md")
     assert "| `slots_total` |" in page("status.md")
 
@@ -106,21 +106,21 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in names if name.endswith(TEXTS) and (ROOT / name).exists()]
 
 
-def test_pages_that_are_named_anywhere_exist() -> None:
+def test_referenced_pages_exist() -> None:
     for path in tracked():
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|py|sh|png|svg)\b", text):
             assert (ROOT / name).exists() or name == "docs/gguf.md", f"{path.relative_to(ROOT)} names {name}"
 
 
-def test_links_between_files_of_the_repository_lead_somewhere() -> None:
+def test_links_between_files_resolve() -> None:
     for path in (path for path in tracked() if path.suffix == ".md"):
         text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", re.sub(r"`[^`\n]*`", "", text)):
             assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
 
 
-def test_tables_begin_with_a_head() -> None:
+def test_tables_start_with_a_header() -> None:
     """Behind an empty line rows are no table, but text with bars."""
     for path in (path for path in tracked() if path.suffix == ".md"):
         text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -134,7 +134,7 @@ def test_page_of_benchmarks_has_each() -> None:
     assert BENCHMARKS.keys() - told == set()
 
 
-def test_every_page_has_its_place_in_the_site() -> None:
+def test_every_page_is_in_the_navigation() -> None:
     site = yaml.safe_load((ROOT / ".ci" / "mkdocs.yml").read_text(encoding="utf-8"))
     placed = set(re.findall(r"[\w/-]+\.md", json.dumps(site["nav"])))
     there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}

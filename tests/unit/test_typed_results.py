@@ -44,18 +44,18 @@ COMPLETIONS = [
 ]
 
 
-def test_counts_and_times_are_those_of_the_engine() -> None:
+def test_counts_and_timings_equal_those_of_the_engine() -> None:
     assert Usage.__annotations__.keys() == {*(field.name for field in fields(EngineUsage)), "cache_hit_kind"}
     assert Timings.__optional_keys__ == {field.name for field in fields(EngineTimings)}
     assert get_args(FinishReason) == get_args(EngineFinishReason)
 
 
 @pytest.mark.parametrize("done", COMPLETIONS)
-def test_result_of_a_generation_is_as_its_type_says(done: Completion) -> None:
+def test_generation_result_matches_its_type(done: Completion) -> None:
     check(GenerateResult, result_of(done, "tiny", SIGNER.sign))
 
 
-def test_result_has_token_ids_where_they_were_asked_for() -> None:
+def test_result_has_token_ids_when_requested() -> None:
     asked = result_of(COMPLETIONS[-1], "tiny", SIGNER.sign)
     assert (asked["tokens"], asked["context_tokens"]) == ([1, 2], [5, 6, 7, 1, 2])
     assert [choice["tokens"] for choice in asked["choices"]] == [[1, 2], [1, 2]]
@@ -73,13 +73,13 @@ def test_result_and_last_event_list_warnings_in_bounded_length() -> None:
 
 
 @pytest.mark.parametrize(("cached", "kind"), [(0, "cold"), (1, "partial"), (2, "exact"), (3, "exact")])
-def test_result_says_how_much_of_the_prompt_was_in_the_cache(cached: int, kind: str) -> None:
+def test_result_reports_cached_prompt_tokens(cached: int, kind: str) -> None:
     done = completion(usage=EngineUsage(3, 2, cached))
     assert result_of(done, "tiny", SIGNER.sign)["cache_hit_kind"] == kind
     assert get_args(CacheHitKind) == get_args(EngineCacheHitKind)
 
 
-def test_signature_of_a_thought_is_of_the_conversation_before_it_too() -> None:
+def test_reasoning_signature_covers_the_conversation_before_it() -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     signature = SIGNER.after(turns).sign("so")
     same = [turns[0], {**turns[1], "reasoning": None, "tool_calls": None}]
@@ -91,7 +91,7 @@ def test_signature_of_a_thought_is_of_the_conversation_before_it_too() -> None:
     assert Signer("").after(turns).sign("so") == Signer(None).after(turns).sign("so") == ""
 
 
-def test_message_that_is_not_as_it_was_signed_is_found() -> None:
+def test_changed_signed_message_is_detected() -> None:
     turns: list[dict[str, str]] = [{"role": "user", "content": "Hi"}]
     for thought in ("so", "or so"):
         signature = SIGNER.after(turns).sign(thought)
@@ -103,29 +103,29 @@ def test_message_that_is_not_as_it_was_signed_is_found() -> None:
     assert Signer(None).first_wrong(turns) == 1
 
 
-def test_result_of_a_chat_is_as_its_type_says() -> None:
+def test_chat_result_matches_its_type() -> None:
     calls = (EngineToolCall("look", "{}"),)
     for done in (*COMPLETIONS, completion(reasoning="so", tool_calls=calls)):
         check(ChatResult, with_messages(result_of(done, "tiny", SIGNER.sign)))
 
 
-def test_result_of_a_job_that_no_worker_came_to_is_as_its_type_says() -> None:
+def test_result_without_an_attempt_matches_its_type() -> None:
     check(GenerateResult, ending_of_late(TASK_GENERATE)[1])
     check(ChatResult, ending_of_late(TASK_CHAT, "Hi", 2)[1])
 
 
-def test_events_of_an_engine_are_as_their_types_say() -> None:
+def test_events_match_their_types() -> None:
     text = Text("job", "Hi", (1,), index=1, logprobs=LOGPROBS, mirostat_mu=2.0)
     calls = (EngineToolCall("look", "{}"),)
     for event in (text, Finished("job", completion(tool_calls=calls, warnings=("a",)), None)):
         check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER.sign), 3))
 
 
-def test_event_has_its_number_first() -> None:
+def test_event_starts_with_its_seq() -> None:
     assert list(events.numbered(events.error("dead", "…"), 3)) == ["seq", "type", "code", "message", "retryable"]
 
 
-def test_thought_is_signed_with_the_parent_of_its_messages() -> None:
+def test_reasoning_signature_covers_the_parent_key() -> None:
     question: Any = {"role": "user", "content": "Hi"}
     one, other = "0" * 64, "1" * 64
     signature = SIGNER.after([question], one).sign("so")

@@ -35,7 +35,9 @@ from .conftest import Commands, stories
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[str], message: str) -> None:
+def test_batch_run_rejects_bad_options_before_queueing_anything(
+    commands: Commands, argv: list[str], message: str
+) -> None:
     commands.write(stories(1))
     commands.write(['{"id": 1}'], name="mine.jsonl")
     commands.write(["", " "], name="empty.jsonl")
@@ -47,7 +49,7 @@ def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[s
     assert {path.name for path in set(commands.folder.iterdir()) - before} == {"command.log"}  # nothing has begun
 
 
-def test_giant_line_is_refused_and_the_others_are_done(worker: WorkerProcess, commands: Commands) -> None:
+def test_batch_run_rejects_a_giant_line_and_completes_the_others(worker: WorkerProcess, commands: Commands) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "giant", "prompt": "x" * 10_000_000}, *stories(3)[2:]])
     assert commands.run() == 1
     assert {each["id"] for each in commands.results()} == {"s0", "s1", "s2"}
@@ -57,7 +59,9 @@ def test_giant_line_is_refused_and_the_others_are_done(worker: WorkerProcess, co
 
 
 @pytest.mark.parametrize("max_file_bytes", [50_000, 800_000], ids=["at the start", "in the middle"])
-def test_full_disk_ends_a_run_that_can_go_on(worker: WorkerProcess, commands: Commands, max_file_bytes: int) -> None:
+def test_batch_run_stops_on_a_full_disk_and_can_be_resumed(
+    worker: WorkerProcess, commands: Commands, max_file_bytes: int
+) -> None:
     commands.write([{"id": f"v{i}", "text": f"a little fox {i}"} for i in range(400)])
     assert commands.start_run(max_file_bytes=max_file_bytes).wait(PATIENCE_S) == 1
     assert "finished lines are kept" in commands.words()
@@ -68,7 +72,7 @@ def test_full_disk_ends_a_run_that_can_go_on(worker: WorkerProcess, commands: Co
     assert sorted(each["id"] for each in results) == sorted(f"v{i}" for i in range(400))
 
 
-def test_output_of_another_run_is_refused_and_stays(worker: WorkerProcess, commands: Commands) -> None:
+def test_batch_run_refuses_to_overwrite_the_output_of_another_run(worker: WorkerProcess, commands: Commands) -> None:
     commands.write(stories(3, max_tokens=2))
     assert commands.run() == 0
     before = commands.output.read_text()
@@ -83,7 +87,7 @@ def test_output_of_another_run_is_refused_and_stays(worker: WorkerProcess, comma
     assert commands.output.read_text() == before
 
 
-def test_model_that_nobody_serves_fails_its_lines_only(
+def test_lines_for_an_unserved_model_fail_alone(
     worker: WorkerProcess, commands: Commands, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "MODEL_PATIENCE_S", 1.0)

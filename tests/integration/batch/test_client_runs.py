@@ -14,7 +14,7 @@ from ...conftest import PATIENCE_S, WorkerProcess
 from .conftest import Commands, stories
 
 
-def test_client_runs_a_file_and_tells_how_it_goes(worker: WorkerProcess, commands: Commands, model: str) -> None:
+def test_client_runs_a_file_and_reports_progress(worker: WorkerProcess, commands: Commands, model: str) -> None:
     commands.write([{"id": i, "prompt": f"Once upon a time {i}"} for i in range(5)])
     seen: list[int] = []
     with Client() as client:
@@ -27,7 +27,7 @@ def test_client_runs_a_file_and_tells_how_it_goes(worker: WorkerProcess, command
     assert seen[-1] == 5
 
 
-def test_client_reads_a_column_and_says_which_options_there_are(
+def test_client_reads_a_column_and_lists_valid_options_in_its_error(
     worker: WorkerProcess, commands: Commands, model: str
 ) -> None:
     (commands.folder / "in.csv").write_text("name,question\na,Hi\nb,Once\n")
@@ -40,9 +40,7 @@ def test_client_reads_a_column_and_says_which_options_there_are(
             client.batch(source, target, form="long")
 
 
-def test_cancelled_run_of_an_async_client_goes_on_with_the_same_call(
-    worker: WorkerProcess, commands: Commands, model: str
-) -> None:
+def test_cancelled_async_run_resumes_with_the_same_call(worker: WorkerProcess, commands: Commands, model: str) -> None:
     commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=200)[1:]])
     source, target = commands.folder / "in.jsonl", commands.output
 

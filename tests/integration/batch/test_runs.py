@@ -31,7 +31,7 @@ def end(commands: Commands, command: subprocess.Popen[str], redis: Redis) -> Non
     assert command.wait(PATIENCE_S) == 1, commands.log()
 
 
-def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(worker: WorkerProcess, commands: Commands) -> None:
+def test_batch_run_completes_lines_of_all_kinds_and_reports_bad_ones(worker: WorkerProcess, commands: Commands) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"messages": question, "temperature": 0}
     commands.write(
@@ -58,7 +58,7 @@ def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(worker: WorkerProcess
     assert len(commands.errors()) == 3
 
 
-def test_killed_command_and_workers_lose_and_double_nothing(
+def test_batch_run_loses_and_repeats_no_line_when_command_and_workers_are_killed(
     start_worker: StartWorker, commands: Commands, redis_client: Redis
 ) -> None:
     workers = [start_worker(), start_worker()]
@@ -89,7 +89,7 @@ def test_killed_command_and_workers_lose_and_double_nothing(
     assert {each["id"]: each["text"] for each in results} == undisturbed
 
 
-def test_ids_keep_their_types_through_results_errors_and_a_resume(worker: WorkerProcess, commands: Commands) -> None:
+def test_ids_keep_their_types_in_results_errors_and_after_a_resume(worker: WorkerProcess, commands: Commands) -> None:
     lines: list[Any] = [{"id": line_id, "prompt": "Hi", "max_tokens": 2} for line_id in (7, "7", 2**64)]
     commands.write([*lines, {"id": 8, "prompt": "word " * 3000}, {"id": 9, "prompt": ""}, {"id": 7, "prompt": "twice"}])
     assert commands.run("--order", "input") == 1
@@ -101,7 +101,7 @@ def test_ids_keep_their_types_through_results_errors_and_a_resume(worker: Worker
     assert {each["id"] for each in commands.errors()} == {7, 8, 9}
 
 
-def test_tokens_of_all_commands_count_and_are_kept(
+def test_token_counts_include_those_of_earlier_commands(
     worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
     lines = [*stories(2, max_tokens=4), *stories(40, max_tokens=20)[2:]]
@@ -127,7 +127,7 @@ def test_tokens_of_all_commands_count_and_are_kept(
     assert "was complete already: 40 lines done, 0 failed" in commands.words()
 
 
-def test_run_of_embeddings_tells_lines_per_second(worker: WorkerProcess, commands: Commands, model: str) -> None:
+def test_embedding_run_reports_lines_per_second(worker: WorkerProcess, commands: Commands, model: str) -> None:
     commands.write([{"id": i, "text": f"a little fox {i}"} for i in range(20)])
     assert commands.call("run", "in.jsonl", "-o", "out.jsonl", "-m", model) == 0
     assert "completed: 20 lines done, 0 failed" in commands.words()
@@ -135,7 +135,7 @@ def test_run_of_embeddings_tells_lines_per_second(worker: WorkerProcess, command
     assert not (commands.folder / "out.errors.jsonl").exists()
 
 
-def test_changed_lines_are_done_again_and_others_are_kept(worker: WorkerProcess, commands: Commands) -> None:
+def test_resume_recomputes_only_changed_lines(worker: WorkerProcess, commands: Commands) -> None:
     lines = stories(6, max_tokens=4)
     commands.write(lines)
     assert commands.run() == 0
@@ -150,7 +150,7 @@ def test_changed_lines_are_done_again_and_others_are_kept(worker: WorkerProcess,
     assert len(commands.results()) == 6
 
 
-def test_run_is_cancelled_and_resumed_from_elsewhere(
+def test_run_can_be_cancelled_and_resumed_from_another_process(
     worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=100)[2:]])
@@ -166,7 +166,7 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
 
 
-def test_output_of_a_command_that_runs_is_left_alone(
+def test_second_command_does_not_touch_the_output_of_a_running_one(
     worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
@@ -179,7 +179,7 @@ def test_output_of_a_command_that_runs_is_left_alone(
         end(commands, command, redis_client)
 
 
-def test_deadline_ends_a_run(worker: WorkerProcess, commands: Commands) -> None:
+def test_deadline_stops_a_run(worker: WorkerProcess, commands: Commands) -> None:
     commands.write(stories(60, max_tokens=1500))
     with worker.slowed():
         assert commands.run("--deadline", "2s") == 1
@@ -187,7 +187,7 @@ def test_deadline_ends_a_run(worker: WorkerProcess, commands: Commands) -> None:
     assert len(commands.results()) < 60
 
 
-def test_interactive_job_is_answered_while_a_run_fills_the_worker(
+def test_interactive_job_finishes_while_a_bulk_run_fills_the_worker(
     worker: WorkerProcess, commands: Commands, model: str, redis_client: Redis
 ) -> None:
     commands.write(stories(60, max_tokens=800))
@@ -201,7 +201,7 @@ def test_interactive_job_is_answered_while_a_run_fills_the_worker(
         end(commands, command, redis_client)
 
 
-def test_lines_come_from_stdin_and_results_go_to_stdout(worker: WorkerProcess, commands: Commands, model: str) -> None:
+def test_batch_run_reads_stdin_and_writes_stdout(worker: WorkerProcess, commands: Commands, model: str) -> None:
     text = "".join(json.dumps(line) + "\n" for line in stories(3, max_tokens=2))
     argv = [*CELLAMA, "batch", "run", "-", "-o", "-", "-m", model]
     done = subprocess.run(
@@ -212,7 +212,7 @@ def test_lines_come_from_stdin_and_results_go_to_stdout(worker: WorkerProcess, c
     assert "3 lines done" in done.stderr
 
 
-def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
+def test_stdout_receives_results_as_they_complete_and_ctrl_c_stops_the_run(
     worker: WorkerProcess, commands: Commands, model: str, redis_client: Redis
 ) -> None:
     commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=400)[1:], "{broken"])
@@ -247,7 +247,7 @@ def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
         wait_until(lambda: client.stats()["slots_busy"] == 0, "nothing to be computed for nobody")
 
 
-def test_order_of_input_can_be_given_up_after_a_crash(
+def test_resume_can_switch_from_input_order_to_completion_order(
     worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
     lines = stories(80, max_tokens=16)
@@ -263,7 +263,9 @@ def test_order_of_input_can_be_given_up_after_a_crash(
     assert sorted(each["id"] for each in commands.results()) == sorted(line["id"] for line in lines)
 
 
-def test_line_that_comes_before_written_ones_is_written_too(worker: WorkerProcess, commands: Commands) -> None:
+def test_new_first_line_is_appended_when_later_lines_are_written_already(
+    worker: WorkerProcess, commands: Commands
+) -> None:
     lines = stories(5, max_tokens=2)
     commands.write(lines)
     assert commands.run("--order", "input") == 0
@@ -272,7 +274,7 @@ def test_line_that_comes_before_written_ones_is_written_too(worker: WorkerProces
     assert [each["id"] for each in commands.results()] == ["s0", "s1", "s2", "s3", "s4", "new"]
 
 
-def test_failed_lines_are_run_again_if_asked(worker: WorkerProcess, commands: Commands) -> None:
+def test_retry_failed_runs_failed_lines_again(worker: WorkerProcess, commands: Commands) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "long", "prompt": "word " * 3000}])
     assert commands.run() == 1
     for _ in range(2):
@@ -283,7 +285,7 @@ def test_failed_lines_are_run_again_if_asked(worker: WorkerProcess, commands: Co
 
 
 @pytest.mark.parametrize("order", ["completion", "input"])
-def test_identical_greedy_lines_are_run_once_if_asked(worker: WorkerProcess, commands: Commands, order: str) -> None:
+def test_dedupe_runs_identical_greedy_lines_once(worker: WorkerProcess, commands: Commands, order: str) -> None:
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
     lines = [{"id": f"{i}", "prompt": f"A little {ANIMALS[i % 3]}", **greedy} for i in range(30)]
     drawn = [

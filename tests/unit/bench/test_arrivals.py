@@ -38,7 +38,7 @@ class Fake:
         pass
 
 
-def test_every_rate_comes_alone_and_then_beside_a_bulk_load_in_full_swing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rate_is_measured_alone_and_then_alongside_bulk_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals_module, "THINK_S", 0.0)
     side = Fake()
     phases = asyncio.run(measure(side, Arrivals([1e6, 2e6], LoadShape(4, num_chats=2, turns=2, scale=0.1))))

@@ -13,20 +13,20 @@ from cellama.tasks import app
 from cellama.tasks.contract.errors import InvalidJob
 
 
-def test_corpus_names_differ_and_its_entries_can_be_sent() -> None:
+def test_corpus_entries_have_unique_names_and_can_be_sent() -> None:
     entries = corpus()
     assert len({entry.name for entry in entries}) == len(entries)
     assert all(json.dumps([entry.args, entry.kwargs, entry.headers]) for entry in entries)
     assert {entry.task for entry in entries} == set(TASKS)
 
 
-def test_payload_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+def test_payload_depends_on_its_seed() -> None:
     shown = [json.dumps([payload(1, n).task, payload(1, n).args, payload(1, n).kwargs]) for n in range(50)]
     assert shown == [json.dumps([payload(1, n).task, payload(1, n).args, payload(1, n).kwargs]) for n in range(50)]
     assert json.dumps([payload(2, 7).task, payload(2, 7).args, payload(2, 7).kwargs]) != shown[7]
 
 
-def test_payloads_are_of_every_task_and_both_pass_and_fail_the_checks() -> None:
+def test_payloads_cover_every_task_with_valid_and_invalid_ones() -> None:
     passed: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for number in range(600):
@@ -39,7 +39,7 @@ def test_payloads_are_of_every_task_and_both_pass_and_fail_the_checks() -> None:
     assert passed.keys() == refused.keys() == set(TASKS)
 
 
-def test_hostile_forms_are_the_same_for_the_same_seed_and_mostly_within_the_limits_on_sizes() -> None:
+def test_hostile_formats_depend_on_the_seed_and_mostly_respect_the_size_limits() -> None:
     def shown(seed: int) -> list[str]:
         return [json.dumps([form.args, form.kwargs]) for form in (hostile_form(seed, n) for n in range(170))]
 

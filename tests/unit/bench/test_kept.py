@@ -63,7 +63,7 @@ def test_figure_is_refreshed_with_the_digits_that_it_has(results: Results, text:
     assert refreshed(f"It is {text} here", results) == f"It is {measured}{text[text.index('<') :]} here"
 
 
-def test_figure_without_a_kept_line_says_so(results: Results) -> None:
+def test_figure_without_a_kept_result_is_reported(results: Results) -> None:
     for text in ("1<!-- x: no -->", "1<!-- y: rate -->", "1<!-- x: ms where who=c -->", "1<!-- x[large]: rate -->"):
         (figure,) = figures(text)
         with pytest.raises(LookupError, match="no kept line of"):

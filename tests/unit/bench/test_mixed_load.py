@@ -38,7 +38,7 @@ def test_a_third_of_the_load_shares_the_heads_of_five_families() -> None:
     assert sum(shared.values()) == 54
 
 
-def test_load_is_seeded_and_seeds_share_next_to_nothing() -> None:
+def test_load_depends_on_its_seed() -> None:
     one, other = (flat(conversations(LoadShape(60), seed=seed)) for seed in (1, 2))
     assert one == flat(conversations(LoadShape(60), seed=1)) != other
     both = trie_optimum(line.prompt for line in one + other)
@@ -63,7 +63,7 @@ def test_load_shrinks_with_its_scale() -> None:
     assert 0.08 < small.new_tokens / whole.new_tokens < 0.13
 
 
-def test_load_refuses_chats_that_do_not_fit() -> None:
+def test_load_rejects_chats_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="3 chats of 4 turns don't fit into 10 requests"):
         LoadShape(10, num_chats=3)
 
@@ -74,7 +74,7 @@ def test_sizes_count_each_prefix_once() -> None:
     assert found.longest == 9
 
 
-def test_ratios_of_what_came_at_once_are_over_the_best_server() -> None:
+def test_ratios_at_once_are_relative_to_the_best_server() -> None:
     found = AtOnce(sizes(flat(conversations(LoadShape(20)))))
     times = {
         "engine alone": [11.0, 9.0, 10.0],

@@ -27,7 +27,7 @@ def result(tokens: list[int], tie: int | None) -> dict[str, object]:
         return {"text": tokenizer.detokenize(tokens), "logprobs": entries}
 
 
-def test_text_that_differs_at_a_near_tie_is_tied_and_elsewhere_wrong(tokens: list[int]) -> None:
+def test_text_that_differs_at_a_near_tie_counts_as_tied(tokens: list[int]) -> None:
     tie = 4
     (expected,) = reference_texts([result(tokens, tie)], TINY)
     start = expected.ties[0][0]
@@ -37,7 +37,7 @@ def test_text_that_differs_at_a_near_tie_is_tied_and_elsewhere_wrong(tokens: lis
     assert expected.compare(expected.text[:-1] + "#") == "other"
 
 
-def test_what_is_likelier_than_the_choice_is_no_rival_of_it(tokens: list[int]) -> None:
+def test_token_likelier_than_the_chosen_one_is_not_a_tie(tokens: list[int]) -> None:
     found, end = result(tokens, 4), [2, -0.001]  # an end, where the text must go on
     found["logprobs"][4]["top"].insert(0, end)  # type: ignore[index]
     (expected,) = reference_texts([found], TINY)
@@ -45,7 +45,7 @@ def test_what_is_likelier_than_the_choice_is_no_rival_of_it(tokens: list[int]) -
     assert expected.ties == plain.ties != []
 
 
-def test_text_that_is_short_or_double_is_wrong(tokens: list[int]) -> None:
+def test_short_or_duplicated_text_counts_as_wrong(tokens: list[int]) -> None:
     (expected,) = reference_texts([result(tokens, None)], TINY)
     assert expected.compare("") == "other"
     assert expected.compare(expected.text[:-5]) == "other"

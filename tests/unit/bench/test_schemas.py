@@ -60,7 +60,7 @@ def test_schemas_reports_an_instance_that_is_accepted_but_must_not_be(tmp_path: 
     assert [line.endswith("accepts null") for line in report.wrong] == [True]
 
 
-def test_schemas_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schemas_reports_a_missing_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"has no tests/draft2020-12; clone"):
         report_of(tmp_path)
     monkeypatch.delenv(schemas.SUITE, raising=False)
@@ -79,7 +79,7 @@ def test_schemas_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"format": "email"}, '"a.b@c.de"', '"a..b@c.de"'),
     ],
 )
-def test_judge_knows_right_from_wrong(schema: dict[str, Any], good: str, bad: str) -> None:
+def test_judge_accepts_valid_and_rejects_invalid_instances(schema: dict[str, Any], good: str, bad: str) -> None:
     judge = SchemaJudge(schema)
     assert judge.problem(good) is None
     assert judge.problem(bad)

@@ -21,7 +21,7 @@ def short_streams() -> list[Line]:
     return [Line(f"stream-{number}", line.prompt, 40) for number, line in enumerate(lines)]
 
 
-def test_strategies_have_the_rates_that_they_are_for_where_passes_cost() -> None:
+def test_strategies_reach_their_rates_when_micro_batches_are_expensive() -> None:
     for costs in (CPU, CHEAP_ROWS):
         seconds = {name: found.seconds for name, found in simulated(BULK, costs).items()}
         assert seconds["prefill_priority"] <= seconds["balanced"] * 1.005
@@ -29,21 +29,21 @@ def test_strategies_have_the_rates_that_they_are_for_where_passes_cost() -> None
         assert seconds["adaptive"] == seconds["prefill_priority"]
 
 
-def test_strategies_have_the_gaps_that_they_are_for() -> None:
+def test_strategies_reach_their_gaps_between_tokens() -> None:
     found = simulated(BULK, CPU)
     for longest in (lambda gaps: percentile(gaps, 0.99), max):
         gaps = {name: longest(one.gaps_ms) for name, one in found.items()}
         assert gaps["decode_maximal"] < gaps["balanced"] < gaps["prefill_priority"]
 
 
-def test_adaptive_has_the_rate_and_the_first_tokens_of_the_best_for_interactive_requests() -> None:
+def test_adaptive_matches_the_best_strategy_for_interactive_requests() -> None:
     found = simulated(INTERACTIVE, CPU)
     assert found["adaptive"].seconds <= 1.005 * min(one.seconds for one in found.values())
     first = {name: percentile(one.ttft_ms, 0.95) for name, one in found.items()}
     assert first["adaptive"] <= 1.02 * min(first.values())
 
 
-def test_adaptive_keeps_streams_fluent_beside_bulk_work_and_bulk_work_going() -> None:
+def test_adaptive_bounds_gaps_of_streams_and_keeps_bulk_work_progressing() -> None:
     lines = flat(conversations(LoadShape(160, scale=0.5), seed=1))
     streams = short_streams()
     arriving = [(2.0 + n, line) for n, line in enumerate(streams)]
@@ -55,7 +55,7 @@ def test_adaptive_keeps_streams_fluent_beside_bulk_work_and_bulk_work_going() ->
     assert beside.seconds <= 1.25 * alone.seconds
 
 
-def test_adaptive_has_all_bulk_work_in_each_step_where_rows_cost_little() -> None:
+def test_adaptive_decodes_all_bulk_rows_in_each_step_when_rows_are_cheap() -> None:
     lines = flat(conversations(LoadShape(160, scale=0.5), seed=1))
     streams = short_streams()
     alone = simulate(make_strategy("adaptive"), [*lines, *streams], 32, BULK, CHEAP_ROWS)
@@ -64,7 +64,7 @@ def test_adaptive_has_all_bulk_work_in_each_step_where_rows_cost_little() -> Non
     assert beside.seconds <= 1.15 * alone.seconds
 
 
-def test_simulation_computes_each_prompt_once_and_gives_each_request_its_tokens() -> None:
+def test_simulation_computes_each_prompt_once_and_completes_each_request() -> None:
     lines = [Line("a", tuple(range(10)), 3), Line("b", tuple(range(20, 50)), 2)]
     found = simulate(make_strategy("decode_maximal"), lines, 2, BULK, Costs(1.0, 1.0, 1.0))
     assert {name: len(times) for name, times in found.texts_s.items()} == {"a": 3, "b": 2}

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from cellama.bench.harness.workloads import families, independent, num_common, read_lines, trie_optimum, write_lines
 
 
-def test_families_share_their_heads_and_nothing_else() -> None:
+def test_families_share_only_their_prefixes() -> None:
     lines = families(50, 24, 4, shared=20, num_families=7, seed=3)
     heads = [line.prompt[:20] for line in lines]
     assert len(lines) == 50
@@ -19,13 +19,13 @@ def test_families_share_their_heads_and_nothing_else() -> None:
     assert trie_optimum(line.prompt for line in lines) <= 7 * 20 + 50 * 4
 
 
-def test_independent_lines_are_seeded_and_share_next_to_nothing() -> None:
+def test_independent_lines_depend_on_the_seed_and_hardly_share_prefixes() -> None:
     lines = independent(20, 16, 4, seed=1)
     assert lines == independent(20, 16, 4, seed=1) != independent(20, 16, 4, seed=2)
     assert trie_optimum(line.prompt for line in lines) >= 20 * 16 - 10
 
 
-def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_lines_round_trip(tmp_path: Path) -> None:
     lines = families(9, 8, 3, shared=5, num_families=2)
     write_lines(tmp_path / "in.jsonl", lines)
     assert list(read_lines(tmp_path / "in.jsonl")) == lines

@@ -176,7 +176,7 @@ def test_stream_of_a_silent_job_pings_until_its_time_is_over() -> None:
     with_server(body)
 
 
-def test_stream_of_an_unknown_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_of_an_unknown_job_raises_unknown_job(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Server) -> None:
         with pytest.raises(UnknownJob, match="there is no job j"):
             await seqs(server.streams.events(JOB))
