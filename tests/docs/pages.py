@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BLOCKS_TESTED_ELSEWHERE = {DOCS / "canvas.md"}  # by tests/integration/test_canvas.py
 RUNNABLE = {"sh", "python", "toml"}  # all others show something: text, json, yaml
+EXAMPLE = "Example"  # title of a block with output that depends on the load, which is not compared
 OUTPUT = "Output"  # title of a block with what the nearest `sh` or `python` block above it prints
 _GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(
@@ -47,4 +48,4 @@ def blocks_of(page: Path) -> list[Block]:
         Block(m["language"], dedent(m["text"]), text[: m.start("text")].count("\n") + 1, m["title"], m["reason"])
         for m in _FENCE.finditer(text)
     ]
-    return [block for block in blocks if block.language in RUNNABLE or block.title]
+    return [block for block in blocks if block.title != EXAMPLE and (block.language in RUNNABLE or block.title)]
