@@ -58,9 +58,10 @@ from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelS
 from .system.core_sharing import CoreSharing, Peer
 from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog
-from .text.chat_template import ChatOptions, ChatPrompt, Message
+from .text.chat_options import ChatOptions, ChatPrompt
+from .text.chat_template import Message
 from .text.formats.calls import ParsedToolCall as ToolCall
-from .text.reply_format import ReplyFormat
+from .text.reply_reader import ReplyFormat
 
 __all__ = [
     "STACK_BYTES",

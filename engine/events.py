@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from cellama.engine.kvstore.keys import key_of, seed_of
 from cellama.engine.text.formats.calls import ParsedToolCall
-from cellama.engine.text.reply_format import Kind
+from cellama.engine.text.reply_reader import Kind
 
 from .errors import EngineError
 from .logprobs import TokenLogprob

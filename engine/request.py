@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cellama.config import limits
-from cellama.engine.text.reply_format import ReplyFormat
+from cellama.engine.text.reply_reader import ReplyFormat
 
 from .checks import check, check_int, check_length, check_number, is_real
 from .errors import InvalidRequest

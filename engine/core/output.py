@@ -9,7 +9,7 @@ from cellama.engine.backend import Vocabulary
 from cellama.engine.events import Event, Text
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.text.detokenizer import StopMatch
-from cellama.engine.text.reply_format import Kind, ReplyPart
+from cellama.engine.text.reply_reader import Kind, ReplyPart
 
 from .handle import Handle
 

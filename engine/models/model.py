@@ -32,7 +32,8 @@ from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.snapshots import ModelSnapshot
 from cellama.engine.system.threads import at_low_priority
 from cellama.engine.system.watchdog import Pulse
-from cellama.engine.text.chat_template import ChatOptions, Message
+from cellama.engine.text.chat_options import ChatOptions
+from cellama.engine.text.chat_template import Message
 
 from .sources import HubOptions, resolve
 from .tokenizer import Texts, wanted_text

@@ -11,17 +11,9 @@ from cellama.config import limits
 from cellama.engine.errors import InvalidRequest, TemplateFailed
 from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.sampling_params import CONSTRAINTS, sampling_of
-from cellama.engine.text.chat_template import (
-    ChatOptions,
-    ChatPrompt,
-    ChatTemplate,
-    Message,
-    Rendered,
-    after_reply,
-    grammar_of_calls,
-    reply_format_of,
-)
-from cellama.engine.text.formats.call_grammar import WantedText
+from cellama.engine.text.chat_options import ChatOptions, ChatPrompt, grammar_of_calls, reply_format_of
+from cellama.engine.text.chat_template import ChatTemplate, Message, Rendered, after_reply
+from cellama.engine.text.formats.call_grammar import TextConstraint
 
 from .sources import HubOptions, resolve
 
@@ -34,14 +26,14 @@ if TYPE_CHECKING:
 _prepared = functools.lru_cache(maxsize=_MAX_PREPARED)(prepare_schema)
 
 
-def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: ChatOptions) -> WantedText | None:
+def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: ChatOptions) -> TextConstraint | None:
     """What sampling parameters say of a chat's text: those given, and a model's defaults. Raises InvalidRequest.
 
     A forced call takes the place of the defaults.
     """
     sampling = sampling_of(given, {} if options.forces_call else defaults)
     kind = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
-    return None if kind is None else WantedText(kind, getattr(sampling, kind), sampling.strict_schema)
+    return None if kind is None else TextConstraint(kind, getattr(sampling, kind), sampling.strict_schema)
 
 
 class Texts:
@@ -130,7 +122,7 @@ class Texts:
         *,
         follows_reply: bool = False,
         add_generation_prompt: bool = True,
-        wanted: WantedText | None = None,
+        wanted: TextConstraint | None = None,
     ) -> ChatPrompt:
         """Return a conversation's prompt, and the format of the reply. Raises TemplateFailed, InvalidRequest.
 

@@ -16,11 +16,9 @@ from cellama.engine.kvstore.benefit import reuse_probability
 from cellama.engine.kvstore.states import StateMatch
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
-from cellama.engine.text.channel_reader import ChannelReader
 from cellama.engine.text.detokenizer import TextStream
 from cellama.engine.text.formats.calls import ParsedToolCall
-from cellama.engine.text.reply_format import ReplyPart
-from cellama.engine.text.reply_parser import ReplyReader
+from cellama.engine.text.reply_reader import ReplyPart, ReplyReader, open_reply
 
 if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
@@ -81,14 +79,13 @@ class Sequence:
     tool_calls: tuple[ParsedToolCall, ...] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
     text_stream: TextStream = field(init=False)
-    reply: ReplyReader | ChannelReader | None = field(init=False)  # of a chat
+    reply: ReplyReader | None = field(init=False)  # of a chat
     mirostat_mu: float | None = None  # that its sampler begins with
     num_reported: int = 0  # output tokens that Text events have carried
 
     def __post_init__(self) -> None:
         self.text_stream = TextStream(self.request.stop)
-        format_ = self.request.reply
-        self.reply = None if format_ is None else ChannelReader(format_) if format_.channels else ReplyReader(format_)
+        self.reply = None if self.request.reply is None else open_reply(self.request.reply)
 
     @property
     def num_prompt(self) -> int:

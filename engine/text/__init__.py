@@ -1,4 +1,4 @@
-"""Text on its way in and out: chat templates, control tokens, tokens back to text, the parts of a reply.
+"""Convert messages to prompts, and tokens to the text, reasoning and tool calls of replies.
 
-May use: `errors`, `system`. Nothing here knows a model or llama.cpp.
+May use: `errors`, `system`. Nothing here depends on a model or on llama.cpp.
 """

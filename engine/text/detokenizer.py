@@ -1,4 +1,4 @@
-"""Bytes of tokens become text, which is released only when it is final."""
+"""Turn the bytes of tokens into text, and release text only when it is final."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was found; `released` is the text before it that was not yet released."""
+    """A stop string that was found. `released` is the unreleased text before it."""
 
     released: str
     stop: str
@@ -17,8 +17,8 @@ class StopMatch:
 class TextStream:
     """Releases text that can no longer be part of a stop string or of an unfinished character.
 
-    The result does not depend on how the bytes are split: the match that *ends* first wins, and among those the
-    longest. Invalid bytes become U+FFFD; an unfinished character at the very end is dropped.
+    The result does not depend on how the bytes are split. The stop string that *ends* first wins, and the longest one
+    among those. Invalid bytes become U+FFFD, and an unfinished character at the very end is dropped.
     """
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
@@ -27,7 +27,7 @@ class TextStream:
         self._held = ""
 
     def push(self, data: bytes) -> str | StopMatch:
-        """Takes the bytes of one token; returns what is final now, possibly nothing."""
+        """Add the bytes of one token, and return the text that is final. It may be empty."""
         new = self._decoder.decode(data)
         if not self._stops:
             return new
@@ -38,10 +38,10 @@ class TextStream:
         if found is not None:
             start, stop = found
             return StopMatch(self._held[:start], stop)
-        return self._release(len(self._held) - possible_marker(self._held, self._stops))
+        return self._release(len(self._held) - partial_marker_length(self._held, self._stops))
 
     def flush(self) -> str:
-        """Ends the stream without a stop string; returns the text that was held back for one."""
+        """End the stream without a stop string, and return the text that was held back for one."""
         return self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -56,8 +56,8 @@ class TextStream:
         return start, stop
 
 
-def possible_marker(text: str, markers: tuple[str, ...]) -> int:
-    """Length of the longest tail of `text` that a marker begins with; a whole marker does not count."""
+def partial_marker_length(text: str, markers: tuple[str, ...]) -> int:
+    """Return the length of the longest end of `text` that is the start of a marker, without being a whole marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         tail = text[-length:]

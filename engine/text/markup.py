@@ -1,7 +1,8 @@
-"""Which characters of a prompt are its template's own markup, and what tokens they become. Pure.
+"""Tokenize a prompt so that only the template's own markup becomes control tokens. Pure.
 
-A prompt comes with `marked`: the same text, in which FROM_CALLER stands for each character of a caller that could be
-part of a control token. So a caller's text that reads like a control token is not found in `marked`, and stays text.
+A prompt has a second form, `marked`: the same text, in which FROM_CALLER replaces each of the caller's characters that
+could be part of a control token. A control token that is found in `marked` is therefore the template's own. The same
+characters in a caller's text are not found there, and stay text.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 FROM_CALLER = "\U0010ffff"
-SPACE = " \t\n\v\f\r"  # C's isspace
+SPACE = " \t\n\v\f\r"  # isspace of the C library
 _SPACES = f"[{SPACE}]*"
 
 
@@ -22,13 +23,13 @@ class SpecialToken:
 
     id: int
     text: str
-    is_control: bool  # else user-defined: found whether special tokens are wanted or not
-    strips_left: bool = False  # space before it goes
+    is_control: bool  # False: user-defined, which llama.cpp finds even without `parse_special`
+    strips_left: bool = False  # drops the space before it
     strips_right: bool = False
 
 
 def from_caller(text: str) -> str:
-    """Return a caller's text for `marked`. Its space stays, because some tokens take the space around them."""
+    """Return the marked form of a caller's text. Space is not replaced, because some tokens drop the space around."""
     return re.sub(r"\S", FROM_CALLER, text)
 
 
@@ -39,15 +40,15 @@ def tokenize_marked(
     markup: frozenset[str],
     tokenize: Callable[[str, bool], list[int]],
 ) -> list[int]:
-    """Return the tokens of a prompt. The caller's text becomes no control token, and none of those in `markup`.
+    """Return the tokens of a prompt. The caller's text becomes neither a control token nor one of `markup`.
 
-    `specials` are all of the vocabulary, the longest first. `tokenize(text, parse_special)` is the vocabulary's own,
-    and adds nothing. A prompt without such text is tokenized as a whole.
+    `specials` are all special tokens of the vocabulary, the longest first. `tokenize(text, parse_special)` tokenizes a
+    text and adds no tokens around it. If the caller's text has no control tokens, the prompt is tokenized as a whole.
     """
     guarded = [special.text for special in specials if special.is_control or special.text in markup]
     if marked == text or all(text.count(literal) == marked.count(literal) for literal in guarded):
         return tokenize(text, True)
-    # As llama.cpp does it (tokenizer_st_partition): special tokens first, the longest before those that it contains.
+    # Like llama.cpp (tokenizer_st_partition): special tokens first, and the longest before those that it contains.
     found = {special.text: special for special in specials if special.text and special.text in marked}
     pattern = "|".join(f"({re.escape(text)}){_SPACES * special.strips_right}" for text, special in found.items())
     tokens, at = [], 0
@@ -60,12 +61,12 @@ def tokenize_marked(
 
 
 def _tokens_of_text(text: str, markup: frozenset[str], tokenize: Callable[[str, bool], list[int]]) -> list[int]:
-    """Tokenize a text in pieces, so that no piece holds one of `markup` whole: llama.cpp would find it regardless."""
+    """Tokenize a text in pieces that contain no whole text of `markup`, because llama.cpp would always find it."""
     cuts = sorted({match.start() + 1 for literal in markup if len(literal) > 1 for match in _found(literal, text)})
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for piece in pieces if piece for token in tokenize(piece, False)]
 
 
 def _found(literal: str, text: str) -> Iterator[re.Match[str]]:
-    """Find all places, also where a literal overlaps itself."""
+    """Find a literal everywhere, including where it overlaps itself."""
     return re.finditer(f"(?={re.escape(literal)})", text)

@@ -1,13 +1,14 @@
-"""Renders one chat template in a process of its own, which `template_renderer.py` starts by this file's path.
+"""Render one chat template in a separate process, which `chat_template.py` starts by the path of this file.
 
-Templates come with models, and their variables come with jobs. Either can make a template run forever, fill the memory,
-or hold Python's lock in one long call. In a process of its own that costs no other job anything. Only the standard
-library and Jinja are imported, so the process starts quickly.
+Templates are part of models, and their variables are part of jobs. Either can make a template run forever, fill the
+memory, or hold Python's lock in one long call. In a separate process, other jobs are not affected. Only the standard
+library and Jinja are imported, so that the process starts quickly.
 
-It reads a JSON object per line and answers with one. The first has `source`, `bos`, `eos`, `control`, `markup` and
-`cpu_s`; the others `messages`, `variables`, `mark`. The answer to these is `text` and `marked` (see `Masks`), or
-`error` with `kind`: invalid (the request's fault), refused (by the template), failed. A request with `probes` has
-several conversations by name; the answer is `texts`, with null for those that the template can't render.
+The process reads one JSON object per line, and answers each with one. The first line has `source`, `bos`, `eos`,
+`control`, `markup`, `from_caller` and `cpu_s`. Every other line has `messages`, `variables` and `mark`. The answer has
+`text` and `marked` (see `CallerMasks`), or `error` with `kind`: invalid (the request is at fault), refused (by the
+template) or failed. A request with `probes` has several conversations by name. Its answer has `texts`, with null for
+those that the template can't render.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 1 << 24  # of a prompt: more than any context holds
-MAX_PROBE_CHARS = 1 << 17  # of a probe, whose longest words have a dozen characters; `derivation` compares them all
-THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # in messages they enclose reasoning
+MAX_CHARS = 1 << 24  # characters of a prompt, more than any context holds
+MAX_PROBE_CHARS = 1 << 17  # characters of a probe's prompt, because `derivation` compares all of them
+THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # these tags enclose reasoning in messages
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-FROM_CALLER = "\U0010ffff"  # stands in `marked` for a character that came from the caller and could be part of markup
-_COMMON = frozenset("_-./:,;'\"!?()")  # also in ordinary words, so masking them could change what a template does
-_MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Python's repr escapes what is not
+_COMMON = frozenset("_-./:,;'\"!?()")  # also in ordinary words, so that masking them could change the template's output
+_MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Python's repr escapes other characters
 
 
 class Invalid(Exception):
@@ -50,7 +50,7 @@ def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = Fals
         indent=indent,
         ensure_ascii=ensure_ascii,
         separators=None if separators is None else tuple(separators),
-        default=list,  # what `map` and `select` make
+        default=list,  # the filters `map` and `select` return generators
         sort_keys=bool(options.get("sort_keys")),
     )
 
@@ -60,7 +60,7 @@ def _now(pattern: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what a model is trained on and means nothing here."""
+    """The tags `{% generation %}…{% endgeneration %}`, which mark text to train on and have no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (as in the base class)
 
@@ -77,83 +77,86 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
     return environment
 
 
-class Masks:
-    """Shows which characters of a prompt come from the caller, whatever the template did with them.
+class CallerMasks:
+    """Finds the characters of a prompt that come from the caller, whatever the template did with them.
 
-    The template renders the conversation a second time, in which another character, the mask, stands for each
-    character of the caller's strings that distinguishes a control token from words, such as `<` and `|`. If the two
-    prompts are equal except for the masks, then each mask is where a character of the caller is.
+    The template renders the conversation a second time. In the caller's strings, each character that distinguishes
+    control tokens from words, such as `<` or `|`, is then replaced by another one, its mask. If both prompts are equal
+    except for the masks, each mask is at the position of a caller's character.
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
-        """`control` are the texts of control tokens, `markup` those of others that belong to the template's markup."""
+        """`control` are the texts of control tokens, and `markup` are those of other tokens in the template."""
         self._literals = [text for text in {*control, *markup} if text.strip()]
-        self._fragments = "\n".join(self._literals)
-        self._characters = sorted({char for text in self._literals for char in text if not char.isspace()})
-        self._telling = {char for char in self._characters if not char.isalnum()} - _COMMON
-        self._words = [
-            text for text in self._literals if not self._telling & set(text)
-        ]  # literals that look like words
-        known = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)} | ROLES
-        known |= {node.attr for node in tree.find_all(nodes.Getattr)}
-        self._names = {
+        self._joined_literals = "\n".join(self._literals)
+        self._maskable = sorted({char for text in self._literals for char in text if not char.isspace()})
+        self._markup_chars = {char for char in self._maskable if not char.isalnum()} - _COMMON
+        self._word_literals = [text for text in self._literals if not self._markup_chars & set(text)]
+        names = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)} | ROLES
+        names |= {node.attr for node in tree.find_all(nodes.Getattr)}
+        self._template_names = {
             text
-            for text in known
-            if text.replace("_", "").replace("-", "").isalnum() and not any(word in text for word in self._words)
+            for text in names
+            if text.replace("_", "").replace("-", "").isalnum()
+            and not any(word in text for word in self._word_literals)
         }
         turns = [text for text in control if text not in THINKING]
-        sought = {text for text in _sought(tree) if self._telling & set(text) and not any(t in text for t in turns)}
-        self._sought = re.compile("|".join(map(re.escape, sorted(sought, key=len, reverse=True))) or "(?!)")
-        self._taken = set(source)
+        compared = {
+            text
+            for text in _compared_texts(tree)
+            if self._markup_chars & set(text) and not any(turn in text for turn in turns)
+        }
+        self._compared = re.compile("|".join(map(re.escape, sorted(compared, key=len, reverse=True))) or "(?!)")
+        self._template_chars = set(source)
 
-    def masks(self, strings: Iterable[str]) -> dict[int, int]:
-        """Return a mask for each character of control tokens. No mask is in the strings or in the template."""
-        taken = self._taken.union(*map(set, strings))
-        free = [code for code in _MASKS if chr(code) not in taken]
-        return dict(zip(map(ord, self._characters), free[: len(self._characters)], strict=True))
+    def choose(self, strings: Iterable[str]) -> dict[int, int]:
+        """Return a mask for each maskable character. No mask occurs in the strings or in the template."""
+        used = self._template_chars.union(*map(set, strings))
+        free = [code for code in _MASKS if chr(code) not in used]
+        return dict(zip(map(ord, self._maskable), free[: len(self._maskable)], strict=True))
 
-    def masked(self, text: str, masks: Mapping[int, int]) -> str:
+    def mask(self, text: str, masks: Mapping[int, int]) -> str:
         """Return a string of the caller with masks."""
-        if text in self._names:  # the template may compare it, and what it writes around a role is its own
+        if text in self._template_names:  # the template may compare it, and writes the markup around a role itself
             return text
-        if text in self._fragments and not self._telling & set(text):  # a word that the template may complete
+        if text in self._joined_literals and not self._markup_chars & set(text):  # the template may complete this word
             return text.translate(masks)
-        for word in self._words:
+        for word in self._word_literals:
             text = text.replace(word, word.translate(masks))
-        return text.translate({ord(char): masks[ord(char)] for char in self._telling})
+        return text.translate({ord(char): masks[ord(char)] for char in self._markup_chars})
 
-    def masked_except_sought(self, text: str, masks: Mapping[int, int]) -> str:
-        """Return the string with masks, except where the template looks for a text, such as the end of reasoning."""
+    def mask_except_compared(self, text: str, masks: Mapping[int, int]) -> str:
+        """Return the string with masks, except in texts that the template looks for, such as the end of reasoning."""
         pieces, at = [], 0
-        for found in self._sought.finditer(text):
-            pieces += [self.masked(text[at : found.start()], masks), found[0]]
+        for found in self._compared.finditer(text):
+            pieces += [self.mask(text[at : found.start()], masks), found[0]]
             at = found.end()
-        return "".join([*pieces, self.masked(text[at:], masks)])
+        return "".join([*pieces, self.mask(text[at:], masks)])
 
-    def suspect(self, prompt: str, strings: Sequence[str]) -> str | None:
-        """Return a control token in the prompt that the caller's strings may have a part in."""
+    def conflict(self, prompt: str, strings: Sequence[str]) -> str | None:
+        """Return a control token in the prompt to which the caller's strings may have contributed, or None."""
         found = [literal for literal in self._literals if literal in prompt]
-        return next((literal for literal in found if any(self._takes_part(literal, text) for text in strings)), None)
+        return next((literal for literal in found if any(self._contributes(text, literal) for text in strings)), None)
 
-    def _takes_part(self, literal: str, text: str) -> bool:
-        """Return whether a string has the literal, or starts or ends with a telling part of it."""
-        if literal in text or (text in literal and self._telling & set(text)):
+    def _contributes(self, text: str, literal: str) -> bool:
+        """Return whether a string contains the literal, or starts or ends with a part that has markup characters."""
+        if literal in text or (text in literal and self._markup_chars & set(text)):
             return True
         return any(
-            (text.endswith(literal[:cut]) and self._telling & set(literal[:cut]))
-            or (text.startswith(literal[cut:]) and self._telling & set(literal[cut:]))
+            (text.endswith(literal[:cut]) and self._markup_chars & set(literal[:cut]))
+            or (text.startswith(literal[cut:]) and self._markup_chars & set(literal[cut:]))
             for cut in range(1, len(literal))
         )
 
 
-def _sought(tree: nodes.Template) -> set[str]:
+def _compared_texts(tree: nodes.Template) -> set[str]:
     """Return the texts that a template compares with, splits at, and so on."""
     users = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
     return {c.value for user in users for c in user.find_all(nodes.Const) if isinstance(c.value, str) and c.value}
 
 
 def _strings_of(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, keys too."""
+    """Yield all strings in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -163,7 +166,7 @@ def _strings_of(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the JSON value with all its strings changed, keys too."""
+    """Return the JSON value with all its strings changed, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -177,13 +180,14 @@ class Renderer:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         environment = _environment(setup["bos"], setup["eos"])
         environment.filters["tojson"] = self._to_json
-        self._used: Iterable[int] = ()  # the masks in what is rendered now
+        self._current_masks: Iterable[int] = ()  # the masks in the strings that are being rendered
         source = setup["source"]
         self._template = environment.from_string(source)
-        self._masks = Masks(environment.parse(source), source, setup["control"], setup["markup"])
+        self._masks = CallerMasks(environment.parse(source), source, setup["control"], setup["markup"])
+        self._from_caller = setup["from_caller"]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the prompt with and without marks. Raises Invalid, and any error of a template."""
+        """Return the answer to a request, except for errors. Raises Invalid, and any error of the template."""
         if "probes" in request:
             return {"texts": {name: self._probe(probe) for name, probe in request["probes"].items()}}
         messages = request["messages"]
@@ -193,53 +197,53 @@ class Renderer:
         return {"text": text, "marked": self._marked(text, messages, request["variables"])}
 
     def _probe(self, probe: Mapping[str, Any]) -> str | None:
-        """Return the prompt of a probe; None if the template can't render it, or renders it at great length."""
+        """Return the prompt of a probe, or None if the template can't render it or its prompt is too long."""
         text = self._attempt(probe["messages"], probe["variables"], ())
         return text if 0 < len(text) <= MAX_PROBE_CHARS else None
 
     def _to_json(self, value: object, *arguments: Any, **options: Any) -> str:
-        """Return the JSON of a value, without escapes for masks, because they stand for ASCII characters."""
+        """Return the JSON of a value. Masks are not escaped, because they stand for ASCII characters."""
         text = _to_json(value, *arguments, **options)
         if not text.isascii():
             return text
-        for mask in self._used:
+        for mask in self._current_masks:
             text = text.replace(json.dumps(chr(mask))[1:-1], chr(mask))
         return text
 
     def _render(self, messages: Any, variables: Any) -> str:
-        text: str = self._template.render({**variables, "messages": messages})  # whatever their names
+        text: str = self._template.render({**variables, "messages": messages})  # a dict, so that any names are allowed
         if len(text) > MAX_CHARS:
-            raise jinja2.TemplateError(f"it makes too much: {len(text)} characters, the limit is {MAX_CHARS}")
+            raise jinja2.TemplateError(f"the prompt is too long: {len(text)} characters (limit {MAX_CHARS})")
         return text
 
     def _marked(self, text: str, messages: list[Any], variables: dict[str, Any]) -> str:
         given = [messages, list(variables.values())]
         strings = list(_strings_of(given))
-        masks = self._masks.masks(strings)
-        for masked in (self._masks.masked, self._masks.masked_except_sought):
-            changed = _mapped(given, functools.partial(masked, masks=masks))
+        masks = self._masks.choose(strings)
+        for mask_text in (self._masks.mask, self._masks.mask_except_compared):
+            changed = _mapped(given, functools.partial(mask_text, masks=masks))
             if changed == given:
                 return text
-            found = self._attempt(changed[0], dict(zip(variables, changed[1], strict=True)), masks.values())
-            if found.translate({mask: char for char, mask in masks.items()}) == text:
-                return found.translate(dict.fromkeys(masks.values(), FROM_CALLER))
-        suspect = self._masks.suspect(text, strings)
-        if suspect is not None:
+            masked = self._attempt(changed[0], dict(zip(variables, changed[1], strict=True)), masks.values())
+            if masked.translate({mask: char for char, mask in masks.items()}) == text:
+                return masked.translate(dict.fromkeys(masks.values(), self._from_caller))
+        conflict = self._masks.conflict(text, strings)
+        if conflict is not None:
             raise Invalid(
-                f"the messages contain {suspect!r}, or a part of it, and the model's chat template does with it what "
-                "it does with its own control tokens; leave it out, or set control_tokens_in_text for this model"
+                f"the messages contain {conflict!r} or a part of it, which the model's chat template handles as one of "
+                "its own control tokens; remove it, or set control_tokens_in_text for this model"
             )
         return text
 
     def _attempt(self, messages: Any, variables: Any, masks: Iterable[int]) -> str:
-        """Return the prompt of masked strings; nothing if the template rejects such strings."""
-        self._used = masks
+        """Return the prompt of masked strings, or an empty text if the template rejects them."""
+        self._current_masks = masks
         try:
             return self._render(messages, variables)
-        except Exception:  # a template is foreign code; the prompt without masks exists
+        except Exception:  # a template is foreign code, and the prompt without masks could be rendered
             return ""
         finally:
-            self._used = ()
+            self._current_masks = ()
 
 
 def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -250,29 +254,32 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except jinja2.TemplateError as error:
         return {"error": str(error), "kind": "refused"}
     except MemoryError:
-        return {"error": "it takes too much memory", "kind": "failed"}
+        return {"error": "not enough memory", "kind": "failed"}
     except Exception as error:  # a template is foreign code
         return {"error": repr(error)[:1000], "kind": "failed"}
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End the process when it computes for longer; 0 for no limit. A signal handler would have to wait for Python."""
+    """Let the system end the process after this much CPU time. 0 removes the limit.
+
+    A Python signal handler would have to wait for a long call to return.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Answer requests until the input ends."""
     setup = json.loads(sys.stdin.readline())
-    made: list[Renderer] = []
+    renderers: list[Renderer] = []
 
     def compile_template() -> dict[str, Any]:
-        made.append(Renderer(setup))
+        renderers.append(Renderer(setup))
         return {}
 
     _serve(setup["cpu_s"], compile_template)
     for line in sys.stdin:
-        _serve(setup["cpu_s"], functools.partial(made[0].answer, json.loads(line)))
+        _serve(setup["cpu_s"], functools.partial(renderers[0].answer, json.loads(line)))
 
 
 def _serve(cpu_s: float, work: Callable[[], dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from cellama.engine.text.formats.call_format import IN_CHANNELS, ArgumentTags, C
 from cellama.engine.text.formats.call_grammar import CallGrammar, Offered, WantedText
 from cellama.engine.text.formats.call_reader import ToolReader
 from cellama.engine.text.markup import from_caller
-from cellama.engine.text.reply_format import ReplyFormat
+from cellama.engine.text.reply_reader import ReplyFormat
 
 FRANCE, CAT, WEATHER = "What is the capital of France?", "What does a cat say?", "What is the weather in Paris?"
 SCHEMA = '{"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}'

@@ -29,7 +29,7 @@ from cellama.engine import (
 from cellama.engine.backend import Chunk, DecodeError
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
-from cellama.engine.text.reply_format import ReplyFormat
+from cellama.engine.text.reply_reader import ReplyFormat
 
 from .small_models import EXACT, SMALL
 

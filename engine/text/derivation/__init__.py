@@ -1,4 +1,4 @@
-"""Derive how a model marks up its replies, from conversations that differ in one thing and that its template renders.
+"""Derive the markup of a model's replies from conversations that its chat template renders.
 
 May use: `formats`. Pure.
 """

@@ -1,11 +1,12 @@
 """Derive how a template writes tool calls, from conversations that it rendered (see probes). Pure.
 
-First the turn with the calls is cut out of each conversation. It contains the name and the arguments that were asked
-for. The arguments are JSON, in an object with the name or after the name, or each argument has tags of its own.
+First, the turn with the calls is cut out of each conversation. The turn contains the name and the arguments of the
+probe. The arguments are one JSON object, either together with the name or after it, or each argument has its own tags.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -28,10 +29,10 @@ from cellama.engine.text.formats.literals import (
 )
 
 from .probes import (
+    ARGUMENT_FORMATS,
     CALLS,
     CONTENT,
-    ENDS,
-    FORMS,
+    ENDINGS,
     IDS,
     KEYS,
     NAMES,
@@ -43,39 +44,38 @@ from .probes import (
     probe_name,
 )
 
-_MAX_CHARS = 1 << 15  # of a turn: its longest words have a dozen characters
-_MAX_LITERAL = 400  # characters; longer literals are text, not markup
-_PARAMETERS = {"properties": {KEYS[1]: {"type": ["integer", "object"]}}}  # the only argument that is not always text
+_MAX_CHARS = 1 << 15  # characters of a turn, whose words have at most a dozen each
+_MAX_LITERAL = 400  # characters; longer literals are text rather than markup
+_PARAMETERS = {"properties": {KEYS[1]: {"type": ["integer", "object"]}}}  # the others are strings
 _DECODER = json.JSONDecoder()
 
 
 class UnknownCallFormat(ValueError):
-    """The rendered conversations don't show a known way of writing calls."""
+    """The rendered conversations do not show a known way of writing calls."""
 
 
 def derive_calls(rendered: Rendered, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
-    """Return how calls are written, and whether the template takes their arguments as text; None if that is unclear.
+    """Return the call format, and whether the template expects arguments as text. None means that the format is
+    unclear.
 
     `ends` are the tokens that end a reply.
     """
     ends = frozenset(filter(None, ends))
-    for ids in ("ids", "named"):
-        for form in FORMS:
-            for end in ENDS:
-                try:
-                    turns = _turns_of(rendered, form, ids, end, ends, think_close)
-                    found = _format_of(turns)
-                    return replace(found, can_be_forced=_is_whole(found, turns, ends)), form == "text"
-                except UnknownCallFormat:
-                    continue
+    for ids, form, ending in itertools.product(("ids", "named"), ARGUMENT_FORMATS, ENDINGS):
+        try:
+            turns = _turns_of(rendered, form, ids, ending, ends, think_close)
+            found = _format_of(turns)
+            return replace(found, can_be_forced=_is_complete(found, turns, ends)), form == "text"
+        except UnknownCallFormat:
+            continue
     return None
 
 
-def _is_whole(found: CallFormat, turns: Mapping[str, str], ends: Iterable[str]) -> bool:
-    """Return whether the turns read as the calls that were asked for, and no call has a token that ends a reply."""
+def _is_complete(found: CallFormat, turns: Mapping[str, str], ends: Iterable[str]) -> bool:
+    """Return whether the turns are read as the calls of the probes, and no call contains a token that ends a reply."""
     reader = ToolReader(found, dict.fromkeys(NAMES, _PARAMETERS))
-    asked = {which: calls for which, calls in CALLS.items() if len(calls) == 1 or found.middle is not None}
-    for which, calls in asked.items():
+    rendered_calls = {which: calls for which, calls in CALLS.items() if len(calls) == 1 or found.middle is not None}
+    for which, calls in rendered_calls.items():
         read, rest = reader.parse(turns[which])
         if rest or [(call.name, json.loads(call.arguments)) for call in read] != list(zip(NAMES, calls, strict=False)):
             return False
@@ -83,7 +83,7 @@ def _is_whole(found: CallFormat, turns: Mapping[str, str], ends: Iterable[str]) 
 
 
 def _format_of(turns: Mapping[str, str]) -> CallFormat:
-    """Return the format of the calls in these turns. Raises UnknownCallFormat."""
+    """Return the call format of these turns. Raises UnknownCallFormat."""
     turn = turns["call"]
     if not all(word in turn for word in (NAMES[0], *KEYS, *VALUES)):
         raise UnknownCallFormat
@@ -98,15 +98,15 @@ def _format_of(turns: Mapping[str, str]) -> CallFormat:
 
 
 def _turns_of(
-    rendered: Rendered, form: str, ids: str, end: str, ends: frozenset[str], think_close: str
+    rendered: Rendered, form: str, ids: str, ending: str, ends: frozenset[str], think_close: str
 ) -> dict[str, str]:
-    """Return the turns with calls, each without what other turns start and end with. Raises UnknownCallFormat."""
-    before, said, after = _after_user(rendered.get(f"said {end}")).partition(CONTENT)
-    whole = {name: _after_user(rendered.get(probe_name(name, form, ids, end))) for name in CALLS}
-    if not said or not whole["call"]:
+    """Return the turns with calls, without the text at their ends that other turns share. Raises UnknownCallFormat."""
+    before, found, after = _after_user(rendered.get(f"reply {ending}")).partition(CONTENT)
+    whole = {name: _after_user(rendered.get(probe_name(name, form, ids, ending))) for name in CALLS}
+    if not found or not whole["call"]:
         raise UnknownCallFormat
     head = len(shared_start(before, whole["call"]))
-    if end == "answered":  # more turns follow, and the start of the next one is known
+    if ending == "answered":  # more turns follow, and the start of the next one is known
         ends |= {*tags_of(after.partition(USER)[0])}
         after = ""
     return {name: _cut(turn[head:], after, ends, think_close) for name, turn in whole.items()}
@@ -136,7 +136,7 @@ def _with_slots(literal: str, at: int) -> str:
 
 
 class RenderedObject(NamedTuple):
-    """An object of JSON, and where it is in a turn."""
+    """A JSON object and its position in a turn."""
 
     start: int
     end: int
@@ -145,7 +145,7 @@ class RenderedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedCall:
-    """Where a call's name and arguments are in a turn, and the object of JSON that has both, if there is one."""
+    """The positions of a call's name and arguments in a turn, and the JSON object that contains both, if any."""
 
     name: int
     start: int
@@ -173,10 +173,10 @@ def _with_json(turns: Mapping[str, str]) -> CallFormat:
         if joined is not None and middle and NAMES[0] not in middle:
             found = replace(found, inner=joined, middle=middle)
     if first.whole is None:
-        if found.inner.rstrip().endswith("{"):  # arguments in an unknown syntax
+        if found.inner.rstrip().endswith("{"):  # the arguments have an unknown syntax
             raise UnknownCallFormat
         return _after_prefix(found)
-    return _of_objects(found, turns, first.whole, pair)
+    return _with_objects(found, turns, first.whole, pair)
 
 
 def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
@@ -184,7 +184,7 @@ def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
 
 
 def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """Return the calls of a turn; none if some are missing, because some templates write or accept only one call."""
+    """Return the calls of a turn, or none if some are missing, because some templates write only one call."""
     try:
         return _calls_in(turns, which)
     except UnknownCallFormat:
@@ -207,7 +207,7 @@ def _calls_in(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
 
 
 def _json_at(turn: str, values: Mapping[str, Any], start: int) -> tuple[int, int] | None:
-    """Return where these arguments are as a JSON object, or as a string that contains one."""
+    """Return the position of these arguments as a JSON object, or as a string that contains the object."""
     key = next(iter(values))
     at = turn.rfind("{", start, max(start, turn.find(key, start)))
     for begin in (at, at - 1):
@@ -232,7 +232,7 @@ def _is_same(value: Any, values: Mapping[str, Any]) -> bool:
 
 
 def _object_around(turn: str, start: int, name: int, word: str, values: Any) -> RenderedObject | None:
-    """Return the outermost JSON object that has a name and its arguments."""
+    """Return the outermost JSON object that contains a name and its arguments."""
     for at in occurrences(turn[:name], "{", start):
         value, end = _decoded(turn, at)
         if isinstance(value, dict) and _keys_of(value, word, values) is not None:
@@ -241,7 +241,10 @@ def _object_around(turn: str, start: int, name: int, word: str, values: Any) -> 
 
 
 def _keys_of(value: dict[str, Any], word: str, values: Any) -> tuple[str | None, str] | None:
-    """Return the keys of name and arguments, or (None, "") if the name is a key itself; None without a call."""
+    """Return the keys of the name and of the arguments, or None if the object is not a call.
+
+    The result is (None, "") if the name itself is the key of the arguments.
+    """
     if word in value and _is_same(value[word], values):
         return None, ""
     names = [key for key, part in value.items() if part == word]
@@ -252,10 +255,10 @@ def _keys_of(value: dict[str, Any], word: str, values: Any) -> tuple[str | None,
     return next((keys for keys in inner if keys is not None), None)
 
 
-def _of_objects(
+def _with_objects(
     found: CallFormat, turns: Mapping[str, str], whole: RenderedObject, pair: list[RenderedCall]
 ) -> CallFormat:
-    """Return the format of calls that are objects of JSON."""
+    """Return the format of calls that are JSON objects."""
     keys = _keys_of(whole.value, NAMES[0], CALLS["call"][0])
     assert keys is not None
     lead, tail, between = turns["call"][: whole.start], turns["call"][whole.end :], ""
@@ -278,7 +281,7 @@ def _of_objects(
 
 
 def _with_tags(turns: Mapping[str, str]) -> CallFormat:
-    """Return the format of calls whose arguments have tags of their own. Raises UnknownCallFormat."""
+    """Return the format of calls whose arguments have their own tags. Raises UnknownCallFormat."""
     turn = turns["call"]
     name = turn.rfind(NAMES[0], 0, turn.find(KEYS[0]))
     words = (KEYS[0], VALUES[0], KEYS[1], VALUES[1])
@@ -302,7 +305,7 @@ def _with_tags(turns: Mapping[str, str]) -> CallFormat:
 
 
 def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
-    """Return the texts between a name and these words, and after the last. Raises UnknownCallFormat."""
+    """Return the texts between a name and these words, and the text after the last one. Raises UnknownCallFormat."""
     at, found = name + len(NAMES[0]), []
     for word in words:
         following = turn.find(word, at)
@@ -314,7 +317,7 @@ def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
 
 
 def _middle_of_tags(turn: str, close: str) -> str | None:
-    """Return the text between the last argument of a call and the name of the next; None if there is no next."""
+    """Return the text between a call's last argument and the name of the next call, or None without a next call."""
     first = turn.find(VALUES[1])
     second = turn.find(NAMES[1], first)
     second = turn.rfind(NAMES[1], first, turn.find(KEYS[0], second)) if second >= 0 else -1
@@ -323,7 +326,7 @@ def _middle_of_tags(turn: str, close: str) -> str | None:
 
 
 def _separator_of_number(turn: str, tags: ArgumentTags) -> str:
-    """Return the text before a number. Raises UnknownCallFormat if numbers are not written like text."""
+    """Return the text before a number. Raises UnknownCallFormat if numbers and strings end differently."""
     key = turn.find(KEYS[1], turn.find(VALUES[0]))
     value = turn.find(str(NUMBER), key)
     if key < 0 or value < 0:
@@ -337,7 +340,7 @@ def _separator_of_number(turn: str, tags: ArgumentTags) -> str:
 
 
 def _after_prefix(found: CallFormat) -> CallFormat:
-    """Return the format of calls whose name follows a tag, or is within one. Raises UnknownCallFormat."""
+    """Return the format of calls whose name follows a tag or is inside one. Raises UnknownCallFormat."""
     unclosed = re.search(r"<[^<>]*\Z", found.open)
     tags = list(TAG.finditer(found.open))
     start = unclosed.start() if unclosed else tags[-1].start() if tags else -1
@@ -357,7 +360,7 @@ def _after_prefix(found: CallFormat) -> CallFormat:
 
 
 def _first_marker(lead: str) -> tuple[str, ...]:
-    """Return the first tag or the first word of the calls, which marks their start; nothing if they start with JSON."""
+    """Return the tag or word that marks the start of calls, or nothing if calls start with JSON."""
     word = next(iter(lead.split()), "")
     tag = TAG.match(lead)
     if tag or len(word) < 3 or SLOTS & set(word):

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls: they are read from replies, and enforced by grammars.
+"""Formats in which models write tool calls: readers parse them, and grammars enforce them.
 
 May use: `errors`. Pure.
 """

@@ -1,4 +1,4 @@
-"""Values of arguments that are written as bare text, read by the types in the tool's schema. Pure."""
+"""Convert arguments that a model wrote as bare text into values of the types in the tool's schema. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_REFERENCES = 8  # that are followed from one schema to the next; generated schemas have one or two
+_MAX_REFERENCES = 8  # references in a row; generated schemas have one or two
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -19,19 +19,22 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class Values:
-    """Reads the values of one tool's arguments. `schema` is their schema, with references resolved."""
+class ArgumentValues:
+    """Converts the arguments of one tool. `schema` is their schema, with references resolved."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
         self.schema = self._resolved(parameters)
         properties = self.schema.get("properties")
         self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
-        self._types: dict[str, set[str]] = {}  # by argument
-        self._behind: dict[str, set[str]] = {}  # by reference
+        self._types: dict[str, set[str]] = {}  # by name of the argument
+        self._types_of_reference: dict[str, set[str]] = {}
 
     def read(self, name: str, text: str, is_json: bool | None = None) -> Any:
-        """Return the value. Without `is_json` the markup does not say whether it is JSON. Other values are text."""
+        """Return the value of an argument: JSON if its schema allows that, else the text itself.
+
+        `is_json` is None if the markup does not show whether the argument is JSON.
+        """
         types = self.types_of(name)
         if text.startswith("<![CDATA[") and text.endswith("]]>"):
             text = text[9:-3]
@@ -52,11 +55,11 @@ class Values:
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
-            schema = self._referred(schema["$ref"])
+            schema = self._target(schema["$ref"])
         return schema if isinstance(schema, Mapping) else {}
 
     def types_of(self, name: str) -> set[str]:
-        """Return the types that an argument may have; empty if its schema does not name any."""
+        """Return the types that an argument may have, or an empty set if its schema names none."""
         if name not in self._types:
             self._types[name] = self._types_in(self.properties.get(name), 0)
         return self._types[name]
@@ -65,25 +68,25 @@ class Values:
         if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
             return set()
         if isinstance(schema.get("$ref"), str):
-            return self._types_behind(schema["$ref"], depth + 1)
+            return self._types_at(schema["$ref"], depth + 1)
         if "const" in schema or isinstance(schema.get("enum"), list):
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return {name for name in _TYPES for value in values if _is_a(value, name)}
-        said = schema.get("type")
-        if said is not None:
-            return {name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)}
-        given = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
-        found = [self._types_in(part, depth + 1) for parts in given if isinstance(parts, list) for part in parts]
+        types = schema.get("type")
+        if types is not None:
+            return {name for name in (types if isinstance(types, list) else [types]) if isinstance(name, str)}
+        combined = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
+        found = [self._types_in(part, depth + 1) for parts in combined if isinstance(parts, list) for part in parts]
         return set().union(*found) if all(found) else set()
 
-    def _types_behind(self, reference: str, depth: int) -> set[str]:
-        """Look at each reference once, because a schema may repeat one very often, and may refer to itself."""
-        if reference not in self._behind:
-            self._behind[reference] = set()
-            self._behind[reference] = self._types_in(self._referred(reference), depth)
-        return self._behind[reference]
+    def _types_at(self, reference: str, depth: int) -> set[str]:
+        """Return the types at a reference. Each is resolved once, because references may repeat or be recursive."""
+        if reference not in self._types_of_reference:
+            self._types_of_reference[reference] = set()
+            self._types_of_reference[reference] = self._types_in(self._target(reference), depth)
+        return self._types_of_reference[reference]
 
-    def _referred(self, reference: str) -> Any:
+    def _target(self, reference: str) -> Any:
         found: Any = self._root
         for part in reference.removeprefix("#").strip("/").split("/"):
             found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -91,7 +94,7 @@ class Values:
 
 
 def _parsed(text: str, *, like_python: bool) -> Any:
-    """Parse JSON, or the way Python writes it, which some templates show to their models. Raises ValueError."""
+    """Parse JSON, or Python literals, which some templates show to their models. Raises ValueError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

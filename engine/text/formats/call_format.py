@@ -1,4 +1,4 @@
-"""How a model writes tool calls: in JSON, in tags with JSON, or in tags with an argument in each. Pure."""
+"""Formats of tool calls: JSON, JSON in tags, or tags around each argument. Pure."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ Style = Literal["json", "tag", "tagged"]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """The literals around an argument: `open` name `sep` value `close`, and a `gap` before the next argument."""
+    """The literals around an argument: `open` name `sep` value `close`, then `gap` before the next argument."""
 
     open: str
     sep: str
     close: str
     gap: str = ""
-    sep_of_json: str = ""  # before a value that is not text; often the same
+    sep_of_json: str = ""  # before a value that is not a string; often equal to `sep`
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """One way of writing tool calls. The literals may have slots.
+    """A format of tool calls. Its literals may have slots (literals.py).
 
-    A grammar writes `open` name `inner` arguments, then `middle` name `inner` arguments for each further call, then
-    `close`. A reader expects `lead`, calls with `between` between them, and `tail`. Each call is a JSON object, or
-    `prefix` name `inner` arguments.
+    Grammars produce `open` name `inner` arguments, then `middle` name `inner` arguments for each further call, then
+    `close`. Readers accept `lead`, calls separated by `between`, and `tail`. Each call is a JSON object, or `prefix`
+    name `inner` arguments.
     """
 
     style: Style
     open: str
     inner: str
     close: str
-    middle: str | None = None  # None: one call in a reply
+    middle: str | None = None  # None: at most one call per reply
     lead: str = ""
     prefix: str = ""
     between: str = ""
@@ -41,12 +41,12 @@ class CallFormat:
     arguments_key: str = "arguments"
     name_is_key: bool = False  # {"name": {…arguments…}}
     tags: ArgumentTags | None = None
-    markers: tuple[str, ...] = ()  # that open the calls, anywhere in the reply
-    may_be_bare: bool = False  # calls may lack the marker
-    can_be_forced: bool = True  # False: the template writes some calls in another way
+    markers: tuple[str, ...] = ()  # texts that start the calls, anywhere in the reply
+    may_be_bare: bool = False  # calls may have no marker
+    can_be_forced: bool = True  # False: the template writes some calls in an unknown way
 
     def also_after(self, marker: str) -> CallFormat:
-        """Return the format with one more marker, if nothing else distinguishes calls from text."""
+        """Return the format with another marker, if calls differ from text only by being JSON."""
         return replace(self, markers=(marker,), may_be_bare=True) if self.bare_json else self
 
     @property
@@ -63,29 +63,29 @@ class CallFormat:
         return (*self.markers, self.lead, self.between, self.tail, *inner, *inside)
 
 
-# The calls of GPT-OSS, after its reasoning; `channel_reader` reads them.
+# The calls of GPT-OSS, which `ChannelReader` reads.
 IN_CHANNELS = CallFormat(
     "tag", open="<|channel|>commentary to=functions.", inner=" <|constrain|>json<|message|>", close=""
 )
 
 
-def _objects(marker: str, begin: str, between: str, tail: str) -> CallFormat:
+def _json_objects(marker: str, start: str, between: str, tail: str) -> CallFormat:
     """Return the format of JSON objects with a name and arguments, in this order."""
     name = '{"name": "'
     return CallFormat(
         "json",
-        open=f"{marker}{begin}{name}",
+        open=f"{marker}{start}{name}",
         inner='", "arguments": ',
         close="}" + tail,
         middle="}" + between + name,
-        lead=marker + begin,
+        lead=marker + start,
         between=between,
         tail=tail,
         markers=(marker,),
     )
 
 
-DESCRIBED_FORMATS = {  # some templates describe calls in the system message, and write none
-    "<tool_call>": _objects("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
-    "<|tool_call|>": _objects("<|tool_call|>", "[", ", ", "]"),
+DESCRIBED_FORMATS = {  # formats that some templates describe in the system message without writing calls themselves
+    "<tool_call>": _json_objects("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    "<|tool_call|>": _json_objects("<|tool_call|>", "[", ", ", "]"),
 }

@@ -1,10 +1,8 @@
-"""Grammars of replies with tool calls, in a model's own format. Pure.
+"""Write grammars of replies with tool calls, in the format of a model. Pure.
 
-    forced:  call (further calls)
-    auto:    reasoning?  text  (call  text)*
-
-The text of `auto` is free up to a marker that starts a call. If a JSON Schema or a regular expression binds the text,
-a reply is either such a text or calls.
+A reply with a forced call is one or several calls. Any other reply is optional reasoning, then text and calls in any
+order. Its text is free until a marker starts a call. If a JSON Schema or a regular expression constrains the text, a
+reply is either such a text, or calls.
 """
 
 from __future__ import annotations
@@ -17,39 +15,39 @@ from typing import Any, NamedTuple, Protocol
 
 from cellama.engine.errors import InvalidRequest
 
-from .argument_values import Values
+from .argument_values import ArgumentValues
 from .call_format import IN_CHANNELS, ArgumentTags, CallFormat
 from .channels import CHANNEL, END, ENDS, MESSAGE, START
 from .lark import ControlToken, LarkGrammar, LarkPart, LarkRule, LarkText, escaped, shared_parts, text_without
 from .literals import KEY
 
-_MAX_CALLS = 16  # in a row; models that repeat themselves would otherwise call until max_tokens
-_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models write it after reasoning
+_MAX_CALLS = 16  # in a row, because models that repeat themselves would call until max_tokens
+_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, because models write it after reasoning
 _BLANK = LarkText(r"/\s*/", may_be_empty=True)
-_IN_KEYS = {"const", "enum", "default", "examples"}  # values, not schemas
-_OF_SEVERAL_ARGUMENTS = frozenset(
+_VALUE_KEYWORDS = {"const", "enum", "default", "examples"}  # their values are not schemas
+_KEYWORDS_OF_OBJECTS = frozenset(
     "allOf anyOf oneOf not if dependencies dependentRequired dependentSchemas maxProperties minProperties "
     "patternProperties propertyNames".split()
 )
 
 
 class Prepare(Protocol):
-    """Makes a schema ready for llguidance; grammar.schema.prepare_schema is one. Raises InvalidRequest."""
+    """Prepares a schema for llguidance, as grammar.schema.prepare_schema does. Raises InvalidRequest."""
 
     def __call__(self, text: str, /, *, strict: bool, where: str) -> tuple[dict[str, Any] | bool, tuple[str, ...]]: ...
 
 
-class Offered(NamedTuple):
+class OfferedTool(NamedTuple):
     """A tool that may be called."""
 
     name: str
     parameters: Mapping[str, Any]
-    strict: bool  # all of its schema is enforced, also if no call is forced
-    where: str  # path of its parameters in the request
+    strict: bool  # the whole schema is enforced, even if no call is forced
+    where: str  # path of its parameters in the request, for messages
 
 
-class WantedText(NamedTuple):
-    """The constraint on the text of a reply without calls."""
+class TextConstraint(NamedTuple):
+    """A constraint on the text of a reply without calls."""
 
     kind: str  # json_schema or regex
     text: str
@@ -57,8 +55,8 @@ class WantedText(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
-    """The tags of reasoning that a model may open itself; empty if it does not."""
+class ReasoningTags:
+    """The tags of reasoning that the model may open itself. They are empty if it can't."""
 
     open: str = ""
     close: str = ""
@@ -69,21 +67,21 @@ class CallGrammar:
     """Writes the grammar of one reply."""
 
     format: CallFormat
-    tools: Sequence[Offered]
+    tools: Sequence[OfferedTool]
     prepare: Prepare
     controls: Mapping[str, int]
     several: bool
     forced: bool
-    thoughts: Thoughts = Thoughts()
-    wanted: WantedText | None = None
-    warnings: list[str] = field(default_factory=list)  # what is not enforced; complete after `write`
+    reasoning: ReasoningTags = ReasoningTags()
+    constraint: TextConstraint | None = None
+    warnings: list[str] = field(default_factory=list)  # keywords that are not enforced; set by `write`
 
     def __post_init__(self) -> None:
-        self._behind = _space_behind_arguments(self.format)
-        # A call without arguments lacks this space after `inner`, so it belongs to the first argument instead.
-        has_behind = bool(self._behind) and self.format.inner.endswith(self._behind)
-        self._inner = self.format.inner.removesuffix(self._behind) if has_behind else self.format.inner
-        self.before_first = self._behind if has_behind else ""
+        self._closing_space = _space_after_arguments(self.format)
+        # A call without arguments has no such space after `inner`, so the space belongs to the first argument.
+        moves_space = bool(self._closing_space) and self.format.inner.endswith(self._closing_space)
+        self._inner = self.format.inner.removesuffix(self._closing_space) if moves_space else self.format.inner
+        self.before_first = self._closing_space if moves_space else ""
 
     def write(self) -> str:
         """Return the grammar. Raises InvalidRequest."""
@@ -93,17 +91,17 @@ class CallGrammar:
             return self._in_channels()
         if self.forced:
             return self.grammar.text(self._calls([_SPACE], self.format.open, with_middle=self.several))
-        if self.wanted is not None:
-            return self.grammar.text(self._wanted(self.wanted))
+        if self.constraint is not None:
+            return self.grammar.text(self._constrained(self.constraint))
         return self.grammar.text(self._auto())
 
     # Forms of replies
 
     def _auto(self) -> str:
-        """Return text, and calls from a marker on."""
+        """Return a grammar of free text, with calls after a marker."""
         grammar, markers = self.grammar, self.format.markers
-        unlike = self._begins_otherwise()
-        text = text_without(markers, *unlike)
+        reserved = self._reserved_starts()
+        text = text_without(markers, *reserved)
         heads = []
         for marker in markers:
             at = self.format.open.find(marker)
@@ -117,45 +115,45 @@ class CallGrammar:
         replies = [grammar.rule("free", free).expression]
         if self.format.bare_json:
             replies.append(grammar.rule("bare", *(self._bare(tool) for tool in self._tools)).expression)
-        return self._after_thoughts(grammar.rule("reply", *replies), may_stay_open=True)
+        return self._after_reasoning(grammar.rule("reply", *replies), may_stay_open=True)
 
-    def _wanted(self, wanted: WantedText) -> str:
-        """Return a text of this kind, or calls."""
+    def _constrained(self, constraint: TextConstraint) -> str:
+        """Return a grammar of a text that meets the constraint, or of calls."""
         grammar = self.grammar
-        if wanted.kind == "json_schema":
-            text = self.json_rule("text", wanted.text, wanted.strict, "json_schema").expression
+        if constraint.kind == "json_schema":
+            text = self.json_rule("text", constraint.text, constraint.strict, "json_schema").expression
         else:
             opening = grammar.parts(self.format.open)
             first = next((part.token for part in opening[:1] if isinstance(part, ControlToken)), None)
-            begins = [] if first is not None else [f"/\\n{{0,2}}{escaped(self.format.open[:20])}(?s:.*)/"]
-            kept = " & ".join([f"(/{_in_slashes(wanted.text)}/)", *(f"~({each})" for each in begins)])
-            text = grammar.expression([LarkText(f"({kept})", may_be_empty=True)])
-        if self.format.bare_json and wanted.kind == "json_schema" and not self.format.name_is_key:
+            calls_start = [] if first is not None else [f"/\\n{{0,2}}{escaped(self.format.open[:20])}(?s:.*)/"]
+            regex = " & ".join([f"(/{_escape_slashes(constraint.text)}/)", *(f"~({each})" for each in calls_start)])
+            text = grammar.expression([LarkText(f"({regex})", may_be_empty=True)])
+        if self.format.bare_json and constraint.kind == "json_schema" and not self.format.name_is_key:
             calls = " | ".join(tool.as_object().expression for tool in self._tools)
         else:
             calls = self._calls([_SPACE], self.format.open, with_middle=self.several)
-        return self._after_thoughts(grammar.rule("reply", text, grammar.rule("calls", calls).expression))
+        return self._after_reasoning(grammar.rule("reply", text, grammar.rule("calls", calls).expression))
 
-    def _after_thoughts(self, reply: LarkRule, *, may_stay_open: bool = False) -> str:
-        if not self.thoughts.open:
+    def _after_reasoning(self, reply: LarkRule, *, may_stay_open: bool = False) -> str:
+        if not self.reasoning.open:
             return reply.expression
-        grammar, thought = self.grammar, text_without([self.thoughts.close])
-        opening = [_BLANK, *grammar.parts(self.thoughts.open), thought]
-        closed = grammar.expression([*opening, *grammar.parts(self.thoughts.close)])
+        grammar, reasoning = self.grammar, text_without([self.reasoning.close])
+        opening = [_BLANK, *grammar.parts(self.reasoning.open), reasoning]
+        closed = grammar.expression([*opening, *grammar.parts(self.reasoning.close)])
         replies = [reply.expression, f"{closed} {reply.expression}"]
         if may_stay_open:
             replies.append(grammar.expression(opening))
         return " | ".join(replies)
 
-    def _begins_otherwise(self) -> list[str]:
-        """Return expressions for what free text can't start with: reasoning, and calls in JSON."""
-        unlike = []
-        if self.thoughts.open:
-            unlike.append(f"/\\s*{escaped(self.thoughts.open)}(?s:.*)/")
+    def _reserved_starts(self) -> list[str]:
+        """Return expressions that free text can't start with, because they start reasoning or a call in JSON."""
+        reserved = []
+        if self.reasoning.open:
+            reserved.append(f"/\\s*{escaped(self.reasoning.open)}(?s:.*)/")
         if self.format.bare_json:
-            names = [f"{_loose(self._bare_head(tool))}(?s:.*)" for tool in self._tools]
-            unlike.append("/" + "|".join(names) + "/")
-        return unlike
+            names = [f"{_with_any_space(self._bare_head(tool))}(?s:.*)" for tool in self._tools]
+            reserved.append("/" + "|".join(names) + "/")
+        return reserved
 
     def _bare_head(self, tool: ToolRules) -> str:
         opening = self.format.open
@@ -164,11 +162,11 @@ class CallGrammar:
         return opening + tool.name + self.format.inner
 
     def _bare(self, tool: ToolRules) -> str:
-        head = self.grammar.expression([LarkText(f"/{_loose(self._bare_head(tool))}/")])
+        head = self.grammar.expression([LarkText(f"/{_with_any_space(self._bare_head(tool))}/")])
         return f"{head} {tool.arguments} {self.grammar.expression(self.grammar.parts(self.format.close.rstrip()))}"
 
     def _in_channels(self) -> str:
-        """Return messages of reasoning, followed by one of text, or by a call."""
+        """Return messages with reasoning, followed by one with text or by a call."""
         grammar, text = self.grammar, text_without([*ENDS, START, CHANNEL])
         parts = grammar.parts
         channels = ["analysis"] if self.forced else ["analysis", "commentary"]
@@ -178,16 +176,16 @@ class CallGrammar:
         calls = [self._call_in_channel(tool) for tool in self._tools]
         if self.forced:
             return grammar.text(f"{before} {grammar.rule('call', *calls).expression}")
-        final = grammar.expression([*parts(f"{CHANNEL}final{MESSAGE}"), *([] if self.wanted else [text])])
+        final = grammar.expression([*parts(f"{CHANNEL}final{MESSAGE}"), *([] if self.constraint else [text])])
         calls += [self._call_in_channel(tool, recipient_first=True) for tool in self._tools]
-        if self.wanted is None:
+        if self.constraint is None:
             plain = text_without([*ENDS, START, CHANNEL], r"/\s*(to=|assistant)(?s:.*)/")
             ends = [final, grammar.expression(head), grammar.expression([plain])]
-        elif self.wanted.kind == "json_schema":
-            made = self.json_rule("text", self.wanted.text, self.wanted.strict, "json_schema").expression
-            ends = [f"{final} {made}"]
+        elif self.constraint.kind == "json_schema":
+            schema = self.json_rule("text", self.constraint.text, self.constraint.strict, "json_schema").expression
+            ends = [f"{final} {schema}"]
         else:
-            regex = LarkText(f"(/{_in_slashes(self.wanted.text)}/)", may_be_empty=True)
+            regex = LarkText(f"(/{_escape_slashes(self.constraint.text)}/)", may_be_empty=True)
             ends = [grammar.expression([*parts(f"{CHANNEL}final{MESSAGE}"), regex])]
         return grammar.text(f"{before} {grammar.rule('last', *(end for end in ends if end), *calls).expression}")
 
@@ -202,25 +200,28 @@ class CallGrammar:
     # Calls
 
     def _calls(self, before: Sequence[LarkPart], opening: str, *, with_middle: bool) -> str:
-        """Return a call after `before`, and all that may follow it directly. `opening` is the rest of the format's."""
+        """Return a call, and the calls that may follow it directly.
+
+        `before` is what precedes the call, and `opening` is the rest of the format's `open`.
+        """
         parts, format_ = self.grammar.parts, self.format
         first = self._either([*before, *parts(opening)])
-        close = parts(self._behind + format_.close.removeprefix(self._behind).rstrip())
+        close = parts(self._closing_space + format_.close.removeprefix(self._closing_space).rstrip())
         if not with_middle or format_.middle is None:
             return f"{first} {self.grammar.expression(close)}".rstrip()
-        middle = parts(self._behind + format_.middle.removeprefix(self._behind))
+        middle = parts(self._closing_space + format_.middle.removeprefix(self._closing_space))
         shared = shared_parts(close, middle)
         end = self.grammar.expression(close[:shared])
         more = f"({self._either(middle[shared:])} {end}){{0,{_MAX_CALLS - 1}}}"
         return " ".join(part for part in (first, end, more, self.grammar.expression(close[shared:])) if part)
 
     def _either(self, before: Sequence[LarkPart]) -> str:
-        """Return a call of one of the tools, with its arguments."""
-        made = []
+        """Return a call of one of the tools with its arguments."""
+        calls = []
         for tool in self._tools:
             head = [*before, tool.name, *self.grammar.parts(self._inner, tool.name)]
-            made.append(f"{self.grammar.expression(head)} {tool.arguments}".rstrip())
-        return f"({' | '.join(made)})"
+            calls.append(f"{self.grammar.expression(head)} {tool.arguments}".rstrip())
+        return f"({' | '.join(calls)})"
 
     def any_object(self) -> str:
         if "any" not in self.grammar.rules:
@@ -235,11 +236,11 @@ class CallGrammar:
 
 @dataclass
 class ToolRules:
-    """The rules for the arguments of one tool, which are made at first use."""
+    """The rules for the arguments of one tool, which are written at first use."""
 
     owner: CallGrammar
     rule: str
-    offered: Offered
+    offered: OfferedTool
     _arguments: str | None = None
 
     @property
@@ -260,7 +261,7 @@ class ToolRules:
             if tags is None:
                 self._arguments = self._object()
             else:
-                self._arguments = self._tagged(tags) if self.follows_schema else self._any_tagged(tags)
+                self._arguments = self._tagged(tags) if self.follows_schema else self._unconstrained_tagged(tags)
         return self._arguments
 
     def as_object(self) -> LarkRule:
@@ -288,16 +289,19 @@ class ToolRules:
     def _object(self) -> str:
         if not self.follows_schema:
             return self.owner.any_object()
-        made = json.dumps(self._schema())
-        return self.owner.json_rule(f"{self.rule}a", made, self.offered.strict, self.offered.where).expression
+        schema = json.dumps(self._schema())
+        return self.owner.json_rule(f"{self.rule}a", schema, self.offered.strict, self.offered.where).expression
 
     def _tagged(self, tags: ArgumentTags) -> str:
-        """Return the arguments in order. Rules m0, m1 … hold before the first argument, and n0, n1 … after one."""
+        """Return arguments in the order of the schema.
+
+        Rules m0, m1 … apply before the first argument, and rules n0, n1 … after one.
+        """
         grammar, rule, schema = self.owner.grammar, self.rule, self._schema()
-        values = Values(schema)
+        values = ArgumentValues(schema)
         required = values.schema.get("required") or ()
-        for keyword in sorted(_OF_SEVERAL_ARGUMENTS & values.schema.keys()):
-            self._cannot_hold(keyword)
+        for keyword in sorted(_KEYWORDS_OF_OBJECTS & values.schema.keys()):
+            self._not_enforced(keyword)
         if self.offered.strict:
             self.owner.prepare(json.dumps(schema), strict=True, where=self.offered.where)
         keys = list(values.properties)
@@ -310,7 +314,7 @@ class ToolRules:
             grammar.rule(f"{rule}n{i}", f"{later} {after}".rstrip(), *([] if is_required else [after or '""']))
         return f"{rule}m0" if keys else ""
 
-    def _argument(self, tags: ArgumentTags, values: Values, i: int, key: str, before: str) -> str:
+    def _argument(self, tags: ArgumentTags, values: ArgumentValues, i: int, key: str, before: str) -> str:
         grammar, parts = self.owner.grammar, self.owner.grammar.parts
         types = values.types_of(key)
         is_text = not types or "string" in types
@@ -318,64 +322,64 @@ class ToolRules:
         close = parts(tags.close, key=key)
         if is_text:
             ends = [tags.close.replace(KEY, key).strip()]
-            text = [*_bare_text(values.resolved(key), ends, key, self._cannot_hold)]
+            text = [*_allowed_texts(values.resolved(key), ends, key, self._not_enforced)]
             choices = [grammar.expression([*opening, part, *close]) for part in text]
             return f"({' | '.join(choices)})" if len(choices) > 1 else choices[0]
         rule = f"{self.rule}v{i}"
         if rule not in grammar.rules:
             where = f"{self.offered.where}.properties.{key}"
-            made = json.dumps(_alone(self._schema(), values.properties[key]))
-            self.owner.json_rule(rule, made, self.offered.strict, where)
+            schema = json.dumps(_standalone(self._schema(), values.properties[key]))
+            self.owner.json_rule(rule, schema, self.offered.strict, where)
         return f"{grammar.expression(opening)} {rule} {grammar.expression(close)}"
 
-    def _cannot_hold(self, path: str) -> None:
-        """Warn that a keyword of the schema can't be enforced. Raises InvalidRequest if the tool is strict."""
-        said = f"{self.offered.where}.{path}"
-        why = "this model writes each argument in tags, as bare text, where the keyword can't be enforced"
+    def _not_enforced(self, path: str) -> None:
+        """Warn that a keyword of the schema is not enforced. Raises InvalidRequest if the tool is strict."""
+        place = f"{self.offered.where}.{path}"
+        reason = "this model writes arguments as bare text in tags, where the keyword can't be enforced"
         if self.offered.strict:
-            raise InvalidRequest(f"{said}: {why}; remove it, or send the tool without strict")
-        warning = f"{said} is not enforced: {why}"
+            raise InvalidRequest(f"{place}: {reason}; remove it, or send the tool without strict")
+        warning = f"{place} is not enforced: {reason}"
         if warning not in self.owner.warnings:
             self.owner.warnings.append(warning)
 
-    def _any_tagged(self, tags: ArgumentTags) -> str:
-        """Return arguments of any name, with any text."""
+    def _unconstrained_tagged(self, tags: ArgumentTags) -> str:
+        """Return arguments with any names and values."""
         grammar, parts = self.owner.grammar, self.owner.grammar.parts
-        keys = list(Values(self._schema()).properties) if KEY in tags.close else [None]
-        made: dict[str, list[str]] = {"first": [], "later": []}
+        keys = list(ArgumentValues(self._schema()).properties) if KEY in tags.close else [None]
+        choices: dict[str, list[str]] = {"first": [], "later": []}
         for place, before in (("first", self.owner.before_first), ("later", tags.gap)):
             for key in keys:
-                unlike = escaped('<>"\n' + tags.sep[:1])
-                name: LarkPart = LarkText(f"/[^{unlike}\\s\\/][^{unlike}]{{0,63}}/")
+                excluded = escaped('<>"\n' + tags.sep[:1])
+                name: LarkPart = LarkText(f"/[^{excluded}\\s\\/][^{excluded}]{{0,63}}/")
                 named = name if key is None else key
                 close = parts(tags.close, key=key or "")
                 ends = [tags.close.replace(KEY, key or "").strip()]
                 opening = [*parts(before + tags.open), named]
                 text = grammar.expression([*opening, *parts(tags.sep), text_without(ends), *close])
-                made[place].append(text)
+                choices[place].append(text)
                 if tags.sep_of_json != tags.sep:
                     value = f"{self.rule}v"
                     if value not in grammar.rules:
                         self.owner.json_rule(value, "{}", False, self.offered.where)
                     head = grammar.expression([*opening, *parts(tags.sep_of_json)])
-                    made[place].append(f"{head} {value} {grammar.expression(close)}")
+                    choices[place].append(f"{head} {value} {grammar.expression(close)}")
         if not keys:
             return ""
-        first, later = (" | ".join(choices) for choices in made.values())
+        first, later = (" | ".join(each) for each in choices.values())
         return f"(({first}) ({later})*)?"
 
 
-def _space_behind_arguments(format_: CallFormat) -> str:
-    """Return the space after the last argument in a tag, which is absent if there are no arguments."""
+def _space_after_arguments(format_: CallFormat) -> str:
+    """Return the space after the last argument in a tag, which a call without arguments does not have."""
     ends = [format_.close, *([format_.middle] if format_.middle is not None else [])]
     spaces = {end[: len(end) - len(end.lstrip())] for end in ends}
     return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
 
 
-def _bare_text(
-    schema: Mapping[str, Any], ends: list[str], key: str, cannot_hold: Callable[[str], None]
+def _allowed_texts(
+    schema: Mapping[str, Any], ends: list[str], key: str, not_enforced: Callable[[str], None]
 ) -> list[LarkPart]:
-    """Return the texts that a schema allows and that don't contain the closing tag."""
+    """Return the texts that conform to a schema and do not contain the closing tag."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(chosen, list):
         return [value if isinstance(value, str) else json.dumps(value) for value in chosen]
@@ -384,11 +388,11 @@ def _bare_text(
     if isinstance(pattern, str):
         regex = _rust_pattern(pattern)
         if regex is None:
-            cannot_hold(f"properties.{key}.pattern")
+            not_enforced(f"properties.{key}.pattern")
         else:
             text = LarkText(f"({text.expression} & {regex})", may_be_empty=True)
     if "format" in schema:
-        cannot_hold(f"properties.{key}.format")
+        not_enforced(f"properties.{key}.format")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         length = f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
@@ -397,7 +401,7 @@ def _bare_text(
 
 
 def _rust_pattern(pattern: str) -> str | None:
-    """Return an expression for texts in which an ECMA pattern is found; None if Rust's syntax lacks it."""
+    """Return an expression for texts in which an ECMA pattern is found, or None if Rust's syntax can't express it."""
     if re.search(r"\(\?(?!:)|\\[bBkpPcu1-9]|\[\^?\]|\[[^\]]*\[|&&|~~|--", pattern):
         return None
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
@@ -410,24 +414,24 @@ def _rust_pattern(pattern: str) -> str | None:
     if re.search(r"\\[dwsDWS]", ascii_only):
         ascii_only = f"(?-u:{ascii_only})" if ascii_only.isascii() and "." not in ascii_only else ascii_only
     before, after = "" if starts else "(?s:.*)", "" if ends else "(?s:.*)"
-    return f"/{before}({_in_slashes(ascii_only)}){after}/"
+    return f"/{before}({_escape_slashes(ascii_only)}){after}/"
 
 
-def _in_slashes(regex: str) -> str:
+def _escape_slashes(regex: str) -> str:
     """Return a regular expression for use between slashes in Lark."""
     return re.sub(
         r"\\(.)|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group()), regex, flags=re.S
     )
 
 
-def _loose(head: str) -> str:
-    """Return a regular expression for the start of a JSON object, with any space."""
+def _with_any_space(head: str) -> str:
+    """Return a regular expression for the start of a JSON object, with any space between its tokens."""
     tokens = re.findall(r'"[^"]*"|[{}:,\[\]]', head)
     return r"\s*" + r"\s*".join(escaped(token) for token in tokens) + r"\s*"
 
 
-def _alone(schema: Mapping[str, Any], part: Any) -> Any:
-    """Return a part of the schema, with what it refers to."""
+def _standalone(schema: Mapping[str, Any], part: Any) -> Any:
+    """Return a part of the schema together with the schemas that it refers to."""
     if not isinstance(part, Mapping) or '"$ref"' not in json.dumps(part):
         return part
     to = "#/$defs/arguments"
@@ -435,12 +439,12 @@ def _alone(schema: Mapping[str, Any], part: Any) -> Any:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """Return the schema with its references adapted to its new place."""
+    """Return the schema with its references adapted to its new path."""
     if isinstance(schema, list):
         return [_moved(part, to) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: part if key in _IN_KEYS else _moved(part, to) for key, part in schema.items()}
+    moved = {key: part if key in _VALUE_KEYWORDS else _moved(part, to) for key, part in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = to + reference[1:]

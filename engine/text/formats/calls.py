@@ -1,4 +1,4 @@
-"""A tool call as a model wrote it. Pure."""
+"""Tool calls as models wrote them. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A function call of the model. `arguments` is a JSON object as text, or the start of one."""
+    """A function call of the model. `arguments` is the text of a JSON object, or the start of one if it is partial."""
 
     name: str
     arguments: str
-    is_partial: bool = False  # the generation ended within the arguments
+    is_partial: bool = False  # generation stopped within the arguments
 
 
 class NoCalls(ValueError):
@@ -23,7 +23,7 @@ class NoCalls(ValueError):
 
 
 def call_of(name: Any, arguments: Any) -> ParsedToolCall:
-    """Return the call. Raises NoCalls if `name` is not a text, or `arguments` not a JSON object."""
+    """Return the call. Raises NoCalls if `name` is not a string, or `arguments` is not a JSON object."""
     if isinstance(arguments, str):  # some models write the object as a string
         arguments, _ = value_at(arguments, 0)
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -36,12 +36,12 @@ def call_of(name: Any, arguments: Any) -> ParsedToolCall:
 
 
 def _encodable(text: str) -> str:
-    """Replace halves of surrogate pairs by U+FFFD: a model may write `\\ud83d` alone, which UTF-8 can't encode."""
+    """Replace unpaired surrogates with U+FFFD. A model may write `\\ud83d` alone, which UTF-8 can't encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that starts here or after space, and where it ends. Raises NoCalls."""
+    """Return the JSON value that starts at this position or after space, and where it ends. Raises NoCalls."""
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         return _DECODER.raw_decode(text, at)

@@ -1,4 +1,6 @@
-"""GPT-OSS's way of marking up a reply (harmony): messages, each with a channel, and calls that go to a recipient. Pure.
+"""The reply format of GPT-OSS (harmony). A reply is a series of messages, each in a channel. Pure.
+
+A message with a recipient is a tool call:
 
 <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text<|return|>
 <|channel|>commentary to=functions.name <|constrain|>json<|message|>{"x": 1}<|call|>
@@ -10,40 +12,40 @@ import re
 from dataclasses import dataclass
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
-ENDS = (END, "<|call|>", "<|return|>")  # of a message
+ENDS = (END, "<|call|>", "<|return|>")  # each ends a message
 MARKUP = (CHANNEL, MESSAGE, START, "<|constrain|>", *ENDS)
 FUNCTIONS = "functions."
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:^|\s|>)to=([^\s<]+)")
-_BEGINNINGS = (CHANNEL, START, MESSAGE, "to=", "assistant")
+_HEAD_STARTS = (CHANNEL, START, MESSAGE, "to=", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """The head of a message: its channel, and its recipient."""
+    """The head of a message, with its channel and its recipient."""
 
     channel: str
     recipient: str = ""
 
     @property
     def function(self) -> str | None:
-        """The function that this message calls; None if it calls none."""
+        """The function that this message calls, or None."""
         return self.recipient.removeprefix(FUNCTIONS) if self.recipient.startswith(FUNCTIONS) else None
 
 
 def head_of(text: str) -> MessageHead:
-    """Parse a head without its `<|message|>`."""
+    """Return the parsed head of a message, given without its `<|message|>`."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
     return MessageHead(channel.group(1) if channel else "final", recipient.group(1) if recipient else "")
 
 
 def may_be_head(text: str) -> bool:
-    """Return whether the text starts like a head, or may do so when more of it has come."""
+    """Return whether the text starts like the head of a message, or may do so when more text follows."""
     text = text.lstrip()
-    return any(text.startswith(beginning) or beginning.startswith(text) for beginning in _BEGINNINGS)
+    return any(text.startswith(start) or start.startswith(text) for start in _HEAD_STARTS)
 
 
 def next_mark(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str] | None:
-    """Return the position of the first of these marks from `start` on, and the mark."""
+    """Return the position of the first of these marks at or after `start`, and the mark itself, or None."""
     found = [(at, mark) for mark in marks if (at := text.find(mark, start)) >= 0]
     return min(found, default=None)

@@ -1,7 +1,7 @@
-"""Grammars in llguidance's Lark, composed of literals, texts and schemas. Pure.
+"""Compose grammars in llguidance's Lark dialect from literals, texts and schemas. Pure.
 
-The lexer takes the longest match and never backtracks. So everything between two control tokens becomes one terminal,
-because otherwise a terminal that may come next could be the start of another one.
+The lexer takes the longest match and never backtracks. Therefore all text between two control tokens becomes one
+terminal. Otherwise, a terminal that may come next could be the start of another one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _CLASSES = {ID: "/[a-zA-Z0-9]{9}/", INDEX: "/[0-9]{1,3}/"}
 
 
 class ControlToken(NamedTuple):
-    """A control token."""
+    """A control token of the vocabulary."""
 
     token: int
 
 
 class LarkText(NamedTuple):
-    """Text that an expression of terminals matches."""
+    """Text that matches an expression of terminals."""
 
     expression: str
     may_be_empty: bool = False
@@ -36,34 +36,34 @@ class LarkRule(NamedTuple):
     expression: str
 
 
-LarkPart = str | ControlToken | LarkText | LarkRule  # str: this text
+LarkPart = str | ControlToken | LarkText | LarkRule  # a str is literal text
 
 
 def quoted(text: str) -> str:
-    """Return a literal of Lark."""
+    """Return a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escaped(text: str) -> str:
-    """Return a regular expression for this text, without slashes around it."""
+    """Return a regular expression that matches this text, without slashes around it."""
     return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def containing(texts: Iterable[str]) -> str:
-    """Return an expression for all texts that contain one of these."""
+    """Return an expression for all texts that contain at least one of these."""
     return f"/(?s:.*)({'|'.join(escaped(text) for text in texts)})(?s:.*)/"
 
 
 def text_without(texts: Iterable[str], *others: str) -> LarkText:
     """Return any text that contains none of these, and that none of the other expressions matches."""
-    kept = [text for text in texts if text]
-    unwanted = [*([containing(kept)] if kept else []), *others]
-    return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in unwanted)]) + ")", may_be_empty=True)
+    markers = [text for text in texts if text]
+    excluded = [*([containing(markers)] if markers else []), *others]
+    return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in excluded)]) + ")", may_be_empty=True)
 
 
 @dataclass
 class LarkGrammar:
-    """Terminals and rules. `controls` are the control tokens of the markup, by their text."""
+    """The terminals and rules of a grammar. `controls` are the control tokens of the markup, by their text."""
 
     controls: Mapping[str, int]
     rules: dict[str, str] = field(default_factory=dict)  # by name
@@ -71,22 +71,22 @@ class LarkGrammar:
 
     def parts(self, literal: str, name: str = "", key: str = "") -> list[LarkPart]:
         """Split a literal at its control tokens, and fill its slots."""
-        made: list[LarkPart] = []
+        found: list[LarkPart] = []
         at = 0
         by_length = sorted(self.controls, key=len, reverse=True)
         while at < len(literal):
             control = next((text for text in by_length if text and literal.startswith(text, at)), None)
             if control is not None:
-                made.append(ControlToken(self.controls[control]))
+                found.append(ControlToken(self.controls[control]))
                 at += len(control)
                 continue
             char = literal[at]
-            made.append(LarkText(_CLASSES[char]) if char in _CLASSES else {NAME: name, KEY: key}.get(char, char))
+            found.append(LarkText(_CLASSES[char]) if char in _CLASSES else {NAME: name, KEY: key}.get(char, char))
             at += 1
-        return made
+        return found
 
     def expression(self, parts: Sequence[LarkPart]) -> str:
-        """Return a sequence, with one terminal for everything between control tokens and rules."""
+        """Return a sequence in which all text between control tokens and rules is a single terminal."""
         items: list[str] = []
         run: list[str | LarkText] = []
         for part in [*parts, None]:
@@ -103,11 +103,12 @@ class LarkGrammar:
         return " ".join(item for item in items if item)
 
     def rule(self, name: str, *alternatives: str) -> LarkRule:
+        """Add a rule with these alternatives, and return a reference to it."""
         self.rules[name] = " | ".join(alternatives)
         return LarkRule(name)
 
     def json(self, name: str, schema: Mapping[str, Any] | bool) -> LarkRule:
-        """Add a rule for the JSON that a schema allows."""
+        """Add a rule for JSON that conforms to a schema."""
         return self.rule(name, "%json " + json.dumps(schema, ensure_ascii=False))
 
     def text(self, start: str) -> str:
@@ -141,6 +142,6 @@ class LarkGrammar:
 
 
 def shared_parts(first: Sequence[LarkPart], second: Sequence[LarkPart]) -> int:
-    """Return how many parts both start with."""
+    """Return the number of parts at the start that both sequences share."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

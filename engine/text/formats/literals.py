@@ -1,6 +1,6 @@
-"""Literals that a template writes around a caller's words, such as tags: compared, cut, made into patterns. Pure.
+"""Literals, such as tags, that a template writes around a caller's words: compare, split and match them. Pure.
 
-A literal may have slots for what differs from call to call: the name again, an id, a counter, a key.
+A literal may have slots for text that differs from call to call: the name of the tool, an id, a counter or a key.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _HALVES = re.compile(r"start|begin|open|end|close|[^a-z0-9]")
 
 
 def shared_start(first: str, second: str) -> str:
-    """Return what both start with, up to a tag that would be cut."""
+    """Return the start that both texts share. It ends before a tag that would be cut."""
     at = _num_shared(first, second)
     return first[: min(_outside(first, at)[0], _outside(second, at)[0])]
 
 
 def shared_end(first: str, second: str) -> str:
-    """Return what both end with, after a tag that would be cut."""
+    """Return the end that both texts share. It starts after a tag that would be cut."""
     size = _num_shared(first[::-1], second[::-1])
     sizes = (len(text) - _outside(text, len(text) - size)[1] for text in (first, second))
     return first[len(first) - min(sizes) :]
 
 
 def _num_shared(first: str, second: str) -> int:
-    """Return how many characters both start with."""
+    """Return the number of characters at the start that both texts share."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def _outside(text: str, at: int) -> tuple[int, int]:
-    """Return the nearest positions to the left and to the right that are not within a tag."""
+    """Return the nearest positions to the left and to the right that are not inside a tag."""
     for tag in TAG.finditer(text, max(0, at - 82)):
         if tag.start() < at < tag.end():
             return tag.start(), tag.end()
@@ -50,18 +50,18 @@ def tags_of(text: str) -> list[str]:
 
 
 def pieces_of(literal: str) -> list[str]:
-    """Return the tags, and the words between them."""
+    """Return the tags of a literal, and the words between them."""
     return _PIECE.findall(literal)
 
 
 def is_pair(opening: str, closing: str) -> bool:
-    """Return whether two tags are a pair, such as `<think>` and `</think>`, or `<|START_X|>` and `<|END_X|>`."""
+    """Return whether two tags form a pair, such as `<think>` and `</think>`, or `<|START_X|>` and `<|END_X|>`."""
     first, second = (_HALVES.sub("", tag.lower()) for tag in (opening, closing))
     return opening != closing and first == second != ""
 
 
 def mirrored(opening: str) -> str | None:
-    """Return the tag that closes this one, by the usual ways of writing pairs; None if it follows none of them."""
+    """Return the closing tag for this one by the usual conventions, or None if it follows none of them."""
     for before, after in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end")):
         if before in opening:
             return opening.replace(before, after)
@@ -71,7 +71,7 @@ def mirrored(opening: str) -> str | None:
 
 
 def merged(first: str, second: str) -> str | None:
-    """Return one literal for both, with a slot for each number that differs; None if anything else differs."""
+    """Return one literal for both, with a slot for each number that differs, or None if anything else differs."""
     if first == second:
         return first
     parts, others = (re.split(r"(\d+)", text) for text in (first, second))
@@ -82,7 +82,7 @@ def merged(first: str, second: str) -> str | None:
 
 
 def pattern_of(literal: str) -> str:
-    """Return a regular expression for the literal, with any amount of space where it has some."""
+    """Return a regular expression for the literal, in which its space matches any amount of space."""
     written = []
     for part in re.split(r"(\s+)", literal):
         if part.isspace():
@@ -93,7 +93,7 @@ def pattern_of(literal: str) -> str:
 
 
 def any_of(pieces: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any number of these in a row, and the space between them."""
+    """Return a pattern for any number of these pieces in a row, including the space between them."""
     patterns = sorted({pattern_of(piece) for piece in pieces if piece.strip()}, key=len, reverse=True)
     return re.compile(r"\s*(?:(?:" + "|".join(patterns) + r")\s*)*" if patterns else r"\s*")
 

@@ -74,7 +74,7 @@ def test_grammar_accepts_what_a_regular_expression_matches(both: tuple[str, str]
 @given(
     st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF), st.lists(st.characters(exclude_categories=["Cs"]), max_size=5)
 )
-def test_ranges_of_bytes_are_those_of_characters(one: int, other: int, chars: list[str]) -> None:
+def test_byte_ranges_match_the_characters_of_a_range(one: int, other: int, chars: list[str]) -> None:
     low, high = min(one, other), max(one, other)
     sequences = list(utf8_sequences(low, high))
     for char in [*chars, *(chr(code) for code in (low, high) if not 0xD800 <= code <= 0xDFFF)]:
@@ -85,7 +85,7 @@ def test_ranges_of_bytes_are_those_of_characters(one: int, other: int, chars: li
         assert len(matching) == (low <= ord(char) <= high)
 
 
-def test_grammar_recursion_nests_and_ends() -> None:
+def test_grammar_supports_deep_recursion() -> None:
     automaton = automaton_of('root ::= "(" root ")" | "x" # a comment\n')
     assert accepts(automaton, "(" * 500 + "x" + ")" * 500)
     assert not accepts(automaton, "((x)")
@@ -94,13 +94,13 @@ def test_grammar_recursion_nests_and_ends() -> None:
     assert len(right.states) < 10
 
 
-def test_grammar_root_and_later_rules_win() -> None:
+def test_grammar_starts_at_its_root_and_uses_the_last_rule_of_a_name() -> None:
     text = 'root ::= "a"\nother ::= root "b"\nroot ::=\n  "c" | # either\n  "d"\n'
     assert accepts(automaton_of(text, "other"), "db")
     assert not accepts(automaton_of(text, "other"), "ab")
 
 
-def test_large_repetitions_are_counted_and_not_written_out() -> None:
+def test_large_repetitions_are_counted_instead_of_expanded() -> None:
     program = compile_grammar('root ::= "a"{3,1000000} "b"', "root")
     assert len(program.nodes) < 10
     automaton = Automaton(program)
@@ -134,12 +134,12 @@ def test_large_repetitions_are_counted_and_not_written_out() -> None:
         ('root ::= "\\uD800"', "0xd800 is no character"),
     ],
 )
-def test_grammar_that_is_none_is_refused_with_its_reason(text: str, message: str) -> None:
+def test_invalid_grammar_is_rejected_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=r"the grammar can't be used: .*" + re.escape(message)):
         compile_grammar(text, "root")
 
 
-def test_left_recursion_is_looked_for_in_linear_time() -> None:
+def test_left_recursion_is_detected_in_linear_time() -> None:
     rules = [f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(1500)]
     compile_grammar("\n".join([*rules, 'r1500 ::= "z"']), "r0")
     with pytest.raises(GrammarFailed, match="too ambiguous"):  # 2^1500 ways to begin
@@ -156,7 +156,7 @@ def test_left_recursion_is_looked_for_in_linear_time() -> None:
         'root ::= ("a" | "aa" | "aaa" | "aaaa" | [a-z]){0,100000} "b"',
     ],
 )
-def test_ambiguous_grammar_ends_with_an_error_and_not_in_a_hang(text: str) -> None:
+def test_ambiguous_grammar_fails_instead_of_hanging(text: str) -> None:
     grammar = TokenGrammar(automaton_of(text), TOKENS, WorkBudget())
 
     def generate() -> None:
@@ -168,7 +168,7 @@ def test_ambiguous_grammar_ends_with_an_error_and_not_in_a_hang(text: str) -> No
         generate()
 
 
-def test_work_is_that_of_a_request_and_known_states_are_free() -> None:
+def test_request_spends_no_work_on_known_states() -> None:
     automaton = automaton_of('root ::= ([a-z] [a-z0-9]* " "?)+')
     first, second = WorkBudget(), WorkBudget()
     for work in (first, second):
@@ -196,7 +196,7 @@ def test_characters_may_be_split_between_tokens() -> None:
     assert allowed_after("root ::= [é]", [7, 8]) == {END}
 
 
-def test_control_tokens_are_allowed_only_where_their_text_is_shown() -> None:
+def test_control_tokens_are_allowed_only_if_their_text_is_visible() -> None:
     text = 'root ::= "ab" | "a" "b" "1"'
     assert CONTROL not in allowed_after(text, [])
     assert CONTROL in allowed_after(text, [], {CONTROL: b"ab"})
@@ -204,7 +204,7 @@ def test_control_tokens_are_allowed_only_where_their_text_is_shown() -> None:
     assert 10 not in allowed_after("root ::= [^a]", [])  # a token that begins with a NUL
 
 
-def test_forgotten_states_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automaton_rebuilds_the_states_that_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'root ::= "(" root ")" | [a-c]{2,9} | "a" root'
     walk = [2, 2, 5, 2]
     expected = [allowed_after(text, walk[:count]) for count in range(len(walk) + 1)]
@@ -218,13 +218,13 @@ def test_forgotten_states_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch
     assert set(np.flatnonzero(other.allows(EVERY))) == expected[0]
 
 
-def test_text_that_does_not_follow_the_grammar_fails_the_request() -> None:
+def test_request_fails_when_its_text_does_not_follow_the_grammar() -> None:
     grammar = TokenGrammar(automaton_of('root ::= "b"'), TOKENS, WorkBudget())
     with pytest.raises(GrammarFailed, match="token 2 does not follow the grammar"):
         grammar.accept(2)
 
 
-def test_automata_used_lately_are_kept() -> None:
+def test_recently_used_automata_are_cached() -> None:
     automata = Automata(TokenBytes(PIECES, frozenset({END})))
     first = automata.get('root ::= "a"', "root")
     assert automata.get('root ::= "a"', "root") is first
@@ -233,7 +233,7 @@ def test_automata_used_lately_are_kept() -> None:
     assert automata.get('root ::= "a"', "root") is not first
 
 
-def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automaton_drops_its_states_when_frames_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_BYTES", 100_000)
     automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b is one more frame
     grammar = TokenGrammar(automaton, TOKENS, WorkBudget())
@@ -246,7 +246,7 @@ def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.Mo
     assert most < 110_000
 
 
-def test_automata_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automata_are_evicted_when_they_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     automata = Automata(TokenBytes(PIECES, frozenset({END})))
     first = automata.get('root ::= "b" root "a" | "a"', "root")
     second = automata.get('root ::= "a"', "root")

@@ -55,7 +55,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("seed", range(8))
-def test_one_token_asked_for_alone_is_allowed_as_in_the_mask_of_all(name: str, seed: int) -> None:
+def test_single_token_is_allowed_as_in_the_mask_of_all_tokens(name: str, seed: int) -> None:
     """Of a text without a choice the mask has only the usual spelling, whether forced tokens were asked for or not."""
     random = Random(seed)
     constraint, twin, other = FORMS[name].begin(), FORMS[name].begin(), FORMS[name].begin()
@@ -77,7 +77,7 @@ def test_one_token_asked_for_alone_is_allowed_as_in_the_mask_of_all(name: str, s
             each.accept(token)
 
 
-def test_all_ends_are_allowed_where_the_text_may_end_and_only_there() -> None:
+def test_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
     constraint = compiled("regex", "tru(e!)?").begin()
     assert not allowed(constraint) & {STOP, END}
     after(b"tru", constraint)
@@ -93,7 +93,7 @@ def test_tokens_without_a_text_are_never_allowed() -> None:
     assert ord("x") in allowed(constraint)
 
 
-def test_half_a_character_is_allowed_and_what_is_no_utf8_is_not() -> None:
+def test_half_a_character_is_allowed_and_invalid_utf8_is_not() -> None:
     half = PIECES.index(b"\xe2\x82")
     constraint = compiled("regex", "[€₪x]").begin()  # E2 82 AC, E2 82 AA
     assert allowed(constraint) == {ord("x"), 0xE2, half}
@@ -108,7 +108,7 @@ def test_lark_names_control_tokens_by_number_and_by_name() -> None:
         assert allowed(constraint) == {STOP, END}
 
 
-def test_a_vocabulary_without_an_end_can_be_constrained() -> None:
+def test_vocabulary_without_an_end_token_can_be_constrained() -> None:
     constraint = grammars_of(frozenset()).compile(Form("regex", "ab")).begin()
     assert allowed(after(b"a", constraint)) == {ord("b")}
     assert allowed(after(b"b", constraint)) == set()
@@ -124,13 +124,13 @@ def test_a_vocabulary_without_an_end_can_be_constrained() -> None:
         ("json_schema", "{", "json_schema"),
     ],
 )
-def test_what_does_not_compile_is_refused_with_a_reason_of_one_line(kind: str, text: str, told: str) -> None:
+def test_grammar_is_rejected_with_a_reason_of_one_line_when_it_does_not_compile(kind: str, text: str, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told) as caught:
         compiled(kind, text)
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_that_does_not_follow_the_grammar_fails_and_goes_on_failing() -> None:
+def test_matcher_keeps_failing_after_a_text_that_does_not_follow_the_grammar() -> None:
     constraint = compiled("regex", "ab").begin()
     with pytest.raises(GrammarFailed, match="can't be continued by its grammar or schema"):
         constraint.accept(ord("x"))
@@ -153,7 +153,7 @@ def test_sequences_of_a_request_do_not_disturb_each_other() -> None:
     assert allowed(both.begin()) == {ord("a"), ord("c")}
 
 
-def test_compiled_grammars_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_used_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = grammars_of()
     made: list[Form] = []
     make = grammars._make
@@ -172,14 +172,14 @@ HEAVY = {"type": "string", "pattern": "^(a|b)*a(a|b){8}$", "maxLength": 4000}
 LONG = [ord('"'), *Random(1).choices(b"ab", k=3900)]
 
 
-def test_long_text_is_accepted_as_when_its_job_continues_elsewhere_and_then_continues() -> None:
+def test_matcher_accepts_a_long_text_of_a_resumed_job_and_continues() -> None:
     constraint = compiled("json_schema", HEAVY).begin()
     for token in LONG:
         constraint.accept(token)
     assert {ord("a"), ord("b")} <= allowed(constraint)
 
 
-def test_other_texts_of_a_grammar_continue_when_its_lexer_has_failed() -> None:
+def test_other_texts_of_a_grammar_continue_when_the_shared_lexer_has_failed() -> None:
     shared = SharedGrammar(GRAMMARS._matcher_tokens, LLMatcher.grammar_from_json_schema(HEAVY), "json_schema")
     begun, waiting = after(LONG[:50], Matcher(shared)), Matcher(shared)
     greedy, lexer = shared.copy()

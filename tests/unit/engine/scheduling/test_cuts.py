@@ -10,7 +10,7 @@ from cellama.engine import Request
 from cellama.engine.scheduling.cuts import MAX_CUTS
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.text.reply_format import ReplyFormat
+from cellama.engine.text.reply_reader import ReplyFormat
 
 from .schedulers import new_scheduler, run_step
 

@@ -1,4 +1,4 @@
-"""Chat templates of our own, each writing thoughts and tool calls in the style of one family of models."""
+"""Chat templates that write reasoning and tool calls in the styles of common model families."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 from cellama.engine.text.chat_template import for_template
 from cellama.engine.text.derivation.probes import probes
 from cellama.engine.text.derivation.reply_markup import ReplyMarkup, derive_markup
+from cellama.engine.text.markup import FROM_CALLER
 from cellama.engine.text.template_process import Renderer
 
 _TURNS = """
 {%- for tool in tools or [] %}{{ '<|im_start|>system\n' ~ (tool | tojson) ~ '<|im_end|>\n' }}{% endfor %}
 {%- for m in messages %}
 {{- '<|im_start|>' ~ m.role ~ '\n' }}
-{%- if m.reasoning_content %}THOUGHTS{% endif %}
+{%- if m.reasoning_content %}REASONING{% endif %}
 {{- m.content }}
 {%- if m.tool_calls %}CALLS{% endif %}
 {{- '<|im_end|>\n' }}
@@ -27,7 +28,7 @@ _RAW = "(v if v is string else v | tojson)"
 
 
 def _tagged(head: str, sep: str, close: str, end: str) -> str:
-    """Calls with an argument in each tag; `sep` and `close` as Jinja, which may use k and v."""
+    """Return a template of calls with a tag around each argument. `sep` and `close` are Jinja, and may use k and v."""
     argument = f"{{{{ {sep} ~ {_RAW} ~ {close} }}}}"
     items = f"{{%- for k, v in f.arguments | items %}}{argument}{{%- endfor %}}"
     return f"{_EACH}{{{{ {head} }}}}{items}{{{{ {end} }}}}{{%- endfor %}}"
@@ -116,29 +117,31 @@ CHANNELS = """
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}{% if tools and false %}{% endif %}"""
 
 
-def template(calls: str = "", thoughts: str = "", begin: str = "") -> str:
-    """A template in ChatML whose assistant writes calls and thoughts like this."""
-    return _TURNS.replace("CALLS", calls).replace("THOUGHTS", thoughts).replace("BEGIN", begin)
+def template(calls: str = "", reasoning: str = "", begin: str = "") -> str:
+    """Return a ChatML template whose assistant writes calls and reasoning in this way."""
+    return _TURNS.replace("CALLS", calls).replace("REASONING", reasoning).replace("BEGIN", begin)
 
 
 def renderer(source: str) -> Renderer:
-    return Renderer({"source": source, "bos": "<s>", "eos": "<|im_end|>", "control": [], "markup": []})
+    return Renderer(
+        {"source": source, "bos": "<s>", "eos": "<|im_end|>", "control": [], "markup": [], "from_caller": FROM_CALLER}
+    )
 
 
 def derived(source: str) -> ReplyMarkup:
-    """What a template shows, without its process."""
+    """Return the markup of a template, rendered in this process."""
     texts = renderer(source).answer({"probes": probes(for_template)})["texts"]
     return derive_markup(texts, source, ["<|im_end|>"])
 
 
 def reply_of(source: str, markup: ReplyMarkup, turn: dict[str, Any], tools: list[Any]) -> str:
-    """What a model would have written for this turn."""
-    asked = [{"role": "user", "content": "Well?"}]
-    made = renderer(source)
-    said = for_template({"role": "assistant", **turn}, arguments_as_text=markup.arguments_as_text)
+    """Return the reply of a model that writes this turn as its template does."""
+    question = [{"role": "user", "content": "Well?"}]
+    rendering = renderer(source)
+    answer = for_template({"role": "assistant", **turn}, arguments_as_text=markup.arguments_as_text)
     prompt, whole = (
-        made.answer({"mark": False, "messages": messages, "variables": {"tools": tools, **begins}})["text"]
-        for messages, begins in ((asked, {"add_generation_prompt": True}), ([*asked, said], {}))
+        rendering.answer({"mark": False, "messages": messages, "variables": {"tools": tools, **variables}})["text"]
+        for messages, variables in ((question, {"add_generation_prompt": True}), ([*question, answer], {}))
     )
     assert whole.startswith(prompt)
     return str(whole[len(prompt) :].removesuffix("<|im_end|>\n"))

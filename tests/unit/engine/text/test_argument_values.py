@@ -1,4 +1,4 @@
-"""Bare values of arguments are read by what their schema says, whatever schema somebody sends."""
+"""Arguments that a model wrote as bare text have the types of their schema, whatever schema the caller sends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cellama.engine.text.formats.argument_values import Values
+from cellama.engine.text.formats.argument_values import ArgumentValues
 
 
 def read(schema: Any, text: str, **more: Any) -> Any:
-    return Values({"type": "object", "properties": {"x": schema}, **more}).read("x", text)
+    return ArgumentValues({"type": "object", "properties": {"x": schema}, **more}).read("x", text)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def read(schema: Any, text: str, **more: Any) -> Any:
         ({"$ref": "#/$defs/missing"}, "a", "a"),
     ],
 )
-def test_value_is_read_by_the_types_of_its_schema(schema: Any, text: str, value: Any) -> None:
+def test_argument_is_converted_to_the_types_of_its_schema(schema: Any, text: str, value: Any) -> None:
     found = read(schema, text, **{"$defs": {"name": {"type": "string"}}})
     assert (type(found), found) == (type(value), value)
 
 
-def test_schema_that_names_itself_very_often_says_nothing_and_takes_no_time() -> None:
+def test_schema_with_many_references_to_itself_has_no_types() -> None:
     many = {"anyOf": [{"$ref": "#/$defs/many"}] * 5000}
     assert read({"$ref": "#/$defs/many"}, "7", **{"$defs": {"many": many}}) == 7

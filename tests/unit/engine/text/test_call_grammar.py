@@ -1,4 +1,4 @@
-"""What a grammar of calls allows is read back as calls that fit, in every way of writing calls."""
+"""Texts that a grammar of tool calls allows are parsed as calls that conform to their schemas, in every style."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from cellama.api.anthropic.answers import completed
 from cellama.engine import ChatOptions, InvalidRequest
 from cellama.engine.grammar.matcher import Matcher, MatcherTokens, SharedGrammar
 from cellama.engine.grammar.schema import prepare_schema
-from cellama.engine.text.channel_reader import ChannelReader
-from cellama.engine.text.chat_template import grammar_of_calls
+from cellama.engine.text.chat_options import grammar_of_calls
 from cellama.engine.text.formats.call_format import CallFormat
-from cellama.engine.text.formats.call_grammar import CallGrammar, Offered, Thoughts, WantedText
+from cellama.engine.text.formats.call_grammar import CallGrammar, OfferedTool, ReasoningTags, TextConstraint
 from cellama.engine.text.formats.call_reader import ToolReader
 from cellama.engine.text.formats.literals import ID, INDEX, KEY
-from cellama.engine.text.reply_format import ReplyFormat
-from cellama.engine.text.reply_parser import ReplyReader
+from cellama.engine.text.reply_reader import ReplyFormat, open_reply
 
 from .styles import CALLS, CHANNELS, STYLES, derived, reply_of, template
 
@@ -42,7 +40,7 @@ LOOK: dict[str, Any] = {
 NO_MORE = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS: dict[str, dict[str, Any]] = {"look": LOOK, "list-all": NO_MORE, "look-up": NO_MORE}
 ALL_STYLES = [*STYLES, "channels"]
-# A vocabulary of bytes, of control tokens and of an end.
+# The vocabulary has all bytes, an end token, and control tokens.
 CONTROL_TEXTS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "[TOOL_CALLS]", "[ARGS]"]
 CONTROL_TEXTS += ["<｜calls▁begin｜>", "<｜call▁begin｜>", "<｜sep｜>", "<|calls_begin|>", "<|call_begin|>", "<think>"]
 CONTROLS = {text: 257 + i for i, text in enumerate(CONTROL_TEXTS)}
@@ -64,14 +62,16 @@ def calls_of(style: str) -> CallFormat:
     return calls
 
 
-def offered(tools: dict[str, dict[str, Any]], *, strict: bool = False) -> list[Offered]:
-    places = enumerate(tools.items())
-    return [Offered(name, of, strict, f"tools.{i}.function.parameters") for i, (name, of) in places]
+def offered(tools: dict[str, dict[str, Any]], *, strict: bool = False) -> list[OfferedTool]:
+    numbered = enumerate(tools.items())
+    return [
+        OfferedTool(name, parameters, strict, f"tools.{i}.function.parameters") for i, (name, parameters) in numbered
+    ]
 
 
-def grammar_of(style: str, *, strict: bool = False, tools: dict[str, Any] = TOOLS, **how: Any) -> CallGrammar:
-    how = {"several": False, "forced": False, "controls": {}, **how}
-    return CallGrammar(calls_of(style), offered(tools, strict=strict), prepare_schema, **how)
+def grammar_of(style: str, *, strict: bool = False, tools: dict[str, Any] = TOOLS, **options: Any) -> CallGrammar:
+    options = {"several": False, "forced": False, "controls": {}, **options}
+    return CallGrammar(calls_of(style), offered(tools, strict=strict), prepare_schema, **options)
 
 
 def matcher_of(lark: str) -> Matcher:
@@ -100,39 +100,37 @@ def accepts(lark: str, text: str, controls: dict[str, int] | None = None) -> boo
     return allows(matcher, END_TOKEN)
 
 
-def written_by_chance(
-    lark: str, words: list[str], rng: random.Random, controls: dict[str, int], first: str = ""
-) -> str:
-    """A text of the grammar, in which these words are likely."""
-    matcher, made, shown = matcher_of(lark), b"", {token: text for text, token in controls.items()}
+def random_text(lark: str, words: list[str], rng: random.Random, controls: dict[str, int], first: str = "") -> str:
+    """Return a random text of the grammar, in which these words are likely."""
+    matcher, written, texts = matcher_of(lark), b"", {token: text for text, token in controls.items()}
     while first or not (allows(matcher, END_TOKEN) and rng.random() < 0.3):
         word, first = first or rng.choice(words), ""
         for token in tokens_of(word, controls):
             if not allows(matcher, token):
                 break
             matcher.accept(token)
-            made += shown[token].encode() if token in shown else bytes([token])
+            written += texts[token].encode() if token in texts else bytes([token])
         mask = matcher.allows(np.arange(len(PIECES)))
         mask[END_TOKEN] = False
         if not mask.any():
             break
         token = int(rng.choice(np.flatnonzero(mask)))
         matcher.accept(token)
-        made += shown[token].encode() if token in shown else bytes([token])
-        if len(made) > 3000:
+        written += texts[token].encode() if token in texts else bytes([token])
+        if len(written) > 3000:
             return ""
-    return made.decode(errors="ignore")
+    return written.decode(errors="ignore")
 
 
-def read(calls: CallFormat, text: str, tools: dict[str, Any] = TOOLS, **how: Any) -> tuple[str, str, list[Any]]:
-    """Thoughts, text and calls."""
+def read(calls: CallFormat, text: str, tools: dict[str, Any] = TOOLS, **options: Any) -> tuple[str, str, list[Any]]:
+    """Return the reasoning, text and calls of a reply."""
     channels = calls is calls_of("channels")
-    format_ = ReplyFormat(tools=ToolReader(calls, tools), channels=channels, **how)
-    reader = ChannelReader(format_) if channels else ReplyReader(format_)
+    format_ = ReplyFormat(tools=ToolReader(calls, tools), channels=channels, **options)
+    reader = open_reply(format_)
     parts = reader.push(text)
     rest, found = reader.finish()
-    told = {kind: "".join(p.text for p in [*parts, *rest] if p.kind == kind) for kind in ("reasoning", "text")}
-    return told["reasoning"], told["text"], [(call.name, json.loads(call.arguments)) for call in found]
+    joined = {kind: "".join(p.text for p in [*parts, *rest] if p.kind == kind) for kind in ("reasoning", "text")}
+    return joined["reasoning"], joined["text"], [(call.name, json.loads(call.arguments)) for call in found]
 
 
 def likely(style: str) -> list[str]:
@@ -146,46 +144,48 @@ def likely(style: str) -> list[str]:
 @pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["as text", "control tokens"])
 @pytest.mark.parametrize("style", ALL_STYLES)
 @pytest.mark.parametrize("several", [False, True])
-def test_forced_calls_are_read_as_calls_that_fit(style: str, several: bool, controls: dict[str, int]) -> None:
+def test_forced_calls_are_parsed_and_conform_to_their_schemas(
+    style: str, several: bool, controls: dict[str, int]
+) -> None:
     calls = calls_of(style)
     lark = grammar_of(style, forced=True, several=several, controls=controls).write()
-    rng, most, num_read = random.Random(7), 0, 0
+    rng, max_calls, num_replies = random.Random(7), 0, 0
     for _ in range(10):
-        text = written_by_chance(lark, likely(style), rng, controls)
+        text = random_text(lark, likely(style), rng, controls)
         if not text:
             continue
-        _, said, found = read(calls, text)
-        assert (said, bool(found)) == ("", True), text
+        _, free_text, found = read(calls, text)
+        assert (free_text, bool(found)) == ("", True), text
         for name, arguments in found:
             jsonschema.validate(arguments, TOOLS[name])
-        most, num_read = max(most, len(found)), num_read + 1
-    assert num_read > 3
-    assert most == 1 or (several and calls.middle is not None)
+        max_calls, num_replies = max(max_calls, len(found)), num_replies + 1
+    assert num_replies > 3
+    assert max_calls == 1 or (several and calls.middle is not None)
 
 
 @pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["as text", "control tokens"])
 @pytest.mark.parametrize("style", ALL_STYLES)
 @pytest.mark.parametrize("strict", [False, True])
-def test_calls_of_free_replies_are_of_offered_tools(style: str, strict: bool, controls: dict[str, int]) -> None:
+def test_calls_in_free_replies_use_offered_tools(style: str, strict: bool, controls: dict[str, int]) -> None:
     calls = calls_of(style)
     lark = grammar_of(style, strict=strict, several=True, controls=controls).write()
     rng, num_calls = random.Random(3), 0
     for _ in range(16):
         first = "" if rng.random() < 0.3 else calls.open + rng.choice([*TOOLS, "other"]) + calls.inner
-        text = written_by_chance(lark, likely(style), rng, controls, first)
-        _, said, found = read(calls, text)
+        text = random_text(lark, likely(style), rng, controls, first)
+        _, free_text, found = read(calls, text)
         for name, arguments in found:
             assert name in TOOLS
             if strict:
                 jsonschema.validate(arguments, TOOLS[name])
-        assert found or not any(marker in said for marker in calls.markers), text
+        assert found or not any(marker in free_text for marker in calls.markers), text
         num_calls += len(found)
     assert num_calls
 
 
 @pytest.mark.parametrize("style", ALL_STYLES)
 def test_free_replies_may_be_any_text(style: str) -> None:
-    lark = grammar_of(style, several=True, thoughts=Thoughts("<think>", "</think>")).write()
+    lark = grammar_of(style, several=True, reasoning=ReasoningTags("<think>", "</think>")).write()
     texts = ["", "Hi, <b>you</b> {3}!\n\n", "[1, 2]", '{"city": "Paris"}', '{"name": "Bob", "age": 3}', "a <"]
     assert all(accepts(lark, text) for text in texts)
     if style != "channels":
@@ -194,15 +194,15 @@ def test_free_replies_may_be_any_text(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("how", ["forced", "free", "strict", "with schema"])
+@pytest.mark.parametrize("use", ["forced", "free", "strict", "with schema"])
 @pytest.mark.parametrize("several", [False, True])
-def test_grammar_of_calls_allows_what_the_template_writes(style: str, how: str, several: bool) -> None:
+def test_grammar_of_calls_allows_the_calls_that_the_template_writes(style: str, use: str, several: bool) -> None:
     source = template(CALLS[style])
     markup = derived(source)
     assert markup.calls is not None
-    wanted = WantedText("json_schema", '{"type": "object"}', True) if how == "with schema" else None
+    constraint = TextConstraint("json_schema", '{"type": "object"}', True) if use == "with schema" else None
     lark = grammar_of(
-        style, forced=how == "forced", several=several, strict=how in ("strict", "with schema"), wanted=wanted
+        style, forced=use == "forced", several=several, strict=use in ("strict", "with schema"), constraint=constraint
     ).write()
     look = {"text": 'é "{<tool\n</', "count": 3, "deep": {"a": True}}
     calls = [
@@ -218,12 +218,12 @@ def test_grammar_of_calls_allows_what_the_template_writes(style: str, how: str, 
         tools = [{"type": "function", "function": {"name": name}} for name in TOOLS]
         reply = reply_of(source, markup, {"content": "", "tool_calls": calls[:count]}, tools)
         assert accepts(lark, reply) == (count == 1 or (several and markup.calls.middle is not None)), reply
-        if how in ("free", "strict") and count == 1 and style != "llama3":
+        if use in ("free", "strict") and count == 1 and style != "llama3":
             assert accepts(lark, f"I look.{reply}")
-    assert accepts(lark, "") == (how in ("free", "strict"))
+    assert accepts(lark, "") == (use in ("free", "strict"))
 
 
-def test_thoughts_before_a_forced_call_end_where_they_are_read_to_end() -> None:
+def test_reasoning_before_a_forced_call_ends_at_its_first_end_mark() -> None:
     lark = grammar_of("channels", forced=True).write()
     before, end = "<|channel|>analysis<|message|>1 <", "<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.list-all <|constrain|>json<|message|>{}"
@@ -231,34 +231,34 @@ def test_thoughts_before_a_forced_call_end_where_they_are_read_to_end() -> None:
     assert not accepts(lark, f"{before}{end}more{end}{call}")
 
 
-def test_reply_is_a_text_of_the_schema_or_calls() -> None:
+def test_reply_is_calls_or_a_text_that_meets_the_constraint() -> None:
     call = '<tool_call>\n{"name": "list-all", "arguments": {}}\n</tool_call>'
     schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
-    for wanted, text in (
-        (WantedText("json_schema", schema, True), '{"n": 3}'),
-        (WantedText("regex", "a/b+", True), "a/bb"),
+    for constraint, text in (
+        (TextConstraint("json_schema", schema, True), '{"n": 3}'),
+        (TextConstraint("regex", "a/b+", True), "a/bb"),
     ):
-        lark = grammar_of("hermes", wanted=wanted, thoughts=Thoughts("<think>", "</think>")).write()
+        lark = grammar_of("hermes", constraint=constraint, reasoning=ReasoningTags("<think>", "</think>")).write()
         assert accepts(lark, text)
         assert accepts(lark, call)
         assert accepts(lark, f"<think>\nWell\n</think>{text}")
         assert not accepts(lark, "Hi")
         assert not accepts(lark, text + call)
-    bare = grammar_of("llama3", wanted=WantedText("json_schema", schema, True), strict=True).write()
+    bare = grammar_of("llama3", constraint=TextConstraint("json_schema", schema, True), strict=True).write()
     assert accepts(bare, '{"n": 3}')
     assert accepts(bare, '{"name": "list-all", "parameters": {}}')
     note = '{"name": "look", "parameters": {"text": "a", "deep": {"a": true}, "note": "%s"}}'
     assert accepts(bare, note % "abc")
     assert not accepts(bare, note % "abcd")
     assert not accepts(bare, '{"name": "other", "parameters": {}}')
-    channels = grammar_of("channels", wanted=WantedText("json_schema", schema, True), several=True).write()
-    thought = "<|channel|>analysis<|message|>Well<|end|><|start|>assistant"
-    assert accepts(channels, thought + '<|channel|>final<|message|>{"n": 3}')
-    assert accepts(channels, thought + "<|channel|>commentary to=functions.list-all <|constrain|>json<|message|>{}")
-    assert not accepts(channels, thought + "<|channel|>final<|message|>Hi")
+    channels = grammar_of("channels", constraint=TextConstraint("json_schema", schema, True), several=True).write()
+    reasoning = "<|channel|>analysis<|message|>Well<|end|><|start|>assistant"
+    assert accepts(channels, reasoning + '<|channel|>final<|message|>{"n": 3}')
+    assert accepts(channels, reasoning + "<|channel|>commentary to=functions.list-all <|constrain|>json<|message|>{}")
+    assert not accepts(channels, reasoning + "<|channel|>final<|message|>Hi")
 
 
-def test_named_tool_is_the_only_one_and_other_choices_are_free() -> None:
+def test_tool_choice_limits_the_calls_that_the_grammar_allows() -> None:
     tools = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items()]
     format_ = ReplyFormat(tools=ToolReader(calls_of("hermes")))
     one = '<tool_call>\n{"name": "list-all", "arguments": {}}\n</tool_call>'
@@ -290,16 +290,16 @@ def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
         call = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
         assert [accepts(grammar.write(), call % name) for name in ("list-all", "look-up")] == [True, False]
         assert reader.parse(call % "look-up") == ((), call % "look-up")
-    for allowed, choice, said in (
+    for allowed, choice, message in (
         (["other"], "auto", "allowed_tools: 'other' is not a tool of this request; the tools are: list-all, look"),
         ([], "auto", "allowed_tools is empty"),
         (["look"], "list-all", "tool_choice: 'list-all' is not one of allowed_tools"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=message):
             assert ChatOptions(tools, tool_choice=choice, allowed_tools=allowed).callable
 
 
-def test_one_call_is_all_that_is_read_if_only_one_is_allowed() -> None:
+def test_reader_returns_one_call_when_only_one_is_allowed() -> None:
     one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     reader = ToolReader(calls_of("hermes"), only_one=True)
     assert [call.name for call in reader.parse(one + one)[0]] == ["f"]
@@ -325,7 +325,7 @@ def test_pattern_of_bare_text_is_enforced(pattern: str, fitting: list[str], othe
 
 
 @pytest.mark.parametrize("shape", [{"pattern": "(?=a)"}, {"pattern": "^a|b$"}, {"format": "date"}])
-def test_what_bare_text_can_not_be_held_to_is_refused_if_strict_and_else_a_warning(shape: dict[str, str]) -> None:
+def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_and_else_a_warning(shape: dict[str, str]) -> None:
     tools = {"f": {"type": "object", "properties": {"when": {"type": "string", **shape}}}}
     place = f"tools.0.function.parameters.properties.when.{next(iter(shape))}"
     with pytest.raises(InvalidRequest, match=rf"tools.0.function.parameters.*properties.when.{next(iter(shape))}"):
@@ -335,7 +335,7 @@ def test_what_bare_text_can_not_be_held_to_is_refused_if_strict_and_else_a_warni
     assert [warning.startswith(place) for warning in grammar.warnings] == [True]
 
 
-def test_keyword_of_several_arguments_in_tags_is_refused_if_strict_and_else_a_warning() -> None:
+def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_and_else_a_warning() -> None:
     shape = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "minProperties": 1}
     with pytest.raises(InvalidRequest, match=r"tools\.0\.function\.parameters\.minProperties"):
         grammar_of("glm", forced=True, tools={"f": shape}, strict=True).write()
@@ -366,7 +366,7 @@ def test_arguments_in_tags_may_be_a_reference_to_an_object() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_call", [False, True])
-def test_call_that_is_cut_anywhere_is_partial_and_shows_no_markup(style: str, is_call: bool) -> None:
+def test_call_is_partial_and_releases_no_markup_when_it_is_cut_anywhere(style: str, is_call: bool) -> None:
     source = template(CALLS[style])
     markup = derived(source)
     assert markup.calls is not None
@@ -379,7 +379,7 @@ def test_call_that_is_cut_anywhere_is_partial_and_shows_no_markup(style: str, is
     seen = []
     for length in range(0 if is_call else marker, len(reply)):
         format_ = ReplyFormat(tools=ToolReader(markup.calls, TOOLS), has_bound_calls=True, is_call=is_call)
-        reader = ReplyReader(format_)
+        reader = open_reply(format_)
         parts = reader.push(reply[:length])
         rest, calls = reader.finish(cut=True)
         assert "".join(part.text for part in [*parts, *rest]).strip() == "", reply[:length]
@@ -395,11 +395,11 @@ def test_call_that_is_cut_anywhere_is_partial_and_shows_no_markup(style: str, is
     assert len(seen) > 20
 
 
-def test_message_to_a_tool_that_is_cut_is_a_partial_call() -> None:
+def test_call_in_a_channel_is_partial_when_it_is_cut() -> None:
     tools = ToolReader(calls_of("channels"), TOOLS)
     head = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     for text, calls in ((head[:30], []), (head + '{"text": "a', [("look", '{"text": "a', True)])):
-        reader = ChannelReader(ReplyFormat(tools=tools, channels=True, bound_at_start=True, has_bound_calls=True))
+        reader = open_reply(ReplyFormat(tools=tools, channels=True, bound_at_start=True, has_bound_calls=True))
         parts = reader.push(text)
         rest, found = reader.finish(cut=True)
         assert [*parts, *rest] == []
@@ -411,7 +411,7 @@ def test_call_of_a_tool_that_is_not_offered_is_text(style: str) -> None:
     calls = calls_of(style)
     arguments = "" if calls.tags else "{}"
     text = f"{calls.open}other{calls.inner}{arguments}{calls.close}".replace(ID, "abcdefgh0").replace(INDEX, "0")
-    _, said, found = read(calls, text)
+    _, free_text, found = read(calls, text)
     assert found == []
-    assert "other" in said
+    assert "other" in free_text
     assert read(calls, text.replace("other", "list-all"))[2] == [("list-all", {})]

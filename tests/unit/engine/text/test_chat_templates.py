@@ -1,6 +1,6 @@
-"""Templates render what models were trained on, in the forms of the common families; and they can do no harm.
+"""Chat templates of common model families render as their models expect, and hostile templates do no harm.
 
-The templates in `templates/` are our own, each with the parts of Jinja that the family's real ones rely on.
+The files in `templates/` were written for these tests, with the features of Jinja that real templates use.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import pytest
 
 from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed
 from cellama.engine.grammar.schema import prepare_schema
-from cellama.engine.text import template_renderer as templates
-from cellama.engine.text.chat_template import ChatTemplate, after_reply, grammar_of_calls, reply_format_of
+from cellama.engine.text import chat_template
+from cellama.engine.text.chat_options import grammar_of_calls, reply_format_of
+from cellama.engine.text.chat_template import ChatTemplate, after_reply
 from cellama.engine.text.markup import SpecialToken
 
 from .styles import CALLS, CHANNELS, THINK, template
@@ -23,7 +24,7 @@ from .styles import CALLS, CHANNELS, THINK, template
 TEMPLATES = Path(__file__).parent / "templates"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "é"}'}}]}
-TALK: list[dict[str, Any]] = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": " Be brief. "},
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello", "reasoning": "A greeting.", "signature": "00"},
@@ -48,23 +49,23 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_of_common_families_render(family: str) -> None:
     source = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    text = ChatTemplate(source, bos="<s>", eos="</s>").render(TALK, tools=[TOOL]).text
+    text = ChatTemplate(source, bos="<s>", eos="</s>").render(CONVERSATION, tools=[TOOL]).text
     for part in FAMILIES[family]:
         assert part in text
-    assert "00" not in text.replace("2000", "")  # the signature is for us, not for the model
+    assert "00" not in text.replace("2000", "")  # the signature is never sent to the model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_follows_a_reply_is_the_same_as_in_the_whole_conversation(family: str) -> None:
+def test_prompt_after_a_reply_equals_the_end_of_the_whole_conversation(family: str) -> None:
     template = ChatTemplate((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"), bos="<s>", eos="</s>")
-    for more in ([{"role": "user", "content": "Ask"}], [{"role": "user", "content": "Ask"}, CALL, TALK[-1]]):
-        whole = template.render([*TALK[:2], {"role": "assistant", "content": "Hello"}, *more])
+    for more in ([{"role": "user", "content": "Ask"}], [{"role": "user", "content": "Ask"}, CALL, CONVERSATION[-1]]):
+        whole = template.render([*CONVERSATION[:2], {"role": "assistant", "content": "Hello"}, *more])
         after = after_reply(more, template.render)
         assert whole.text.endswith("Hello" + after.text)
         assert len(after.text) == len(after.marked)
 
 
-def test_template_that_hides_or_repeats_a_reply_is_refused() -> None:
+def test_after_reply_fails_when_the_template_hides_or_repeats_the_reply() -> None:
     for source in ("{{ messages[-1].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"):
         with pytest.raises(TemplateFailed, match="without parent_key"):
             after_reply([{"role": "user", "content": "Ask"}], ChatTemplate(source).render)
@@ -94,20 +95,18 @@ def test_template_that_hides_or_repeats_a_reply_is_refused() -> None:
         "{{ [messages] | list | tojson(indent=900000000) }}",
     ],
 )
-def test_template_that_tries_to_escape_or_to_make_too_much_fails_alone(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(templates, "CPU_S", 0.5)
+def test_hostile_template_fails_without_harm(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_S", 0.5)
     with pytest.raises(TemplateFailed, match="the model's chat template"):
-        ChatTemplate(source).render([{"role": "user", "content": "Hi"}])  # some fail when they are compiled
+        ChatTemplate(source).render([{"role": "user", "content": "Hi"}])  # some fail at compilation
 
 
-def test_template_that_never_ends_is_ended_and_the_next_one_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "CPU_S", 0.3)
+def test_template_renders_again_after_its_process_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_S", 0.3)
     loop = "{% for i in range(99999) %}{% for i in range(99999) %}{{ i if i < 0 }}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if slow %}" + loop + "{% elif big %}{{ big ** 999999999 }}{% endif %}done")
     for variables in ({"slow": True}, {"big": 9}):
-        with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s, or too much memory .*; send less"):
+        with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s or too much memory .*; send less"):
             template.render([], **variables)
         assert template.render([]).text == "done"
     template.close()
@@ -115,22 +114,22 @@ def test_template_that_never_ends_is_ended_and_the_next_one_is_rendered(monkeypa
         template.render([])
 
 
-def test_template_that_gets_no_time_to_compute_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_process_is_killed_when_it_gets_no_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(
         "{% for i in range(99999) %}{% for i in range(99999) %}{{ i if i < 0 }}{% endfor %}{% endfor %}"
     )
-    monkeypatch.setattr(templates, "WALL_S", 0.3)
+    monkeypatch.setattr(chat_template, "WALL_S", 0.3)
     with pytest.raises(TemplateFailed, match=r"\(signal SIGKILL\)"):
         template.render([])
 
 
-def test_template_that_compiles_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "CPU_S", 0.3)
+def test_template_is_rejected_when_it_compiles_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_S", 0.3)
     with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s"):
         ChatTemplate("{{ 9 ** 999999999 }}")
 
 
-def test_process_of_a_template_ends_with_it() -> None:
+def test_template_process_ends_with_its_template() -> None:
     template = ChatTemplate("x")
     process = psutil.Process(template._process._process.pid)
     del template
@@ -147,10 +146,10 @@ def test_process_of_a_template_ends_with_it() -> None:
             InvalidRequest,
             "'f' are not valid JSON",
         ),
-        ({"content": object()}, InvalidRequest, "are not valid JSON"),
+        ({"content": object()}, InvalidRequest, "they are not valid JSON"),
     ],
 )
-def test_what_no_json_can_hold_is_refused(message: Any, error: Any, match: str) -> None:
+def test_message_is_rejected_when_it_is_not_valid_json(message: Any, error: Any, match: str) -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     if error is None:
         assert template.render([message]).text == message["content"]
@@ -159,18 +158,18 @@ def test_what_no_json_can_hold_is_refused(message: Any, error: Any, match: str) 
             template.render([message])
 
 
-def test_template_that_does_not_compile_says_so() -> None:
+def test_template_is_rejected_when_it_does_not_compile() -> None:
     with pytest.raises(TemplateFailed, match="does not compile"):
         ChatTemplate("{% for m in messages %}")
 
 
 def format_for(source: str, **options: Any) -> Any:
-    template, asked = ChatTemplate(source), ChatOptions(**options)
-    prompt = template.render([{"role": "user", "content": "Hi"}], **asked.variables)
-    return reply_format_of("m", template, prompt, asked, lambda text: [len(text)])
+    template, chat_options = ChatTemplate(source), ChatOptions(**options)
+    prompt = template.render([{"role": "user", "content": "Hi"}], **chat_options.variables)
+    return reply_format_of("m", template, prompt, chat_options, lambda text: [len(text)])
 
 
-def test_thinking_that_the_template_opens_is_known_from_the_prompt() -> None:
+def test_reply_starts_with_reasoning_when_the_prompt_opens_it() -> None:
     source = "{{ messages[0].content }}{% if enable_thinking %}<think>\n{% endif %}"
     assert format_for(source, enable_thinking=True).starts_thinking
     assert not format_for(source).starts_thinking
@@ -179,39 +178,45 @@ def test_thinking_that_the_template_opens_is_known_from_the_prompt() -> None:
     assert (channeled.channels, channeled.close_tokens) == (True, (len("<|end|>"),))
 
 
-def test_control_tokens_of_the_markup_are_seen_in_replies_and_no_others() -> None:
+def test_reply_shows_only_the_control_tokens_of_its_markup() -> None:
     texts = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|other|>"]
     specials = [SpecialToken(i, text, is_control=True) for i, text in enumerate(texts)]
     template_ = ChatTemplate(template(CALLS["hermes"], THINK), specials=specials, ends=["<|im_end|>"])
     prompt = template_.render([{"role": "user", "content": "Hi"}])
-    for options, seen in ((ChatOptions(), [0, 1]), (ChatOptions(tools=[TOOL]), [0, 1, 2, 3])):
+    for options, visible in ((ChatOptions(), [0, 1]), (ChatOptions(tools=[TOOL]), [0, 1, 2, 3])):
         reply = reply_format_of("m", template_, prompt, options, lambda text: [len(text)])
-        assert reply.visible == tuple((i, texts[i].encode()) for i in seen)
+        assert reply.visible == tuple((i, texts[i].encode()) for i in visible)
 
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("hi", {"thinking_budget": 5}, "thinking_budget is 5, but the chat template of model 'm' has no thinking"),
-        ("hi", {"tools": [TOOL]}, "model 'm' takes no tools"),
+        ("hi", {"thinking_budget": 5}, "thinking_budget is 5, but the chat template of model 'm' has no reasoning"),
+        ("hi", {"tools": [TOOL]}, "model 'm' does not support tools"),
         (
             "{{ tools }}",
             {"tools": [TOOL], "tool_choice": "g"},
             "tool_choice: 'g' is not a tool of this request; the tools are: f",
         ),
-        ("{{ tools }}", {"tool_choice": "required"}, "there are no tools; give some"),
-        ("{{ tools }}", {"tools": [TOOL], "tool_choice": "required"}, "how model 'm' writes tool calls is not known"),
+        ("{{ tools }}", {"tool_choice": "required"}, "there are no tools; add at least one"),
+        (
+            "{{ tools }}",
+            {"tools": [TOOL], "tool_choice": "required"},
+            "the format of model 'm's tool calls is not fully known",
+        ),
         ("hi", {"template_args": {"messages": []}}, "template_args has messages"),
     ],
 )
-def test_what_the_template_has_no_form_for_is_refused(source: str, options: dict[str, Any], message: str) -> None:
+def test_option_is_rejected_when_the_template_does_not_support_it(
+    source: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         grammar_of_calls("m", format_for(source, **options), ChatOptions(**options), prepare_schema)
 
 
-def test_arguments_of_earlier_calls_have_the_form_that_the_template_takes() -> None:
-    made = ChatTemplate(template(CALLS["deepseek r1"]))
-    assert '\n{"x": "é"}\n' in made.render([{"role": "user", "content": "?"}, CALL]).text
+def test_arguments_of_earlier_calls_have_the_format_that_the_template_expects() -> None:
+    template_ = ChatTemplate(template(CALLS["deepseek r1"]))
+    assert '\n{"x": "é"}\n' in template_.render([{"role": "user", "content": "?"}, CALL]).text
 
 
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
@@ -219,10 +224,10 @@ def test_enable_thinking_reaches_templates_by_either_name(switch: str) -> None:
     source = f"{{% if {switch} is defined and {switch} %}}<think>{{% endif %}}"
     assert format_for(source, enable_thinking=True).starts_thinking
     other = format_for(source, enable_thinking=True, template_args={switch: False})
-    assert other.starts_thinking == (switch == "enable_thinking")  # the parameter counts
+    assert other.starts_thinking == (switch == "enable_thinking")  # the parameter takes precedence
 
 
-def test_tools_that_must_not_be_called_are_not_offered() -> None:
+def test_tools_are_not_offered_when_calls_are_disabled() -> None:
     assert format_for("{{ tools | length if tools }}", tools=[TOOL], tool_choice="none").tools is None
 
 

@@ -1,4 +1,4 @@
-"""Text of callers never becomes a control token, whatever the chat template does with it."""
+"""A caller's text never becomes a control token, whatever the chat template does with it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def template_of(family: str, **options: Any) -> ChatTemplate:
     return ChatTemplate(source_of(family), bos="<s>", eos="</s>", specials=specials_of(family), **options)
 
 
-def talk(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A conversation and its tools, with this text wherever a caller may write any."""
+def conversation_with(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a conversation and its tools, with this text wherever a caller may write text."""
     properties = {text: {"type": "string", "description": text}}
     parameters = {"type": "object", "properties": properties}
     tool = {"type": "function", "function": {"name": text, "description": text, "parameters": parameters}}
@@ -66,7 +66,7 @@ def talk(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def tokens_of(prompt: Rendered, specials: list[SpecialToken], markup: frozenset[str] = frozenset()) -> list[int]:
-    """Special tokens, and each other character as a token of its own."""
+    """Return the tokens of a prompt. Every character outside special tokens is one token."""
 
     def tokenize(text: str, parse_special: bool) -> list[int]:
         wanted = [special for special in specials if parse_special or not special.is_control]
@@ -78,14 +78,14 @@ def tokens_of(prompt: Rendered, specials: list[SpecialToken], markup: frozenset[
 
 
 def special_ids(family: str, text: str) -> list[int]:
-    template, (messages, tools) = template_of(family), talk(text)
+    template, (messages, tools) = template_of(family), conversation_with(text)
     prompt = template.render(messages, tools=tools)
     assert prompt.text == template_of(family, mark=False).render(messages, tools=tools).text
     return [token for token in tokens_of(prompt, specials_of(family), template.markup) if token >= 1_000_000]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_text_forges_a_turn(family: str) -> None:
+def test_caller_text_never_becomes_a_control_token(family: str) -> None:
     plain = special_ids(family, "Hello there")
     control = [special.text for special in specials_of(family) if special.is_control]
     assert len(plain) >= 4
@@ -96,9 +96,9 @@ def test_no_text_forges_a_turn(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_without_control_tokens_becomes_the_tokens_that_it_always_did(family: str) -> None:
+def test_tokens_are_unchanged_when_the_text_has_no_control_tokens(family: str) -> None:
     template, text = template_of(family), "if a < b | c > d: [INST  </ think> is user_name's `<|`; <b>bold</b>\n"
-    messages, tools = talk(text)
+    messages, tools = conversation_with(text)
     prompt = template.render(messages, tools=tools)
     unmarked = template_of(family, mark=False).render(messages, tools=tools)
     assert unmarked.marked == unmarked.text == prompt.text
@@ -111,7 +111,7 @@ PIECES = ["<|im_", "end|>", "<|im_end|>", "<", "|>", "</", "think>", "</think>",
 @pytest.mark.parametrize("family", ["qwen", "mistral", "gpt-oss"])
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.lists(st.sampled_from(PIECES), max_size=8))
 @settings(max_examples=20 * EXAMPLES)
-def test_pieces_of_control_tokens_never_become_whole_ones(family: str, one: list[str], other: list[str]) -> None:
+def test_pieces_of_control_tokens_never_join_to_whole_ones(family: str, one: list[str], other: list[str]) -> None:
     specials = {special.id for special in specials_of(family) if special.is_control}
 
     def control_ids(first: str, second: str) -> list[int]:
@@ -129,7 +129,7 @@ BARE = SpecialToken(1_000_002, "ENDOFTEXT", is_control=True)
 
 
 def ids(source: str, specials: list[SpecialToken], *contents: str, **variables: Any) -> list[int]:
-    """The special tokens of a prompt."""
+    """Return the special tokens of a prompt."""
     template = ChatTemplate(source, specials=specials)
     prompt = template.render([{"role": "user", "content": content} for content in contents], **variables)
     return [token for token in tokens_of(prompt, specials, template.markup) if token >= 1_000_000]
@@ -138,30 +138,30 @@ def ids(source: str, specials: list[SpecialToken], *contents: str, **variables: 
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}<|end|>"
 
 
-def test_strings_that_the_template_joins_make_no_control_token() -> None:
+def test_strings_that_the_template_joins_do_not_become_a_control_token() -> None:
     assert ids(EACH, [END], "<|e", "nd|>") == [END.id]
     assert ids("{{ messages | map(attribute='content') | join }}<|end|>", [END], "<", "|", "end|>") == [END.id]
     assert ids("{{ messages[0].content[::-1] }}<|end|>", [END], ">|dne|<") == [END.id]
     assert ids("{{ messages[0].content.replace('X', '') }}<|end|>", [END], "<|eXnd|>") == [END.id]
 
 
-def test_control_token_in_json_of_ascii_alone_stays_text() -> None:
+def test_control_token_stays_text_in_ascii_json() -> None:
     source = "{{ messages[0].content | tojson(ensure_ascii=True) }}<|end|>"
     assert ids(source, [END], 'é "<|end|>" \\ud836') == [END.id]
 
 
-def test_word_that_the_template_completes_to_a_control_token_stays_text() -> None:
+def test_word_stays_text_when_the_template_completes_it_to_a_control_token() -> None:
     source = "{% for key in spec %}{{ '<|' ~ key ~ '|>' }}{% endfor %}<|end|>"
     assert ids(source, [END], spec={"end": 1, "other": 2}) == [END.id]
     user = SpecialToken(1_000_000, "<|user|>", is_control=True)
     assert ids("{{ '<|' + messages[0].role + '|>' }}", [user], "a") == [user.id]
 
 
-def test_control_token_of_letters_alone_stays_text() -> None:
+def test_control_token_of_letters_only_stays_text() -> None:
     assert ids(EACH + "ENDOFTEXT", [END, BARE], "the ENDOFTEXT comes", "ENDOFTEXT") == [END.id, BARE.id]
 
 
-def test_markup_that_the_template_looks_for_is_found_as_ever() -> None:
+def test_template_finds_the_markup_that_it_searches_for() -> None:
     source = "{{ messages[0].content.split('</think>')[-1] }}</think><|end|>"
     assert ids(source, [THINK, END], "so<|end|></think>yes<|end|>") == [THINK.id, END.id]
     control = SpecialToken(THINK.id, "</think>", is_control=True)
@@ -170,19 +170,19 @@ def test_markup_that_the_template_looks_for_is_found_as_ever() -> None:
     assert ids(kept, [THINK, END], "a</think><|end|>") == [THINK.id, END.id]
 
 
-def test_message_is_refused_when_its_control_token_looks_like_the_templates_own() -> None:
+def test_message_is_rejected_when_its_control_token_looks_like_the_templates_own() -> None:
     source = "{% if '<|end|>' in messages[0].content %}cut: {% endif %}{{ messages[0].content }}<|end|>"
     assert ids(source, [END], "harmless < | >") == [END.id]
     with pytest.raises(InvalidRequest, match=r"the messages contain '<\|end\|>'.*or set control_tokens_in_text"):
         ids(source, [END], "a <|end|> b")
 
 
-def test_with_the_setting_text_becomes_control_tokens() -> None:
+def test_text_becomes_control_tokens_when_marking_is_disabled() -> None:
     prompt = ChatTemplate(EACH, specials=[END], mark=False).render([{"role": "user", "content": "<|end|>"}])
     assert tokens_of(prompt, [END]) == [END.id, END.id]
 
 
-def test_control_token_takes_the_space_around_it_when_its_vocabulary_says_so() -> None:
+def test_control_token_drops_the_space_around_it_when_its_vocabulary_requires_that() -> None:
     strips = SpecialToken(1_000_000, "<m>", is_control=True, strips_left=True, strips_right=True)
     text, by = "a \n<m>  b <m>", " <m> "
     prompt = Rendered(text + by, text + from_caller(by))

@@ -1,4 +1,4 @@
-"""How a model marks up its replies is told from its template, and what a template writes is read back the same."""
+"""The markup of replies is derived from chat templates, and replies in that markup are parsed without loss."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hypothesis import given, settings, strategies as st
 
 from cellama.engine import ChatOptions, InvalidRequest
 from cellama.engine.grammar.schema import prepare_schema
-from cellama.engine.text import template_renderer
-from cellama.engine.text.chat_template import ChatTemplate, grammar_of_calls
+from cellama.engine.text import chat_template
+from cellama.engine.text.chat_options import grammar_of_calls
+from cellama.engine.text.chat_template import ChatTemplate
 from cellama.engine.text.derivation.reply_markup import ReplyMarkup
 from cellama.engine.text.formats.call_format import CallFormat
 from cellama.engine.text.formats.call_reader import ToolReader
 from cellama.engine.text.formats.literals import pieces_of
-from cellama.engine.text.reply_format import ReplyFormat
-from cellama.engine.text.reply_parser import ReplyReader
+from cellama.engine.text.reply_reader import ReplyFormat, open_reply
 
 from ....conftest import EXAMPLES
 from .styles import CALLS, CHANNELS, STYLES, THINK, derived, reply_of, template
@@ -56,19 +56,19 @@ texts = st.lists(st.sampled_from(TRICKY), max_size=8).map("".join)
 values = st.recursive(
     texts | st.integers() | st.booleans() | st.none(), lambda v: st.lists(v) | st.dictionaries(texts, v)
 )
-objects = values.filter(lambda v: isinstance(v, list | dict | int))  # what is bare text reads as JSON if it is that
+objects = values.filter(lambda v: isinstance(v, list | dict | int))  # bare text that is JSON is read as JSON
 arguments = st.fixed_dictionaries(
     {}, optional={"text": texts, "count": st.integers(), "deep": objects, "sure": st.booleans()}
 )
 
 
 def read(format_: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Thoughts, text and calls."""
-    reader = ReplyReader(format_)
+    """Return the reasoning, text and calls of a reply."""
+    reader = open_reply(format_)
     parts = [part for piece in pieces for part in reader.push(piece)]
     rest, calls = reader.finish()
-    told = {kind: "".join(p.text for p in [*parts, *rest] if p.kind == kind) for kind in ("reasoning", "text")}
-    return told["reasoning"], told["text"], [(call.name, json.loads(call.arguments)) for call in calls]
+    joined = {kind: "".join(p.text for p in [*parts, *rest] if p.kind == kind) for kind in ("reasoning", "text")}
+    return joined["reasoning"], joined["text"], [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def format_of(markup: ReplyMarkup) -> ReplyFormat:
@@ -76,21 +76,25 @@ def format_of(markup: ReplyMarkup) -> ReplyFormat:
     return ReplyFormat(markup.think_open, markup.think_close, tools=ToolReader(markup.calls, PARAMETERS))
 
 
-def cut(text: str, places: list[int]) -> list[str]:
-    """The text in pieces."""
-    borders = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+def cut(text: str, positions: list[int]) -> list[str]:
+    """Return the text, cut at these positions."""
+    borders = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
     return [text[first:last] for first, last in itertools.pairwise(borders)]
 
 
 def calls_for_template(calls: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
-        for i, (name, given) in enumerate(calls)
+        {
+            "id": f"functions.{name}:{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(values_)},
+        }
+        for i, (name, values_) in enumerate(calls)
     ]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_style_of_calls_is_derived_from_the_template(style: str) -> None:
+def test_call_style_is_derived_from_the_template(style: str) -> None:
     markup = markup_of(template(CALLS[style], THINK))
     assert markup.calls is not None
     assert markup.calls.style == STYLES[style]
@@ -103,17 +107,17 @@ def test_style_of_calls_is_derived_from_the_template(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=10 * EXAMPLES)
 @given(data=st.data())
-def test_what_a_template_writes_is_read_back_however_it_is_split(style: str, data: st.DataObject) -> None:
+def test_replies_are_parsed_the_same_for_every_split(style: str, data: st.DataObject) -> None:
     source = template(CALLS[style], THINK)
     markup = markup_of(source)
     count = 1 if style == "llama3" else data.draw(st.integers(1, 3))
     calls = [("look", data.draw(arguments)) if data.draw(st.booleans()) else ("mcp.list-all", {}) for _ in range(count)]
     text = "" if style == "llama3" else data.draw(st.sampled_from(["", "Let me see.", "It is [1] < 2:\n"]))
-    thoughts = data.draw(st.sampled_from(["", 'Hm, "why"?\n{1} <tool']))
-    turn = {"content": text, "tool_calls": calls_for_template(calls), **({"reasoning": thoughts} if thoughts else {})}
+    reasoning = data.draw(st.sampled_from(["", 'Hm, "why"?\n{1} <tool']))
+    turn = {"content": text, "tool_calls": calls_for_template(calls), **({"reasoning": reasoning} if reasoning else {})}
     reply = reply_of(source, markup, turn, TOOLS)
     whole = read(format_of(markup), [reply])
-    assert whole == (thoughts, text.rstrip(), calls)
+    assert whole == (reasoning, text.rstrip(), calls)
     assert read(format_of(markup), cut(reply, data.draw(st.lists(st.integers(0))))) == whole
     assert read(format_of(markup), list(reply)) == whole
 
@@ -134,22 +138,22 @@ def words_of(format_: CallFormat) -> list[str]:
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=10 * EXAMPLES)
 @given(data=st.data())
-def test_no_text_is_lost_whatever_a_model_writes(style: str, data: st.DataObject) -> None:
+def test_reader_loses_no_text_when_markup_is_malformed(style: str, data: st.DataObject) -> None:
     format_ = format_of(markup_of(template(CALLS[style])))
     assert format_.tools is not None
     words = [word for word in words_of(format_.tools.format) if word]
     pieces = data.draw(
         st.lists(st.sampled_from([*words, "look", '{"name": "look"}', '{"a": 1}', " b", "\n", "{", '"']))
     )
-    thoughts, text, calls = read(format_, pieces)
-    assert read(format_, ["".join(pieces)]) == (thoughts, text, calls)
-    assert read(format_, list("".join(pieces))) == (thoughts, text, calls)
+    reasoning, text, calls = read(format_, pieces)
+    assert read(format_, ["".join(pieces)]) == (reasoning, text, calls)
+    assert read(format_, list("".join(pieces))) == (reasoning, text, calls)
     if not calls:
-        assert (thoughts + text).split() == "".join(pieces).split()
+        assert (reasoning + text).split() == "".join(pieces).split()
 
 
 @pytest.mark.parametrize(
-    ("thoughts", "begin", "tags"),
+    ("reasoning", "begin", "tags"),
     [
         ("", "", ("", "")),
         (THINK, "", ("<think>", "</think>")),
@@ -167,23 +171,23 @@ def test_no_text_is_lost_whatever_a_model_writes(style: str, data: st.DataObject
         ("{% if '</think>' in m.content %}{% endif %}", "", ("<think>", "</think>")),
     ],
 )
-def test_tags_of_reasoning_are_derived_from_the_template(thoughts: str, begin: str, tags: tuple[str, str]) -> None:
-    markup = markup_of(template(CALLS["hermes"], thoughts, begin))
+def test_tags_of_reasoning_are_derived_from_the_template(reasoning: str, begin: str, tags: tuple[str, str]) -> None:
+    markup = markup_of(template(CALLS["hermes"], reasoning, begin))
     assert (markup.think_open, markup.think_close) == tags
 
 
-OTHERWISE_NESTED = template(
+THIRD_WAY_OF_VALUES = template(
     CALLS["deepseek v3.2"].replace("'false'", "'false' if v is number else 'nested'")
-)  # a third way of writing values
-BEHIND_AN_END = template("{{ '<|im_end|>\n<|im_start|>call\n' }}" + CALLS["hermes"])
+)  # writes nested values in a third way
+AFTER_AN_END_TOKEN = template("{{ '<|im_end|>\n<|im_start|>call\n' }}" + CALLS["hermes"])
 
 
-@pytest.mark.parametrize("source", [OTHERWISE_NESTED, BEHIND_AN_END])
-def test_calls_are_read_but_not_forced_where_what_is_known_of_them_is_not_all(source: str) -> None:
+@pytest.mark.parametrize("source", [THIRD_WAY_OF_VALUES, AFTER_AN_END_TOKEN])
+def test_calls_are_parsed_but_not_forced_when_some_are_written_in_an_unknown_way(source: str) -> None:
     markup = markup_of(source)
     assert markup.calls is not None
     options = ChatOptions(TOOLS, tool_choice="required")
-    with pytest.raises(InvalidRequest, match="how model 'm' writes tool calls is not known"):
+    with pytest.raises(InvalidRequest, match="the format of model 'm's tool calls is not fully known"):
         grammar_of_calls("m", format_of(markup), options, prepare_schema)
     calls = [("look", {"text": "Hi", "count": 3})]
     turn = {"content": "", "tool_calls": calls_for_template(calls)}
@@ -191,28 +195,28 @@ def test_calls_are_read_but_not_forced_where_what_is_known_of_them_is_not_all(so
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "description"),
     [
-        ("hi", "no thoughts, no tool calls that are known"),
-        (template(CALLS["hermes"], THINK), "thoughts between <think> and </think>, tool calls as JSON after"),
-        (template(CALLS["glm"]), "no thoughts, tool calls as tags after '<tool_call>'"),
-        (CHANNELS, "thoughts, text and tool calls in channels"),
+        ("hi", "no reasoning, unknown tool calls"),
+        (template(CALLS["hermes"], THINK), "reasoning between <think> and </think>, tool calls as JSON after"),
+        (template(CALLS["glm"]), "no reasoning, tool calls as tags after '<tool_call>'"),
+        (CHANNELS, "reasoning, text and tool calls in channels"),
         (
             "{{ tools }}{% if tools %}Write <tool_call>{…}</tool_call>{% endif %}",
             "tool calls as JSON after '<tool_call>",
         ),
         ("{{ tools }}{% if tools %}Write <|tool_call|>[{…}]{% endif %}", "tool calls as JSON after '<|tool_call|>[{"),
-        (template("{{ m.tool_calls | string }}"), "no thoughts, no tool calls that are known"),
+        (template("{{ m.tool_calls | string }}"), "no reasoning, unknown tool calls"),
         (
             template("{{ m.tool_calls | string }}") + "{% if tools %}Write <tool_call>{…}</tool_call>{% endif %}",
-            "no thoughts, no tool calls that are known",
+            "no reasoning, unknown tool calls",
         ),
-        (OTHERWISE_NESTED, "none can be forced"),
-        (BEHIND_AN_END, "none can be forced"),
+        (THIRD_WAY_OF_VALUES, "can't be forced"),
+        (AFTER_AN_END_TOKEN, "can't be forced"),
     ],
 )
-def test_what_is_known_of_a_template_is_said(source: str, told: str) -> None:
-    assert told in str(markup_of(source))
+def test_markup_describes_itself(source: str, description: str) -> None:
+    assert description in str(markup_of(source))
 
 
 @pytest.mark.parametrize(
@@ -227,12 +231,12 @@ def test_what_is_known_of_a_template_is_said(source: str, told: str) -> None:
         "{% endfor %}{% endif %}",
     ],
 )
-def test_hostile_template_shows_nothing_and_costs_little(
+def test_hostile_template_has_no_markup_and_costs_little(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_endless = "range(99999)" in source
-    monkeypatch.setattr(template_renderer, "CPU_S", 0.5 if is_endless else 60.0)
+    monkeypatch.setattr(chat_template, "CPU_S", 0.5 if is_endless else 60.0)
     markup = ChatTemplate(source).reply_markup
     assert (markup.calls, markup.think_close) == (None, "")
-    ended = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert bool(ended) == is_endless
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert bool(warnings) == is_endless

@@ -1,4 +1,4 @@
-"""Text is released when it is final, whatever way its bytes are split."""
+"""Text is released when it is final, however its bytes are split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3).map(tupl
 
 
 def run(data: bytes, stops: tuple[str, ...], cuts: list[int]) -> tuple[list[str], str | None]:
-    """The released pieces, and the stop string that ended them."""
+    """Return the released pieces, and the stop string that ended them."""
     stream = TextStream(stops)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     pieces: list[str] = []
@@ -28,7 +28,7 @@ def run(data: bytes, stops: tuple[str, ...], cuts: list[int]) -> tuple[list[str]
 
 
 def expected(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """Brute force: the match that ends first, the longest of these."""
+    """Return the expected text and stop string by brute force: the longest of the matches that end first."""
     matches = [(text.find(s) + len(s), text.find(s), s) for s in stops if s in text]
     if not matches:
         return text, None
@@ -37,20 +37,20 @@ def expected(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 @given(TEXTS, STOPS, st.lists(st.integers(0, 200), max_size=8))
-def test_text_stream_gives_the_same_text_for_every_split(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
+def test_text_stream_releases_the_same_text_for_every_split(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
     pieces, stop = run(text.encode(), stops, cuts)
     assert ("".join(pieces), stop) == expected(text, stops)
 
 
 @given(TEXTS, STOPS)
-def test_text_stream_never_releases_the_beginning_of_a_stop_that_follows(text: str, stops: tuple[str, ...]) -> None:
+def test_text_stream_never_releases_the_start_of_a_stop_string(text: str, stops: tuple[str, ...]) -> None:
     final, _ = expected(text, stops)
-    so_far = ""
+    released_text = ""
     stream = TextStream(stops)
     for byte in text.encode():
         released = stream.push(bytes([byte]))
-        so_far += released.released if isinstance(released, StopMatch) else released
-        assert final.startswith(so_far)
+        released_text += released.released if isinstance(released, StopMatch) else released
+        assert final.startswith(released_text)
         if isinstance(released, StopMatch):
             break
 
@@ -67,7 +67,7 @@ def test_text_stream_drops_an_unfinished_character_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("stops", "text", "stop"), [(("bc", "abcd"), "a", "bc"), (("b", "ab"), "", "ab")])
-def test_text_stream_takes_the_stop_that_ends_first_and_is_longest(
+def test_text_stream_finds_the_longest_of_the_stops_that_end_first(
     stops: tuple[str, ...], text: str, stop: str
 ) -> None:
     assert TextStream(stops).push(b"abcd") == StopMatch(text, stop)

@@ -63,14 +63,14 @@ UNENFORCEABLE: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "keyword", "reason"), UNENFORCEABLE)
-def test_keyword_that_cannot_be_enforced_is_refused_if_strict(schema: Any, keyword: str, reason: str) -> None:
+def test_unenforceable_keyword_is_rejected_if_strict(schema: Any, keyword: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=f"at #/properties/n/{keyword}: '{keyword}' can't be enforced: ") as caught:
         prepared(in_property(schema))
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(("schema", "keyword", "reason"), UNENFORCEABLE)
-def test_keyword_that_cannot_be_enforced_is_a_warning_otherwise(schema: Any, keyword: str, reason: str) -> None:
+def test_unenforceable_keyword_is_a_warning_if_not_strict(schema: Any, keyword: str, reason: str) -> None:
     found = prepared(in_property(schema), strict=False)
     assert found.warnings == (f"json_schema at #/properties/n: '{keyword}' is not enforced",)
     assert compiled(found.schema, strict=False)
@@ -120,7 +120,7 @@ def test_keyword_that_cannot_be_enforced_is_a_warning_otherwise(schema: Any, key
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
-def test_wrong_schema_is_refused_with_its_path(schema: Any, message: str, strict: bool) -> None:
+def test_invalid_schema_is_rejected_with_its_path(schema: Any, message: str, strict: bool) -> None:
     with pytest.raises(InvalidRequest, match=f"^json_schema[ :].*{message}"):
         prepared(schema, strict=strict)
 
@@ -135,7 +135,7 @@ def test_wrong_schema_is_refused_with_its_path(schema: Any, message: str, strict
         ('"' + "x" * limits.MAX_SCHEMA_CHARS + '"', "characters; shorten it to 100000 or fewer"),
     ],
 )
-def test_text_that_is_no_schema_is_refused(text: str, message: str) -> None:
+def test_text_is_rejected_when_it_is_not_a_schema(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^tools.0.parameters .*{message}"):
         prepare_schema(text, strict=False, where="tools.0.parameters")
 
@@ -153,11 +153,11 @@ def test_annotations_and_unknown_keywords_are_ignored_silently() -> None:
 @pytest.mark.parametrize(
     "schema", [{"type": "integer"}, {}, True, {"x-guidance": {"whitespace_flexible": True, "lenient": True}}]
 )
-def test_layout_is_ours_whatever_the_schema_says(schema: Any) -> None:
+def test_layout_is_fixed_when_the_schema_sets_another(schema: Any) -> None:
     assert prepared(schema).schema["x-guidance"] == LAYOUT
 
 
-def test_keywords_of_the_table_have_known_fates() -> None:
+def test_keywords_of_the_table_have_a_known_handling() -> None:
     for name, keyword in KEYWORDS.items():
         assert {keyword.strict, keyword.lenient} <= {ENFORCED, REWRITTEN, IGNORED, REFUSED, DROPPED}, name
 
@@ -243,7 +243,7 @@ TOO_MUCH: dict[str, Any] = {
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_hostile_schema_is_refused(name: str, strict: bool) -> None:
+def test_hostile_schema_is_rejected(name: str, strict: bool) -> None:
     with pytest.raises(InvalidRequest, match=r"too many|lead from one to the next|reached by too many"):
         prepared(TOO_MUCH[name], strict=strict)
 

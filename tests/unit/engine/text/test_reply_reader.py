@@ -1,4 +1,4 @@
-"""A reply is read the same however its text is split, and nothing of it is lost."""
+"""Replies have the same parts however their text is split, and no text is lost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from cellama.engine import ReplyFormat
-from cellama.engine.text.channel_reader import ChannelReader
 from cellama.engine.text.formats.call_reader import ToolReader
 from cellama.engine.text.formats.channels import MARKUP
-from cellama.engine.text.reply_parser import ReplyReader
+from cellama.engine.text.reply_reader import open_reply
 
 from .styles import CALLS, CHANNELS, derived, template
 
@@ -27,14 +26,14 @@ HERMES, LLAMA3, MISTRAL, MISTRAL2, CODER = (
     tools_of(style) for style in ("hermes", "llama3", "mistral", "mistral with tags", "qwen coder")
 )
 
-THINKS = ReplyFormat(think_open="<think>", think_close="</think>")
-IN_THOUGHT = replace(THINKS, starts_thinking=True)
+REASONS = ReplyFormat(think_open="<think>", think_close="</think>")
+IN_REASONING = replace(REASONS, starts_thinking=True)
 Read = tuple[str | None, str, list[tuple[str, str]]]
 
 
 def read(format_: ReplyFormat, pieces: list[str]) -> Read:
-    """Reasoning with its end marker, text, and calls."""
-    reader = ChannelReader(format_) if format_.channels else ReplyReader(format_)
+    """Return the reasoning with its end marks, the text, and the calls of a reply."""
+    reader = open_reply(format_)
     parts = [part for piece in pieces for part in reader.push(piece)]
     rest, calls = reader.finish()
     parts += rest
@@ -44,23 +43,23 @@ def read(format_: ReplyFormat, pieces: list[str]) -> Read:
 
 
 CHANNELED = ReplyFormat(channels=True, tools=ToolReader(derived(CHANNELS).calls or HERMES.format))
-THOUGHT, END_AND_START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
+ANALYSIS, END_AND_START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
 TO_F = "<|channel|>commentary to=functions.f"
 OFFERED = ReplyFormat(tools=ToolReader(LLAMA3.format, {"f": {}}))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 CASES: list[tuple[ReplyFormat, str, Read]] = [
     (ReplyFormat(), " <think>a</think> b ", ("", " <think>a</think> b ", [])),
-    (THINKS, "<think>\nI see.\n</think>\n\nYes.", ("I see.|", "Yes.", [])),
-    (THINKS, " \n<think></think>Yes ", ("|", "Yes ", [])),
-    (THINKS, " <thin air", ("", " <thin air", [])),
-    (THINKS, "No thought, <think>so what</think>", ("", "No thought, <think>so what</think>", [])),
-    (THINKS, "<think>never\nclosed </thi", ("never\nclosed </thi", "", [])),
-    (THINKS, "<think> a < b </think> c </think>", ("a < b|", "c </think>", [])),
-    (THINKS, "   ", ("", "   ", [])),
-    (IN_THOUGHT, "\nI see.\n</think>\nYes.", ("I see.|", "Yes.", [])),
-    (IN_THOUGHT, "", ("", "", [])),
-    (replace(THINKS, tools=HERMES), f"<think>a</think>\n\n{CALL}", ("a|", "", [("f", '{"x": 1}')])),
-    (replace(THINKS, tools=HERMES), f"I ask.\n{CALL}\n{CALL}", ("", "I ask.", [("f", '{"x": 1}')] * 2)),
+    (REASONS, "<think>\nI see.\n</think>\n\nYes.", ("I see.|", "Yes.", [])),
+    (REASONS, " \n<think></think>Yes ", ("|", "Yes ", [])),
+    (REASONS, " <thin air", ("", " <thin air", [])),
+    (REASONS, "No reasoning, <think>so what</think>", ("", "No reasoning, <think>so what</think>", [])),
+    (REASONS, "<think>never\nclosed </thi", ("never\nclosed </thi", "", [])),
+    (REASONS, "<think> a < b </think> c </think>", ("a < b|", "c </think>", [])),
+    (REASONS, "   ", ("", "   ", [])),
+    (IN_REASONING, "\nI see.\n</think>\nYes.", ("I see.|", "Yes.", [])),
+    (IN_REASONING, "", ("", "", [])),
+    (replace(REASONS, tools=HERMES), f"<think>a</think>\n\n{CALL}", ("a|", "", [("f", '{"x": 1}')])),
+    (replace(REASONS, tools=HERMES), f"I ask.\n{CALL}\n{CALL}", ("", "I ask.", [("f", '{"x": 1}')] * 2)),
     (ReplyFormat(tools=HERMES), f"{CALL[:-12]}", ("", "", [("f", '{"x": 1}')])),
     (ReplyFormat(tools=HERMES), f"a {CALL} b", ("", "a  b", [("f", '{"x": 1}')])),
     (ReplyFormat(tools=HERMES), "see <tool_call> {broken", ("", "see <tool_call> {broken", [])),
@@ -91,12 +90,12 @@ CASES: list[tuple[ReplyFormat, str, Read]] = [
         ("", "<tool_call>\n<function=f>\n<parameter=x>\n1", []),
     ),
     (ReplyFormat(tools=CODER), "<function=f><parameter=x>a</parameter></function>", ("", "", [("f", '{"x": "a"}')])),
-    (CHANNELED, f"{THOUGHT}A.{END_AND_START}final<|message|>Yes. ", ("A.|", "Yes. ", [])),
-    (CHANNELED, f"{THOUGHT}A.<|end|>{THOUGHT}B.", ("A.\n\nB.", "", [])),
+    (CHANNELED, f"{ANALYSIS}A.{END_AND_START}final<|message|>Yes. ", ("A.|", "Yes. ", [])),
+    (CHANNELED, f"{ANALYSIS}A.<|end|>{ANALYSIS}B.", ("A.\n\nB.", "", [])),
     (CHANNELED, f'{TO_F} <|constrain|>json<|message|>{{"x": 1}}', ("", "", [("f", '{"x": 1}')])),
     (
         CHANNELED,
-        f"{THOUGHT}A.{END_AND_START}commentary<|message|>I look."
+        f"{ANALYSIS}A.{END_AND_START}commentary<|message|>I look."
         f"{END_AND_START}commentary to=functions.f<|message|>{{}}<|call|>",
         ("A.|", "I look.", [("f", "{}")]),
     ),
@@ -113,7 +112,7 @@ CASES: list[tuple[ReplyFormat, str, Read]] = [
 
 
 @pytest.mark.parametrize(("format_", "text", "expected"), CASES, ids=[repr(case[1]) for case in CASES])
-def test_reply_has_the_same_parts_however_it_is_split(format_: ReplyFormat, text: str, expected: Read) -> None:
+def test_reply_has_the_same_parts_for_every_split(format_: ReplyFormat, text: str, expected: Read) -> None:
     assert read(format_, [text]) == expected
     assert read(format_, list(text)) == expected
     for at in range(len(text)):
@@ -122,14 +121,14 @@ def test_reply_has_the_same_parts_however_it_is_split(format_: ReplyFormat, text
 
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "{", '"', " ", "\n", "a", "<", "</th", "}"])),
-    st.sampled_from([THINKS, IN_THOUGHT, replace(THINKS, tools=HERMES), replace(IN_THOUGHT, tools=LLAMA3)]),
+    st.sampled_from([REASONS, IN_REASONING, replace(REASONS, tools=HERMES), replace(IN_REASONING, tools=LLAMA3)]),
 )
-def test_reply_reads_the_same_whole_and_in_pieces(pieces: list[str], format_: ReplyFormat) -> None:
+def test_tag_reader_returns_the_same_parts_whole_and_in_pieces(pieces: list[str], format_: ReplyFormat) -> None:
     assert read(format_, pieces) == read(format_, ["".join(pieces)])
 
 
-def test_thinking_over_its_budget_is_closed_token_by_token() -> None:
-    reader = ReplyReader(replace(IN_THOUGHT, thinking_budget=2, close_tokens=(7, 8)))
+def test_reasoning_is_closed_token_by_token_when_it_exceeds_its_budget() -> None:
+    reader = open_reply(replace(IN_REASONING, thinking_budget=2, close_tokens=(7, 8)))
     forced = []
     for text in ("a", "b", "</thi", "nk>", "c"):
         forced.append(reader.forced_token)
@@ -151,9 +150,7 @@ def test_thinking_over_its_budget_is_closed_token_by_token() -> None:
         ('{"name": "f", "arguments": {"x": ' + "[" * 200_000, []),
     ],
 )
-def test_arguments_of_a_call_can_be_written_as_json_and_utf8_whatever_the_model_wrote(
-    written: str, expected: list[tuple[str, str]]
-) -> None:
+def test_arguments_of_a_call_are_valid_json_and_utf8(written: str, expected: list[tuple[str, str]]) -> None:
     calls, rest = HERMES.parse(f"<tool_call>{written}</tool_call>")
     assert [(call.name, call.arguments) for call in calls] == expected
     for call in calls:
@@ -167,26 +164,26 @@ def test_arguments_of_a_call_can_be_written_as_json_and_utf8_whatever_the_model_
         st.sampled_from([*MARKUP, "analysis", "final", "commentary", " to=functions.f", "{}", " a", "assistant", "<"])
     )
 )
-def test_channels_read_the_same_whole_and_in_pieces(pieces: list[str]) -> None:
+def test_channel_reader_returns_the_same_parts_whole_and_in_pieces(pieces: list[str]) -> None:
     whole = "".join(pieces)
-    told = read(CHANNELED, pieces)
-    assert told == read(CHANNELED, [whole]) == read(CHANNELED, list(whole))
+    found = read(CHANNELED, pieces)
+    assert found == read(CHANNELED, [whole]) == read(CHANNELED, list(whole))
 
 
-def test_thoughts_in_channels_over_their_budget_are_ended_and_a_grammar_begins_with_the_text() -> None:
-    reader = ChannelReader(replace(CHANNELED, thinking_budget=2, close_tokens=(7,)))
-    told = []
-    for text in (THOUGHT, "a", "b", "<|end|>", "<|start|>assistant<|channel|>final", "<|message|>", "c"):
-        told.append((reader.forced_token, reader.num_unbound))
+def test_channel_reader_ends_reasoning_at_its_budget_and_counts_tokens_before_the_text() -> None:
+    reader = open_reply(replace(CHANNELED, thinking_budget=2, close_tokens=(7,)))
+    found = []
+    for text in (ANALYSIS, "a", "b", "<|end|>", "<|start|>assistant<|channel|>final", "<|message|>", "c"):
+        found.append((reader.forced_token, reader.num_unbound))
         reader.note_token()
         reader.push(text)
-    assert told == [(None, None), (None, None), (None, None), (7, None), (None, None), (None, None), (None, 6)]
-    assert ChannelReader(replace(CHANNELED, bound_at_start=True)).num_unbound == 0
+    assert found == [(None, None), (None, None), (None, None), (7, None), (None, None), (None, None), (None, 6)]
+    assert open_reply(replace(CHANNELED, bound_at_start=True)).num_unbound == 0
 
 
-def test_thoughts_in_channels_are_closed_token_by_token_where_that_takes_several() -> None:
-    reader = ChannelReader(replace(CHANNELED, thinking_budget=1, close_tokens=(7, 8)))
-    reader.push(THOUGHT)
+def test_channel_reader_forces_every_token_that_closes_reasoning() -> None:
+    reader = open_reply(replace(CHANNELED, thinking_budget=1, close_tokens=(7, 8)))
+    reader.push(ANALYSIS)
     forced = []
     for text in ("a", "<|en", "d|>", "<|start|>"):
         forced.append(reader.forced_token)
