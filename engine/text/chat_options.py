@@ -176,7 +176,7 @@ def grammar_of_calls(
             raise InvalidRequest("tool_choice is 'required', but there are no tools; add at least one")
         if tools is None or not tools.format.can_be_forced:
             raise InvalidRequest(
-                f"tool_choice: the format of model {name!r}'s tool calls is not fully known, so none can be forced; "
+                f"tool_choice: the tool call format of model {name!r} is not fully known, so no call can be forced; "
                 "use 'auto'"
             )
     elif (

@@ -24,7 +24,7 @@ from cellama.engine import (
 from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.llama import LlamaModel
 from cellama.engine.text.formats.call_format import IN_CHANNELS, ArgumentTags, CallFormat
-from cellama.engine.text.formats.call_grammar import CallGrammar, Offered, WantedText
+from cellama.engine.text.formats.call_grammar import CallGrammar, OfferedTool, TextConstraint
 from cellama.engine.text.formats.call_reader import ToolReader
 from cellama.engine.text.markup import from_caller
 from cellama.engine.text.reply_reader import ReplyFormat
@@ -54,7 +54,7 @@ def ask(
     **options: Any,
 ) -> tuple[Completion, list[Text]]:
     """The completion, and the texts that were told on the way."""
-    wanted = WantedText("json_schema", schema, True) if schema else None
+    wanted = TextConstraint("json_schema", schema, True) if schema else None
     prompt = model.prepare_chat([{"role": "user", "content": question}], ChatOptions(**options), wanted=wanted)
     request = Request(
         id="r",
@@ -204,7 +204,7 @@ def test_calls_of_any_family_can_be_forced_on_a_model(model: Model, calls: CallF
     properties = {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}}
     tools = {"look": {"type": "object", "properties": properties, "required": ["city", "days"]}}
     tools["stop"] = {"type": "object", "properties": {}, "additionalProperties": False}
-    offered = [Offered(name, of, True, "tools") for name, of in tools.items()]
+    offered = [OfferedTool(name, of, True, "tools") for name, of in tools.items()]
     lark = CallGrammar(calls, offered, prepare_schema, {}, several=False, forced=True).write()
     request = Request(
         id="r",

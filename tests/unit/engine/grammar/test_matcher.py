@@ -115,7 +115,7 @@ def test_vocabulary_without_an_end_token_can_be_constrained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "told"),
+    ("kind", "text", "message"),
     [
         ("regex", "(", "regex can't be compiled"),
         ("regex", "(?=a)", "regex can't be compiled"),
@@ -124,8 +124,8 @@ def test_vocabulary_without_an_end_token_can_be_constrained() -> None:
         ("json_schema", "{", "json_schema"),
     ],
 )
-def test_grammar_is_rejected_with_a_reason_of_one_line_when_it_does_not_compile(kind: str, text: str, told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told) as caught:
+def test_grammar_is_rejected_in_one_line_when_it_does_not_compile(kind: str, text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         compiled(kind, text)
     assert "\n" not in str(caught.value)
 

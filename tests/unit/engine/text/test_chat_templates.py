@@ -202,7 +202,7 @@ def test_reply_shows_only_the_control_tokens_of_its_markup() -> None:
         (
             "{{ tools }}",
             {"tools": [TOOL], "tool_choice": "required"},
-            "the format of model 'm's tool calls is not fully known",
+            "the tool call format of model 'm' is not fully known",
         ),
         ("hi", {"template_args": {"messages": []}}, "template_args has messages"),
     ],

@@ -187,7 +187,7 @@ def test_calls_are_parsed_but_not_forced_when_some_are_written_in_an_unknown_way
     markup = markup_of(source)
     assert markup.calls is not None
     options = ChatOptions(TOOLS, tool_choice="required")
-    with pytest.raises(InvalidRequest, match="the format of model 'm's tool calls is not fully known"):
+    with pytest.raises(InvalidRequest, match="the tool call format of model 'm' is not fully known"):
         grammar_of_calls("m", format_of(markup), options, prepare_schema)
     calls = [("look", {"text": "Hi", "count": 3})]
     turn = {"content": "", "tool_calls": calls_for_template(calls)}
