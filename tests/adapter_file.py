@@ -33,10 +33,10 @@ def shape_of(model: Path) -> Shape:
 def write_adapter(
     path: Path, shape: Shape | None = None, *, rank: int = 8, seed: int = 0, strength: float = 1.0, **metadata: Any
 ) -> None:
-    """Writes an F16 adapter for all matrices of the blocks; its alpha is the rank.
+    """Write an F16 adapter for all matrices of the blocks. Its alpha is the rank.
 
-    `strength` is about how large its part is beside that of the weights. `metadata` replaces keys of the file:
-    `architecture`, `type`, `kind` ("lora"), `invocation_tokens` (which make it an aLoRA).
+    `strength` is roughly the size of the adapter's contribution relative to the weights. `metadata` replaces keys of
+    the file: `architecture`, `type`, `kind` ("lora"), `invocation_tokens` (which make it an aLoRA).
     """
     shape = shape or Shape()
     writer = gguf.GGUFWriter(path, metadata.get("architecture", shape.architecture))

@@ -75,7 +75,7 @@ class BertShape(Shape):
         return super().kind_of(name, dims, wanted)
 
     def vector(self, rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> NDArray[np.float32]:
-        """Scales about 1, biases about 0: each one tells in the result."""
+        """Return scales near 1 and biases near 0, so that each of them affects the result."""
         values = 0.2 * rng.standard_normal(dims, dtype=np.float32)
         return values + np.float32(name.endswith("norm.weight"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-QUICK_MS = "50"  # between exports: a process that is killed has told what it could by then
+QUICK_MS = "50"  # between exports, so that a killed process has exported most of its spans
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Collector:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that shall tell its spans here."""
+        """Return the environment of a process that exports its spans to this collector."""
         url = f"http://127.0.0.1:{self._server.server_port}"
         return {"CELLAMA_TRACES": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": QUICK_MS}
 

@@ -30,7 +30,7 @@ from cellama.tasks.state.registry import WorkerEntry, live_workers
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
 MODELS = json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": SLOTS, "threads": 1, "default": True}])
-# Property tests draw so many times their usual number of examples; `make thorough` has ten.
+# Factor for the number of examples that property tests draw. `make thorough` sets it to ten.
 EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "1"))
 # The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -63,7 +63,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The last lines tell what failed and why, a line each: pytest's own are cut off, or in CI have whole logs."""
+    """Print one line per failure at the end, because pytest cuts its own lines off or prints whole logs in CI."""
     failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
     if failed:
         terminalreporter.section("failed")
@@ -134,7 +134,7 @@ class WorkerProcess:
         return self.log_path.read_text(errors="replace")
 
     def engine(self) -> dict[str, Any]:
-        """The engine's snapshot, as the last heartbeat told it."""
+        """Return the engine's snapshot from the last heartbeat."""
 
         def entries() -> list[WorkerEntry]:
             return [entry for entry in live_workers(self.redis) if entry.pid == self.process.pid]
@@ -143,7 +143,7 @@ class WorkerProcess:
         return snapshot
 
     def engine_now(self) -> dict[str, Any]:
-        """The engine's snapshot, as a heartbeat tells it that begins from now on."""
+        """Return the engine's snapshot from a heartbeat that starts after this call."""
         seconds, micros = self.redis.time()
         now = float(seconds) + micros / 1e6  # type: ignore[operator]
 
@@ -158,7 +158,7 @@ class WorkerProcess:
         return pace.slowed(self._pace_file, seconds)
 
     def stop(self) -> int:
-        """As `end_process`."""
+        """Stop the process; see `end_process`."""
         self.redis.close()
         return end_process(self.process)
 

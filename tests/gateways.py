@@ -61,5 +61,5 @@ class GatewayProcess:
         return self._log_path.read_text(errors="replace")
 
     def stop(self) -> int:
-        """As `end_process`."""
+        """Stop the process; see `end_process`."""
         return end_process(self.process)

@@ -1,4 +1,4 @@
-"""A Prometheus with a folder of its own, which has what targets of this machine told (Debian's package)."""
+"""Run Debian's Prometheus in a temporary directory, with targets on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Prometheus:
     def __init__(
         self, folder: Path, targets: Mapping[str, Sequence[int]], scrape_s: int, rules: Path | None = None
     ) -> None:
-        """Ports by the name of their job; a scrape that takes longer than the time between two is none.
+        """`ports` are the scraped ports by job name. A scrape that takes longer than its interval fails.
 
         Raises RuntimeError if it is not installed.
         """
@@ -46,12 +46,12 @@ class Prometheus:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()))
 
     def query(self, expression: str, at: float | None = None) -> list[Sample]:
-        """Its samples, now or at a Unix time. Raises RuntimeError with what is wrong with it."""
+        """Return the samples of an expression, now or at a Unix time. Raises RuntimeError if it is invalid."""
         found: list[Sample] = self._ask("query", query=expression, **({} if at is None else {"time": at}))["result"]
         return found
 
     def series(self, expression: str, begin: float, end: float, step_s: float) -> list[Sample]:
-        """Its samples at every step between two Unix times. Raises RuntimeError."""
+        """Return the samples of an expression at every step between two Unix times. Raises RuntimeError."""
         told = self._ask("query_range", query=expression, start=begin, end=end, step=step_s)
         found: list[Sample] = told["result"]
         return found
@@ -61,7 +61,7 @@ class Prometheus:
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def value(self, expression: str) -> float | None:
-        """That of its first sample now; None if it has none."""
+        """Return the value of the first sample now, or None without samples."""
         found = self.query(expression)
         return float(found[0]["value"][1]) if found else None
 

@@ -1,4 +1,4 @@
-"""What Prometheus' parser reads."""
+"""Read metrics with the parser of Prometheus' client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def sample(text: str, metric: str, /, **labels: str) -> float | None:
-    """The first of this name with these labels, among others; None: there is none."""
+    """Return the first sample with this name and at least these labels, or None."""
     for family in text_string_to_metric_families(text):
         for found in family.samples:
             if found.name == metric and labels.items() <= found.labels.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Receiver:
-    """A server that notes each call, and answers as it is told: status and headers of each, the last one for good."""
+    """A server that records each request and responds with the given statuses and headers, and repeats the last one."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, str], bytes]] = []

@@ -25,7 +25,7 @@ Refuses = Callable[[str, bytes], bool]  # name of a command, and its first argum
 
 
 def everything(command: str, _: bytes) -> bool:
-    """What a Redis refuses that is busy, or loading."""
+    """Return whether a busy or loading Redis refuses this command."""
     return command not in ("AUTH", "CLIENT", "HELLO")
 
 
@@ -34,12 +34,12 @@ def brpop(command: str, _: bytes) -> bool:
 
 
 def writes(command: str, _: bytes) -> bool:
-    """What a replica, or a master that is short of replicas, refuses: scripts as well, which write."""
+    """Return whether a replica, or a master without enough replicas, refuses this command. Scripts count as writes."""
     return command not in READS
 
 
 def needs_memory(command: str, first: bytes) -> bool:
-    """What a full Redis refuses: it gives messages away."""
+    """Return whether a full Redis refuses this command. Taking messages is allowed."""
     return writes(command, first) and command != "BRPOP"
 
 

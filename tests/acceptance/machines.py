@@ -49,7 +49,7 @@ class Machine:
         return (self.folder / "up.log").read_text()
 
     def slowed(self) -> contextlib.AbstractContextManager[None]:
-        """As WorkerProcess.slowed."""
+        """Slow down the worker's engine, like WorkerProcess.slowed."""
         return pace.slowed(Path(self.environment[pace.PACE_FILE]))
 
 

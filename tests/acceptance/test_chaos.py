@@ -35,8 +35,9 @@ def chaos(*scenarios: str, options: tuple[str, ...], jobs: int = JOBS) -> list[d
 
 @pytest.mark.timeout(2 * TIMEOUT_S + 30)
 def test_chaos_jobs_finish_once_with_the_text_of_an_undisturbed_run() -> None:
-    """No job begins a second time merely because Redis was away: the benchmark's lease is then longer than a busy
-    machine keeps a thread waiting, so what is counted depends on the rules, and not on the machine."""
+    """No job starts a second attempt only because Redis was unreachable.
+
+    The benchmark's lease is longer than a busy machine delays a thread, so the counts don't depend on the machine."""
     numbers = ("--kills", "3", "--outages", "4", "--freezes", "2", "--rollbacks", "2")
     found = chaos(*SCENARIOS, options=("--new", "200", "--period", "1.5", *numbers))
     rows = {row["scenario"]: row for row in found}

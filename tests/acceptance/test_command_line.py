@@ -1,4 +1,4 @@
-"""What a person does on one machine: `cellama up`, generate, chat, status, Flower, Ctrl-C."""
+"""Use the command line on one machine: `cellama up`, generate, chat, status, Flower, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Composed:
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Iterator[Composed]:
-    """With its Redis."""
+    """Start the service and its Redis."""
     composed = Composed(tmp_path, in_container=HAS_NAMESPACES)
     _, *options = composed.argv("redis")
     here = ["--port", str(composed.redis_port), "--bind", "127.0.0.1", "--dir", str(tmp_path)]

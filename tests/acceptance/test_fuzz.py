@@ -11,7 +11,7 @@ import pytest
 from ..conftest import clean_environment
 
 TIMEOUT_S = 400.0
-# The limit is generous: what hangs does so for ever, and a slow machine is no hang.
+# A generous limit: a hang lasts forever, and a slow machine must not look like one.
 OPTIONS = ("--payloads", "95", "--forms", "95", "--warm-up", "0", "--in-flight-corpus", "4", "--limit", "90")
 
 

@@ -27,7 +27,7 @@ LOOK_AHEAD = 4
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """With no settings, and a cache of its own."""
+    """Run without settings and with an empty cache."""
     return clean_environment(XDG_CACHE_HOME=str(folder), COLUMNS="120")
 
 
@@ -43,7 +43,7 @@ def results(folder: Path) -> list[Path]:
 
 
 def test_worker_uses_tuned_options_that_its_settings_leave_open(redis_server: RedisServer, tmp_path: Path) -> None:
-    done = tune(tmp_path, "bundled://tiny", *SHORT, "--seconds", "20", "--json")  # on a busy machine, too
+    done = tune(tmp_path, "bundled://tiny", *SHORT, "--seconds", "20", "--json")  # even on a busy machine
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     chosen = found["chosen"]["setup"]
@@ -82,14 +82,14 @@ def served_by(worker: WorkerProcess) -> dict[str, Any]:
 
 
 def pool_size() -> int | None:
-    """As the worker named `tuned` tells it."""
+    """Return the options that the worker named `tuned` reports."""
     answers = app.control.inspect(timeout=2.0).stats() or {}
     mine = next((stats for name, stats in answers.items() if name.startswith("tuned@")), None)
     return None if mine is None else int(mine["pool"]["max-concurrency"])
 
 
 def test_tune_prints_a_line_per_configuration_and_a_table_without_a_terminal(tmp_path: Path) -> None:
-    done = tune(tmp_path, "tiny", *SHORT, "--seconds", "30")  # time for two setups on a busy machine, too
+    done = tune(tmp_path, "tiny", *SHORT, "--seconds", "30")  # time for two setups even on a busy machine
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^n_parallel \d+, kv_layout \w+, n_ubatch \d+, threads 1: \d+ tokens/s", done.stdout, re.M)
     assert len(lines) >= 2

@@ -1,4 +1,4 @@
-"""What pip installs is whole: the wheel alone, in an empty folder, runs the demo."""
+"""Install the wheel alone and run the demo in an empty directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen to jobs, workers and Redis, step by step, for the model check. Nothing here waits."""
+"""The steps of the model check: everything that can happen to jobs, workers and Redis. No step waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ redis_of_test: list[Any] = []
 
 
 class MovedRedis(Redis):
-    """Its time is the test's."""
+    """A Redis whose clock the test moves."""
 
     def time(self, **_: Any) -> Any:
         now = float(self.get(CLOCK) or 0)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class Delivery:
         self.trimmed: set[str] = set()  # jobs whose journal has lost its beginning
 
     def store(self, job_id: str, ending: Ending) -> None:
-        """What Celery's result backend does."""
+        """Store a result as Celery's result backend does."""
         assert self.ledger.state(job_id) == "done"
         if self.redis.setnx(result_key(job_id), json.dumps(ending.event)):
             self.redis.hset(job_key(job_id), "stored", "SUCCESS")
@@ -265,7 +265,7 @@ class Delivery:
         self.snapshot = {}
         self.jobs = [job_id for job_id in self.jobs if self.ledger.state(job_id) is not None]
 
-    # What must hold
+    # Invariants
 
     def streams_are_whole(self) -> None:
         for job_id in self.jobs:
@@ -288,7 +288,7 @@ class Delivery:
                 assert noted or self.redis.zscore(leases_key(), job_id) is not None
 
     def finish(self) -> None:
-        """Every job ends once workers do what they do, and Celery hears of it."""
+        """Let workers do their duties until every job has ended and Celery has each result."""
         for worker in self.workers:
             worker.frozen = False
         for _ in range(60):

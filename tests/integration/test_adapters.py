@@ -27,7 +27,7 @@ PLAIN, SEAS = ", there was a", " on the seven seas,"
 
 @pytest.fixture(scope="module")
 def name() -> str:
-    """Of the worker and its model."""
+    """Return a name for the worker and its model."""
     return f"a{uuid.uuid4().hex[:8]}"
 
 
@@ -45,7 +45,7 @@ def shared_worker(
 
 @pytest.fixture
 def worker(shared_worker: WorkerProcess, name: str) -> Iterator[WorkerProcess]:
-    """With the adapter of its settings alone, before and after the test."""
+    """Return the worker, which has only the adapter of its settings before and after the test."""
     yield shared_worker
     with Client() as client:
         names = {adapter["name"] for adapter in client.adapters(name)}

@@ -124,7 +124,7 @@ def test_async_client_rejects_bad_input_immediately() -> None:
 
 
 def test_job_is_cancelled_when_the_reader_scope_is_cancelled_repeatedly() -> None:
-    """As web frameworks on anyio do it when their client goes away: each await of the cleanup is cancelled, too."""
+    """Web frameworks on anyio cancel every await, including those of the cleanup, when their client disconnects."""
 
     async def body(client: AsyncClient) -> None:
         async def read(job_id: str) -> None:

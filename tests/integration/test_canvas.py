@@ -1,4 +1,4 @@
-"""Celery's ways of calling tasks, with ours: beside a user's own app, whose worker is a process of its own."""
+"""Celery's canvas with cellama's tasks and those of a user's app, whose worker is another process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STORY = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def users(worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The module of the user's app, while its worker runs beside ours."""
+    """Return the module of the user's app while its worker runs."""
     from . import users_app
 
     log = (tmp_path_factory.mktemp("users") / "worker.log").open("wb")
@@ -56,7 +56,7 @@ def users(worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def story(users: Any) -> str:
-    """What the model says to STORY."""
+    """Return the text that the model generates for STORY."""
     return str(generate.delay("tiny", STORY, **SHORT).get(timeout=PATIENCE_S)["text"])
 
 

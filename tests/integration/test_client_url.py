@@ -1,4 +1,4 @@
-"""Clients that are given a URL, beside the Redis of the settings: all goes to the one, and nothing to the other."""
+"""Clients with a URL use only that Redis and never the one of the settings."""
 
 from __future__ import annotations
 

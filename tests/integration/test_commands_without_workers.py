@@ -1,4 +1,4 @@
-"""What commands tell of jobs, queues and bulk runs, and which mistakes they name at once. No worker runs."""
+"""Commands for jobs, queues and bulk runs while no worker runs."""
 
 from __future__ import annotations
 

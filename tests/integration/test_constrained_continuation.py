@@ -109,7 +109,7 @@ def test_chat_with_tools_is_constrained(worker: WorkerProcess, redis_client: Red
 def test_constrained_job_of_a_version_without_llguidance_fails(
     start_worker: StartWorker, worker: WorkerProcess, model: str, redis_client: Redis
 ) -> None:
-    """Its tokens were chosen by other code. Where they are free, the job continues."""
+    """An unconstrained job continues although another version sampled its first tokens."""
     (weights,) = {w.models[0]["fingerprint"] for w in live_workers(redis_client) if w.pid == worker.process.pid}
     ledger, jobs = Ledger(redis_client), [generate.delay(model, STORY, max_tokens=4, **how) for how in ({}, EMPTY)]
     for job in jobs:
@@ -129,7 +129,7 @@ def test_constrained_job_of_a_version_without_llguidance_fails(
 
 
 def forget(redis: Redis, worker: WorkerProcess) -> None:
-    """What other workers do with the entry of a worker that ended a minute ago."""
+    """Act as other workers do with the entry of a worker that stopped a minute ago."""
     entries: Any = redis.hgetall(workers_key())
     (name,) = [name for name, entry in entries.items() if json.loads(entry)["pid"] == worker.process.pid]
     redis.hdel(workers_key(), name)

@@ -51,7 +51,7 @@ def test_existing_context_is_extended_instead_of_rewritten(redis_client: Redis) 
 
 
 def test_contexts_are_stored_with_the_last_event(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
-    """Those of alternatives keep the prompt once; a superseded attempt keeps nothing."""
+    """Alternatives share one copy of the prompt, and a superseded attempt stores nothing."""
     first, second, kept = new_key(), new_key(), context(2000)
     other = KeptContext(MODEL, IDENTITY, [*kept.tokens[:1500], 1, 2, 3])
     contexts = ((first, pack(kept)), (second, pack_after(other, first, 1500)))
@@ -82,7 +82,7 @@ def test_invalid_context_value_is_treated_as_missing(redis_client: Redis, value:
 
 
 def test_damaged_context_is_missing_or_has_other_tokens(redis_client: Redis) -> None:
-    """Whoever asks computes the key again, so that other tokens are as good as none."""
+    """A reader recomputes the key, so it detects wrong tokens and ignores them."""
     key, kept, randomly = new_key(), context(1500), random.Random(1)
     whole = pack(kept)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Revokes and purges last, whoever asks for them; a canvas hears of jobs that ended before a worker had them."""
+"""Revokes and purges are permanent, and a canvas is notified of jobs that ended before a worker took them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_job_fails_with_time_limit_exceeded_before_and_after_its_start(
         with pytest.raises(TimeLimitExceeded):
             job.get(timeout=PATIENCE_S)
     assert events_of(waiting.id)[-1]["finish_reason"] == "timeout"
-    assert Ledger(redis_client).state(running.id) == "running"  # its run tells
+    assert Ledger(redis_client).state(running.id) == "running"  # its attempt decides
 
 
 def followers(redis: Redis, queue: str) -> list[tuple[str, Any]]:
@@ -186,7 +186,7 @@ def test_next_step_and_callbacks_are_sent_when_a_job_times_out(unserved: str, re
     assert done.result["finish_reason"] == "timeout"
 
     def is_sent() -> bool:
-        """By whichever reaper: Celery notes a failure first, and sends what follows it then."""
+        """Return whether any reaper sent it: Celery stores a failure before it sends the errback."""
         told = followers(redis_client, queue)
         return failed.id in [what for _, what in told] and all((job_id, done.result) in told for job_id in ids)
 

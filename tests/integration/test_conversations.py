@@ -1,4 +1,4 @@
-"""Conversations that go on by keys, through a real worker: token-exact, and never for another scope."""
+"""Conversations continued by parent keys on a real worker: exact tokens, and never across scopes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(task: Any, *args: Any, **params: Any) -> Any:
 
 
 def tokens_of(result: Any) -> tuple[list[int], list[int]]:
-    """Of the prompt, and what was generated."""
+    """Return the tokens of the prompt and of the generated text."""
     num_prompt = result["usage"]["prompt_tokens"]
     return result["context_tokens"][:num_prompt], result["tokens"]
 

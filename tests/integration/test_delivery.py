@@ -1,4 +1,4 @@
-"""Jobs outlive workers, messages and outages; whoever waits is told. Most workers here serve a model of their own."""
+"""Jobs survive lost workers, messages and outages, and their readers get every end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOBODY = "nobody-serves-this"
 def test_lost_message_is_queued_again(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     with Client() as client:
         job = client.generate(model, STORY, wait=True, max_tokens=4, **GREEDY)
-        assert redis_client.rpop(queue_keys(model)[3])  # as a worker does that dies before it tells of it
+        assert redis_client.rpop(queue_keys(model)[3])  # like a worker that dies before it reports the job
         start_worker(lease_s=3)
         assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
 

@@ -1,4 +1,4 @@
-"""Workers that are told to end while Redis is away: they do, and what they had goes on elsewhere once it is back."""
+"""Workers that stop while Redis is unreachable exit, and their jobs resume elsewhere when Redis is back."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_remote_control_waits_until_redis_is_back(server: RedisServer, sends: st
 
 
 def test_heartbeat_on_a_lost_connection_does_not_block_the_exit(server: RedisServer) -> None:
-    """Celery's event loop sends it as here, and hears of the worker's end only after that."""
+    """Celery's event loop sends the heartbeat like this, before it learns that the worker stops."""
     app = make_app(server.url)
     with app.connection_for_write() as connection:
         dispatcher = app.events.Dispatcher(connection)

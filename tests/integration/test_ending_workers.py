@@ -44,7 +44,7 @@ def test_job_of_a_killed_worker_resumes_where_it_stopped(
 def test_worker_does_not_end_its_job_when_a_restored_redis_denies_ownership(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
-    """In a failover the old master takes writes for a while, so one may say "lost" and the other take the end."""
+    """During a failover the old master accepts writes for a while, so two servers can disagree about the owner."""
     worker = start_worker(lease_s=3)
     undisturbed = generate.delay(model, STORY, **RESUMED).get(timeout=PATIENCE_S)["text"]
     with worker.slowed(STEP_S):
@@ -75,7 +75,7 @@ def test_stopping_worker_hands_its_jobs_back(
     for job in jobs:
         assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
         check_whole(read(redis_client, job.id), undisturbed)
-    # What was handed back had a token each, and is not computed again.
+    # Each returned job had a token already, which is not computed again.
     tokens = len(jobs) * MEDIUM["max_tokens"]
     wait_until(lambda: second.engine()["phase"] == "idle", "an idle engine")
     assert second.engine()["generated_tokens"] < tokens
@@ -141,7 +141,7 @@ def test_jobs_running_alongside_a_crashing_job_are_not_suspected_later(
     while not job.ready():
         live()
     assert job.get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 8
-    assert attempts() == 2  # one beside the first poison, one alone
+    assert attempts() == 2  # one alongside the first crashing job, one alone
     with Client() as client:
         for each in poisons:
             client.cancel(each.id)

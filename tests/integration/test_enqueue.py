@@ -33,7 +33,7 @@ NUM = PAGE_JOBS + 7
 
 
 def messages(redis: Redis, model: str, priority: int = 3) -> list[dict[str, Any]]:
-    """What is in a queue, the next one first."""
+    """Return the messages of a queue, the next one first."""
     found: Any = redis.lrange(queue_key(queue_name(model), priority), 0, -1)
     return [json.loads(message) for message in reversed(found)]
 
@@ -175,7 +175,7 @@ def test_task_sent_events_pause_while_no_monitor_is_subscribed(unserved: str, re
     jobs = generate.check_many([((unserved, "Hi"), {})] * 4 * PAGE_JOBS)
     ledger = Watched(redis_client)
     assert list(enqueue(app, ledger, jobs, generate._publish, generate._alike(is_bulk=True))) == [True] * len(jobs)
-    assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1]  # the second page is made before the first one is told
+    assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1]  # the second page is built before the first one is sent
     assert len(messages(redis_client, unserved)) == len(jobs)
 
 

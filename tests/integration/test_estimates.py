@@ -1,6 +1,6 @@
-"""Estimates of waits, through the real ledger and the client, on a clock that the test moves: no machine is measured.
+"""Estimates of waits with the real ledger and client, on a clock that the test moves.
 
-Two workers play jobs as engines do: each slot makes tokens at the worker's speed, and the ledger is told.
+Two simulated workers run jobs: each slot generates tokens at the worker's speed and reports them to the ledger.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ HEARTBEAT_S = 2.0
 
 
 class MovedPipeline(Pipeline):
-    """As MovedRedis."""
+    """Like MovedRedis, for asyncio."""
 
     def time(self, **_: Any) -> Any:
         return self.execute_command("EVAL", NOW, 0)
 
 
 class SteadyRedis(MovedRedis):
-    """Its pipelines are of the test's time, too."""
+    """A Redis whose pipelines also use the clock of the test."""
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
         return MovedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
@@ -70,7 +70,7 @@ def redis(tmp_path: Path) -> Iterator[MovedRedis]:
 
 @dataclass
 class Played:
-    """What becomes of a job, and what was said of it when it was submitted."""
+    """A job with its course and the estimate from its submission."""
 
     asked: int
     tokens: float  # of work, with what reading its prompt takes
@@ -87,7 +87,7 @@ class Played:
 
 @dataclass
 class Cluster:
-    """Workers by name, with so many slots each, and a time."""
+    """Simulated workers by name with `slots` slots each, and a clock."""
 
     redis: MovedRedis
     slots: int = 4
@@ -106,7 +106,7 @@ class Cluster:
         self.beat()
 
     def beat(self) -> None:
-        """What workers write every 2 s."""
+        """Write the samples that workers write every 2 s."""
         self.redis.set(CLOCK, self.now)
         for name, speed in self.speeds.items():
             busy = sum(worker == name for _, worker, _ in self.ends)
@@ -183,7 +183,7 @@ def cluster(redis: MovedRedis) -> Cluster:
 
 
 def hits(jobs: list[Played]) -> float:
-    """The part of the jobs whose wait was within the range that was told."""
+    """Return the share of jobs whose wait was within the estimated range."""
     return sum(j.said.eta_least_s <= j.waited_s <= (j.said.eta_most_s or 0) for j in jobs if j.said) / len(jobs)
 
 
@@ -275,7 +275,7 @@ def test_malformed_history_entries_are_ignored(cluster: Cluster, redis: Redis) -
 
 
 def new_job_waits(cluster: Cluster) -> dict[str, float | None]:
-    """What `cellama status` says of a new job of each class."""
+    """Return the estimate of `cellama status` for a new job of each class."""
     classes = cluster.client.stats()["classes"][MODEL]
     return {name: told["eta_s"] for name, told in classes.items()}
 

@@ -1,5 +1,4 @@
-"""What a request costs before its body is known, and what slow or large ones are bounded by: gateway processes, keys,
-no worker."""
+"""Limits of the gateway before a body is read: slow, large and concurrent requests, with keys and without a worker."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Gateways:
         self._processes: list[subprocess.Popen[str]] = []
 
     def race(self, key: KeyText) -> list[int]:
-        """What they answer when they are asked at the same moment. They go on afterwards."""
+        """Send requests to all gateways at the same moment and return the responses. The gateways keep running."""
         for _ in range(NUM_GATEWAYS):
             argv = [sys.executable, "-c", GATEWAY, key.text, str(NUM_REQUESTS)]
             environment = clean_environment(CELLAMA_REDIS_URL=self.url)

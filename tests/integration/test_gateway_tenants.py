@@ -1,4 +1,4 @@
-"""OpenAI's own client against a real gateway with keys: who is let in, how much, and what tenants see of each other."""
+"""OpenAI's client and a real gateway with keys: access, limits and isolation of tenants."""
 
 from __future__ import annotations
 

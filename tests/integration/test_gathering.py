@@ -20,7 +20,7 @@ from .ledgers import submit
 
 
 class HeldRedis(Redis):
-    """Its first command waits until the test has seen what it wants to; it counts round trips, and may be cut off."""
+    """A Redis that counts round trips, delays the first one until the test releases it, and can be disconnected."""
 
     goes_on: threading.Event
     num_pages = 0

@@ -38,7 +38,7 @@ def redis_client(database: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def heeded_job(database: str, ledger: Ledger, queue: str) -> str:
-    """A job that waits, and whose end is announced as that of resp_1."""
+    """Return a waiting job whose end is announced as the end of resp_1."""
     job_id = str(uuid.uuid4())
     heed_now(database, job_id)
     return submit(ledger, queue, job_id=job_id)
@@ -75,7 +75,7 @@ def test_requested_end_notification_is_sent_once(
     for _ in range(2):
         write(ledger, attempt, end, seq=1)
     assert told(redis_client) == [announcement(event_type, "resp_1", "acme")]
-    heed_now(database, heeded_job)  # by whoever asks for the same once more
+    heed_now(database, heeded_job)  # by a repeated request
     assert not redis_client.exists(heeded_key(heeded_job))
 
 

@@ -52,7 +52,7 @@ with Client() as client:
 
 
 def run(program: str, redis_url: str, **settings: str) -> str:
-    """What a process of an installation prints."""
+    """Run code in a process of an installation and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=clean_environment(CELLAMA_REDIS_URL=redis_url, **settings),

@@ -1,4 +1,4 @@
-"""The ledger on a real Redis: who may write, what is counted, what is found again."""
+"""The ledger on a real Redis: ownership, counters and recovery."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_job_finishes_when_its_message_is_acknowledged_while_it_runs(ledger: Led
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     ledger.release(taken)  # as Celery does when it terminates a job
-    assert not ledger.cancel(job_id, running=True)  # another worker hears of that, too: the attempt has its last step
+    assert not ledger.cancel(job_id, running=True)  # another worker receives this also: the attempt has its last event
     assert write(ledger, attempt, events.done("cancelled", {})) == set()
 
 

@@ -1,4 +1,4 @@
-"""Attempts at a job in the ledger, on a real Redis: who may write, who is suspect, how it ends."""
+"""Attempts in the ledger on a real Redis: fencing, suspected jobs and ends."""
 
 from __future__ import annotations
 

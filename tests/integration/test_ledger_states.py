@@ -1,4 +1,4 @@
-"""What the ledger says of a job agrees with what happens to it, in every set and after every loss."""
+"""The ledger's state of a job agrees with its course in every index and after every loss."""
 
 from __future__ import annotations
 

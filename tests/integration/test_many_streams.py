@@ -1,4 +1,4 @@
-"""A thousand streams at once through one AsyncClient, while an artificial producer tells and connections are killed."""
+"""A thousand concurrent streams through one AsyncClient of simulated jobs while connections are killed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def connections(redis: Redis) -> list[dict[str, str]]:
-    """Of all but this client."""
+    """Return the ids of all connections except that of this client."""
     own = str(redis.client_id())
     return [each for each in redis.client_list() if each["id"] != own]
 
 
 class Producer(threading.Thread):
-    """Tells the events of all jobs in a random order, and kills connections in between."""
+    """Publish the events of all jobs in random order and kill connections in between."""
 
     def __init__(self, redis: Redis, lengths: list[int], chance: random.Random) -> None:
         super().__init__(daemon=True)
@@ -60,7 +60,7 @@ class Producer(threading.Thread):
             for job in rounds[start : start + page]:
                 self._tell(pipe, job, told)
             pipe.execute()
-            if number == 3:  # what came before may have been told to nobody
+            if number == 3:  # earlier events may have been published without a subscriber
                 wait_until(self._is_heard, "a subscription")
             found = connections(self._redis)
             self.subscribed.append(sum(int(each["sub"]) > 0 for each in found))

@@ -29,7 +29,7 @@ from ..unit.test_board import EXPRESSIONS, OVERVIEW
 DASHBOARDS = Path(__file__).parents[2] / "docs" / "dashboards"
 METRICS = [sys.executable, "-c", "from cellama.api.cli import main; main()", "metrics", "--port"]
 NUM_JOBS, MAX_TOKENS, NUM_WORKERS = 12, 9, 2
-SCRAPE_S = 2  # a scrape that takes longer is none
+SCRAPE_S = 2  # a longer scrape fails
 Scraped = tuple[Prometheus, GatewayProcess, str]
 Load = tuple[list[Any], dict[str, Any]]
 
@@ -69,7 +69,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def load(scraped: Scraped) -> Load:
-    """What came of all that is asked in this module: of jobs, and of a request to the gateway."""
+    """Run all jobs of this module and a request to the gateway, and return their results."""
     _, gateway, name = scraped
     jobs = [generate.delay(name, f"{number} Once upon a time", max_tokens=MAX_TOKENS) for number in range(NUM_JOBS)]
     results = [job.get(timeout=PATIENCE_S) for job in jobs]
@@ -117,7 +117,7 @@ def test_metrics_match_the_load(scraped: Scraped, load: Load) -> None:
     assert others == {}
     first_s = sum(result["timings"]["ttft_ms"] for result in results) / 1e3
     query = f"sum(vllm:time_to_first_token_seconds_sum{of})"
-    # And that of the gateway's request, which its answer does not tell. A scrape may have failed just now.
+    # Includes the job of the gateway's request. A scrape may have failed just now.
     wait_until(lambda: (prometheus.value(query) or 0.0) >= first_s * 0.999, "the time of first tokens")
 
 

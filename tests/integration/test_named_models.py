@@ -29,7 +29,7 @@ def test_model_can_have_any_single_line_name_and_its_own_sampling_defaults(
     try:
         job = generate.delay(name, STORY)
         assert job.get(timeout=PATIENCE_S)["text"] == "abc"
-        assert events_of(job.id)[0]["sampling"] == sampling  # another worker goes on with these
+        assert events_of(job.id)[0]["sampling"] == sampling  # another worker resumes these
         free = generate.delay(name, STORY, grammar=None, max_tokens=4).get(timeout=PATIENCE_S)
         assert free["text"] == ", there was a"
         other = chat.delay(name, [{"role": "user", "content": "Hi"}], json_schema={"const": 1}).get(timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Workers of a pool have the same models and adapters at run time, whoever dies, joins or can't load one."""
+"""Workers of a pool have the same models and adapters when workers die, join or can't load one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Start = Callable[..., WorkerProcess]
 
 @pytest.fixture
 def name() -> str:
-    """Of the pool, and the beginning of the names of its workers and models."""
+    """Return the name of the pool, with which the names of its workers and models start."""
     return f"p{uuid.uuid4().hex[:8]}"
 
 
@@ -61,7 +61,7 @@ def client(redis_server: RedisServer) -> Iterator[Client]:
 
 
 def things(client: Client, worker: str) -> list[WantedThing]:
-    """What a worker says in the registry that it wants, beside what its settings say."""
+    """Return the desired state in the registry that is not in the worker's settings."""
     found = [entry.wanted for entry in client.workers() if entry.name.startswith(f"{worker}@")]
     return [thing for thing in (found or [[]])[0] if thing["by"] != "settings"]
 

@@ -58,7 +58,7 @@ class World:
         return job_id
 
     def pass_time(self, seconds: float) -> None:
-        """What was seen missing, was seen longer ago; and no worker waits for its turn to look."""
+        """Make earlier observations older, and let every worker check immediately."""
         for job_id in self.redis.zrange(missing_key(), 0, -1):
             self.redis.zincrby(missing_key(), -seconds, job_id)
         self.redis.delete(reaper_key("missing"))
@@ -74,7 +74,7 @@ class World:
 
 @pytest.fixture
 def world(redis_server: RedisServer) -> Iterator[World]:
-    """A database of its own: other tests have jobs that are lost or late, too."""
+    """Use a separate database, because other tests also have lost or late jobs."""
     with empty_database(redis_server, 12) as url, Redis.from_url(url) as redis:
         yield World(redis)
 

@@ -115,7 +115,7 @@ def test_redis_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
 
 @pytest.fixture
 def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least 0.1 ms per key; Redis answers after each thousand."""
+    """Slow down loading: at least 0.1 ms per key, while Redis answers after every thousand keys."""
     config = RedisServer._config
     monkeypatch.setattr(RedisServer, "_config", lambda server, folder: config(server, folder) + "key-load-delay 100\n")
 
@@ -128,7 +128,7 @@ def test_redis_server_waits_while_its_data_is_loaded(tmp_path: Path, monkeypatch
                 pipeline.set(f"key {number}", "x")
             pipeline.execute()
         server.stop()
-        monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 3.0)  # less than so many keys take
+        monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 3.0)  # shorter than loading
         server.run()
         assert client.dbsize() == 40_000
 

@@ -85,7 +85,7 @@ def test_documented_acl_rules_permit_everything_that_cellama_does(server: RedisS
         refused: list[Any] = admin.execute_command("ACL", "LOG", "100")
     assert code == 0, worker.log()
     named = [dict(zip(entry[::2], entry[1::2], strict=True)) if isinstance(entry, list) else entry for entry in refused]
-    # redis-py tells its name where it may (CLIENT SETINFO), and does without.
+    # redis-py sends CLIENT SETINFO, and continues if the user may not use it.
     assert [entry for entry in named if not entry["object"].startswith("client")] == []
 
 

@@ -1,4 +1,4 @@
-"""Workers that start, or are told to exit, while Redis refuses commands."""
+"""Workers that start or stop while Redis refuses commands."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def without_replicas(redis: Redis, server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_disk(redis: Redis, server: RedisServer) -> Iterator[None]:
-    """Its snapshot can't be written: a folder has that name."""
+    """Make Redis unable to write its snapshot: a directory has the name of the file."""
     (server.data_dir / "dump.rdb" / "in the way").mkdir(parents=True, exist_ok=True)
     redis.config_set("save", "3600 1")
     redis.bgsave()

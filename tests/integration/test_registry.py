@@ -1,4 +1,4 @@
-"""The registry on a real Redis: who lives is seen, whatever its chores run into."""
+"""The registry on a real Redis: live workers stay listed when their periodic duties fail."""
 
 from __future__ import annotations
 

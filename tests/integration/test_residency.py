@@ -1,4 +1,4 @@
-"""Models that come and go on a running worker, under load, through Celery's remote control."""
+"""Load and unload models on a busy worker through Celery's remote control."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"n_parallel": 2, "threads": 1, "capabilities": ["gene
 
 
 def new_name() -> str:
-    """Of a worker, and the beginning of the ids of its models."""
+    """Return a name for a worker, with which the ids of its models start."""
     return f"m{uuid.uuid4().hex[:8]}"
 
 
@@ -37,7 +37,7 @@ def shared_name() -> str:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """That of the worker of all tests, or of one of the test's own."""
+    """Return the worker of all tests, or a separate one."""
     if "shared_worker" in request.fixturenames:
         name: str = request.getfixturevalue("shared_name")
         return name
@@ -155,7 +155,7 @@ def test_busy_model_is_not_unloaded_and_keeps_serving(shared_worker: WorkerProce
 
 @pytest.fixture
 def tight_worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[WorkerProcess]:
-    """Its budget holds the default model and two more, and idle ones make room."""
+    """Return a worker whose memory holds three models and that unloads idle ones."""
     models = [{"id": f"{name}-first", "source": "bundled://tiny", "default": True, **SMALL}]
     settings = {"CELLAMA_MEMORY_BUDGET": "70MiB", "CELLAMA_ON_FULL": "evict"}
     worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models), **settings)
@@ -241,7 +241,7 @@ def scales(client: Client, model: str) -> list[tuple[str, float]]:
 
 
 def not_of_settings(client: Client, name: str) -> list[list[str]]:
-    """What the worker wants beside what its settings say; [] while there is some of it."""
+    """Return the desired state of each worker, or [] while any of it differs from the settings."""
     found = [entry.wanted for entry in client.workers() if entry.name.startswith(name)]
     wanted = [[thing["model"] for thing in things if thing["by"] != "settings"] for things in found]
     return [] if any(wanted) else wanted

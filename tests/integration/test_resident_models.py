@@ -29,7 +29,7 @@ Call = Callable[[Client], Any]
 
 @pytest.fixture
 def name() -> str:
-    """Of the worker, and the beginning of the ids of its models."""
+    """Return a name for the worker, with which the ids of its models start."""
     return f"w{uuid.uuid4().hex[:8]}"
 
 
@@ -44,7 +44,7 @@ def worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[Wor
 
 
 class Callers:
-    """Threads that call one after another until they are told to stop."""
+    """Run threads that call models repeatedly until the block ends."""
 
     def __init__(self, client: Client, calls: list[Call]) -> None:
         self.counts = [0] * len(calls)
@@ -64,7 +64,7 @@ class Callers:
                 self.failures.append(error)
 
     def wait_for_more(self, count: int = 3) -> None:
-        """Until every one of them has had so many results more."""
+        """Wait until each thread has received this number of further results."""
         before = list(self.counts)
         wait_until(
             lambda: self.failures or all(now >= then + count for now, then in zip(self.counts, before, strict=True)),

@@ -1,4 +1,4 @@
-"""Jobs through a real worker: results, and what the stream of each tells."""
+"""Results and streams of jobs on a real worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers say of themselves: events for a hook and in the log, and figures of all models together."""
+"""Telemetry of workers: events for a hook and in the log, and totals of all models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's text can do to a terminal: nothing but show itself."""
+"""A model's text can't send control characters to a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose engine hangs ends by itself, and its jobs go on elsewhere."""
+"""A worker with a hanging engine exits, and its jobs resume on another worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's type checker sees of cellama: mypy on programs that use it."""
+"""Run mypy on programs that use cellama."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRICT = ("--strict", "--disallow-any-expr", "--disallow-any-decorated", "--disa
 
 @pytest.fixture(scope="module")
 def found() -> list[str]:
-    """What mypy says of all programs, in one run beside the links that `.ci/check` makes."""
+    """Return mypy's messages for all programs, from one run with the links that `.ci/check` makes."""
     links = ROOT / "build/types/cellama"
     links.mkdir(parents=True, exist_ok=True)
     for name in ("api", "config", "engine", "tasks"):

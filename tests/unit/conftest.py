@@ -51,6 +51,6 @@ class Gate:
 
 
 def cold(make_engine: MakeEngine, prompt: str, **params: Any) -> Completion:
-    """What an engine says that shares nothing with anybody."""
+    """Run requests on a separate engine and return its events."""
     engine, _ = make_engine(FakeBackend(n_slots=1), cache_prompt=False)
     return engine.submit(request(prompt, **params)).result(PATIENCE_S)

@@ -36,8 +36,8 @@ def board_expressions() -> list[str]:
     return [target["expr"] for panel in told["panels"] for target in panel.get("targets", ())]
 
 
-# All that vLLM's overview board names (examples/observability/dashboards/grafana/vllm_overview.json), but for its HTTP
-# server and its cache of pictures.
+# The metrics of the overview dashboard of vLLM (examples/observability/dashboards/grafana/vllm_overview.json), without
+# those of its HTTP server and its image cache.
 OVERVIEW = {
     "vllm:e2e_request_latency_seconds",
     "vllm:external_prefix_cache_hits_total",

@@ -59,7 +59,7 @@ SERVICE = object_of(
     profiles=TEXTS,
     deploy=object_of(resources=object_of(reservations=object_of(devices={"type": "array", "items": GPU}))),
 )
-# What we use of https://github.com/compose-spec/compose-spec. A key that is not here is no key of Compose, or new here.
+# The part of https://github.com/compose-spec/compose-spec that the file uses. Any other key is rejected.
 SCHEMA = {
     **object_of(("services",), services=map_of(SERVICE), volumes=map_of({"type": "null"})),
     "patternProperties": {"^x-": {}},

@@ -1,4 +1,4 @@
-"""What a wheel must hold so that type checkers see types (PEP 561), and what it says of itself."""
+"""Check the packaging: types for type checkers (PEP 561), metadata and dependencies."""
 
 from __future__ import annotations
 

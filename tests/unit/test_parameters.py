@@ -56,7 +56,7 @@ def fits(typed: Any, name: str, value: Any) -> bool:
 
 
 def problems(task: str, name: str, value: Any) -> list[str]:
-    """What the payload has against a value, by kind of error."""
+    """Return the kinds of errors that the payload reports for a value."""
     kind = KINDS[task]
     content = {each: CONTENT[each] for each in kind.positional if each != "model"}
     try:

@@ -1,4 +1,4 @@
-"""The types of what users touch: no `Any` in what they get, and what workers tell is as its types say."""
+"""Public types contain no `Any` and match what workers report."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_links_between_files_resolve() -> None:
 
 
 def test_tables_start_with_a_header() -> None:
-    """Behind an empty line rows are no table, but text with bars."""
+    """Rows after an empty line would be shown as text instead of a table."""
     for path in (path for path in tracked() if path.suffix == ".md"):
         text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
         for first, second in re.findall(r"\n\n(\|[^\n]*)(?:\n([^\n]*))?", text):

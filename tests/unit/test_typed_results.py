@@ -1,4 +1,4 @@
-"""What jobs tell and give, against the types that users' type checkers go by."""
+"""Results and events match their public types."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Commands:
         return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
 
     def num_results(self) -> int:
-        """Whole lines so far: a run that goes on, or was killed, may have written half of the next one."""
+        """Return the complete lines of the output. A running or killed run may have written half of the next one."""
         return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
 
     def errors(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is wrong with lines, files and disks is told, and nothing that is finished is lost."""
+"""Bulk runs report bad lines, files and disks, and lose no finished line."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_lines_for_an_unserved_model_fail_alone(
     source, target = commands.folder / "in.jsonl", commands.output
     commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "model": "nowhere"}])
     with Client() as client:
-        for _ in range(2):  # a failed line is not tried again …
+        for _ in range(2):  # a failed line is not retried …
             progress = client.batch(source, target, model=model).progress
             assert (progress.finished, progress.failed) == (3, 1)
         (error,) = commands.errors()

@@ -68,7 +68,7 @@ def test_batch_run_loses_and_repeats_no_line_when_command_and_workers_are_killed
     undisturbed = {each["id"]: each["text"] for each in commands.results()}
     for path in (commands.output, commands.folder / "out.jsonl.work"):
         path.unlink()
-    with contextlib.ExitStack() as slowed:  # so that the run still goes on when somebody dies
+    with contextlib.ExitStack() as slowed:  # so that the run is not finished when a process is killed
         for worker in workers:
             slowed.enter_context(worker.slowed(0.05))
         command = commands.start_run()

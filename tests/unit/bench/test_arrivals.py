@@ -1,4 +1,4 @@
-"""Arrivals at a side that is none, and what is made of them."""
+"""Arrivals measured with a fake server, and the ratios that follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies are for, under computed costs of passes: the same order on every machine."""
+"""Compare batch strategies under simulated costs, with the same result on every machine."""
 
 from __future__ import annotations
 
