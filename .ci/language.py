@@ -59,6 +59,10 @@ DIALECT = {
     r"lets? go of": "releases",
     r"at first sight|as ever": "plain words",
     r"no well-formed": "malformed",
+    r"waiting lines?": "waiting queue",
+    r"errands?": "command",
+    r"choosers?": "token sampler",
+    r"is void": "is superseded",
     r", too(?=[.,;:)]|$)": "also",
 }
 PATTERNS = {
