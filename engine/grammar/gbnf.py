@@ -1,10 +1,12 @@
-"""GBNF, the grammars of llama.cpp, as a tree: what its grammars/README.md describes, but for tokens by their ids. Pure.
+"""Parse GBNF, the grammar format of llama.cpp (its grammars/README.md), into a tree. Pure.
 
-Sequence      parts, one after another
-GbnfChoice        one of its parts
-GbnfChars         one character of these ranges
-GbnfRepeat        a part, from `least` to `most` times (None: without an end)
-GbnfReference     the rule of that name
+Token ids are not supported. The nodes of the tree are:
+
+GbnfSequence     parts, one after another
+GbnfChoice       one of its parts
+GbnfChars        one character of these ranges
+GbnfRepeat       a part, from `min_count` to `max_count` times (None: without a limit)
+GbnfReference    the rule of this name
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from cellama.config import limits
 from cellama.engine.errors import InvalidRequest
 
 MAX_CODE_POINT = 0x10FFFF
-_MAX_SUFFIXES = 3  # repetitions of one part, such as "a"*?
+_MAX_SUFFIXES = 3  # repetition operators of one part, such as the two of "a"*?
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME = re.compile(r"[a-zA-Z0-9-]+")
@@ -28,7 +30,7 @@ _SUFFIXES: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), 
 
 @dataclass(frozen=True, slots=True)
 class GbnfChars:
-    ranges: tuple[tuple[int, int], ...]  # code points, in order, apart from each other
+    ranges: tuple[tuple[int, int], ...]  # code points, in order and without overlaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +51,32 @@ class GbnfChoice:
 @dataclass(frozen=True, slots=True)
 class GbnfRepeat:
     part: GbnfPart
-    least: int
-    most: int | None
+    min_count: int
+    max_count: int | None
 
 
 GbnfPart = GbnfSequence | GbnfChoice | GbnfChars | GbnfRepeat | GbnfReference
 
 
 def parse(text: str) -> dict[str, GbnfPart]:
-    """The rules of a grammar, by name; a later rule replaces an earlier one. Raises InvalidRequest."""
+    """Return the rules of a grammar by name. A later rule replaces an earlier one. Raises InvalidRequest."""
     if len(text) > limits.MAX_GRAMMAR_CHARS:
-        raise bad_grammar(f"it has {len(text)} characters, and the limit is {limits.MAX_GRAMMAR_CHARS}")
+        raise bad_grammar(f"it has {len(text)} characters (limit {limits.MAX_GRAMMAR_CHARS})")
     return _Parser(text).rules()
 
 
 def bad_grammar(reason: str) -> InvalidRequest:
+    """Return the error for a grammar that can't be used."""
     return InvalidRequest(f"the grammar can't be used: {reason}; see llama.cpp's grammars/README.md")
 
 
 class _Parser:
-    """A recursive descent over the text; `depth` counts open parentheses."""
+    """A recursive descent parser."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
-        self._depth = 0
+        self._depth = 0  # open parentheses
 
     def rules(self) -> dict[str, GbnfPart]:
         found: dict[str, GbnfPart] = {}
@@ -119,9 +122,9 @@ class _Parser:
         elif start and _NAME.match(start):
             part = GbnfReference(self._match(_NAME, "the name of a rule"))
         elif start and start in "<!":
-            raise self._error("tokens by their ids are not supported, write their text")
+            raise self._error("token ids are not supported; write the text of the token")
         elif start and start in "*+?{":
-            raise self._error(f"nothing comes before {start!r}")
+            raise self._error(f"{start!r} has nothing to repeat")
         else:
             return None
         self._skip_inside()
@@ -139,7 +142,7 @@ class _Parser:
                 return part
             self._skip_inside()
         if self._peek() and self._peek() in "*+?{":
-            raise self._error(f"more than {_MAX_SUFFIXES} repetitions of one part")
+            raise self._error(f"one part has more than {_MAX_SUFFIXES} repetitions")
         return part
 
     def _times(self) -> tuple[int, int | None]:
@@ -148,19 +151,19 @@ class _Parser:
             raise self._error("expected {m}, {m,} or {m,n}")
         limit = limits.MAX_GRAMMAR_REPEATS
         if any(len(digits) > 9 or int(digits) > limit for digits in found.group(1, 3) if digits):
-            raise self._error(f"the limit of repetitions is {limit}")
-        least = int(found.group(1))
-        most = int(found.group(3)) if found.group(3) else None if found.group(2) else least
-        if most is not None and most < least:
+            raise self._error(f"more than {limit} repetitions")
+        min_count = int(found.group(1))
+        max_count = int(found.group(3)) if found.group(3) else None if found.group(2) else min_count
+        if max_count is not None and max_count < min_count:
             raise self._error("n is below m in {m,n}")
         self._at = found.end()
-        return least, most
+        return min_count, max_count
 
     def _group(self) -> GbnfPart:
         self._at += 1
         self._depth += 1
         if self._depth > limits.MAX_GRAMMAR_DEPTH:
-            raise self._error(f"the limit of parentheses in parentheses is {limits.MAX_GRAMMAR_DEPTH}")
+            raise self._error(f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} deep")
         self._skip(_LINES)
         part = self._choice()
         self._expect(")")
@@ -187,17 +190,17 @@ class _Parser:
                 self._at += 1
                 high = self._char()
             if high < low:
-                raise self._error("a range of characters goes backwards")
+                raise self._error("a range of characters is reversed")
             ranges.append((low, high))
         if not ranges:
-            raise self._error("a class without characters")
+            raise self._error("the class has no characters")
         self._at += 1
-        return GbnfChars(complement(ranges) if negated else merged(ranges))
+        return GbnfChars(complement(ranges) if negated else merge_ranges(ranges))
 
     def _char(self) -> int:
         char = self._peek()
         if not char:
-            raise self._error("it ends within a text or a class")
+            raise self._error("it ends within a string or a class")
         self._at += 1
         if char != "\\":
             return self._checked(ord(char))
@@ -215,7 +218,7 @@ class _Parser:
 
     def _checked(self, code: int) -> int:
         if code > MAX_CODE_POINT or 0xD800 <= code <= 0xDFFF:
-            raise self._error(f"{code:#x} is no character")
+            raise self._error(f"{code:#x} is not a character")
         return code
 
     def _peek(self, ahead: int = 0) -> str:
@@ -227,13 +230,13 @@ class _Parser:
         self._at = found.end()
 
     def _skip_inside(self) -> None:
-        """Space after a part; within parentheses lines may end."""
+        """Skip space after a part. Within parentheses, lines may end."""
         self._skip(_LINES if self._depth else _SPACE)
 
-    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+    def _match(self, pattern: re.Pattern[str], expected: str) -> str:
         found = pattern.match(self._text, self._at)
         if found is None:
-            raise self._error(f"expected {what}")
+            raise self._error(f"expected {expected}")
         self._at = found.end()
         return found.group()
 
@@ -248,8 +251,8 @@ class _Parser:
         return bad_grammar(f"{reason} in line {line}" + (f", at {near!r}" if near else ", at the end"))
 
 
-def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same characters as ranges in order that do not touch."""
+def merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges for the same characters, in order and without overlaps."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -260,9 +263,9 @@ def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """All other characters."""
+    """Return ranges for all other characters."""
     gaps, start = [], 0
-    for low, high in merged(ranges):
+    for low, high in merge_ranges(ranges):
         if low > start:
             gaps.append((start, low - 1))
         start = high + 1

@@ -1,4 +1,4 @@
-"""Compiles what requests ask for: JSON Schema, regular expressions and Lark for llguidance, GBNF for our automaton."""
+"""Compile the constraints of requests, with llguidance or, for GBNF, with an automaton."""
 
 from __future__ import annotations
 
@@ -21,59 +21,70 @@ from .token_grammar import Automata, TokenBytes, TokenGrammar
 
 
 class Constraint(Protocol):
-    """What the text of one sequence may be; sampling/sampler.py says what its methods do."""
+    """A constraint on the text of one sequence."""
 
-    def allows(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]: ...
+    def allows(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return whether each of these tokens may come next. Raises GrammarFailed."""
+        ...
 
-    def mask(self) -> NDArray[np.bool_] | None: ...
+    def mask(self) -> NDArray[np.bool_] | None:
+        """Return whether each token of the vocabulary may come next, or None if that takes too long."""
+        ...
 
-    def accept(self, token: int) -> None: ...
+    def accept(self, token: int) -> None:
+        """Continue after an allowed token. Raises GrammarFailed."""
+        ...
 
-    def forced_tokens(self) -> list[int]: ...
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that must come next, if the constraint leaves no choice."""
+        ...
 
 
-class Form(NamedTuple):
-    """What a request says of its text. `kind` is one of json_schema, regex, lark and grammar (GBNF)."""
+class GrammarSpec(NamedTuple):
+    """The constraint of a request on its text. `kind` is json_schema, regex, lark or grammar (GBNF)."""
 
     kind: str
     text: str
-    root: str = "root"  # GBNF: the rule that it begins with
-    strict: bool = True  # JSON Schema: what can't be enforced is refused, not ignored
+    root: str = "root"  # GBNF only: the name of the start rule
+    strict: bool = True  # JSON Schema only: reject keywords that can't be enforced instead of ignoring them
 
 
-class Compiled(NamedTuple):
-    """A request's constraint: `begin` gives one to each of its sequences, and may raise GrammarFailed."""
+class CompiledGrammar(NamedTuple):
+    """The compiled constraint of a request.
 
-    begin: Callable[[], Constraint]
-    warnings: tuple[str, ...] = ()  # what the request asks for and is not enforced
+    `start` returns a constraint for each of its sequences, and may raise GrammarFailed.
+    """
+
+    start: Callable[[], Constraint]
+    warnings: tuple[str, ...] = ()  # parts of the request that are not enforced
 
 
-class _Kept(NamedTuple):
+class _CachedGrammar(NamedTuple):
     grammar: SharedGrammar
     warnings: tuple[str, ...]
 
 
 class Grammars:
-    """Compiles over one vocabulary, and keeps what was used last. Any thread."""
+    """Compiles constraints for one vocabulary, and caches those that were used recently. Safe from any thread."""
 
     def __init__(
         self,
         pieces: Sequence[bytes],
         controls: Mapping[int, bytes],
         ends: frozenset[int],
-        spell: Callable[[bytes], list[int]],
+        tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """As MatcherTokens."""
+        """Take the arguments of MatcherTokens."""
         self._pieces = pieces
         self._controls = controls
         self._ends = ends
-        self._spell = spell
-        self._kept: OrderedDict[Form, _Kept] = OrderedDict()
+        self._tokenize = tokenize
+        self._cache: OrderedDict[GrammarSpec, _CachedGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     @functools.cached_property
     def tokens(self) -> TokenBytes:
-        """The bytes of all tokens, without those that are no text."""
+        """The bytes of all tokens that have a text."""
         return TokenBytes(self._pieces, self._ends)
 
     @functools.cached_property
@@ -82,47 +93,48 @@ class Grammars:
 
     @functools.cached_property
     def _matcher_tokens(self) -> MatcherTokens:
-        return MatcherTokens(self._pieces, self._controls, self._ends, self._spell)
+        return MatcherTokens(self._pieces, self._controls, self._ends, self._tokenize)
 
-    def compile(self, form: Form, visible: Mapping[int, bytes] | None = None) -> Compiled:
-        """Releases the GIL while llguidance works. Raises InvalidRequest.
+    def compile(self, spec: GrammarSpec, visible: Mapping[int, bytes] | None = None) -> CompiledGrammar:
+        """Return the compiled constraint. llguidance releases the GIL while it compiles. Raises InvalidRequest.
 
-        `visible` are control tokens whose text belongs to the output: GBNF matches them by it. Lark names them.
+        `visible` are control tokens whose text belongs to the output. GBNF matches their text, and Lark refers to them
+        by name.
         """
-        if form.kind == "grammar":
-            automaton, work = self._automata.get(form.text, form.root), WorkBudget()
-            return Compiled(lambda: TokenGrammar(automaton, self.tokens, work, visible))
-        kept = self._compiled(form)
-        return Compiled(lambda: Matcher(kept.grammar), kept.warnings)
+        if spec.kind == "grammar":
+            automaton, work = self._automata.get(spec.text, spec.root), WorkBudget()
+            return CompiledGrammar(lambda: TokenGrammar(automaton, self.tokens, work, visible))
+        cached = self._compiled(spec)
+        return CompiledGrammar(lambda: Matcher(cached.grammar), cached.warnings)
 
-    def _compiled(self, form: Form) -> _Kept:
+    def _compiled(self, spec: GrammarSpec) -> _CachedGrammar:
         with self._lock:
-            found = self._kept.get(form)
-        made = found or self._make(form)
+            found = self._cache.get(spec)
+        new = found or self._make(spec)
         with self._lock:
-            kept = self._kept.setdefault(form, made)
-            self._kept.move_to_end(form)
-            if len(self._kept) > limits.MAX_COMPILED_GRAMMARS:
-                self._kept.popitem(last=False)
-        return kept
+            cached = self._cache.setdefault(spec, new)
+            self._cache.move_to_end(spec)
+            if len(self._cache) > limits.MAX_COMPILED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return cached
 
-    def _make(self, form: Form) -> _Kept:
-        if form.kind == "json_schema":
-            return self._from_schema(form)
-        if form.kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(form.text)
+    def _make(self, spec: GrammarSpec) -> _CachedGrammar:
+        if spec.kind == "json_schema":
+            return self._from_schema(spec)
+        if spec.kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(spec.text)
         else:
-            grammar = LLMatcher.grammar_from_lark(form.text)
-        return _Kept(SharedGrammar(self._matcher_tokens, grammar, form.kind), ())
+            grammar = LLMatcher.grammar_from_lark(spec.text)
+        return _CachedGrammar(SharedGrammar(self._matcher_tokens, grammar, spec.kind), ())
 
-    def _from_schema(self, form: Form) -> _Kept:
-        """A schema is compiled while it is prepared: that shows whether it can be."""
-        tried: list[tuple[str, LLMatcher]] = []
+    def _from_schema(self, spec: GrammarSpec) -> _CachedGrammar:
+        """Prepare a schema, which includes compiling it, because only that shows whether it can be compiled."""
+        attempts: list[tuple[str, LLMatcher]] = []
 
         def compiled(grammar: str) -> str:
-            tried.append((grammar, self._matcher_tokens.attempt(grammar)))
-            return tried[-1][1].get_error()
+            attempts.append((grammar, self._matcher_tokens.attempt(grammar)))
+            return attempts[-1][1].get_error()
 
-        warnings = prepare_schema(form.text, strict=form.strict, compiled=compiled).warnings
-        grammar, first = tried[-1]
-        return _Kept(SharedGrammar(self._matcher_tokens, grammar, form.kind, first), warnings)
+        warnings = prepare_schema(spec.text, strict=spec.strict, compiled=compiled).warnings
+        grammar, first = attempts[-1]
+        return _CachedGrammar(SharedGrammar(self._matcher_tokens, grammar, spec.kind, first), warnings)

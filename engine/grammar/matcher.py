@@ -1,6 +1,6 @@
-"""Which tokens may come next by a JSON Schema, a regular expression or a Lark grammar. llguidance does the work.
+"""Check which tokens a JSON Schema, a regular expression or a Lark grammar allows, with llguidance.
 
-Its methods never raise: a matcher that meets an error keeps it, and from then on allows an end only.
+llguidance's methods never raise. A matcher that meets an error keeps it, and from then on allows only an end token.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 
 Ids = NDArray[np.int64]
-_SPECIAL = b"\xff"  # how llguidance marks the texts of control tokens; no UTF-8 has it
+_SPECIAL = b"\xff"  # llguidance's prefix for texts of control tokens, which UTF-8 never contains
 T = TypeVar("T")
-# Texts by length: where all of one length are allowed, their tokens need not be looked at one by one. The longest masks
-# come shortly before a maxLength: the 99.9th percentile is 3.2 ms with the default lengths, 10 and 30, and 1.8 ms with
-# these. Each length takes 8 MB for 150,000 tokens.
+# Maximum lengths of texts: where all texts of a length are allowed, llguidance does not check their tokens one by one.
+# The slowest masks occur shortly before a maxLength. Their 99.9th percentile is 3.2 ms with llguidance's default
+# lengths (10 and 30), and 1.8 ms with these. Each length needs 8 MB for 150,000 tokens.
 _LENGTHS = (2, 4, 6, 7, 8, 9, 10, 11, 12, 14, 30)
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{most}}}" for most in _LENGTHS), f"{_TEXT}+"]
-_MASK_EVERY = 16  # tokens: llguidance counts the work on a lexer from one mask to the next
-_MOST_RESTARTS = 4  # of a sequence: each takes as long as compiling the grammar and accepting the text
-_SILENT = 0  # llguidance's level for stderr
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{length}}}" for length in _LENGTHS), f"{_TEXT}+"]
+_MASK_EVERY = 16  # tokens; each mask resets the work of the lexer that llguidance counts
+_MAX_RESTARTS = 4  # per sequence; each takes as long as compiling the grammar and accepting the text
+_SILENT = 0  # llguidance's log level for stderr
 LIMITS = LLParserLimits(
     max_items_in_row=limits.GRAMMAR_ROW_ITEMS,
     initial_lexer_fuel=limits.GRAMMAR_COMPILE_FUEL,
@@ -40,139 +40,139 @@ LIMITS = LLParserLimits(
 
 
 class MatcherTokens:
-    """A vocabulary in llguidance's form. Takes 0.7 s and 100 MB for 150,000 tokens. Any thread."""
+    """A vocabulary in llguidance's format. For 150,000 tokens it takes 0.7 s and 100 MB. Safe from any thread."""
 
     def __init__(
         self,
         pieces: Iterable[bytes],
         controls: Mapping[int, bytes],
         ends: frozenset[int],
-        spell: Callable[[bytes], list[int]],
+        tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """`pieces` are the bytes of all tokens; `controls` the names of those that have none, for Lark's `<name>`.
+        """`pieces` are the bytes of all tokens, and `controls` the names of control tokens, for `<name>` in Lark.
 
-        `ends` are the tokens that end a generation, `spell` gives the tokens of a text in the middle of another one.
+        `ends` are the tokens that end a generation. `tokenize` returns the tokens of a text within another one.
         """
         texts = [piece if _is_text(piece) else b"" for piece in pieces]
         for token in controls.keys() | ends:
             texts[token] = _SPECIAL + controls.get(token, texts[token])
         self.ends = ends
         self.num_tokens = len(texts)
-        if not ends:  # llguidance needs one: it is beyond the vocabulary then
+        if not ends:  # llguidance needs one, so add one behind the vocabulary
             texts.append(_SPECIAL)
-        known_ends = sorted(ends) or [len(texts) - 1]
-        vocabulary = _Vocabulary(texts, known_ends[0], spell)
-        self._tokenizer = LLTokenizer(vocabulary, eos_token=known_ends, slices=_SLICES)
+        end_ids = sorted(ends) or [len(texts) - 1]
+        vocabulary = _Vocabulary(texts, end_ids[0], tokenize)
+        self._tokenizer = LLTokenizer(vocabulary, eos_token=end_ids, slices=_SLICES)
 
     def attempt(self, grammar: str) -> LLMatcher:
-        """A matcher at its beginning, or with an error if the grammar can't be compiled. Releases the GIL.
+        """Return a matcher at its start. It has an error if the grammar can't be compiled. Releases the GIL.
 
         `grammar` is Lark, or what `LLMatcher.grammar_from_…` returns.
         """
         return LLMatcher(self._tokenizer, grammar, log_level=_SILENT, limits=LIMITS)
 
-    def compile(self, grammar: str, what: str) -> LLMatcher:
-        """As `attempt`. Raises InvalidRequest, which calls the grammar `what`."""
+    def compile(self, grammar: str, name: str) -> LLMatcher:
+        """Return a matcher at its start, as `attempt` does. Raises InvalidRequest, which calls the grammar `name`."""
         matcher = self.attempt(grammar)
         if matcher.is_error():
-            raise InvalidRequest(f"{what} can't be compiled: {reason_of(matcher.get_error())}")
+            raise InvalidRequest(f"{name} can't be compiled: {reason_of(matcher.get_error())}")
         return matcher
 
 
 class SharedGrammar:
-    """A compiled grammar at its beginning, for matchers to copy. Any thread.
+    """A compiled grammar, of which each sequence gets a copy. Safe from any thread.
 
-    All copies share a lexer, which keeps the states that it has built. It keeps an error as well: after one text that
-    needed too much work every copy would fail. Then the grammar is compiled again, once for all of its matchers.
+    All copies share a lexer, which caches the states that it has built and also any error. After one text that needed
+    too much work, every copy would fail. In this case, the grammar is compiled again, once for all of its matchers.
     """
 
-    def __init__(self, tokens: MatcherTokens, grammar: str, what: str, first: LLMatcher | None = None) -> None:
-        """As `MatcherTokens.compile`. `first` is a matcher of the grammar at its beginning, if there is one."""
+    def __init__(self, tokens: MatcherTokens, grammar: str, name: str, first: LLMatcher | None = None) -> None:
+        """Compile the grammar, as `MatcherTokens.compile` does, unless `first` is a matcher of it at its start."""
         self.tokens = tokens
         self._grammar = grammar
-        self._what = what
-        self._first, self._number = first or tokens.compile(grammar, what), 0
+        self._name = name
+        self._first, self._number = first or tokens.compile(grammar, name), 0
         self._lock = threading.Lock()
 
     def copy(self) -> tuple[LLMatcher, int]:
-        """A matcher at its beginning, and the number of its lexer."""
+        """Return a matcher at its start, and the number of its lexer."""
         with self._lock:
             return self._first.deep_copy(), self._number
 
     def renew(self, number: int) -> bool:
-        """True if that lexer has an error, which its copies keep; then copies have another one from now on."""
+        """Return whether the lexer of this number has failed. If so, later copies use another lexer."""
         probe, current = self.copy()
         if current != number:
             return True
         probe.compute_bitmask()
         if not probe.is_error():
             return False
-        fresh = self.tokens.compile(self._grammar, self._what)
+        fresh = self.tokens.compile(self._grammar, self._name)
         with self._lock:
             self._first, self._number = fresh, number + 1
         return True
 
 
 class Matcher:
-    """The grammar of one sequence. The Constraint of `sampler.py`. Engine thread only."""
+    """The grammar of one sequence, which is a Constraint (grammars.py). Used by the engine thread only."""
 
     def __init__(self, shared: SharedGrammar) -> None:
         self._shared = shared
         self._matcher, self._lexer = shared.copy()
         self._ends = shared.tokens.ends
         self._num_tokens = shared.tokens.num_tokens
-        self._mask: NDArray[np.bool_] | None = None  # of this place
+        self._mask: NDArray[np.bool_] | None = None  # at the current position
         self._accepted: list[int] = []
         self._num_restarts = 0
 
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
-        """Which of these tokens may come next. Raises GrammarFailed when that takes too much work.
+        """Return whether each of these tokens may come next. Raises GrammarFailed if that takes too much work.
 
-        A text that there is no choice about can be spelled by several tokens. One that is asked for alone may be any of
-        them; of many only the usual one is allowed.
+        If the grammar leaves no choice, several tokens may spell the text. A single token is then checked against all
+        spellings, and several tokens only against the usual one.
         """
         if len(tokens) == 1 and self._mask is None and self._allows_one(int(tokens[0])):
             return np.ones(1, np.bool_)
         return self.mask()[tokens]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Which of all tokens may come next. Raises GrammarFailed when that takes too much work."""
+        """Return whether each token may come next. Raises GrammarFailed if that takes too much work."""
         if self._mask is None:
-            bits = np.frombuffer(self._asked(LLMatcher.compute_bitmask), np.uint8)
+            bits = np.frombuffer(self._retry(LLMatcher.compute_bitmask), np.uint8)
             self._mask = np.unpackbits(bits, count=self._num_tokens, bitorder="little").view(np.bool_)
         return self._mask
 
     def _allows_one(self, token: int) -> bool:
-        """True if it is allowed; False also if that isn't known without a mask, which starts a new count of work."""
+        """Return whether the token is allowed. False may also mean that only a mask can decide."""
         if token in self._ends:
-            return self._asked(LLMatcher.is_accepting)
+            return self._retry(LLMatcher.is_accepting)
         return self._matcher.validate_tokens([token]) == 1
 
     def accept(self, token: int) -> None:
-        """An allowed token comes next. Raises GrammarFailed."""
+        """Continue after an allowed token. Raises GrammarFailed."""
         self._mask = None
         if token not in self._ends:
-            self._asked(lambda matcher: matcher.consume_token(token))
+            self._retry(lambda matcher: matcher.consume_token(token))
             self._accepted.append(token)
             if len(self._accepted) % _MASK_EVERY == 0:
                 self._matcher.compute_bitmask()
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that come next whatever the model wants, as the vocabulary spells them."""
+        """Return the tokens that must come next, as the vocabulary usually spells them."""
         return self._matcher.compute_ff_tokens()
 
-    def _asked(self, ask: Callable[[LLMatcher], T]) -> T:
-        """What the matcher answers; after an error of the shared lexer another one is asked."""
-        answer = ask(self._matcher)
+    def _retry(self, call: Callable[[LLMatcher], T]) -> T:
+        """Return the result of a call. If the shared lexer failed, restart the matcher and call again."""
+        answer = call(self._matcher)
         if self._matcher.is_error():
             self._restart()
-            answer = ask(self._matcher)
+            answer = call(self._matcher)
             self._check()
         return answer
 
     def _restart(self) -> None:
-        """Gets to the same place with a lexer without an error. Raises GrammarFailed if the error is of this text."""
-        if self._num_restarts == _MOST_RESTARTS or not self._shared.renew(self._lexer):
+        """Return to the current position with another lexer. Raises GrammarFailed if this text caused the error."""
+        if self._num_restarts == _MAX_RESTARTS or not self._shared.renew(self._lexer):
             self._check()
         self._num_restarts += 1
         matcher, self._lexer = self._shared.copy()
@@ -186,32 +186,32 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarFailed(
-                f"the text can't be continued by its grammar or schema: {reason_of(self._matcher.get_error())}"
+                f"the grammar or schema can't continue the text: {reason_of(self._matcher.get_error())}"
             )
 
 
 def reason_of(error: str) -> str:
-    """The first line of llguidance's message, which is followed by what only its developers read."""
+    """Return the first line of llguidance's message. The rest is for its developers."""
     return error.strip().partition("\n")[0] or "no reason given"
 
 
 def _is_text(piece: bytes) -> bool:
-    """False for tokens that no text has: a NUL at the beginning stands for none."""
+    """Return whether a token is text. Tokens that start with a NUL are not."""
     return piece[:1] not in (b"", b"\0", _SPECIAL)
 
 
 class _Vocabulary(TokenizerWrapper):
-    """What LLTokenizer reads of a tokenizer."""
+    """The parts of a tokenizer that LLTokenizer reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    special_token_ids = ()  # `tokens` are marked already
+    special_token_ids = ()  # `tokens` already have the prefix
 
-    def __init__(self, tokens: Sequence[bytes], end: int, spell: Callable[[bytes], list[int]]) -> None:
+    def __init__(self, tokens: Sequence[bytes], end: int, tokenize: Callable[[bytes], list[int]]) -> None:
         self.tokens = tokens
         self.eos_token_id = end
-        self._spell = spell
+        self._tokenize = tokenize
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._spell(text if isinstance(text, bytes) else text.encode())
+        return self._tokenize(text if isinstance(text, bytes) else text.encode())

@@ -1,4 +1,4 @@
-"""Which tokens may come next by a grammar: the automaton over bytes, asked for the bytes of tokens."""
+"""Check which tokens a grammar allows, by walking their bytes through the automaton."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .program import compile_grammar
 
 Ids = NDArray[np.int64]
 Allowed = NDArray[np.bool_]
-_MAX_MASKS = 64  # of an automaton
-_FEW = 8  # tokens that are looked at one by one
-_MAX_AUTOMATA = 16  # kept of a vocabulary, and ...
-_MAX_KEPT_BYTES = 32 << 20  # ... what all of those take; the one used last stays
+_MAX_MASKS = 64  # cached per automaton
+_MAX_SINGLE_TOKENS = 8  # this number of tokens is faster to check one by one
+_MAX_AUTOMATA = 16  # cached per vocabulary
+_MAX_CACHED_BYTES = 32 << 20  # of all cached automata; the most recently used one always stays
 
 
 class TokenBytes:
-    """The bytes of a vocabulary's tokens, side by side."""
+    """The bytes of all tokens of a vocabulary, concatenated."""
 
     def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
-        """`ends` are the tokens that end a generation. One that begins with a NUL, or is empty, has no text."""
+        """`ends` are the tokens that end a generation. Tokens that are empty or start with a NUL have no text."""
         texts = [b"" if piece[:1] == b"\0" else piece for piece in pieces]
         self.of = texts
         self.ends = ends
@@ -37,56 +37,61 @@ class TokenBytes:
 
 
 class TokenGrammar:
-    """The grammar of one sequence. The Constraint of `sampler.py`. Engine thread only."""
+    """The GBNF grammar of one sequence, which is a Constraint (grammars.py). Used by the engine thread only."""
 
     def __init__(
         self, automaton: Automaton, tokens: TokenBytes, work: WorkBudget, visible: Mapping[int, bytes] | None = None
     ) -> None:
-        """`visible` are control tokens whose text belongs to the output all the same. Raises GrammarFailed."""
+        """Start at the root of the grammar. `visible` are control tokens whose text belongs to the output.
+
+        Raises GrammarFailed.
+        """
         self._automaton = automaton
         self._tokens = tokens
         self._work = work
         self._visible = dict(visible or {})
-        self._ways = automaton.states[automaton.start(work)]
+        self._stacks = automaton.states[automaton.start(work)]
         self._number, self._generation = automaton.start(work), automaton.generation
 
     def allows(self, tokens: Ids) -> Allowed:
-        """Which of these tokens may come next. Raises GrammarFailed when that takes too much work."""
+        """Return whether each of these tokens may come next. Raises GrammarFailed if that takes too much work."""
         state = self._state()
-        if len(tokens) <= _FEW:
+        if len(tokens) <= _MAX_SINGLE_TOKENS:
             return np.array([self._allows_one(state, token) for token in tokens.tolist()], np.bool_)
         if 4 * len(tokens) > len(self._tokens.lengths):
             allowed: Allowed = self._mask(state)[tokens]
         else:
-            allowed = self._look(state, tokens)
+            allowed = self._check_all(state, tokens)
         allowed[np.isin(tokens, self._tokens.end_ids)] = self._automaton.accepting[state]
         for token in self._visible:
             allowed[tokens == token] = self._allows_one(state, token)
         return allowed
 
     def mask(self) -> None:
-        """None: walking the whole vocabulary takes far longer than a few tokens."""
+        """Return None, because checking the whole vocabulary takes far longer than checking a few tokens."""
 
     def accept(self, token: int) -> None:
-        """An allowed token comes next. Raises GrammarFailed."""
+        """Continue after an allowed token. Raises GrammarFailed."""
         self._work.earn()
         if token in self._tokens.ends:
             return
         following = self._automaton.walk(self._state(), self._text_of(token), self._work)
         if following < 0:
-            raise GrammarFailed(f"token {token} does not follow the grammar; what it goes on with was made otherwise")
-        self._number, self._ways = following, self._automaton.states[following]
+            raise GrammarFailed(
+                f"token {token} does not follow the grammar; the text to continue was generated without this grammar"
+            )
+        self._number, self._stacks = following, self._automaton.states[following]
 
     def forced_tokens(self) -> list[int]:
-        """Not looked for."""
+        """Return no tokens, because the automaton does not look for forced text."""
         return []
 
     def _state(self) -> int:
         automaton = self._automaton
         if automaton.is_full:
-            automaton.forget()
+            automaton.clear()
         if self._generation is not automaton.generation:
-            self._number, self._generation = automaton.number_of(self._ways), automaton.generation
+            self._number, self._generation = automaton.number_of(self._stacks), automaton.generation
         return self._number
 
     def _text_of(self, token: int) -> bytes:
@@ -99,18 +104,18 @@ class TokenGrammar:
         return bool(text) and self._automaton.walk(state, text, self._work) >= 0
 
     def _mask(self, state: int) -> Allowed:
-        """Which of all tokens may come next."""
+        """Return whether each token of the vocabulary may come next."""
         masks, size = self._automaton.masks, len(self._tokens.lengths)
         if state in masks:
             masks.move_to_end(state)
         else:
-            masks[state] = np.packbits(self._look(state, np.arange(size)))
+            masks[state] = np.packbits(self._check_all(state, np.arange(size)))
             if len(masks) > _MAX_MASKS:
                 masks.popitem(last=False)
         return np.unpackbits(masks[state], count=size).astype(np.bool_)
 
-    def _look(self, state: int, tokens: Ids) -> Allowed:
-        """Walks the texts of many tokens byte by byte, all together; tokens without a text are not allowed."""
+    def _check_all(self, state: int, tokens: Ids) -> Allowed:
+        """Walk the texts of many tokens together, byte by byte. Tokens without a text are not allowed."""
         lengths, offsets = self._tokens.lengths[tokens], self._tokens.offsets[tokens]
         allowed = np.zeros(len(tokens), np.bool_)
         active = np.flatnonzero(lengths)
@@ -130,7 +135,10 @@ class TokenGrammar:
 
 
 class Automata:
-    """Those of one vocabulary that were used lately. Any thread; an automaton is the engine thread's."""
+    """The recently used automata of one vocabulary.
+
+    Safe from any thread, but only the engine thread may use an automaton.
+    """
 
     def __init__(self, tokens: TokenBytes) -> None:
         self.tokens = tokens
@@ -138,7 +146,7 @@ class Automata:
         self._lock = threading.Lock()
 
     def get(self, text: str, root: str) -> Automaton:
-        """Raises InvalidRequest for what is no grammar."""
+        """Return the automaton of a grammar. Raises InvalidRequest if the grammar is invalid."""
         key = (text, root)
         with self._lock:
             found = self._automata.get(key)
@@ -146,15 +154,15 @@ class Automata:
         with self._lock:
             automaton = self._automata.setdefault(key, automaton)
             self._automata.move_to_end(key)
-            self._drop_oldest()
+            self._evict()
         return automaton
 
-    def _drop_oldest(self) -> None:
-        """An automaton grows while it is used: what it took lately is known when the next one is asked for."""
-        while len(self._automata) > 1 and (len(self._automata) > _MAX_AUTOMATA or self.num_bytes > _MAX_KEPT_BYTES):
+    def _evict(self) -> None:
+        """Drop the least recently used automata. Their sizes are checked here because automata grow while in use."""
+        while len(self._automata) > 1 and (len(self._automata) > _MAX_AUTOMATA or self.num_bytes > _MAX_CACHED_BYTES):
             self._automata.popitem(last=False)
 
     @property
     def num_bytes(self) -> int:
-        """What is kept takes about so much, beside its masks."""
+        """The approximate size of all cached automata, without their masks."""
         return sum(automaton.num_bytes for automaton in self._automata.values())

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellama.engine.errors import GrammarFailed
-from cellama.engine.grammar.grammars import Compiled, Form
+from cellama.engine.grammar.grammars import CompiledGrammar, GrammarSpec
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.sampling.dry import Breakers
 from cellama.engine.sampling.processors import BannedTokens, ProcessorFactory, SequenceStart, make_processors
@@ -36,7 +36,7 @@ class LlamaSamplingPlan:
     """A request's parameters, and what was made of them once for all of its sequences, on its caller's thread."""
 
     params: SamplingParams
-    constraint: Compiled | None = None
+    constraint: CompiledGrammar | None = None
     breakers: Breakers | None = None  # with DRY
     added_processors: tuple[ProcessorFactory, ...] = ()  # those of the model option `logits_processors`
 
@@ -46,12 +46,12 @@ class LlamaSamplingPlan:
         return () if self.constraint is None else self.constraint.warnings
 
 
-def form_of(params: SamplingParams) -> Form | None:
+def form_of(params: SamplingParams) -> GrammarSpec | None:
     """What a request says of its text; None if that is nothing."""
     given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
     if given is None:
         return None
-    return Form(given, getattr(params, given), params.grammar_root, params.strict_schema)
+    return GrammarSpec(given, getattr(params, given), params.grammar_root, params.strict_schema)
 
 
 class LlamaSampler:
@@ -85,7 +85,7 @@ class LlamaSampler:
         self._banned: frozenset[int] | None = None
         if plan.params.is_plainly_greedy and all(processor is banned for processor in processors):
             self._banned = frozenset() if banned is None else banned.tokens
-        self._grammar = None if plan.constraint is None else plan.constraint.begin()
+        self._grammar = None if plan.constraint is None else plan.constraint.start()
         self._is_bound = False
         if self._grammar is not None and num_unbound is not None:
             for token in start.tokens[len(start.tokens) - start.num_sampled + num_unbound :]:

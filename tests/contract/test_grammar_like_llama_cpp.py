@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cellama.engine import EngineOptions, Model, ModelManager
-from cellama.engine.grammar.grammars import Form
+from cellama.engine.grammar.grammars import GrammarSpec
 from cellama.engine.llama import LlamaModel
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
@@ -79,7 +79,7 @@ def is_shown(weights: LlamaModel, token: int) -> bool:
 @pytest.mark.parametrize("seed", range(3))
 def test_grammar_allows_the_tokens_that_llama_cpp_allows(weights: LlamaModel, text: str, seed: int) -> None:
     random, grammars = Random(seed), weights.grammars
-    theirs, ours = Theirs(weights, text), grammars.compile(Form("grammar", text)).begin()
+    theirs, ours = Theirs(weights, text), grammars.compile(GrammarSpec("grammar", text)).start()
     every = np.arange(weights.info.n_vocab)
     shown = np.array([is_shown(weights, token) for token in every.tolist()])
     ends = np.array([weights.is_end(token) for token in every.tolist()])

@@ -17,7 +17,7 @@ import pytest
 from cellama.bench.benchmarks.structured.sampled_texts import SampledTexts
 from cellama.bench.benchmarks.structured.schema_judge import FORMATS, SchemaJudge
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar.grammars import Form
+from cellama.engine.grammar.grammars import GrammarSpec
 from cellama.engine.grammar.schema.formats import FORMATS as ENFORCED_FORMATS
 
 from ..conftest import EXAMPLES
@@ -54,7 +54,7 @@ def test_every_finished_text_conforms_to_its_schema(sampled: SampledTexts, first
 
 def _ends_of(sampled: SampledTexts, schema: dict[str, Any], seed: int) -> Iterator[str]:
     for use in ("strict", "lenient"):
-        form = Form("json_schema", json.dumps(schema), strict=use == "strict")
+        form = GrammarSpec("json_schema", json.dumps(schema), strict=use == "strict")
         try:
             warnings = sampled.grammars.compile(form).warnings
         except InvalidRequest as error:
@@ -76,5 +76,5 @@ def _ends_of(sampled: SampledTexts, schema: dict[str, Any], seed: int) -> Iterat
 
 
 def test_texts_are_the_same_for_the_same_seed(sampled: SampledTexts) -> None:
-    form = Form("json_schema", json.dumps({"type": "object", "additionalProperties": {"type": "number"}}))
+    form = GrammarSpec("json_schema", json.dumps({"type": "object", "additionalProperties": {"type": "number"}}))
     assert sampled.texts(form, 5, seed=1) == sampled.texts(form, 5, seed=1) != sampled.texts(form, 5, seed=2)

@@ -94,7 +94,7 @@ def test_invalid_call_is_rejected_before_queueing(
         ),
         ("generate", ["tiny", "Hi"], {"adapters": {"\ud800": "x"}}, "invalid_request", "adapters"),
         ("generate", ["tiny", "Hi"], {"grammar": BRANCHING}, "grammar_failed", "the grammar is too ambiguous"),
-        ("generate", ["tiny", "Hi"], {"grammar": LEFT}, "invalid_request", "begins with itself"),
+        ("generate", ["tiny", "Hi"], {"grammar": LEFT}, "invalid_request", "starts with itself"),
         (
             "generate",
             ["tiny", "Hi"],

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from cellama.engine.bundled import TINY_PATH
-from cellama.engine.grammar.grammars import Constraint, Form, Grammars
+from cellama.engine.grammar.grammars import Constraint, Grammars, GrammarSpec
 from cellama.engine.llama import LlamaModel
 
 MAX_TOKENS = 200  # of a text; then it has not finished
@@ -39,17 +39,17 @@ class SampledTexts:
         single = [len(piece) == 1 for piece in self._pieces]
         self._liking = 1.0 + 6.0 * np.array(odd) + 2.0 * np.array(single)  # beside its bytes a vocabulary has words
 
-    def texts(self, form: Form, count: int, seed: int = 0, max_tokens: int = MAX_TOKENS) -> list[str | None]:
+    def texts(self, form: GrammarSpec, count: int, seed: int = 0, max_tokens: int = MAX_TOKENS) -> list[str | None]:
         """Return `count` texts that this form allows, None for each one that has not finished after `max_tokens`.
 
         Raises InvalidRequest, GrammarFailed and DeadEnd.
         """
         compiled = self.grammars.compile(form)
-        return [self._text(compiled.begin(), Random(seed * 1000 + at), max_tokens) for at in range(count)]
+        return [self._text(compiled.start(), Random(seed * 1000 + at), max_tokens) for at in range(count)]
 
-    def accepts(self, form: Form, text: str) -> bool:
+    def accepts(self, form: GrammarSpec, text: str) -> bool:
         """Whether this form allows the text, token by token as the vocabulary spells single bytes."""
-        constraint = self.grammars.compile(form).begin()
+        constraint = self.grammars.compile(form).start()
         for token in self._weights.tokenize(text, add_special=False):
             if not constraint.allows(np.array([token]))[0]:
                 return False

@@ -13,7 +13,7 @@ from typing import Any
 from cellama.bench.harness.report import Report
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar.grammars import Form
+from cellama.engine.grammar.grammars import GrammarSpec
 
 from .sampled_texts import DeadEnd, SampledTexts
 from .schema_judge import SchemaJudge, Unjudgeable
@@ -81,8 +81,8 @@ class _SuiteCheck:
         for case in json.loads(path.read_text(encoding="utf-8")):
             count["schemas"] += 1
             text = json.dumps(case["schema"])
-            count["lenient"] += self._accepts(Form("json_schema", text, strict=False))
-            form = Form("json_schema", text)
+            count["lenient"] += self._accepts(GrammarSpec("json_schema", text, strict=False))
+            form = GrammarSpec("json_schema", text)
             if self._accepts(form):
                 count["strict"] += 1
                 name = f"{path.stem}, {case['description']}: {text[:_MAX_SHOWN]}"
@@ -92,14 +92,14 @@ class _SuiteCheck:
         instances = ("valid", "valid accepted", "invalid", "invalid accepted")
         return {"file": path.stem, **{name: count[name] for name in (*columns, *instances)}}
 
-    def _accepts(self, form: Form) -> bool:
+    def _accepts(self, form: GrammarSpec) -> bool:
         try:
             self._texts.grammars.compile(form)
         except InvalidRequest:
             return False
         return True
 
-    def _outputs(self, form: Form, schema: Mapping[str, Any] | bool, name: str) -> Iterator[str]:
+    def _outputs(self, form: GrammarSpec, schema: Mapping[str, Any] | bool, name: str) -> Iterator[str]:
         judge = SchemaJudge(schema)
         for at in range(self._num_outputs):
             yield "outputs"
@@ -121,7 +121,7 @@ class _SuiteCheck:
             else:
                 self.wrong.append(f"{name}: {text[:_MAX_SHOWN]}: {problem[:_MAX_SHOWN]}")
 
-    def _instances(self, form: Form, tests: list[dict[str, Any]], name: str) -> Iterator[str]:
+    def _instances(self, form: GrammarSpec, tests: list[dict[str, Any]], name: str) -> Iterator[str]:
         for test in tests:
             kind = "valid" if test["valid"] else "invalid"
             yield kind

@@ -32,7 +32,7 @@ from cellama.bench.harness.engines import (
 from cellama.bench.harness.report import Report
 from cellama.bench.models.vocabulary import greedy_spelling, vocabulary
 from cellama.engine import Model, Request, SamplingParams
-from cellama.engine.grammar.grammars import Constraint, Form, Grammars
+from cellama.engine.grammar.grammars import Constraint, Grammars, GrammarSpec
 from cellama.engine.llama.model import LlamaModel
 
 from .typical_schemas import PLAIN, Schema, large, list_of, realistic, varied
@@ -213,7 +213,7 @@ def _time_masks(
 
 
 def _compile(grammars: Grammars, schema: Schema) -> Callable[[], Constraint]:
-    return grammars.compile(Form("json_schema", json.dumps(schema))).begin
+    return grammars.compile(GrammarSpec("json_schema", json.dumps(schema))).start
 
 
 def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times) -> None:

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, what they refuse, and that none of them takes more than its share of work."""
+"""GBNF grammars allow what they describe, invalid ones are rejected, and none exceeds its limit of work."""
 
 from __future__ import annotations
 
@@ -47,15 +47,19 @@ CHARS = st.sampled_from(["a", "b", "é", "[ab]", "[^a]", "."])
 
 @st.composite
 def expressions(draw: st.DrawFn, depth: int = 3) -> tuple[str, str]:
-    """The same as GBNF and as a regular expression of Python."""
+    """Draw the same expression as GBNF and as a regular expression of Python."""
     kind = draw(st.integers(0, 5)) if depth else 0
     if kind <= 1:
         char = draw(CHARS)
         return (char if char[0] in "[." else f'"{char}"'), char
     inner, pattern = draw(expressions(depth - 1))
     if kind == 2:
-        least = draw(st.integers(0, 2))
-        suffix = draw(st.sampled_from(["*", "+", "?", f"{{{least}}}", f"{{{least},}}", f"{{{least},{least + 2}}}"]))
+        min_count = draw(st.integers(0, 2))
+        suffix = draw(
+            st.sampled_from(
+                ["*", "+", "?", f"{{{min_count}}}", f"{{{min_count},}}", f"{{{min_count},{min_count + 2}}}"]
+            )
+        )
         return f"({inner}){suffix}", f"(?:{pattern}){suffix}"
     other, other_pattern = draw(expressions(depth - 1))
     if kind == 3:
@@ -113,25 +117,25 @@ def test_large_repetitions_are_counted_instead_of_expanded() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("root ::= [a-", "it ends within a text or a class in line 1, at the end"),
-        ("root ::= missing", "it refers to the rule 'missing', which it does not have"),
-        ('other ::= "x"', "it has no rule 'root'"),
-        ('root ::= root "x" | "y"', "rule 'root' begins with itself"),
-        ('root ::= a* root | "x"\na ::= "b"?', "rule 'root' begins with itself"),
-        ('root ::= a\na ::= b | "x"\nb ::= a', "begins with itself"),
-        ("this is no grammar", "expected '::=' in line 1"),
+        ("root ::= [a-", "it ends within a string or a class in line 1, at the end"),
+        ("root ::= missing", "rule 'missing' is not defined"),
+        ('other ::= "x"', "rule 'root' is not defined"),
+        ('root ::= root "x" | "y"', "rule 'root' starts with itself"),
+        ('root ::= a* root | "x"\na ::= "b"?', "rule 'root' starts with itself"),
+        ('root ::= a\na ::= b | "x"\nb ::= a', "starts with itself"),
+        ("this is not a grammar", "expected '::=' in line 1"),
         ("", "it has no rule"),
-        ("root ::= <[5]>", "tokens by their ids are not supported"),
+        ("root ::= <[5]>", "token ids are not supported"),
         ('root ::= "a"{3,2}', "n is below m"),
-        ('root ::= "a"{0,9999999}', f"the limit of repetitions is {limits.MAX_GRAMMAR_REPEATS}"),
-        ('root ::= "a"{1' + "0" * 5000 + "}", "the limit of repetitions"),
-        ('root ::= "a"?{0,100000}', "repeats 100000 times what may be empty, and the limit of that is 64"),
-        ('root ::= "a"' + "*" * 10, "more than 3 repetitions of one part"),
-        ("root ::= " + "(" * 10_000, f"the limit of parentheses in parentheses is {limits.MAX_GRAMMAR_DEPTH}"),
+        ('root ::= "a"{0,9999999}', f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
+        ('root ::= "a"{1' + "0" * 5000 + "}", f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
+        ('root ::= "a"?{0,100000}', "it repeats a possibly empty part 100000 times (limit 64)"),
+        ('root ::= "a"' + "*" * 10, "one part has more than 3 repetitions"),
+        ("root ::= " + "(" * 10_000, f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} deep"),
         ('root ::= "\\q"', "unknown escape"),
-        ("root ::= [z-a]", "goes backwards"),
-        ("root ::= []", "a class without characters"),
-        ('root ::= "\\uD800"', "0xd800 is no character"),
+        ("root ::= [z-a]", "is reversed"),
+        ("root ::= []", "the class has no characters"),
+        ('root ::= "\\uD800"', "0xd800 is not a character"),
     ],
 )
 def test_invalid_grammar_is_rejected_with_a_reason(text: str, message: str) -> None:
@@ -144,7 +148,7 @@ def test_left_recursion_is_detected_in_linear_time() -> None:
     compile_grammar("\n".join([*rules, 'r1500 ::= "z"']), "r0")
     with pytest.raises(GrammarFailed, match="too ambiguous"):  # 2^1500 ways to begin
         automaton_of("\n".join([*rules, 'r1500 ::= "z"']), "r0").start(WorkBudget())
-    with pytest.raises(InvalidRequest, match="begins with itself"):
+    with pytest.raises(InvalidRequest, match="starts with itself"):
         compile_grammar("\n".join([*rules, 'r1500 ::= r0 | "z"']), "r0")
 
 
@@ -164,7 +168,7 @@ def test_ambiguous_grammar_fails_instead_of_hanging(text: str) -> None:
             assert grammar.allows(EVERY)[2]
             grammar.accept(2)
 
-    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ ways .* write it so that"):
+    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ parse stacks .* write it so that"):
         generate()
 
 
@@ -176,8 +180,8 @@ def test_request_spends_no_work_on_known_states() -> None:
         for _ in range(5):
             grammar.allows(EVERY)
             grammar.accept(4)
-    assert first.left > 0.9 * limits.GRAMMAR_WORK
-    assert second.left == limits.GRAMMAR_WORK
+    assert first.remaining > 0.9 * limits.GRAMMAR_WORK
+    assert second.remaining == limits.GRAMMAR_WORK
 
 
 def test_list_of_thousands_of_texts_takes_little_work() -> None:
@@ -187,7 +191,7 @@ def test_list_of_thousands_of_texts_takes_little_work() -> None:
         state = automaton.walk(automaton.start(work), word.encode(), work)
         assert automaton.accepting[state]
         assert automaton.walk(automaton.start(work), word.encode() + b"0", work) < 0
-    assert work.left > limits.GRAMMAR_WORK / 2
+    assert work.remaining > limits.GRAMMAR_WORK / 2
 
 
 def test_characters_may_be_split_between_tokens() -> None:
@@ -201,7 +205,7 @@ def test_control_tokens_are_allowed_only_if_their_text_is_visible() -> None:
     assert CONTROL not in allowed_after(text, [])
     assert CONTROL in allowed_after(text, [], {CONTROL: b"ab"})
     assert allowed_after(text, [CONTROL], {CONTROL: b"ab"}) == {END, 11}
-    assert 10 not in allowed_after("root ::= [^a]", [])  # a token that begins with a NUL
+    assert 10 not in allowed_after("root ::= [^a]", [])  # the token starts with a NUL
 
 
 def test_automaton_rebuilds_the_states_that_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,26 +239,26 @@ def test_recently_used_automata_are_cached() -> None:
 
 def test_automaton_drops_its_states_when_frames_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_BYTES", 100_000)
-    automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b is one more frame
+    automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b adds a frame
     grammar = TokenGrammar(automaton, TOKENS, WorkBudget())
-    generation, most = automaton.generation, 0
+    generation, max_bytes = automaton.generation, 0
     for _ in range(2000):
         assert grammar.allows(np.array([5])).all()
         grammar.accept(5)
-        most = max(most, automaton.num_bytes)
+        max_bytes = max(max_bytes, automaton.num_bytes)
     assert automaton.generation is not generation
-    assert most < 110_000
+    assert max_bytes < 110_000
 
 
 def test_automata_are_evicted_when_they_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     automata = Automata(TokenBytes(PIECES, frozenset({END})))
     first = automata.get('root ::= "b" root "a" | "a"', "root")
     second = automata.get('root ::= "a"', "root")
-    monkeypatch.setattr(token_grammar, "_MAX_KEPT_BYTES", automata.num_bytes)
+    monkeypatch.setattr(token_grammar, "_MAX_CACHED_BYTES", automata.num_bytes)
     assert automata.get('root ::= "a"', "root") is second
     used = TokenGrammar(first, TOKENS, WorkBudget())
     for _ in range(200):
         used.accept(5)
-    assert automata.get('root ::= "a"', "root") is second  # it grew since: this one stays, the first goes
+    assert automata.get('root ::= "a"', "root") is second  # the first has grown, so it is evicted
     assert automata.num_bytes == second.num_bytes
     assert automata.get('root ::= "b" root "a" | "a"', "root") is not first

@@ -1,4 +1,4 @@
-"""Schemas, regular expressions and Lark over a small vocabulary: what may come next, and what fails alone."""
+"""Schemas, regular expressions and Lark constrain a small vocabulary, and errors fail only their own sequence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llguidance import LLMatcher
 
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar.grammars import Compiled, Constraint, Form, Grammars
+from cellama.engine.grammar.grammars import CompiledGrammar, Constraint, Grammars, GrammarSpec
 from cellama.engine.grammar.matcher import Matcher, SharedGrammar
 
 WORDS = [b'{"', b'": ', b'"a"', b"tru", b"true", b", ", b"12", b"\0", b"\xe2\x82", "€uro".encode()]
 PIECES = [bytes([byte]) for byte in range(256)] + WORDS + [b"", b"", b""]
-TOOL, STOP, END = len(PIECES) - 3, len(PIECES) - 2, len(PIECES) - 1  # control tokens; the last two end a text
+TOOL, STOP, END = len(PIECES) - 3, len(PIECES) - 2, len(PIECES) - 1  # control tokens, of which the last two end a text
 ALL = np.arange(len(PIECES))
 CONTROLS = {TOOL: b"<tool>", STOP: b"<stop>", END: b"<end>"}
 
@@ -29,8 +29,8 @@ def grammars_of(ends: frozenset[int] = frozenset({STOP, END})) -> Grammars:
 GRAMMARS = grammars_of()
 
 
-def compiled(kind: str, text: str | dict[str, Any]) -> Compiled:
-    return GRAMMARS.compile(Form(kind, text if isinstance(text, str) else json.dumps(text)))
+def compiled(kind: str, text: str | dict[str, Any]) -> CompiledGrammar:
+    return GRAMMARS.compile(GrammarSpec(kind, text if isinstance(text, str) else json.dumps(text)))
 
 
 def after(text: bytes | list[int], constraint: Constraint) -> Constraint:
@@ -44,7 +44,7 @@ def allowed(constraint: Constraint) -> set[int]:
     return set(np.flatnonzero(constraint.allows(ALL)).tolist())
 
 
-FORMS = {
+CONSTRAINTS = {
     "schema": compiled("json_schema", {"enum": [True, "a", 12, None]}),
     "object": compiled("json_schema", {"type": "object", "properties": {"a": {"type": "integer", "maximum": 120}}}),
     "regex": compiled("regex", "(true|[0-9]{1,3}€uro)x?"),
@@ -53,17 +53,17 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", CONSTRAINTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_single_token_is_allowed_as_in_the_mask_of_all_tokens(name: str, seed: int) -> None:
-    """Of a text without a choice the mask has only the usual spelling, whether forced tokens were asked for or not."""
+    """If the text has no alternative, the mask has only its usual spelling, even after `forced_tokens` was called."""
     random = Random(seed)
-    constraint, twin, other = FORMS[name].begin(), FORMS[name].begin(), FORMS[name].begin()
+    constraint, masked, forcing = CONSTRAINTS[name].start(), CONSTRAINTS[name].start(), CONSTRAINTS[name].start()
     for _ in range(40):
-        mask = twin.allows(ALL)
+        mask = masked.allows(ALL)
         alone = np.array([constraint.allows(ALL[token : token + 1])[0] for token in ALL])
-        forced = other.forced_tokens()
-        assert (other.allows(ALL) == mask).all()
+        forced = forcing.forced_tokens()
+        assert (forcing.allows(ALL) == mask).all()
         if forced:
             assert np.flatnonzero(mask).tolist() == forced[:1]
             assert alone[forced[0]]
@@ -73,12 +73,12 @@ def test_single_token_is_allowed_as_in_the_mask_of_all_tokens(name: str, seed: i
         if not choices:
             break
         token = random.choice(choices)
-        for each in (constraint, twin, other):
+        for each in (constraint, masked, forcing):
             each.accept(token)
 
 
 def test_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
-    constraint = compiled("regex", "tru(e!)?").begin()
+    constraint = compiled("regex", "tru(e!)?").start()
     assert not allowed(constraint) & {STOP, END}
     after(b"tru", constraint)
     assert allowed(constraint) == {STOP, END, ord("e")}
@@ -88,28 +88,28 @@ def test_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
 
 
 def test_tokens_without_a_text_are_never_allowed() -> None:
-    constraint = compiled("regex", r"(?s:.)*").begin()
+    constraint = compiled("regex", r"(?s:.)*").start()
     assert not allowed(constraint) & {TOOL, 0xFF, PIECES.index(b"\0")}
     assert ord("x") in allowed(constraint)
 
 
 def test_half_a_character_is_allowed_and_invalid_utf8_is_not() -> None:
     half = PIECES.index(b"\xe2\x82")
-    constraint = compiled("regex", "[€₪x]").begin()  # E2 82 AC, E2 82 AA
+    constraint = compiled("regex", "[€₪x]").start()  # E2 82 AC, E2 82 AA
     assert allowed(constraint) == {ord("x"), 0xE2, half}
     assert allowed(after([half], constraint)) == {0xAC, 0xAA}
 
 
 def test_lark_names_control_tokens_by_number_and_by_name() -> None:
     for name in (f"<[{TOOL}]>", "<tool>"):
-        constraint = after(b"a", compiled("lark", f'start: "a" {name} "b"').begin())
+        constraint = after(b"a", compiled("lark", f'start: "a" {name} "b"').start())
         assert allowed(constraint) == {TOOL}
         after([TOOL, ord("b")], constraint)
         assert allowed(constraint) == {STOP, END}
 
 
 def test_vocabulary_without_an_end_token_can_be_constrained() -> None:
-    constraint = grammars_of(frozenset()).compile(Form("regex", "ab")).begin()
+    constraint = grammars_of(frozenset()).compile(GrammarSpec("regex", "ab")).start()
     assert allowed(after(b"a", constraint)) == {ord("b")}
     assert allowed(after(b"b", constraint)) == set()
 
@@ -131,8 +131,8 @@ def test_grammar_is_rejected_in_one_line_when_it_does_not_compile(kind: str, tex
 
 
 def test_matcher_keeps_failing_after_a_text_that_does_not_follow_the_grammar() -> None:
-    constraint = compiled("regex", "ab").begin()
-    with pytest.raises(GrammarFailed, match="can't be continued by its grammar or schema"):
+    constraint = compiled("regex", "ab").start()
+    with pytest.raises(GrammarFailed, match="the grammar or schema can't continue the text"):
         constraint.accept(ord("x"))
     with pytest.raises(GrammarFailed):
         constraint.allows(ALL)
@@ -142,7 +142,7 @@ def test_matcher_keeps_failing_after_a_text_that_does_not_follow_the_grammar() -
 
 def test_sequences_of_a_request_do_not_disturb_each_other() -> None:
     both = compiled("regex", "ab|cd")
-    first, second = both.begin(), both.begin()
+    first, second = both.start(), both.start()
     first.accept(ord("a"))
     second.accept(ord("c"))
     assert allowed(first) == {ord("b")}
@@ -150,22 +150,22 @@ def test_sequences_of_a_request_do_not_disturb_each_other() -> None:
     with pytest.raises(GrammarFailed):
         first.accept(ord("x"))
     assert allowed(second) == {ord("d")}
-    assert allowed(both.begin()) == {ord("a"), ord("c")}
+    assert allowed(both.start()) == {ord("a"), ord("c")}
 
 
 def test_recently_used_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = grammars_of()
-    made: list[Form] = []
+    compiled_specs: list[GrammarSpec] = []
     make = grammars._make
-    monkeypatch.setattr(grammars, "_make", lambda form: made.append(form) or make(form))
-    first = Form("regex", "a")
+    monkeypatch.setattr(grammars, "_make", lambda form: compiled_specs.append(form) or make(form))
+    first = GrammarSpec("regex", "a")
     grammars.compile(first)
     grammars.compile(first)
-    assert made == [first]
+    assert compiled_specs == [first]
     for number in range(limits.MAX_COMPILED_GRAMMARS):
-        grammars.compile(Form("regex", str(number)))
+        grammars.compile(GrammarSpec("regex", str(number)))
     grammars.compile(first)
-    assert made.count(first) == 2
+    assert compiled_specs.count(first) == 2
 
 
 HEAVY = {"type": "string", "pattern": "^(a|b)*a(a|b){8}$", "maxLength": 4000}
@@ -173,7 +173,7 @@ LONG = [ord('"'), *Random(1).choices(b"ab", k=3900)]
 
 
 def test_matcher_accepts_a_long_text_of_a_resumed_job_and_continues() -> None:
-    constraint = compiled("json_schema", HEAVY).begin()
+    constraint = compiled("json_schema", HEAVY).start()
     for token in LONG:
         constraint.accept(token)
     assert {ord("a"), ord("b")} <= allowed(constraint)
@@ -181,10 +181,10 @@ def test_matcher_accepts_a_long_text_of_a_resumed_job_and_continues() -> None:
 
 def test_other_texts_of_a_grammar_continue_when_the_shared_lexer_has_failed() -> None:
     shared = SharedGrammar(GRAMMARS._matcher_tokens, LLMatcher.grammar_from_json_schema(HEAVY), "json_schema")
-    begun, waiting = after(LONG[:50], Matcher(shared)), Matcher(shared)
+    started, waiting = after(LONG[:50], Matcher(shared)), Matcher(shared)
     greedy, lexer = shared.copy()
-    assert not greedy.consume_tokens(LONG)  # at once, so that the work is too much
-    assert {ord("a"), ord("b")} <= allowed(after(LONG[50:60], begun))
+    assert not greedy.consume_tokens(LONG)  # in one call, so that it needs too much work
+    assert {ord("a"), ord("b")} <= allowed(after(LONG[50:60], started))
     assert shared.copy()[1] == lexer + 1
     assert allowed(waiting) >= {ord('"')}
     assert {ord("a"), ord("b")} <= allowed(after(LONG[:60], Matcher(shared)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cellama.engine import Request, SamplingParams
-from cellama.engine.grammar.grammars import Form, Grammars
+from cellama.engine.grammar.grammars import Grammars, GrammarSpec
 from cellama.engine.llama.samplers import LlamaSampler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.speculation.sources import ForcedText
@@ -34,7 +34,7 @@ class Bound:
     forced_tokens = LlamaSampler.forced_tokens
 
     def __init__(self) -> None:
-        self._grammar, self._is_bound = GRAMMARS.compile(Form("json_schema", SCHEMA)).begin(), False
+        self._grammar, self._is_bound = GRAMMARS.compile(GrammarSpec("json_schema", SCHEMA)).start(), False
 
     def bind(self) -> None:
         self._is_bound = True

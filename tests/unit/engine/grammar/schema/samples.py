@@ -1,4 +1,4 @@
-"""Texts that a prepared schema allows, over a vocabulary of single bytes."""
+"""Random texts that a prepared schema allows, over a vocabulary of single bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from cellama.engine.grammar.grammars import Compiled, Form, Grammars
+from cellama.engine.grammar.grammars import CompiledGrammar, Grammars, GrammarSpec
 
 END = 256
 MAX_BYTES = 200
@@ -17,12 +17,12 @@ GRAMMARS = Grammars([*(bytes([byte]) for byte in range(256)), b""], {}, frozense
 ALL = np.arange(END + 1)
 
 
-def compiled(schema: Any, *, strict: bool = True) -> Compiled:
-    return GRAMMARS.compile(Form("json_schema", json.dumps(schema), strict=strict))
+def compiled(schema: Any, *, strict: bool = True) -> CompiledGrammar:
+    return GRAMMARS.compile(GrammarSpec("json_schema", json.dumps(schema), strict=strict))
 
 
-def accepts(form: Compiled, text: str) -> bool:
-    constraint = form.begin()
+def accepts(grammar: CompiledGrammar, text: str) -> bool:
+    constraint = grammar.start()
     for byte in text.encode():
         if not constraint.allows(np.array([byte]))[0]:
             return False
@@ -30,12 +30,12 @@ def accepts(form: Compiled, text: str) -> bool:
     return bool(constraint.allows(np.array([END]))[0])
 
 
-def sample(form: Compiled, random: Random) -> str | None:
-    """A text at random, None if it got too long."""
-    constraint, text = form.begin(), bytearray()
+def sample(grammar: CompiledGrammar, random: Random) -> str | None:
+    """Return a random text, or None if it gets too long."""
+    constraint, text = grammar.start(), bytearray()
     while len(text) < 2 * MAX_BYTES:
         allowed = np.flatnonzero(constraint.allows(ALL)).tolist()
-        assert allowed, f"no way to go on from {bytes(text)!r}"
+        assert allowed, f"no byte can follow {bytes(text)!r}"
         if END in allowed and (len(allowed) == 1 or random.random() < 0.4):
             return text.decode()
         following = [byte for byte in allowed if byte != END]
@@ -48,13 +48,13 @@ def sample(form: Compiled, random: Random) -> str | None:
 
 
 def check_samples(schema: Any, count: int = 10, *, strict: bool = True) -> int:
-    """Assert that texts at random conform to the schema; returns how many there were."""
-    form = compiled(schema, strict=strict)
-    assert form.warnings == ()
+    """Assert that random texts conform to the schema, and return their number."""
+    grammar = compiled(schema, strict=strict)
+    assert grammar.warnings == ()
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    texts = [text for seed in range(count) if (text := sample(form, Random(seed))) is not None]
+    texts = [text for seed in range(count) if (text := sample(grammar, Random(seed))) is not None]
     for text in texts:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # no half of a surrogate pair, no infinity
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # fails on unpaired surrogates and infinity
         validator.validate(value)
     return len(texts)

@@ -1,4 +1,4 @@
-"""The schemas that people send are accepted, and outputs conform to them."""
+"""Schemas that people commonly send are accepted, and outputs conform to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cellama.engine.grammar.schema import prepare_schema
 
 from .samples import check_samples
 
-UNENFORCEABLE = {"SetOfText"}  # uniqueItems of any texts
+UNENFORCEABLE = {"SetOfText"}  # uniqueItems of arbitrary strings
 
 
 def test_corpus_has_sixty_schemas() -> None:

@@ -1,4 +1,4 @@
-"""Outputs of generated schemas conform to them, or the schemas are refused with a path."""
+"""Outputs of generated schemas conform to them, or the schemas are rejected with a path."""
 
 from __future__ import annotations
 

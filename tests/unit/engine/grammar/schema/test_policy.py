@@ -1,4 +1,4 @@
-"""What is refused, what is ignored with a warning, and what is an annotation; hostile schemas end early."""
+"""Keywords are enforced, rejected or ignored as documented, and hostile schemas are rejected early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_property(schema: Any) -> Any:
     return {"type": "object", "properties": {"n": schema}, "required": ["n"]}
 
 
-# A keyword that can't be enforced: its path within the schema, and why.
+# Schemas with a keyword that can't be enforced, the keyword, and the reason.
 UNENFORCEABLE: list[tuple[Any, str, str]] = [
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems", "a few values only"),
     (
@@ -188,9 +188,9 @@ def test_keywords_of_the_table_have_a_known_handling() -> None:
     ],
 )
 def test_references_within_the_schema_are_followed(schema: Any, right: str, wrong: str) -> None:
-    form = compiled(schema)
-    assert accepts(form, right)
-    assert not accepts(form, wrong)
+    grammar = compiled(schema)
+    assert accepts(grammar, right)
+    assert not accepts(grammar, wrong)
 
 
 def nested(make: Callable[[Any], Any], depth: int) -> Any:
@@ -268,4 +268,4 @@ def test_hostile_schema_is_rejected(name: str, strict: bool) -> None:
     ],
 )
 def test_large_schema_is_accepted(schema: Any) -> None:
-    assert compiled(schema).begin()
+    assert compiled(schema).start()

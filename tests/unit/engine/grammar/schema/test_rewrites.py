@@ -1,4 +1,4 @@
-"""A rewritten schema accepts what the schema itself accepts, according to jsonschema, or less."""
+"""A rewritten schema accepts the same values as the original, according to jsonschema, or fewer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTANCES = [*SCALARS, *ARRAYS, *OBJECTS]
 ABC = {"a": {"type": "integer"}, "b": {}, "c": {}}
 KIND = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "integer"}}, "required": ["a"]}
 
-# The rewritten schema accepts exactly what the schema accepts.
+# The rewritten schema accepts exactly the same values.
 EQUIVALENT: dict[str, Any] = {
     "uniqueItems of an enum": {"type": "array", "items": {"enum": ["a", "b", 1]}, "uniqueItems": True},
     "uniqueItems of booleans": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
@@ -202,7 +202,7 @@ OLD_SPELLINGS = {
     "dependencies of draft 7": jsonschema.Draft7Validator,
 }
 
-# The rewritten schema accepts less, though not always among these instances.
+# The rewritten schema accepts fewer values, though not always fewer of these instances.
 NARROWER: dict[str, Any] = {
     "uniqueItems in order": {"type": "array", "items": {"enum": FEW}, "uniqueItems": True, "maxItems": 3},
     "contains among the first": {"type": "array", "items": {"enum": FEW}, "contains": {"const": 1}},
@@ -243,8 +243,8 @@ NARROWER: dict[str, Any] = {
 
 
 def accepted(schema: Any) -> list[Any]:
-    form = compiled(schema)
-    return [each for each in INSTANCES if accepts(form, json.dumps(each, ensure_ascii=False))]
+    grammar = compiled(schema)
+    return [each for each in INSTANCES if accepts(grammar, json.dumps(each, ensure_ascii=False))]
 
 
 def valid(schema: Any, kind: Any = jsonschema.Draft202012Validator) -> list[Any]:
@@ -301,9 +301,9 @@ def test_nullable_of_openapi_allows_null() -> None:
     ],
 )
 def test_values_have_one_layout_and_one_spelling(schema: Any, right: list[str], wrong: list[str]) -> None:
-    form = compiled(schema)
-    assert [text for text in right if not accepts(form, text)] == []
-    assert [text for text in wrong if accepts(form, text)] == []
+    grammar = compiled(schema)
+    assert [text for text in right if not accepts(grammar, text)] == []
+    assert [text for text in wrong if accepts(grammar, text)] == []
 
 
 @pytest.mark.parametrize(
@@ -321,13 +321,13 @@ def test_values_have_one_layout_and_one_spelling(schema: Any, right: list[str], 
     ],
 )
 def test_patterns_and_formats_of_texts_are_enforced_together(schema: Any, right: list[str], wrong: list[str]) -> None:
-    form = compiled({"type": "string", **schema})
-    assert [text for text in right if not accepts(form, text)] == []
-    assert [text for text in wrong if accepts(form, text)] == []
+    grammar = compiled({"type": "string", **schema})
+    assert [text for text in right if not accepts(grammar, text)] == []
+    assert [text for text in wrong if accepts(grammar, text)] == []
 
 
 def test_repeated_keys_are_allowed_only_with_conforming_values() -> None:
     schema = {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2}
-    form = compiled(schema)
-    assert accepts(form, '{"a": 1, "a": 2}')  # the last one counts, and conforms
-    assert not accepts(form, '{"a": 1, "a": "x"}')
+    grammar = compiled(schema)
+    assert accepts(grammar, '{"a": 1, "a": 2}')  # the last one counts, and conforms
+    assert not accepts(grammar, '{"a": 1, "a": "x"}')
