@@ -1,6 +1,6 @@
-"""Asks a model about each line of a CSV file: python sort_reviews.py reviews.csv sorted.csv
+"""Ask a model about each line of a CSV file: python sort_reviews.py reviews.csv sorted.csv
 
-Start it again after an interrupt: it goes on where it was.
+After an interruption, run the same command to resume.
 """
 
 from __future__ import annotations

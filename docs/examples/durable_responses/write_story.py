@@ -1,7 +1,8 @@
-"""A story that is told once, whatever ends in between: this program, the gateway, a worker, Redis.
+"""Print a story once, even if this program, the gateway, a worker or Redis stops in between.
 
-Start `cellama up --gateway-port 8000`, then this. End whatever you like with `kill -9`, start it again, and this, too:
-it goes on where it was. Only what it said in the moment of its own end may come twice.
+Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9` and
+start them again: this program resumes where it stopped. Only text that it printed just before it was killed can
+appear twice.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 import httpx
 from openai import APIError, NotFoundError, OpenAI, omit
 
-STATE = Path(os.environ.get("STORY_STATE", "story.json"))  # the id of the response, and how far it was read
+# The id of the response, and the number of the last event that was read.
+STATE = Path(os.environ.get("STORY_STATE", "story.json"))
 URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
-def begin(client: OpenAI) -> dict[str, int | str]:
-    """A background response. With the key, asking again after a lost answer begins no second one."""
+def start(client: OpenAI) -> dict[str, int | str]:
+    """Start a background response. The key prevents a second one if the answer gets lost and the call is repeated."""
     key = STATE.with_suffix(".key")
     if not key.exists():
         key.write_text(os.urandom(16).hex())
@@ -37,14 +39,14 @@ def begin(client: OpenAI) -> dict[str, int | str]:
 
 
 def save(state: dict[str, int | str]) -> None:
-    """All of it, or what was there before."""
+    """Replace the file as a whole, so that a crash leaves either the old or the new state."""
     new = STATE.with_suffix(".new")
     new.write_text(json.dumps(state))
     new.replace(STATE)
 
 
-def read_on(client: OpenAI, state: dict[str, int | str]) -> bool:
-    """Says what comes after what was said; true when that was the end."""
+def read_events(client: OpenAI, state: dict[str, int | str]) -> bool:
+    """Print the events that were not read yet. Return True after the last one."""
     read = int(state["read"])
     after = omit if read < 0 else read
     for event in client.responses.retrieve(str(state["id"]), stream=True, starting_after=after):
@@ -54,22 +56,22 @@ def read_on(client: OpenAI, state: dict[str, int | str]) -> bool:
         save(state)
         if event.type in ("response.completed", "response.incomplete", "response.failed", "response.cancelled"):
             return True
-    return False  # the gateway ended
+    return False  # the gateway stopped
 
 
 def main() -> None:
     with OpenAI(base_url=URL, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=0) as client:
         while True:
             try:
-                state = json.loads(STATE.read_text()) if STATE.exists() else begin(client)
+                state = json.loads(STATE.read_text()) if STATE.exists() else start(client)
                 save(state)
-                if read_on(client, state):
+                if read_events(client, state):
                     break
             except NotFoundError as error:
-                sys.exit(f"it is not kept any more: {error}")
+                sys.exit(f"the response has expired: {error}")
             except (APIError, httpx.TransportError) as error:  # the latter in mid-stream
-                print(f"\n[{error}; asking again]", file=sys.stderr)
-            time.sleep(AGAIN_S)
+                print(f"\n[{error}; retrying]", file=sys.stderr)
+            time.sleep(RETRY_S)
     print()
     STATE.unlink()
     STATE.with_suffix(".key").unlink()

@@ -20,7 +20,7 @@ client = Client()  # threads may share it
 
 
 def submit(request: HttpRequest) -> HttpResponse:
-    """A task of the site, a job for the model, a task of the site."""
+    """Queue a chain of a task of the site, a job for the model, and another task of the site."""
     steps = chain(
         prompt_for.s(request.GET.get("animal", "fox")),
         generate.s(model="tiny", max_tokens=30, temperature=0),
@@ -30,7 +30,7 @@ def submit(request: HttpRequest) -> HttpResponse:
 
 
 def result(request: HttpRequest, job_id: str) -> HttpResponse:
-    """The title, as soon as it is there."""
+    """Return the title, or status 202 while it is not ready."""
     job = AsyncResult(job_id, app=celery_app)
     if not job.ready():
         return JsonResponse({"state": job.state}, status=202)

@@ -1,4 +1,4 @@
-"""The site's set-up. Its Celery app is loaded with it, so that `shared_task` finds it."""
+"""The configuration of the site. It imports the Celery app, so that `shared_task` finds it."""
 
 from .celery import app as celery_app
 

@@ -1,4 +1,4 @@
-"""The site's own Celery app. cellama's tasks have theirs; both use the same Redis, so that steps of both can meet."""
+"""The site's own Celery app. It uses the same Redis as cellama's app, so a canvas can contain steps of both."""
 
 from celery import Celery
 

@@ -1,8 +1,8 @@
-"""Django's settings, as few as an example needs."""
+"""The minimum of Django settings that the example needs."""
 
 import os
 
-SECRET_KEY = os.environ.get("SECRET_KEY", "an example needs no secret")
+SECRET_KEY = os.environ.get("SECRET_KEY", "not a secret, because this is an example")
 DEBUG = False
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 ROOT_URLCONF = "config.urls"

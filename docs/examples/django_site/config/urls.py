@@ -1,4 +1,4 @@
-"""Where the views are."""
+"""The URLs of the views."""
 
 from django.urls import path
 
