@@ -2,10 +2,9 @@
 
 from .backend import ModelInfo
 from .core.adapters import AdapterInfo
-from .core.embedder import Embedder, EmbeddingHandle
+from .core.embedder import Embedder, EmbeddingHandle, Reranker, scores_of
 from .core.engine import Engine
-from .core.handle import Handle
-from .core.reranker import Reranker, scores_of
+from .core.requests import Handle
 from .core.telemetry import StepCounts
 from .errors import (
     AdapterBusy,
@@ -43,7 +42,6 @@ from .events import (
     StepStats,
     Text,
 )
-from .logprobs import TokenLogprob
 from .memory.budget import Device, Footprint, Vram
 from .models.manager import ModelEntry, ModelManager
 from .models.memory_admission import devices, vram_info
@@ -51,9 +49,8 @@ from .models.model import Model
 from .models.sources import HubOptions
 from .models.tokenizer import Tokenizer, wanted_text
 from .options import EngineOptions
-from .request import Request, Resumed
+from .request import Request, Resumed, SamplingParams, TokenLogprob, sampling_of
 from .sampling.processors import LogitsProcessor, SequenceStart
-from .sampling_params import SamplingParams, sampling_of
 from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
 from .system.core_sharing import CoreSharing, Peer
 from .system.threads import STACK_BYTES

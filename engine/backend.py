@@ -1,4 +1,4 @@
-"""What the engine needs of an inference library. `llama/` and `fake.py` implement it."""
+"""The interface between the engine and an inference library, which `llama/` and `fake.py` implement."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from .logprobs import TokenLogprob
-from .sampling_params import SamplingParams
+from .request import SamplingParams, TokenLogprob
 
-NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
+NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch was computed, and a retry is allowed
 
 
 class DecodeError(Exception):
@@ -30,22 +29,22 @@ class DecodeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded model is."""
+    """The description of a loaded model."""
 
     architecture: str
-    description: str  # llama.cpp's own words, for instance "llama 1B Q8_0"
+    description: str  # in llama.cpp's words, for example "llama 1B Q8_0"
     n_params: int
     size_bytes: int
     n_ctx_train: int
     n_vocab: int
     n_embd: int
-    file_type: str = ""  # quantisation, for instance "Q8_0"
-    fingerprint: str = ""  # of the file's content (llama/gguf_file.py says how); empty for a vocabulary alone
+    file_type: str = ""  # quantisation, for example "Q8_0"
+    fingerprint: str = ""  # identifies the content of the file (llama/files/gguf_file.py); empty for a vocabulary alone
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """A loaded adapter. `fingerprint` is the SHA-256 of its file, `handle` what the backend knows it by."""
+    """A loaded adapter. `fingerprint` is the SHA-256 of its file, and `handle` identifies it in the backend."""
 
     name: str
     fingerprint: str
@@ -53,18 +52,18 @@ class Adapter:
 
 
 class AdapterUse(NamedTuple):
-    """An adapter and how much of it a decode call applies; never 0."""
+    """An adapter, and the scale with which a decode call applies it. The scale is never 0."""
 
     adapter: Adapter
     scale: float
 
 
-AdapterSet = tuple[AdapterUse, ...]  # in the order of fingerprints; () = the model as it is
+AdapterSet = tuple[AdapterUse, ...]  # ordered by fingerprint; () = the model without adapters
 AdapterKey = tuple[tuple[str, float], ...]
 
 
 def key_of(adapters: AdapterSet) -> AdapterKey:
-    """What KV cells depend on: contents and scales, not names."""
+    """Return the part of an adapter set that KV cells depend on: contents and scales, not names."""
     return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
 
 
@@ -72,29 +71,29 @@ class Chunk(NamedTuple):
     """Consecutive tokens of one slot in a step's batch."""
 
     slot: int
-    position: int  # of the first token
+    position: int  # position of the first token
     tokens: list[int]
-    samples: bool  # the next token is sampled after the last one, or after the first and each draft: they need logits
-    decode: bool = False  # the last generated token and drafts, not a part of the prompt
-    num_drafts: int = 0  # tokens behind the first that may come next: the tokens after these are sampled, too
+    samples: bool  # needs logits: the next token is sampled after the last token, or after the first and each draft
+    decode: bool = False  # the last generated token and drafts, rather than a part of the prompt
+    num_drafts: int = 0  # draft tokens after the first one; a token is also sampled after each of them
 
     @property
     def drafts(self) -> list[int]:
-        """What may come next; more tokens behind them only make chunks equally long."""
+        """The draft tokens. Tokens after them are only padding that makes chunks equally long."""
         return self.tokens[1 : 1 + self.num_drafts]
 
 
 class Vocabulary(Protocol):
-    """Text to tokens and back. Any thread may use it at any time."""
+    """Converts text to tokens and back. Any thread may use it at any time."""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for; none for a control token."""
+        """Return the bytes of a token; empty for a control token."""
         ...
 
     def is_end(self, token: int) -> bool:
-        """True for tokens that end a generation."""
+        """Return whether a token ends a generation."""
         ...
 
 
@@ -103,148 +102,152 @@ class Sampler(Protocol):
 
     @property
     def mirostat_mu(self) -> float | None:
-        """What mirostat has learned, for `new_sampler`; None without it."""
+        """The state of mirostat, which `new_sampler` accepts; None without mirostat."""
         ...
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
-        """The next token, from the logits that the last decode left for this slot. Raises GrammarFailed.
+        """Return the next token, sampled from the logits of the last decode call for this slot.
 
-        With drafts `row` counts the drafts that were right before it.
-        It is `forced`, if that is given and no grammar forbids it.
+        `row` is the number of accepted drafts before it. With `forced`, this token is returned unless a grammar forbids
+        it. Raises GrammarFailed.
         """
         ...
 
     def bind(self) -> None:
-        """The grammar, if there is one, holds for the tokens from now on."""
+        """Apply the grammar, if there is one, to all tokens from now on."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """The tokens of a text that a grammar leaves no choice about; empty without one. Other tokens may spell it."""
+        """Return the tokens of a text that the grammar requires next; empty if there is a choice.
+
+        Other tokens may spell the same text.
+        """
         ...
 
 
 class SamplingPlan(Protocol):
-    """What the samplers of one request are made from."""
+    """The prepared sampling parameters of a request, from which its samplers are created."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the request asks for and is not enforced."""
+        """Requested features that are not enforced."""
         ...
 
 
 class KvMemory(Protocol):
-    """The device's cells. Positions of a slot are dense from 0."""
+    """The KV cells of the device. Positions of a slot are contiguous and start at 0."""
 
     n_slots: int
     ctx_per_slot: int
-    n_cells: int  # in all
-    unified: bool  # one pool for all slots, in which slots can share cells; else each has its own
-    partial_reuse: bool  # a slot can give up its last positions at any time
+    n_cells: int  # cells of all slots
+    unified: bool  # whether all slots use one pool and can share cells; otherwise each slot has its own cells
+    partial_reuse: bool  # whether a slot can be truncated at any time
 
     def first_cut(self, slot: int) -> int:
-        """The least length from which on a slot can be cut back to any length: 0, or up to all that it holds.
+        """Return the smallest length to which a slot can be truncated; greater lengths are also possible.
 
-        It can always be emptied.
+        0 if any length is possible, and at most the current length. A slot can always be emptied.
         """
         ...
 
     def first_saved_cut(self, num_tokens: int) -> int:
-        """The same for so many positions that were saved."""
+        """Return the smallest length to which a saved state of `num_tokens` positions can be truncated."""
         ...
 
     def trim(self, slot: int, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Keeps the first positions of a slot. False: the memory can't, and the slot is empty now."""
+        """Keep the first positions of a slot. Return False if that is impossible; the slot is then empty."""
         ...
 
     def copy(self, source: int, target: int, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Gives the empty slot `target` the first positions of `source`. False: `target` is still empty."""
+        """Copy the first positions of `source` to the empty slot `target`. Return False if `target` is still empty."""
         ...
 
     def state_bytes(self, slot: int) -> int:
-        """The `nbytes` of what `save` would give."""
+        """Return the `nbytes` that the result of `save` would have."""
         ...
 
     def save(self, slot: int) -> Any:
-        """All cells of a slot as something with `nbytes`."""
+        """Return all cells of a slot as an object with the attribute `nbytes`."""
         ...
 
     def restore(self, slot: int, data: Any, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Gives an empty slot the first positions of what was saved. False: it is still empty."""
+        """Restore the first positions of a saved state into an empty slot. Return False if it is still empty."""
         ...
 
     def portable(self, data: Any, num_tokens: int, *, checkpoint: bool = False) -> Buffer:
-        """What was saved of so many tokens, or a checkpoint, in a form that does not depend on the number of slots.
+        """Return a saved state or a checkpoint in a format that doesn't depend on the number of slots.
 
-        Any thread. ValueError where that can't be had.
+        Any thread. Raises ValueError if the state has no such format.
         """
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """The same for `restore`, or as its checkpoint, and of how many tokens. Any thread. ValueError if damaged.
+        """Return a state for `restore`, or a checkpoint, and its number of tokens.
 
-        What may be written to is taken over, and changed: no copy is made of it.
+        Any thread. Writable buffers are not copied: the state takes them over and modifies them. Raises ValueError if
+        the data is damaged.
         """
         ...
 
     def checkpoint_bytes(self, slot: int) -> int:
-        """The `nbytes` of what `checkpoint` would give."""
+        """Return the `nbytes` that the result of `checkpoint` would have."""
         ...
 
     def checkpoint(self, slot: int) -> Any:
-        """What `trim`, `copy` and `restore` take to cut this slot's state, or a copy, back to the length it has now."""
+        """Return a checkpoint, with which `trim`, `copy` and `restore` can truncate a state to the current length."""
         ...
 
 
 class AdapterStore(Protocol):
-    """Where the weights of adapters are. Any thread."""
+    """Holds the weights of adapters. Any thread."""
 
     def load_adapter(self, path: Path) -> Any:
-        """What the backend knows the adapter by. Raises AdapterLoadFailed."""
+        """Load an adapter, and return its handle in the backend. Raises AdapterLoadFailed."""
         ...
 
     def free_adapter(self, handle: Any) -> None:
-        """Gives the memory back. No decode call may use the adapter now or later."""
+        """Free the memory of an adapter. No decode call may use it from now on."""
         ...
 
 
 class Backend(KvMemory, AdapterStore, Protocol):
     """A context with the cells of all slots.
 
-    Engine thread only, except `vocabulary`, `prepare`, `abort` and what loads and frees adapters.
+    Engine thread only, except `vocabulary`, `prepare`, `abort` and the methods that load and free adapters.
     """
 
     n_vocab: int
-    identity: bytes  # a digest of what cells depend on beside tokens and adapters: weights, types, formats (ADR 014)
-    threads: int  # that a decode call computes with
+    identity: bytes  # digest of all that cells depend on except tokens and adapters: weights, types, formats (ADR 014)
+    threads: int  # number of threads that compute a decode call
 
     def set_threads(self, count: int) -> None:
-        """The next decode call computes with so many threads."""
+        """Set the number of threads for later decode calls."""
         ...
 
     def rest(self) -> None:
-        """Nothing is computed for a while: threads that wait for work end."""
+        """Stop threads that wait for work, because there will be none for a while."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary: ...
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingPlan:
-        """What `new_sampler` makes the samplers of a request from. All that takes long is done here.
+        """Prepare the sampling parameters of a request for `new_sampler`. All slow work is done here.
 
-        `visible` are control tokens whose text belongs to the output: only these does a grammar see. Raises
-        InvalidRequest for a wrong grammar, an unknown token.
+        `visible` are control tokens whose text belongs to the output, and the only ones that a grammar sees. Raises
+        InvalidRequest for an invalid grammar or an unknown token.
         """
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        """Fills the KV cells of the chunks, which are in order of slots, with these adapters.
+        """Compute the KV cells of the chunks, which are in order of slots, with these adapters.
 
-        Returns when that is computed, on a GPU, too. Raises DecodeError.
+        Returns after the computation has finished, also on a GPU. Raises DecodeError.
         """
         ...
 
     def abort(self) -> None:
-        """Ends the decode call that runs now, or the next one, with code 2."""
+        """Abort the current decode call, or the next one, with code 2."""
         ...
 
     def new_sampler(
@@ -258,12 +261,11 @@ class Backend(KvMemory, AdapterStore, Protocol):
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> Sampler:
-        """A sampler for what follows `history`, of whose tokens the last `num_sampled` were sampled before.
+        """Return a sampler for the tokens after `history`, of which the last `num_sampled` were sampled before.
 
-        `plan` is what `prepare` gave. The grammar does not hold for the first `num_unbound` of these; None: it holds
-        once `bind` was called.
-        With `ban_end` it never ends a generation. `mirostat_mu` is that of the sampler which it goes on for.
-        Raises GrammarFailed.
+        `plan` is a result of `prepare`. The grammar doesn't apply to the first `num_unbound` of the sampled tokens;
+        with None it applies after a call of `bind`. With `ban_end` no end token is sampled. `mirostat_mu` is the state
+        of the sampler that this one continues. Raises GrammarFailed.
         """
         ...
 
@@ -273,25 +275,25 @@ class Backend(KvMemory, AdapterStore, Protocol):
 class EmbeddingBackend(Protocol):
     """A context that turns whole sequences into vectors. Embedder thread only."""
 
-    max_tokens: int  # of one text
-    batch_tokens: int  # of several texts in one call that pay; at most `max_tokens`
+    max_tokens: int  # limit for one text
+    batch_tokens: int  # largest efficient size of a batch of several texts; at most `max_tokens`
     max_texts: int
-    n_embd: int  # numbers in a vector
-    per_token: bool  # a vector per token, not per text
-    threads: int  # that `embed` computes with
+    n_embd: int  # dimensions of a vector
+    per_token: bool  # whether there is a vector per token instead of one per text
+    threads: int  # number of threads that compute a batch
 
     def set_threads(self, count: int) -> None:
-        """The next call of `embed` computes with so many threads."""
+        """Set the number of threads for later calls of `embed`."""
         ...
 
     def rest(self) -> None:
-        """As Backend.rest."""
+        """Stop threads that wait for work, because there will be none for a while."""
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """One array per text, as the model gives it: [n_embd], or [tokens, n_embd] if `per_token`.
+        """Return one array per text, as the model outputs it: [n_embd], or [tokens, n_embd] if `per_token`.
 
-        Together at most `max_tokens` tokens. Raises DecodeError.
+        The texts may have `max_tokens` tokens in total. Raises DecodeError.
         """
         ...
 

@@ -1,57 +1,58 @@
-"""What can go wrong in the engine, and what it means outside.
+"""The errors of the engine, and checks that raise them.
 
     EngineError
     ├── InvalidRequest          a parameter or a text is wrong
     │   └── PromptTooLong       the prompt can never fit
-    ├── TemplateFailed          the chat template refused the messages, or there is none
+    ├── TemplateFailed          the chat template rejected the messages, or the model has none
     ├── WrongCapability         the model is not loaded for this use
-    ├── ModelNotLoaded            no model of that id
-    ├── ModelLoadFailed         source missing, damaged or not supported
+    ├── ModelNotLoaded          no model has this id
+    ├── ModelLoadFailed         the source is missing, damaged or not supported
     │   ├── IdTaken             another model has the id
     │   └── InsufficientMemory  the model does not fit into the memory budget
-    ├── AdapterLoadFailed       file missing, damaged, no LoRA adapter, or made for another model
-    ├── UnknownAdapter          the model has no adapter of that name
-    ├── UnknownKey              no context of that key for whoever asks
+    ├── AdapterLoadFailed       the file is missing, damaged, not a LoRA adapter, or made for another model
+    ├── UnknownAdapter          the model has no adapter with this name
+    ├── UnknownKey              no context has this key, scope and adapters
     ├── AdapterBusy             the adapter is in use and can't be unloaded now
-    ├── ManagerExists           this process has a model manager already
+    ├── ManagerExists           this process already has a model manager
     ├── ModelBusy               the model is in use and can't be unloaded now
-    ├── QueueFull               the engine's waiting queue is at its limit
-    ├── DecodeFailed            llama.cpp refused this request's tokens
-    ├── RequestFailed           something unforeseen went wrong for this request
+    ├── QueueFull               the waiting queue of the engine is at its limit
+    ├── DecodeFailed            llama.cpp rejected the tokens of this request
+    ├── RequestFailed           an unexpected error affected this request
     ├── GrammarFailed           grammar, biases and ignore_eos together allow no token
     ├── EmbeddingCancelled      an embedding was cancelled (a generation ends as `cancelled` instead)
-    └── EngineStopped           the engine closed, or its thread died
+    └── EngineStopped           the engine was closed, or its thread failed
 
-Codes cross processes, objects don't. What a code means for callers is in one table (`tasks/contract/codes.py`).
+Codes cross processes, objects don't. `tasks/contract/codes.py` describes each code for callers.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 
 class EngineError(Exception):
-    """The engine could not do what was asked; `str(error)` is written for people."""
+    """The engine could not do what a caller requested. `str(error)` is written for people."""
 
     code: ClassVar[str] = "engine_error"
 
 
 class InvalidRequest(EngineError):
-    """A parameter or a text is wrong; the message names it, its value and what would do."""
+    """A parameter or a text is wrong. The message names the parameter, its value and the remedy."""
 
     code = "invalid_request"
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt can never fit into a slot's context."""
+    """The prompt can never fit into the context of a slot."""
 
     code = "prompt_too_long"
 
 
 class TemplateFailed(EngineError):
-    """The chat template refused the messages, took too long, or there is none."""
+    """The chat template rejected the messages or took too long, or the model has none."""
 
     code = "template_failed"
 
@@ -63,13 +64,13 @@ class WrongCapability(EngineError):
 
 
 class ModelNotLoaded(EngineError):
-    """There is no model of that id."""
+    """No loaded model has this id."""
 
     code = "unknown_model"
 
 
 class ModelLoadFailed(EngineError):
-    """The source is missing, damaged or not supported; nothing of it stays in memory."""
+    """The source is missing, damaged or not supported. Nothing of the model stays in memory."""
 
     code = "model_load_failed"
 
@@ -81,7 +82,7 @@ class IdTaken(ModelLoadFailed):
 
 
 class InsufficientMemory(ModelLoadFailed):
-    """Nothing was allocated. The attributes say where, how much was wanted and how much there was."""
+    """The model needs more memory than is available. The attributes name the device and the sizes."""
 
     code = "insufficient_memory"
 
@@ -93,55 +94,55 @@ class InsufficientMemory(ModelLoadFailed):
 
 
 class AdapterLoadFailed(EngineError):
-    """The file is missing, damaged, no LoRA adapter, or made for another model."""
+    """The file is missing, damaged, not a LoRA adapter, or made for another model."""
 
     code = "adapter_load_failed"
 
 
 class UnknownAdapter(EngineError):
-    """The model has no adapter of that name."""
+    """The model has no adapter with this name."""
 
     code = "unknown_adapter"
 
 
 class UnknownKey(EngineError):
-    """No context of that key is known here, for these adapters and this scope."""
+    """No context with this key is stored here for these adapters and this scope."""
 
     code = "unknown_key"
 
 
 class AdapterBusy(EngineError):
-    """Requests still have the adapter when the time is over; it serves on."""
+    """Requests still used the adapter at the timeout. It stays loaded and available."""
 
     code = "adapter_busy"
 
 
 class ManagerExists(EngineError):
-    """This process has an open ModelManager already."""
+    """This process already has an open ModelManager."""
 
     code = "manager_exists"
 
 
 class ModelBusy(EngineError):
-    """The model is still in use when the time is over; it serves on."""
+    """Requests still used the model at the timeout. It stays loaded and available."""
 
     code = "model_busy"
 
 
 class QueueFull(EngineError):
-    """`max_queue` requests wait already; it comes through the handle."""
+    """`max_queue` requests already wait. The handle of the request raises this error."""
 
     code = "queue_full"
 
 
 class DecodeFailed(EngineError):
-    """llama.cpp refused the tokens of this request (llama.h: llama_decode, llama_encode); others go on."""
+    """llama.cpp rejected the tokens of this request (llama.h: llama_decode, llama_encode). Others are not affected."""
 
     code = "decode_failed"
 
 
 class RequestFailed(EngineError):
-    """Something unforeseen went wrong for this request; the log has it, and others go on."""
+    """An unexpected error affected this request. The log has the error, and other requests continue."""
 
     code = "internal_error"
 
@@ -153,21 +154,50 @@ class GrammarFailed(EngineError):
 
 
 class EmbeddingCancelled(EngineError):
-    """An embedding was cancelled; a generation ends with the finish reason `cancelled` instead."""
+    """An embedding was cancelled. A cancelled generation ends with the finish reason `cancelled` instead."""
 
     code = "cancelled"
 
 
 class EngineStopped(EngineError):
-    """The engine closed, or its thread died; it takes no more requests."""
+    """The engine was closed, or its thread failed. It accepts no more requests."""
 
     code = "engine_stopped"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """Return the last part of a message about an unknown name: the most similar known name, or all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names) or 'none'}"
+
+
+def check(ok: bool, name: str, value: object, condition: str) -> None:
+    """Raise InvalidRequest unless `ok`; the message names the value and the condition that it must fulfil."""
+    if not ok:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {condition}")
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def check_length(name: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(f"{name} has {len(text)} characters, but the limit is {limit}; shorten it")
+
+
+def check_number(name: str, count: int, limit: int, unit: str) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{name} has {count} {unit}, but the limit is {limit}; remove some")
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    check(ok, name, value, f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}")

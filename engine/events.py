@@ -1,4 +1,4 @@
-"""What the engine tells: events of requests, once per step; telemetry of steps and requests."""
+"""Events of requests, emitted once per step, and telemetry of steps and requests."""
 
 from __future__ import annotations
 
@@ -10,50 +10,49 @@ from cellama.engine.text.formats.calls import ParsedToolCall
 from cellama.engine.text.reply_reader import Kind
 
 from .errors import EngineError
-from .logprobs import TokenLogprob
-from .request import Mode
+from .request import Mode, TokenLogprob
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-# What was taken over of a prompt: all but its last token, which has to be computed; a part; nothing.
+# How much of a prompt was reused: all except the last token, which is always computed; a part; or nothing.
 CacheHitKind = Literal["exact", "partial", "cold"]
-CacheTier = Literal["device", "ram", "disk"]  # where it was: in a slot's cells, or saved
+CacheTier = Literal["device", "ram", "disk"]  # place of reused cells: in a slot, or in a saved state
 
 
 class PrefixHit(NamedTuple):
-    """What was taken over of a prompt: how much, and from where."""
+    """How much of a prompt was reused, and from which tier."""
 
     kind: CacheHitKind
     num_tokens: int
-    tier: CacheTier | None  # None: cold
+    tier: CacheTier | None  # None if nothing was reused
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """Token counts of a request; `cached_tokens` of the prompt were not computed again."""
+    """Token counts of a request. The `cached_tokens` of the prompt were not computed again."""
 
     prompt_tokens: int  # number of prompt tokens
     completion_tokens: int  # number of generated tokens
     cached_tokens: int = 0  # prompt tokens that were in a cache
     cache_tier: CacheTier | None = None  # place of the cached tokens; None without any
     accepted_prediction_tokens: int = 0  # tokens of the completion that were accepted draft tokens
-    rejected_prediction_tokens: int = 0  # draft tokens that were computed in vain
+    rejected_prediction_tokens: int = 0  # draft tokens that were computed but not accepted
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:
-        """How much of the prompt was taken over."""
+        """How much of the prompt was reused."""
         if not self.cached_tokens:
             return "cold"
         return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
 
     @property
     def cache_hit(self) -> PrefixHit:
-        """The same with the length and where it was."""
+        """How much of the prompt was reused, with the length and the tier."""
         return PrefixHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Times in milliseconds from submission, and tokens per second. None if there was nothing to measure."""
+    """Times in milliseconds from submission, and rates in tokens per second. None if there was nothing to measure."""
 
     queue_ms: float  # until the request got a slot, or ended without one
     ttft_ms: float | None  # until the first token
@@ -66,7 +65,7 @@ class RequestTimings:
 
 
 class Context:
-    """The tokens of a prompt and of what was generated after it, and who may go on from there. Any thread."""
+    """The tokens of a prompt and of the output after it, with the conditions for continuing them. Any thread."""
 
     __slots__ = ("_key", "adapters", "generated", "identity", "prompt", "scope")
 
@@ -78,7 +77,7 @@ class Context:
         prompt: tuple[int, ...],
         generated: tuple[int, ...] = (),
     ) -> None:
-        """`adapters`: fingerprints and scales. Nothing is computed or copied: the engine thread makes these."""
+        """`adapters` are fingerprints and scales. Creating a context is cheap, because the engine thread does it."""
         self.identity = identity
         self.adapters = adapters
         self.scope = scope
@@ -88,17 +87,17 @@ class Context:
 
     @property
     def seed(self) -> bytes:
-        """What cells of these tokens depend on beside them."""
+        """The digest of all that the cells of these tokens depend on, except the tokens."""
         return seed_of(self.identity, self.adapters, self.scope)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All of them."""
+        """The tokens of the prompt and of the output."""
         return self.prompt + self.generated
 
     @property
     def key(self) -> str:
-        """Its name: 64 hex digits."""
+        """The name of the context: 64 hexadecimal digits."""
         if self._key is None:
             self._key = key_of(self.seed, self.tokens)
         return self._key
@@ -109,9 +108,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an accepted request that did not fail. `text` has no stop string and no broken character.
+    """The result of a request that did not fail. `text` has no stop string and no incomplete character.
 
-    `tokens` and `usage` are of all that was generated; of a chat, `text` is without reasoning and tool calls.
+    `tokens` and `usage` count everything that was generated. In a chat, `text` is without reasoning and tool calls.
     """
 
     text: str
@@ -120,23 +119,23 @@ class Completion:
     stop_sequence: str | None
     usage: RequestUsage
     timings: RequestTimings
-    slot: int | None  # the last one; None: it never got one
+    slot: int | None  # the last slot; None if it never had one
     seed: int
     index: int = 0
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
-    reasoning: str | None = None  # what the model thought, if it did
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if requested
+    reasoning: str | None = None  # reasoning of the model, if any
     tool_calls: tuple[ParsedToolCall, ...] = ()
-    mode: Mode = "generate"  # how its caller gets the text
-    context_tokens: tuple[int, ...] | None = None  # of the prompt and `tokens`, if asked for; not of alternatives
-    alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
-    context: Context | None = field(default=None, repr=False, compare=False)  # None: cache_prompt is off
-    warnings: tuple[str, ...] = ()  # what the request asked for and was not enforced
+    mode: Mode = "generate"  # how the caller gets the text
+    context_tokens: tuple[int, ...] | None = None  # prompt and `tokens`, if requested; None for alternatives
+    alternatives: tuple[Completion, ...] = ()  # the other completions by index if n > 1; `usage` then counts all
+    context: Context | None = field(default=None, repr=False, compare=False)  # None if cache_prompt is False
+    warnings: tuple[str, ...] = ()  # requested features that were not enforced
 
     @property
     def finish_key(self) -> str | None:
-        """The key of what was read and generated, which a later request goes on from as its `parent_key`.
+        """The key of the prompt and the output, which a later request continues by passing it as `parent_key`.
 
-        Computed when it is asked for, on the asker's thread. None with `cache_prompt` off: then nothing can go on.
+        It is computed by the thread that reads it first. None if `cache_prompt` is False.
         """
         return None if self.context is None else self.context.key
 
@@ -154,23 +153,23 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text that is final, and the ids sampled since the last event (some may still hold text back).
+    """Final text, and the token ids sampled since the last event. Some of them may belong to text that is held back.
 
-    The end of a block of reasoning has all of the reasoning as its text.
+    The event at the end of reasoning has all of the reasoning as its text.
     """
 
     request_id: str
     text: str
     tokens: tuple[int, ...]
-    index: int = 0  # which of the n completions
-    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
+    index: int = 0  # number of the completion
+    logprobs: tuple[TokenLogprob, ...] = ()  # log-probabilities of these tokens, if requested
     kind: Kind = "text"
-    mirostat_mu: float | None = None  # what mirostat has learned by the last of these tokens
+    mirostat_mu: float | None = None  # state of mirostat after the last of these tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The one terminal event of a request: either a completion or an error."""
+    """The only terminal event of a request, with either a completion or an error."""
 
     request_id: str
     completion: Completion | None = None
@@ -185,7 +184,7 @@ class StepStats:
     """One step: the content of its batch, and its duration."""
 
     model: str  # id of the model
-    at: float  # its end, in unix seconds
+    at: float  # end of the step, in Unix seconds
     batch_size: int  # number of tokens in the batch
     decode_tokens: int  # including draft tokens
     prefill_tokens: int  # prompt tokens in the batch
@@ -198,19 +197,19 @@ class StepStats:
 
     @property
     def python_ms(self) -> float:
-        """Everything outside llama.cpp's decode, sampling included."""
+        """Time outside llama.cpp's decode, including sampling."""
         return self.step_ms - self.eval_ms
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Figures of a finished request. Times start at its submission. None if the request ended before that point."""
+    """Figures of a finished request. Times are from its submission, and None if it ended before that point."""
 
     model: str  # id of the model
-    at: float  # its end, in unix seconds
+    at: float  # end of the request, in Unix seconds
     request_id: str  # in a worker the id of the job's attempt
-    mode: Mode  # stream, or generate if its text was not published in pieces
-    seq_id: int | None  # the slot, if it had one
+    mode: Mode  # "stream", or "generate" if its text was not published in pieces
+    seq_id: int | None  # slot of the request, if it had one
     finish_reason: str  # of the completion, or "error"
     prompt_tokens: int  # prompt tokens
     generated_tokens: int  # generated tokens

@@ -1,4 +1,4 @@
-"""Backends without llama.cpp, for tests: exact, deterministic, and strict about what it is asked.
+"""Backends without llama.cpp for tests: exact, deterministic and strict.
 
 A token is a byte; 256 ends a generation. The next token is a hash of *what the KV cache of the slot holds*, so a wrong
 position, a lost cell or a mix-up of slots shows as a different text.
@@ -21,8 +21,7 @@ from cellama.engine.backend import AdapterKey, AdapterSet, Chunk, key_of
 
 from .backend import DecodeError
 from .errors import AdapterLoadFailed
-from .logprobs import TokenLogprob
-from .sampling_params import SamplingParams
+from .request import SamplingParams, TokenLogprob
 
 END = 256
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz     .,"
@@ -32,7 +31,7 @@ CellToken = int | tuple[int, AdapterKey]
 
 
 class FakeVocabulary:
-    """One token per byte of UTF-8."""
+    """A vocabulary with one token per byte of UTF-8."""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return list(text.encode())
@@ -45,7 +44,7 @@ class FakeVocabulary:
 
 
 class Cell:
-    """One KV cell. Slots may share it: what they hold is the same object. `token` is a pair if adapters filled it."""
+    """A KV cell. Slots that share it hold the same object. `token` is a pair if it was computed with adapters."""
 
     __slots__ = ("token",)
 
@@ -55,10 +54,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class FakeState:
-    """What was saved of a slot."""
+    """A saved state of a slot."""
 
     tokens: tuple[CellToken, ...]
-    num_lost: int = 0  # first positions of which a window had not all
+    num_lost: int = 0  # leading positions that the sliding window has lost
     summary: int = 0
 
     @property
@@ -68,7 +67,7 @@ class FakeState:
 
 @dataclass(frozen=True)
 class FakeCheckpoint:
-    """What a recurrent state was like."""
+    """A saved recurrent state."""
 
     summary: int
     nbytes: int = 4
@@ -84,19 +83,19 @@ class FakeBackend:
     n_cells: int = 0  # 0 = as many as all slots can use
     unified: bool = False
     partial_reuse: bool = True
-    window: int = 0  # positions that a token looks back on; 0 = all
-    memory: int = 0  # cells that the next token depends on; 0 = all: no source can guess it
-    end_every: int = 0  # about one token in so many ends the text; 0 = none does
+    window: int = 0  # size of the sliding window in positions; 0 = no window
+    memory: int = 0  # number of cells that the next token depends on; 0 = all, so that no source can predict it
+    end_every: int = 0  # about one token in this number ends the text; 0 = none
     failures: deque[int] = field(default_factory=deque)
-    poison: int | None = None  # a token that makes every batch that holds it fail
+    poison: int | None = None  # a token that makes every batch with it fail
     vocabulary: FakeVocabulary = field(default_factory=FakeVocabulary)
     n_vocab: int = 257
     cells: list[list[Cell]] = field(init=False)
-    summaries: list[int] = field(init=False)  # of each slot: of all that was computed in it, where that is irreversible
-    num_lost: list[int] = field(init=False)  # of each slot: its first positions that its window has passed and lost
-    batches: list[list[Chunk]] = field(default_factory=list)  # every batch that was asked for
-    adapter_sets: list[AdapterSet] = field(default_factory=list)  # of every batch
-    adapters: set[str] = field(default_factory=set)  # texts of the files that are loaded
+    summaries: list[int] = field(init=False)  # hash of all tokens computed in each slot, if its state is recurrent
+    num_lost: list[int] = field(init=False)  # leading positions of each slot that its sliding window has lost
+    batches: list[list[Chunk]] = field(default_factory=list)  # the batch of every decode call
+    adapter_sets: list[AdapterSet] = field(default_factory=list)  # the adapters of every decode call
+    adapters: set[str] = field(default_factory=set)  # contents of the loaded files
     closed: bool = False
     threads: int = 1
     identity: bytes = b"fake"
@@ -125,7 +124,7 @@ class FakeBackend:
         return 0 if self.partial_reuse and (not self.window or num_tokens <= self.window) else num_tokens
 
     def lose_what_the_window_passed(self, slot: int) -> None:
-        """As if others had taken these cells of a pool."""
+        """Lose the cells before the window, as if other slots of a pool had taken them."""
         if self.window:
             self.num_lost[slot] = max(self.num_lost[slot], len(self.cells[slot]) - self.window)
 
@@ -178,7 +177,7 @@ class FakeBackend:
         return FakeCheckpoint(self.summaries[slot])
 
     def num_used(self) -> int:
-        """Distinct cells."""
+        """Return the number of distinct cells."""
         return len({id(cell) for cells in self.cells for cell in cells})
 
     # Decoding
@@ -274,7 +273,7 @@ def _summary(cells: Sequence[Cell]) -> int:
 
 @dataclass(frozen=True)
 class FakePlan:
-    """A request's parameters. Every constraint is ignored."""
+    """The parameters of a request. Constraints are ignored."""
 
     params: SamplingParams
     warnings: tuple[str, ...] = ()
@@ -282,13 +281,13 @@ class FakePlan:
 
 @dataclass
 class FakeSampler:
-    """Greedy ignores the seed; otherwise seed and position change every token, and what mirostat has learned."""
+    """Samples greedily without a seed. Otherwise seed, position and the state of mirostat change every token."""
 
     backend: FakeBackend
     seed: int | None
     ban_end: bool
     num_sampled: int = 0
-    mirostat_mu: float | None = None  # the sum of all tokens
+    mirostat_mu: float | None = None  # sum of all tokens
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         draw = 0 if self.seed is None else hash((self.seed, self.num_sampled, self.mirostat_mu or 0)) + 1
@@ -307,14 +306,14 @@ class FakeSampler:
 
 @dataclass
 class FakeEmbeddingBackend:
-    """An embedding backend: a vector is a hash of its text's tokens."""
+    """An embedding backend whose vectors are hashes of the tokens."""
 
     max_tokens: int = 64
     batch_tokens: int = 64
     max_texts: int = 8
     n_embd: int = 2
     per_token: bool = False
-    poison: int | None = None  # a token that makes every call that holds it fail
+    poison: int | None = None  # a token that makes every call with it fail
     calls: list[list[tuple[int, ...]]] = field(default_factory=list)  # the texts of every call
     threads: int = 1
 

@@ -1,4 +1,4 @@
-"""How a model is loaded and batched: frozen, and valid once it exists."""
+"""Options and capabilities with which a model is loaded. Frozen, and valid once created."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from .checks import check, check_int
-from .errors import InvalidRequest, nearest
-from .sampling_params import defaults_of
+from .errors import InvalidRequest, check, check_int, nearest
+from .request import defaults_of
 
-DEFAULT_SLOTS = 8  # slots; more raise the rate and the memory of contexts (docs/how-to/performance.md)
+DEFAULT_SLOTS = 8  # slots; more increase throughput and memory (docs/how-to/performance.md)
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
-DRAFT_PASS = 128  # tokens of a pass of a draft model, or one of each slot
-CHECKED_ROWS = 16  # of logits that `Engine.verify` has in any case
+DRAFT_PASS = 128  # tokens of a pass of a draft model, unless it has more slots
+CHECKED_ROWS = 16  # rows of logits that are always available for `Engine.verify`
 DEFAULT_SAVED_BYTES = 1 << 30  # bytes of KV states in RAM
 DEFAULT_DISK_BYTES = 8 << 30  # bytes of KV states on disk
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -39,14 +38,14 @@ class EngineOptions:
     ctx_per_slot: int | None = None  # tokens per slot; None = from n_ctx, or the training context if it fits
     kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
     cache_prompt: bool = True  # share prefixes between requests
-    # Quota of KV states kept in RAM, 0 = none; None = up to 1 GiB of what is left. `saved_bytes` has the number.
+    # Quota of KV states in RAM; 0 = none, None = up to 1 GiB of the available memory. `saved_bytes` has the number.
     cache_ram_bytes: int | None = None
     cache_dir: str | None = None  # directory of KV states, which processes can share; None = no states on disk
     cache_disk_bytes: int = DEFAULT_DISK_BYTES  # quota of cache_dir
     n_batch: int = 2048  # maximum number of tokens per step; n_ubatch also limits it
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
-    # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. One that is given widens n_ubatch
-    # where that is left open.
+    # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. If n_ubatch is None, a larger
+    # chunk_size increases it.
     chunk_size: int | None = None
     max_queue: int = 0  # maximum number of requests that wait for a slot; 0 = unlimited
     threads: int | None = None  # number of threads; None = this process's share of the cores (core_sharing.py)
@@ -59,11 +58,11 @@ class EngineOptions:
     logits_processors: tuple[str, ...] = ()
     speculation: Speculation = "off"  # "auto" drafts tokens while that is faster (docs/adr/015-speculation.md)
     draft: str | None = None  # source of a small model with the same vocabulary, which also drafts tokens
-    # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
-    # of its classification head, for a model that is loaded to rerank.
+    # Pooling of embeddings; auto = the model's own, or mean if it names none; none = a vector per token; rank = scores
+    # of the classification head, for a model that is loaded to rerank.
     pooling: Pooling = "auto"
     control_tokens_in_text: bool = False  # parse control tokens in messages and in texts to rank
-    # SamplingParams by name, but for logprobs, of requests that do not say otherwise; see `sampling_defaults`.
+    # Defaults for SamplingParams by name, except logprobs; see `sampling_defaults`.
     sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -74,19 +73,20 @@ class EngineOptions:
         check_int("cache_ram_bytes", self.saved_bytes, 0)
         check_int("cache_disk_bytes", self.cache_disk_bytes, 0)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and "\0" not in self.cache_dir != "")
-        check(is_path, "cache_dir", self.cache_dir, "the path of a folder, or None")
+        check(is_path, "cache_dir", self.cache_dir, "the path of a directory, or None")
         check_int("n_gpu_layers", self.n_gpu_layers, -1)
         for name in ("ctx_per_slot", "n_ctx", "chunk_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
         if self.threads is not None:
             check_int("threads", self.threads, 1, 512)
-        # A step is one pass, and every slot that decodes needs a token of it: those beyond would starve.
-        least = f"at least n_parallel ({self.num_slots})"
-        check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, least)
-        check(self.pass_tokens >= self.num_slots, "n_ubatch", self.pass_tokens, f"{least}; raise it, or lower that")
-        most = f"at most n_ubatch and n_batch ({self.pass_tokens}), a step has no more tokens; lower it, or raise those"
-        check((self.chunk_size or 1) <= self.pass_tokens, "chunk_size", self.chunk_size, most)
+        # A step is one pass, and every decoding slot needs one of its tokens. Slots without a token would starve.
+        condition = f"at least n_parallel ({self.num_slots})"
+        check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, condition)
+        condition += "; raise it or lower n_parallel"
+        check(self.pass_tokens >= self.num_slots, "n_ubatch", self.pass_tokens, condition)
+        condition = f"at most n_ubatch and n_batch ({self.pass_tokens}), the tokens of a step; lower it or raise those"
+        check((self.chunk_size or 1) <= self.pass_tokens, "chunk_size", self.chunk_size, condition)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list after JSON
         if self.sampling is not None:
             object.__setattr__(self, "sampling", defaults_of(self.sampling))
@@ -95,33 +95,33 @@ class EngineOptions:
         self._check_one_of("speculation", get_args(Speculation))
         is_source = self.draft is None or (isinstance(self.draft, str) and self.draft != "")
         check(is_source, "draft", self.draft, "the source of a model, or None")
-        of_use = self.draft is None or self.speculation != "off"
-        check(of_use, "draft", self.draft, 'None while speculation is "off"; set speculation to "auto"')
+        is_used = self.draft is None or self.speculation != "off"
+        check(is_used, "draft", self.draft, 'None while speculation is "off"; set speculation to "auto"')
         self._check_one_of("pooling", get_args(Pooling))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
 
     @property
     def num_slots(self) -> int:
-        """`n_parallel`, or what it is where it was left open."""
+        """`n_parallel`, or its default."""
         return DEFAULT_SLOTS if self.n_parallel is None else self.n_parallel
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of one pass: `n_ubatch`, or what it is where it was left open, and never more than a step has."""
+        """The tokens of one pass: `n_ubatch`, or its default, limited by n_batch."""
         widest = max(DEFAULT_UBATCH, self.chunk_size or 0) if self.n_ubatch is None else self.n_ubatch
         return min(widest, self.n_batch)
 
     @property
     def logit_rows(self) -> int:
-        """Tokens of a decode call after which the next one is sampled: one of each slot, and drafts."""
+        """The tokens of a decode call after which a token can be sampled: one for each slot, and drafts."""
         slots = self.num_slots
-        wanted = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
-        return min(self.pass_tokens, wanted)
+        rows = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
+        return min(self.pass_tokens, rows)
 
     @property
     def of_draft(self) -> EngineOptions:
-        """Those of its draft model: as many slots, as long, in one pool of cells; nothing is kept elsewhere."""
+        """Options for the draft model: the same number and size of slots, one pool of cells, and no saved states."""
         pass_tokens = max(DRAFT_PASS, self.num_slots)
         return replace(
             self,
@@ -140,40 +140,65 @@ class EngineOptions:
 
     @property
     def chunk_tokens(self) -> int:
-        """`chunk_size`, or what it is where it was left open."""
+        """`chunk_size`, or its default."""
         return min(DEFAULT_CHUNK, self.pass_tokens) if self.chunk_size is None else self.chunk_size
 
     @property
     def saved_bytes(self) -> int:
-        """`cache_ram_bytes`, or what it is where it was left open and no load has chosen it."""
+        """`cache_ram_bytes`, or its default if no load has chosen a value."""
         return DEFAULT_SAVED_BYTES if self.cache_ram_bytes is None else self.cache_ram_bytes
 
     @property
     def keeps_states(self) -> bool:
-        """True if KV states go to disk: what is there is read into RAM, and only what is in RAM goes there."""
+        """Whether KV states go to disk. They are read into RAM, and only states in RAM are written."""
         return bool(self.cache_dir and self.cache_disk_bytes and self.saved_bytes and self.cache_prompt)
 
     @property
     def queue_bytes(self) -> int:
-        """Bytes of states that left RAM and wait to be written to disk, at most."""
+        """The largest size of states that have left RAM and wait to be written to disk, in bytes."""
         return self.saved_bytes // 4 if self.keeps_states else 0
 
     @property
     def warm_bytes(self) -> int:
-        """Bytes of memory that wait for states that will be read from disk, at most."""
+        """The largest size of memory that is reserved for states to be read from disk, in bytes."""
         return self.saved_bytes // 8 if self.keeps_states else 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of RAM that saved states take at most, also those on their way to disk and from it."""
+        """The largest size of saved states in RAM, including those on their way to and from disk, in bytes."""
         return self.saved_bytes + self.queue_bytes + self.warm_bytes
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """What requests get that do not say otherwise."""
+        """The sampling parameters of requests that don't set them."""
         return self.sampling or {}
 
     def _check_one_of(self, name: str, known: Iterable[str]) -> None:
         value = getattr(self, name)
         if value not in known:
             raise InvalidRequest(f"{name} is {value!r}; {nearest(str(value), known)}")
+
+
+Capability = Literal["generate", "chat", "embed", "rerank"]
+CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """The capabilities for which a model is loaded. `pooling` is the pooling of its embeddings."""
+
+    capabilities: frozenset[Capability]
+    pooling: Pooling = "mean"
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model needs a context for generation."""
+        return bool(self.capabilities & {"generate", "chat"})
+
+    @property
+    def embeds(self) -> bool:
+        return "embed" in self.capabilities
+
+    @property
+    def ranks(self) -> bool:
+        return "rerank" in self.capabilities

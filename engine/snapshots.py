@@ -1,4 +1,4 @@
-"""The state of engines, embedders and all models of a process at the moment of asking."""
+"""Snapshots: the current state of engines, embedders and all models of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
+Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread has failed
 
 
 @dataclass(frozen=True, slots=True)

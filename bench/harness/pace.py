@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cellama.engine.scheduling.bulk_policy import Adaptive
-from cellama.engine.scheduling.strategies import SlotView, TokenAllocation
+from cellama.engine.scheduling.strategies import Adaptive, SlotView, TokenAllocation
 
 STRATEGY = f"{__name__}:Paced"
 PACE_FILE = "BENCH_PACE_FILE"  # environment variable of the worker: the file, there or not, holds seconds per step

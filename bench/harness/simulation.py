@@ -14,12 +14,12 @@ import numpy as np
 
 from cellama.engine import Request
 from cellama.engine.backend import Chunk
+from cellama.engine.core.forward import micro_batches_of
 from cellama.engine.fake import FakeBackend
 from cellama.engine.request import DEFAULT_PRIORITY
-from cellama.engine.scheduling.micro_batches import micro_batches_of
-from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence as Running, SlotWork
+from cellama.engine.scheduling.slot_layout import runs_of
 from cellama.engine.scheduling.strategies import Strategy
 
 from .workloads import Line
@@ -122,7 +122,7 @@ def _move(scheduler: Scheduler, found: Simulated) -> None:
         return found.seconds
 
     if moves := scheduler.layout.plan_moves():
-        scheduler.layout.carry_out(moves, look)
+        scheduler.layout.execute(moves, look)
 
 
 def _decode(scheduler: Scheduler, works: list[SlotWork], costs: Costs, found: Simulated) -> int:
@@ -133,7 +133,7 @@ def _decode(scheduler: Scheduler, works: list[SlotWork], costs: Costs, found: Si
     chunks = sorted([*(work.chunk for work in works), *padding])
     backend.decode(chunks)
     backend.batches.clear()
-    layout.take_off(padding)
+    layout.remove_padding(padding)
     seconds = costs.of(chunks)
     found.seconds += seconds
     found.num_passes += len(passes_of(chunks))

@@ -1,17 +1,18 @@
-"""The embedder: one thread that packs the texts of many callers into full batches."""
+"""The embedder and the reranker: one thread that packs the texts of many callers into full batches."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import DecodeError, EmbeddingBackend
 from cellama.engine.errors import (
     DecodeFailed,
@@ -28,29 +29,29 @@ from cellama.engine.system.watchdog import FIRST_S, Pulse
 
 from .telemetry import Rates
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0  # seconds; closing waits for one batch, which takes at most a few seconds on a CPU
-BATCH_S = 0.05  # seconds that a batch should take at most: other callers and engines wait no longer than that
-BROKEN = 3  # texts that failed alone one after another, with none embedded between: then it is not their fault
-MIN_BATCH_TOKENS = 64  # tokens that a batch has room for in any case: fewer pay on no machine
+BATCH_S = 0.05  # target duration of a batch in seconds: other callers and engines wait no longer than this
+BROKEN = 3  # consecutive texts that failed alone; with this many, the texts are not the cause
+MIN_BATCH_TOKENS = 64  # tokens that a batch may always have: smaller batches are faster on no machine
 
 Vectors = list[NDArray[np.float32]]
 
 
 @dataclass(eq=False)
 class EmbeddingHandle:
-    """The texts of one caller and what became of them."""
+    """The handle of one caller's texts. Any thread may use it."""
 
     texts: list[tuple[int, ...]]
     normalize: bool = True
     dimensions: int | None = None
     future: Future[Vectors] = field(default_factory=Future)
     vectors: Vectors = field(default_factory=list)
-    num_taken: int = 0  # texts that went into a batch
+    num_batched: int = 0  # texts that are or were in a batch
 
     def result(self, timeout_s: float | None = None) -> Vectors:
-        """One float32 array per text, in order: [n], or [tokens, n] where the model gives a vector per token.
+        """Return one float32 array per text, in order: [n], or [tokens, n] if the model has a vector per token.
 
         Raises the EngineError of the request, or TimeoutError.
         """
@@ -60,11 +61,11 @@ class EmbeddingHandle:
             raise EmbeddingCancelled("the embedding request was cancelled") from None
 
     def cancel(self) -> None:
-        """Ends the request; texts that are not in a running batch are not computed. Idempotent."""
+        """Cancel the request: texts outside the running batch are not computed. Calling it again has no effect."""
         self.future.cancel()
 
     def finished(self) -> Vectors:
-        """The first `dimensions` numbers of each vector, at unit length if wanted; all vectors in one go."""
+        """Return all vectors, with their first `dimensions` numbers, and at unit length if `normalize` is set."""
         rows = np.vstack(self.vectors)[:, : self.dimensions]
         if self.normalize:
             lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -78,43 +79,43 @@ Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 
 
 class Embedder:
-    """Embeds texts; each batch is filled across callers, who take turns, so that a few texts never wait for many."""
+    """Embeds texts. Callers take turns in each batch, so that a caller with few texts doesn't wait for many others."""
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
-        """`ending` are the tokens behind every text of the vocabulary, which a text that is cut keeps."""
+        """`ending` are the tokens that the vocabulary adds after every text. A truncated text keeps them."""
         self._backend = backend
         self._ending = ending
         self._inbox: Inbox[EmbeddingHandle] = Inbox()
-        self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
-        self._batch: Batch = []  # that is computed
+        self._waiting: deque[EmbeddingHandle] = deque()  # in order of turns
+        self._batch: Batch = []  # the running batch
         self._rates = Rates(0)
-        self._num_batches = self._num_texts = self._num_tokens = 0  # that were computed
+        self._num_batches = self._num_texts = self._num_tokens = 0  # computed until now
         self._num_finished = self._num_failed = 0  # requests
-        self._is_dead = False
-        self._token_s: float | None = None  # seconds per token, as the last batches took
-        self._threads = backend.threads  # for the next batch
-        self._num_failed_alone = 0  # texts, since one was embedded
+        self._is_stopped = False
+        self._token_s: float | None = None  # recent duration per token, in seconds
+        self._threads = backend.threads  # number for the next batch
+        self._num_failed_alone = 0  # consecutive texts that failed alone
         self.pulse = Pulse(f"cellama-{name}-embed")
         self._thread = start_deep(self._run, self.pulse.name)
 
     @property
     def max_tokens(self) -> int:
-        """The longest text, in tokens."""
+        """The maximum number of tokens of a text."""
         return self._backend.max_tokens
 
     @property
     def n_embd(self) -> int:
-        """Numbers in a vector."""
+        """The number of dimensions of a vector."""
         return self._backend.n_embd
 
     @property
     def per_token(self) -> bool:
-        """True when texts become a vector per token."""
+        """Whether a text becomes one vector per token."""
         return self._backend.per_token
 
     @property
     def is_closed(self) -> bool:
-        """True when it takes no more requests."""
+        """Whether it accepts no more requests."""
         return self._inbox.is_closed
 
     def submit(
@@ -125,28 +126,28 @@ class Embedder:
         dimensions: int | None = None,
         truncate: bool = False,
     ) -> EmbeddingHandle:
-        """Hands token ids of one or more texts over; the vectors are float32 of `n_embd` (EmbeddingHandle.result).
+        """Submit the token ids of one or more texts. The vectors are float32 with `n_embd` dimensions.
 
-        `dimensions` keeps so many numbers of each vector (for models trained for that), then `normalize` gives it unit
-        length. `truncate` cuts texts that are too long instead of refusing them.
-        Raises InvalidRequest, PromptTooLong, EngineStopped.
+        `dimensions` keeps only the first numbers of each vector, for models that are trained for that. `normalize`
+        then scales each vector to unit length. `truncate` shortens texts that are too long instead of rejecting them.
+        Raises InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not texts:
-            raise InvalidRequest("there are no texts to embed; give at least one")
+            raise InvalidRequest("texts: the list is empty; give at least one text")
         if dimensions is not None and not 1 <= dimensions <= self.n_embd:
-            raise InvalidRequest(f"dimensions is {dimensions}; the model's vectors have {self.n_embd}")
+            raise InvalidRequest(f"dimensions is {dimensions}; it must be from 1 to {self.n_embd} for this model")
         if truncate:
-            texts = [self._cut(text) for text in texts]
+            texts = [self._truncated(text) for text in texts]
         for index, text in enumerate(texts):
             self._check(index, len(text))
         handle = EmbeddingHandle([tuple(text) for text in texts], normalize, dimensions)
         if not self._inbox.submit(handle):
-            raise EngineStopped("the embedder is closed; the request was not taken")
+            raise EngineStopped("the embedder is closed; load the model again")
         handle.future.add_done_callback(lambda _: self._inbox.end())
         return handle
 
-    def _cut(self, text: Sequence[int]) -> Sequence[int]:
-        """The text, or so much of its beginning as leaves its ending in."""
+    def _truncated(self, text: Sequence[int]) -> Sequence[int]:
+        """Return as much of the start of the text as fits together with the ending."""
         if len(text) <= self.max_tokens:
             return text
         ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
@@ -154,30 +155,30 @@ class Embedder:
 
     @property
     def is_busy(self) -> bool:
-        """True while requests have not ended."""
+        """Return whether any request is unfinished."""
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """True as soon as every request has ended; False if one has not after `timeout_s`."""
+        """Wait until every request has finished; return False if one has not after `timeout_s`."""
         return self._inbox.wait_until_idle(timeout_s)
 
     @property
     def last_submit(self) -> float:
-        """Unix seconds of the last request; 0 before the first."""
+        """The time of the last request in Unix seconds; 0 before the first."""
         return self._inbox.last_submit
 
     def snapshot(self) -> EmbedderSnapshot:
-        """The state just now. Never waits for the embedder thread."""
+        """Return the current state. Never waits for the embedder thread."""
         computing = [handle for handle, _ in list(self._batch)]
         waiting = [handle for handle in [*list(self._waiting), *self._inbox.waiting()] if not handle.future.done()]
         running = {id(handle) for handle in computing if not handle.future.done()}
-        running |= {id(handle) for handle in waiting if handle.num_taken}
-        phase: Phase = "stopped" if self._is_dead else "prefilling" if running else "idle"
+        running |= {id(handle) for handle in waiting if handle.num_batched}
+        phase: Phase = "stopped" if self._is_stopped else "prefilling" if running else "idle"
         return EmbedderSnapshot(
             phase=phase,
             requests_running=len(running),
-            requests_waiting=sum(not handle.num_taken for handle in waiting),
-            texts_waiting=sum(len(handle.texts) - handle.num_taken for handle in waiting),
+            requests_waiting=sum(not handle.num_batched for handle in waiting),
+            texts_waiting=sum(len(handle.texts) - handle.num_batched for handle in waiting),
             steps=self._num_batches,
             texts=self._num_texts,
             prompt_tokens=self._num_tokens,
@@ -188,24 +189,24 @@ class Embedder:
 
     @property
     def threads(self) -> int:
-        """With how many a batch is computed."""
+        """The number of threads that compute a batch."""
         return self._threads
 
     def use_threads(self, count: int) -> None:
-        """Batches are computed with so many threads, from the next one on."""
+        """Set the number of threads, from the next batch on."""
         self._threads = count
 
     def _check(self, index: int, num_tokens: int) -> None:
         if num_tokens == 0:
-            raise InvalidRequest(f"text {index} is empty; give it some text")
+            raise InvalidRequest(f"texts.{index} is empty; give it some text")
         if num_tokens > self.max_tokens:
             raise PromptTooLong(
-                f"text {index} has {num_tokens} tokens, the model embeds at most {self.max_tokens}: "
-                "split it, or set truncate"
+                f"texts.{index} has {num_tokens} tokens, but the limit of the model is {self.max_tokens}; "
+                "split the text or set truncate"
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Fails what waits with EngineStopped and frees the backend; False if a batch takes longer."""
+        """Fail waiting requests with EngineStopped and free the backend; return False if a batch takes too long."""
         self._inbox.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -213,17 +214,17 @@ class Embedder:
     # The embedder thread
 
     def _run(self) -> None:
-        reason = "the embedder was closed before the request ended"
+        reason = "the embedder was closed before the request finished"
         try:
             while self._receive():
                 self._fill_batch()
                 self._embed(self._batch)
-                self._batch = []  # a thread that waits for its next text keeps nothing of the last ones
+                self._batch = []  # a waiting thread keeps no texts in memory
         except BaseException as error:  # the boundary of the thread
-            log.exception("the embedder thread died")
+            log.exception("embedder thread failed", thread=self.pulse.name, detail="its requests fail")
             self.pulse.die(repr(error))
-            reason = f"the embedder thread died of {error!r}; restart the worker"
-            self._is_dead = True
+            reason = f"the embedder thread failed: {error!r}; restart the worker"
+            self._is_stopped = True
         self._inbox.close()
         for handle in [*(handle for handle, _ in self._batch), *self._waiting, *self._inbox.take()]:
             self._fail(handle, EngineStopped(reason))
@@ -231,7 +232,7 @@ class Embedder:
         self.pulse.close()
 
     def _receive(self) -> bool:
-        """Waits for texts unless some wait already; False when the embedder is to end."""
+        """Wait for texts unless some are waiting; return False if the embedder must stop."""
         if not self._waiting and not self._inbox:
             self._backend.rest()
             self.pulse.rest()
@@ -242,26 +243,26 @@ class Embedder:
         return True
 
     def _fill_batch(self) -> None:
-        """Takes as many waiting texts as one batch has room for, one of each caller in turn; a long one is alone."""
+        """Fill a batch with waiting texts, one of each caller in turn. A text that is too long for it is alone."""
         batch = self._batch
-        num_left = self._batch_tokens()
+        num_remaining = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
             handle = self._waiting[0]
             if handle.future.done():
                 self._waiting.popleft()
                 continue
-            text = handle.texts[handle.num_taken]
-            if batch and len(text) > num_left:
+            text = handle.texts[handle.num_batched]
+            if batch and len(text) > num_remaining:
                 break
             batch.append((handle, text))
-            num_left -= len(text)
-            handle.num_taken += 1
+            num_remaining -= len(text)
+            handle.num_batched += 1
             self._waiting.popleft()
-            if handle.num_taken < len(handle.texts):
+            if handle.num_batched < len(handle.texts):
                 self._waiting.append(handle)
 
     def _batch_tokens(self) -> int:
-        """As many as BATCH_S allows at the speed of the last batches."""
+        """Return how many tokens a batch may have to take about BATCH_S."""
         affordable = 0 if self._token_s is None else int(BATCH_S / self._token_s)
         return min(max(affordable, MIN_BATCH_TOKENS), self._backend.batch_tokens)
 
@@ -279,8 +280,8 @@ class Embedder:
         except DecodeError as error:
             self._isolate(batch, error)
             return
-        except Exception as error:  # of one text, perhaps: its neighbours shall not pay
-            log.exception("a batch of %d texts failed in an unforeseen way", len(batch))
+        except Exception as error:  # one text may be the cause, and the others must not fail
+            log.exception("embedding batch failed", num_texts=len(batch), detail="unexpected error")
             self._isolate(batch, error)
             return
         self.pulse.beat("finish")
@@ -291,34 +292,34 @@ class Embedder:
         self._num_tokens += sum(len(text) for _, text in batch)
         self._rates.measure(self._num_tokens, idle=not (self._waiting or self._inbox))
         for (handle, _), vector in zip(batch, vectors, strict=True):
-            handle.vectors.append(vector)  # in order: batches are, and so are a caller's texts within one
+            handle.vectors.append(vector)  # in order, as batches are, and the texts of a caller within a batch
             if len(handle.vectors) == len(handle.texts):
                 self._finish(handle)
 
     def _note_speed(self, batch: Batch, seconds: float) -> None:
         num_tokens = sum(len(text) for _, text in batch)
-        if num_tokens >= MIN_BATCH_TOKENS // 2:  # the cost per call would count for the tokens of smaller ones
+        if num_tokens >= MIN_BATCH_TOKENS // 2:  # in smaller batches, the fixed cost of a call would distort the rate
             token_s = max(seconds, 1e-9) / num_tokens
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        """Tries each text alone; only what fails alone is failed. Raises when nothing can be embedded any more."""
+        """Try each text alone; a request fails only if its text fails alone. Raises if the backend is broken."""
         if len(batch) > 1:
-            log.warning("%r for a batch of %d texts; trying them one by one", error, len(batch))
+            log.warning("embedding batch failed", error=repr(error), num_texts=len(batch), detail="each is tried alone")
             for entry in batch:
                 self._embed([entry])
             return
         self._num_failed_alone += 1
         if self._num_failed_alone >= BROKEN and self.pulse.is_watched:
             raise error
-        self._fail(batch[0][0], DecodeFailed(f"{error} for a text of this request; the others were not affected"))
+        self._fail(batch[0][0], DecodeFailed(f"{error} for a text of this request; other requests were not affected"))
 
     def _finish(self, handle: EmbeddingHandle) -> None:
         try:
             vectors = handle.finished()
-        except Exception as error:  # this caller's numbers only
-            log.exception("the vectors of a request could not be put together")
-            reason = f"{type(error).__name__}: {error}; the other requests were not affected"
+        except Exception as error:  # affects only this caller
+            log.exception("vectors could not be assembled")
+            reason = f"{type(error).__name__}: {error}; other requests were not affected"
             self._fail(handle, RequestFailed(reason))
             return
         finally:
@@ -331,3 +332,56 @@ class Embedder:
         if not handle.future.done() and handle.future.set_running_or_notify_cancel():
             self._num_failed += 1
             handle.future.set_exception(error)
+
+
+class Pairs(Protocol):
+    """Joins a query and a document into one text."""
+
+    def join(self, query: str, document: str) -> list[int]: ...
+
+    def join_cut(self, query: str, document: str, max_tokens: int) -> list[int]: ...
+
+
+class Reranker:
+    """Scores pairs of query and document. The score is the first output of the model's classification head."""
+
+    def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
+        """`embedder` must pool by rank. It has the thread that computes; the reranker has none of its own."""
+        self._pairs = pairs
+        self.embedder = embedder
+
+    def submit(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> EmbeddingHandle:
+        """Submit a query and its documents. `scores_of` returns the result.
+
+        `truncate` shortens documents that are too long together with the query, instead of rejecting them.
+        Raises InvalidRequest, PromptTooLong and EngineStopped.
+        """
+        if not documents:
+            raise InvalidRequest("documents: the list is empty; give at least one document")
+        pairs = [self._pair(query, document, index, truncate) for index, document in enumerate(documents)]
+        return self.embedder.submit(pairs, normalize=False)
+
+    def _pair(self, query: str, document: str, index: int, truncate: bool) -> list[int]:
+        limit = self.embedder.max_tokens
+        pair = self._pairs.join(query, document)
+        num_tokens = len(pair)
+        if num_tokens <= limit:
+            return pair
+        if not truncate:
+            raise PromptTooLong(
+                f"documents.{index}: query and document have {num_tokens} tokens, but the limit is {limit}; split the "
+                "document or set truncate"
+            )
+        cut = self._pairs.join_cut(query, document, limit)
+        if len(cut) > limit:
+            raise PromptTooLong(f"the query leaves no room for documents within {limit} tokens; shorten the query")
+        return cut
+
+    def scores(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """Return the score of each document, in order. Raises the errors of `submit`."""
+        return scores_of(self.submit(query, documents, truncate=truncate))
+
+
+def scores_of(handle: EmbeddingHandle, timeout_s: float | None = None) -> list[float]:
+    """Return one score per document, in order, as the model outputs it: higher is better, without a fixed range."""
+    return [float(outputs[0]) for outputs in handle.result(timeout_s)]

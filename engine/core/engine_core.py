@@ -1,19 +1,19 @@
-"""An engine without its thread: what one step does, with all that it needs.
+"""The engine without its thread: the code of one step.
 
-    step:  receive → expire → admit → move → schedule → forward → update → emit
+step:  receive → expire → admit → move → schedule → forward → update → emit
 
-It owns the backend, the cache, the scheduler and all sequences. One thread at a time may use it; others reach it
-through the inbox, and read snapshots.
+An `EngineCore` owns the backend, the cache, the scheduler and all sequences. Only one thread at a time may use it.
+Other threads send commands through the inbox and read snapshots.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Hashable
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError
 from cellama.engine.events import CacheTier
@@ -24,29 +24,27 @@ from cellama.engine.kvstore.store import StateStore
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.scheduling.strategy_registry import make_strategy
+from cellama.engine.scheduling.strategies import make_strategy
 from cellama.engine.speculation.draft_model import DraftModel
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.watchdog import Pulse
 
 from .forward import BackendBroken, Computed, Forward
-from .handle import CancelReason, EngineCall, Handle
-from .output import EventOutput
-from .requests import EngineRequests
+from .requests import CancelReason, EngineCall, EngineRequests, EventOutput, Handle
 from .telemetry import Telemetry
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-MOST_AT_ONCE = 512  # requests that begin or end between two decode calls: thousands would be a gap in every stream
-PAUSE_S = 0.05  # seconds at most until an engine that waits for a file looks again: about one decode step
-MAX_FAULTS = 3  # steps in a row that fail although each request succeeds alone; more mean that the engine is broken
+MAX_COMMANDS_PER_STEP = 512  # requests that start or finish between two decode calls: more would delay every stream
+PAUSE_S = 0.05  # longest pause in seconds of an engine that waits for a file: about one decode step
+MAX_FAULTS = 3  # consecutive failed steps in which each request succeeds alone; after more, the engine is broken
 
 
 class Command(NamedTuple):
-    """What becomes of a request: it is submitted, or ended before its time."""
+    """A command for a request: submit it, or end it early."""
 
-    what: Literal["submit"] | CancelReason
+    kind: Literal["submit"] | CancelReason
     handle: Handle
 
 
@@ -62,19 +60,22 @@ class EngineCore:
         store: StateStore | None = None,
         draft: Backend | None = None,
     ) -> None:
-        """`pulse` is told what is done just now; telemetry names the `model`; `store` is its folder of states.
+        """`pulse` reports the current activity to the watchdog. `model` names the model in telemetry.
 
-        `draft` guesses its tokens. Raises InvalidRequest, and ModelLoadFailed for a `draft` that can't decode.
+        `store` is the cache directory, and `draft` the backend of a draft model. Raises InvalidRequest, and
+        ModelLoadFailed for a draft model that can't decode.
         """
         self.inbox: Inbox[Command | EngineCall[Any]] = Inbox()
         self._backend = backend
-        # One micro-batch of llama.cpp: it would cut a larger batch into pieces of all sequences, too small to be fast.
+        # A step is one micro-batch, because llama.cpp would split a larger batch into parts too small to be fast.
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
         self._backends = [backend] if draft is None else [backend, draft]
-        guessing = None if draft is None else DraftModel(draft, options.of_draft.pass_tokens)
-        self.drafting = Drafting(self.scheduler.cache, self.scheduler.layout, self.scheduler.costs, options, guessing)
+        draft_model = None if draft is None else DraftModel(draft, options.of_draft.pass_tokens)
+        self.drafting = Drafting(
+            self.scheduler.cache, self.scheduler.layout, self.scheduler.costs, options, draft_model
+        )
         ram, nudge = self.scheduler.cache.ram, self.inbox.nudge
         self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
         self.scheduler.finder.disk = self.disk
@@ -83,19 +84,19 @@ class EngineCore:
         self._pulse = pulse
         self.requests = EngineRequests(backend, self.scheduler, self.drafting, self.output, self.telemetry, pulse)
         self.forward = Forward(backend, self.scheduler, self.requests, self.drafting, pulse)
-        self.num_threads = backend.threads  # for the next step; any thread may set it
-        self._num_faults = 0  # steps in a row that failed for no request in particular
+        self.num_threads = backend.threads  # number for the next step; any thread may set it
+        self._num_faults = 0  # consecutive failed steps without a request that causes the failure
 
     @property
     def has_work(self) -> bool:
-        """True while sequences wait or have slots."""
+        """Return whether any sequence waits or has a slot."""
         return self.scheduler.has_work
 
     def step(self) -> None:
-        """Serves all commands and computes the next tokens; returns without a decode call if there is nothing to do.
+        """Run all commands and compute the next tokens. Without work it makes no decode call.
 
-        What one request is the cause of ends that one. Raises BackendBroken, and what fails again and again although
-        no request alone is the cause.
+        A failure that a single request causes ends only this request. Raises BackendBroken, and the error of a step
+        that fails repeatedly although no single request causes it.
         """
         self._receive()
         self._pulse.beat("step")
@@ -107,11 +108,11 @@ class EngineCore:
             active_slots = self.scheduler.num_busy
             computed: list[Computed] = []
             for micro_batch in self.forward.run(self.scheduler.schedule(started)):
-                self._update(micro_batch)  # before the next one: its logits would take the place of these
+                self._update(micro_batch)  # the next micro-batch overwrites the logits of this one
                 self.output.flush()
                 computed.append(micro_batch)
-            self.output.flush()  # also without a decode call: requests may have come to their end
-            self._copy_a_running_one()
+            self.output.flush()  # also without a decode call, because requests may have finished
+            self._copy_running_state()
             self._account(computed, active_slots, started, cpu_started)
         except BackendBroken:
             raise
@@ -119,7 +120,7 @@ class EngineCore:
             self._isolate(error)
 
     def _receive(self) -> None:
-        """Serves what other threads have put into the inbox, and uses as many threads as they say."""
+        """Run the commands of other threads, and apply the number of threads that they have set."""
         if self.num_threads != self._backend.threads:
             for backend in self._backends:
                 backend.set_threads(self.num_threads)
@@ -127,49 +128,49 @@ class EngineCore:
             self.disk.store.note_busy(True)
             self.disk.receive(time.monotonic())
         self.forward.begin_step()
-        for command in self.inbox.take(MOST_AT_ONCE):
+        for command in self.inbox.take(MAX_COMMANDS_PER_STEP):
             self._serve(command)
 
     def _serve(self, command: Command | EngineCall[Any]) -> None:
         if isinstance(command, EngineCall):
             self._pulse.beat("call")
             return command.run()
-        self._pulse.beat(command.what, (command.handle.request.id,))
-        if command.what == "submit":
+        self._pulse.beat(command.kind, (command.handle.request.id,))
+        if command.kind == "submit":
             return self.requests.enqueue(command.handle)
-        return self.requests.end(command.handle, command.what)
+        return self.requests.end(command.handle, command.kind)
 
     def _expire(self, now: float) -> None:
-        """Ends requests whose deadline has passed."""
-        for sequence in islice(self.scheduler.queue.expired(now), MOST_AT_ONCE):
+        """End requests whose deadline has passed."""
+        for sequence in islice(self.scheduler.queue.expired(now), MAX_COMMANDS_PER_STEP):
             self.requests.time_out(sequence)
 
     def _admit(self, now: float) -> None:
-        """Gives slots and samplers to waiting sequences."""
+        """Give slots and samplers to waiting sequences."""
         for sequence in self.scheduler.admit(now, self.requests.fail):
             self.requests.start(sequence)
 
     def _move(self) -> None:
-        """Moves sequences next to each other, where that makes decoding faster."""
+        """Move sequences to neighbouring slots if that makes decoding faster."""
         layout = self.scheduler.layout
         if moves := layout.plan_moves():
             self._pulse.beat("move", [move.sequence.request.id for move in moves])
-            layout.carry_out(moves, time.monotonic)
+            layout.execute(moves, time.monotonic)
             self._pulse.beat("step")
 
     def _update(self, computed: Computed) -> None:
-        """Commits what was computed, and samples the tokens that follow it, drafts as far as they are right."""
+        """Commit the computed chunks, and sample the tokens that follow them, including accepted drafts."""
         for work in computed.works:
             self.scheduler.commit(work)
             if work.chunk.decode and len(work.chunk.tokens) > 1:
                 self.drafting.begin_verifying(work)
         for sequence, chunk in computed.works:
             sequence.failures_alone = 0
-            if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
+            if chunk.samples and sequence.slot is not None:  # it may have ended with another sequence of its request
                 self.requests.sample(sequence, chunk, computed.at)
 
     def _account(self, computed: list[Computed], active_slots: int, started: float, cpu_started: float) -> None:
-        """Tells strategy and telemetry what the step took."""
+        """Report the duration of the step to the strategy and to telemetry."""
         chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
@@ -181,13 +182,13 @@ class EngineCore:
         self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
         self._num_faults = 0
 
-    def _copy_a_running_one(self) -> None:
-        """Another process goes on from what is on disk of a running sequence, if this one ends: one copy at a time."""
+    def _copy_running_state(self) -> None:
+        """Copy the state of one running sequence for the disk, so that another process can resume it after a crash."""
         if self.disk is None or not self.disk.may_copy(time.monotonic()):
             return
         for slot, sequence in enumerate(self.scheduler.slots):
-            if sequence is not None and sequence.is_due_to_be_copied:
-                sequence.num_kept = sequence.num_computed
+            if sequence is not None and sequence.needs_copy:
+                sequence.num_stored = sequence.num_computed
                 self.disk.save_running(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
                 return
 
@@ -198,15 +199,15 @@ class EngineCore:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
-        """After a step that failed for no request in particular: every one that has a slot makes a step alone.
+        """Find the requests that cause the failure of a step: run one step for each of them alone, and fail those.
 
-        Those for which it fails again end. If it fails for all of several, then none of them is to blame: that is
-        raised, as is the error of a step after MAX_FAULTS others.
+        If the step fails for all of several requests, none of them is the cause, and the error is raised. After
+        MAX_FAULTS consecutive failed steps the error is also raised.
         """
         self._num_faults += 1
         if self._num_faults > MAX_FAULTS:
             raise error
-        log.error("a step failed in an unforeseen way; its requests are tried one by one", exc_info=error)
+        log.error("step failed", exc_info=error, detail="unexpected error; each request is now tried alone")
         self.scheduler.settle()
         running = [sequence for sequence in self.scheduler.slots if sequence is not None]
         failed = [(sequence, fault) for sequence in running if (fault := self._step_alone(sequence)) is not None]
@@ -215,14 +216,14 @@ class EngineCore:
             raise first_fault
         for sequence, fault in failed:
             self.requests.fail(sequence, fault)
-        self.output.flush()  # of those that ended in it: there may be no other step
+        self.output.flush()  # events of requests that ended here: there may be no other step
 
     def _step_alone(self, sequence: Sequence) -> Exception | None:
-        """A step for one sequence; what it failed with, if it did. Raises BackendBroken."""
+        """Run a step for one sequence, and return the error if it fails. Raises BackendBroken."""
         self._pulse.beat("alone", [sequence.request.id])
         self.forward.begin_step()
         try:
-            if sequence.slot is not None:  # it did not end with another one
+            if sequence.slot is not None:  # it may have ended with another sequence of its request
                 for computed in self.forward.run(self.scheduler.schedule(time.monotonic(), only=sequence.slot)):
                     self._update(computed)
         except BackendBroken:
@@ -232,7 +233,7 @@ class EngineCore:
         return None
 
     def rest(self) -> None:
-        """There is nothing to do: others may have the machine, and what the folder's threads have read is taken."""
+        """Release threads while there is no work, and take over the states that were read from disk."""
         for backend in self._backends:
             backend.rest()
         if self.disk is not None:
@@ -241,18 +242,18 @@ class EngineCore:
 
     @property
     def pause_s(self) -> float:
-        """How long there is nothing to do but to wait for files; 0 if there is anything else, or they don't come."""
+        """Seconds to wait for files while there is no other work; 0 otherwise, or if no file is expected."""
         if self.disk is None or self.scheduler.num_busy or not self.scheduler.num_waiting:
             return 0.0
         return max(0.0, min(PAUSE_S, self.disk.wait_s(time.monotonic())))
 
     def slots_to_save(self) -> list[int]:
-        """Those whose states are not in RAM, and worth it, and those that run."""
+        """Return the slots that run, and idle ones whose states are reusable but not in RAM."""
         running = [slot for slot, holder in enumerate(self.scheduler.slots) if holder and holder.request.cache_prompt]
         return self.scheduler.cache.unsaved() + running
 
     def save_slot(self, slot: int) -> None:
-        """Copies one of these, if it is still so, to RAM, and offers it to the folder."""
+        """Copy the state of a slot to RAM if it still needs that. RAM offers it to the disk."""
         cache, sequence = self.scheduler.cache, self.scheduler.slots[slot]
         if sequence is None:
             cache.save_unsaved(slot)
@@ -260,36 +261,36 @@ class EngineCore:
             cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
 
     def saved_states(self) -> list[SavedState]:
-        """All that is in RAM; what is likeliest to be of use, and of that what was used last, comes last."""
+        """Return all states in RAM. The likeliest to be reused come last, and of those the most recently used."""
         return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.reuse_probability)
 
     def offer(self, state: SavedState) -> None:
-        """The folder is offered one of these."""
+        """Offer a state to the disk."""
         if self.disk is not None:
             self.disk.offer(state)
 
     def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
-        """How many of these are on the device and in RAM. Any thread."""
+        """Return how many leading tokens are on the device and in RAM. Any thread."""
         slots = list(self.scheduler.slots)
         running = [None if s is None else (s.tokens[: s.num_computed], s.scope) for s in slots]
         return self.scheduler.cache.probe(running, tokens, scope)
 
     def forget_idle(self) -> None:
-        """Idle slots are empty, and RAM has no states."""
+        """Empty the idle slots and the states in RAM."""
         self.drafting.forget_idle()
         for slot, holder in enumerate(self.scheduler.slots):
             if holder is None:
-                self.scheduler.cache.clear(slot)  # what has just been retired is offered before
+                self.scheduler.cache.clear(slot)  # recently retired states are offered to the disk first
         for state in self.scheduler.cache.ram.states():
             self.scheduler.cache.ram.forget(state)
 
     def save_one_idle(self) -> bool:
-        """Copies the cells of one idle slot to RAM, if they are worth it; False if there are none. Between steps."""
+        """Copy the cells of one idle slot to RAM; return False if no slot has reusable cells. Between steps."""
         self._pulse.beat("save")
         return self.scheduler.cache.save_one_idle()
 
     def close(self, error: EngineError) -> None:
-        """Ends all requests with this error, closes the inbox and frees the backend."""
+        """End all requests with this error, close the inbox and free the backend."""
         self.inbox.close()
         for command in self.inbox.take():
             self._serve(command)

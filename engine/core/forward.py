@@ -1,49 +1,48 @@
-"""The decode calls of a step, and how a failure is traced to the request that causes it."""
+"""The decode calls of a step. A failed call is retried to find the request that causes the failure."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence as Seq
 from typing import NamedTuple
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import ABORTED, NO_FREE_CELLS, Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
-from cellama.engine.scheduling.bulk_policy import Interruptions
-from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, SlotWork, State, work_of
+from cellama.engine.scheduling.strategies import MIN_CHUNK, Interruptions
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
-from .handle import Handle
-from .requests import EngineRequests
+from .requests import EngineRequests, Handle
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-ATTEMPTS_ALONE = 2  # of a request in a decode call of its own before it fails: once may have been the machine
-BROKEN = 3  # requests that failed alone one after another, with nothing computed between: then it is not their fault
+ATTEMPTS_ALONE = 2  # decode calls of a request alone before it fails: one failure may have had another cause
+BROKEN = 3  # consecutive requests that failed alone; with this many, the requests are not the cause
 
 
 class Deferred(DecodeError):
-    """Not started, because an interactive request has arrived: a later step does it."""
+    """A decode call was not started, because an interactive request has arrived. A later step repeats it."""
 
 
 class BackendBroken(Exception):
-    """No request can be computed any more: it is not their fault."""
+    """No request can be computed any more, so the requests are not the cause."""
 
 
 class Computed(NamedTuple):
-    """What one decode call computed."""
+    """The result of one decode call."""
 
     works: list[SlotWork]
     num_tokens: int
-    at: float  # time.monotonic() at its end
-    seconds: float
+    at: float  # end of the call, as time.monotonic()
+    seconds: float  # duration of the call
 
 
 class Forward:
-    """Computes the work of a step. Engine thread only, but for `make_way`, and `worth_aborting`, which others read."""
+    """Computes the work of a step. Engine thread only, except `interrupt_bulk` and reads of `abortable_handle`."""
 
     def __init__(
         self, backend: Backend, scheduler: Scheduler, requests: EngineRequests, drafting: Drafting, pulse: Pulse
@@ -54,26 +53,26 @@ class Forward:
         self._requests = requests
         self._pulse = pulse
         self._interruptions = Interruptions()
-        self._num_failed_alone = 0  # since something was computed
-        self.worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
-        self._yields = False  # that decode call ends when an interactive request comes
-        self._has_come = False  # one has, since the step began
+        self._num_failed_alone = 0  # consecutive requests that failed alone
+        self.abortable_handle: Handle | None = None  # cancelling this request aborts the current decode call
+        self._is_interruptible = False  # an arriving interactive request aborts the current decode call
+        self._has_arrival = False  # an interactive request has arrived since the step started
 
     def begin_step(self) -> None:
-        """Note that no interactive request has arrived yet: called before the inbox is read."""
-        self._has_come = False
+        """Reset the flag for arrived interactive requests. Must be called before the inbox is read."""
+        self._has_arrival = False
 
-    def make_way(self) -> None:
-        """End bulk work early, and start no more in this step: an interactive request is in the inbox. Any thread."""
-        self._has_come = True
-        if self._yields:
+    def interrupt_bulk(self) -> None:
+        """Abort bulk work and start no more in this step, because an interactive request has arrived. Any thread."""
+        self._has_arrival = True
+        if self._is_interruptible:
             self._backend.abort()
 
     def run(self, works: list[SlotWork]) -> Iterator[Computed]:
-        """Decode micro-batch by micro-batch, and yield each: what it samples has to be sampled before the next.
+        """Decode and yield one micro-batch at a time. Its tokens must be sampled before the next one is decoded.
 
-        What fails is tried alone; what fails alone ends its request. Raises BackendBroken where another process can
-        go on.
+        If a micro-batch fails, its requests are tried alone, and those that fail alone end. Raises BackendBroken if
+        another process can take over.
         """
         self._drafting.begin_step()
         checks, works = self._drafting.take_checks(works)
@@ -87,14 +86,14 @@ class Forward:
             yield from self._compute(micro_batch)
 
     def _may_draft(self) -> bool:
-        """Return whether every slot decodes, all interactive or all bulk: drafts delay no prompt and no stream."""
+        """Return whether every slot decodes and all have the same class, so that drafts delay no prompt or stream."""
         if not self._drafting.is_active:
             return False
         kinds = {(sequence.state, sequence.request.is_interactive) for sequence in self._scheduler.slots.running}
         return len(kinds) == 1 and next(iter(kinds))[0] is State.DECODING
 
     def _compute(self, works: list[SlotWork]) -> Iterator[Computed]:
-        # Only what its slot still has to compute next: a request may have ended, or lost its slot, meanwhile.
+        # Skip work that is out of date, because its request has ended or lost its slot.
         works = [work for work in works if work[0].slot == work[1].slot and work[0].num_computed == work[1].position]
         if not works:
             return
@@ -104,16 +103,16 @@ class Forward:
         if padding:
             chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
         is_bulk = not any(sequence.request.is_interactive for sequence, _ in works)
-        may_yield = self._may_yield(num_tokens) and is_bulk
+        may_interrupt = self._may_interrupt(num_tokens) and is_bulk
         started = time.monotonic()
         try:
-            error = self._decode(works, chunks, num_tokens, may_yield=may_yield)
+            error = self._decode(works, chunks, num_tokens, may_interrupt=may_interrupt)
         finally:
-            self._scheduler.layout.take_off(padding)
+            self._scheduler.layout.remove_padding(padding)
         if error is not None:
             if isinstance(error, Deferred):
                 self._interruptions.observe_deferred()
-            elif may_yield and isinstance(error, DecodeError) and error.code == ABORTED:
+            elif may_interrupt and isinstance(error, DecodeError) and error.code == ABORTED:
                 self._interruptions.observe_aborted(time.monotonic() - started)
             yield from self._recover(works, error)
             return
@@ -125,40 +124,40 @@ class Forward:
         yield Computed(works, num_tokens, at=now, seconds=now - started)
 
     def _decode(
-        self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_yield: bool
+        self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_interrupt: bool
     ) -> Exception | None:
-        """Decode these chunks, those of the works among them, in one call; return what it failed with."""
-        self.worth_aborting = self._main_request(works, num_tokens)
-        self._yields = may_yield
+        """Decode the chunks of these works and padding in one call; return the error if it fails."""
+        self.abortable_handle = self._main_request(works, num_tokens)
+        self._is_interruptible = may_interrupt
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
-            if may_yield and self._has_come:  # after _yields is set: a request that arrives from now on aborts the call
+            if may_interrupt and self._has_arrival:  # later arrivals abort the call, because the flag is already set
                 raise Deferred(ABORTED)
             self._backend.decode(chunks, works[0].sequence.adapters)
         except DecodeError as error:
             return error
-        except Exception as error:  # perhaps of one request's tokens or adapters: the others must not fail
-            log.exception("a decode call of %d requests failed in an unforeseen way", len(works))
+        except Exception as error:  # the tokens or adapters of one request may be the cause
+            log.exception("decode call failed", num_requests=len(works), detail="unexpected error")
             return error
         finally:
-            self.worth_aborting, self._yields = None, False
+            self.abortable_handle, self._is_interruptible = None, False
             self._pulse.beat("sample", size=len(works))
         return None
 
     def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
-        """Return the request that most of the batch is computed for: if it is cancelled, the call is aborted."""
+        """Return the request that has most tokens of the batch. Cancelling it aborts the call."""
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
-            return None  # a token of each
+            return None  # one token for each request
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
-    def _may_yield(self, num_tokens: int) -> bool:
-        """Return whether a decode call of so many bulk tokens is given up for an interactive request."""
+    def _may_interrupt(self, num_tokens: int) -> bool:
+        """Return whether an interactive request may abort a decode call of this many bulk tokens."""
         is_long = self._scheduler.strategy.may_yield(num_tokens)
         return self._backend.partial_reuse and (is_long or self._interruptions.are_affordable)
 
     def _recover(self, works: list[SlotWork], error: Exception) -> Iterator[Computed]:
-        """Roll the slots back, then try each alone: only a request that fails alone ends."""
+        """Restore the slots, then try each request alone. A request ends only if it fails alone."""
         for work in works:
             self._scheduler.rollback(work)
         code = error.code if isinstance(error, DecodeError) else None
@@ -168,11 +167,11 @@ class Forward:
             yield from self._compute([work_of(sequence, 1) for sequence, _ in works])
             return
         if code == NO_FREE_CELLS and self._backend.unified and self._scheduler.free_cells(1, time.monotonic()):
-            return  # the next step tries with what is left
+            return  # the next step works with the remaining cells
         if len(works) == 1:
             self._fail_alone(works[0].sequence, error)
             return
-        log.warning("%r for a batch of %d requests; trying them one by one", error, len(works))
+        log.warning("decode call failed", error=repr(error), num_requests=len(works), detail="each is now tried alone")
         for work in works:
             yield from self._compute([work])
 
@@ -182,6 +181,39 @@ class Forward:
             return
         self._num_failed_alone += 1
         if self._num_failed_alone >= BROKEN and self._pulse.is_watched:
-            raise BackendBroken(f"{self._num_failed_alone} requests in a row can't be computed; the last: {error!r}")
-        failure = DecodeFailed(f"{error} for this request alone; the others were not affected")
+            raise BackendBroken(f"{self._num_failed_alone} consecutive requests failed alone; last error: {error!r}")
+        failure = DecodeFailed(f"{error} for this request alone; other requests were not affected")
         self._requests.fail(sequence, failure)
+
+
+def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWork]]:
+    """Split the work of a step into decode calls, in order. Each chunk is in one of them.
+
+    If each slot has a stream of its own (not `unified`), single tokens and longer chunks are in separate calls.
+    Together, llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another. The
+    rests would be one token short of its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come
+    first, because a changing order would put two of them between two tokens of a stream. Prompts of interactive
+    requests that end with this chunk are decoded one by one in order of admission, so that the first doesn't wait for
+    the second.
+    """
+    if unified:
+        return [list(works)] if works else []
+    lengths = Counter(len(work.chunk.tokens) for work in works)
+    awaited: list[tuple[float, SlotWork]] = []
+    others: list[SlotWork] = []
+    single: list[SlotWork] = []
+    for work in works:
+        if len(work.chunk.tokens) == 1:
+            single.append(work)
+        elif _is_awaited(work) and (len(work.chunk.tokens) >= MIN_CHUNK or lengths[len(work.chunk.tokens)] == 1):
+            awaited.append((work.sequence.admitted_at or 0.0, work))
+        else:
+            others.append(work)
+    awaited.sort(key=lambda entry: entry[0])
+    parts = [*([work] for _, work in awaited), others, single]
+    return [part for part in parts if part]
+
+
+def _is_awaited(work: SlotWork) -> bool:
+    """Return whether an interactive request has its first token after this chunk."""
+    return work.sequence.request.is_interactive and work.chunk.samples

@@ -1,44 +1,233 @@
-"""The requests of one engine: each begins, samples and ends here, and what goes wrong for one ends that one alone."""
+"""The requests of one engine, from submission to the terminal event: handles, output, and sequences.
+
+A failure of one request affects no other.
+"""
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import ParamSpec
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from cellama.config import limits
-from cellama.engine.backend import Backend, Chunk
+from cellama.config.logging import event_logger
+from cellama.engine.backend import AdapterSet, Backend, Chunk, Vocabulary
 from cellama.engine.errors import EngineError, RequestFailed
-from cellama.engine.events import Completion, Finished, FinishReason, Started
+from cellama.engine.events import Completion, Event, Finished, FinishReason, Started, Text
 from cellama.engine.kvcache.recent import RecentContexts
-from cellama.engine.logprobs import with_texts
+from cellama.engine.kvstore.states import StateMatch
+from cellama.engine.request import Request, with_texts
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import Pulse
+from cellama.engine.text.detokenizer import StopMatch
+from cellama.engine.text.reply_reader import Kind, ReplyPart
 
-from .handle import Handle
-from .output import EventOutput
 from .telemetry import Telemetry, timings_of
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
+
+T = TypeVar("T")
+CancelReason = Literal["cancelled", "timeout"]
+
+
+class Handle:
+    """Waits for, observes or cancels one request. Any thread may use it."""
+
+    def __init__(
+        self,
+        request: Request,
+        cancel: Callable[[Handle, CancelReason], None],
+        on_event: Callable[[Event], None] | None,
+        adapters: AdapterSet = (),
+        plan: Any = None,
+    ) -> None:
+        """`adapters` stay in use until the request has finished. `plan` is what its samplers are created from."""
+        self.request = request
+        self.received_at = time.monotonic()
+        self.adapters = adapters
+        self.plan = plan
+        self.match: StateMatch | None = None  # a stored state with a prefix of its prompt
+        self.future: Future[Completion] = Future()
+        self.future.set_running_or_notify_cancel()  # only the engine may end it: see `cancel`
+        self._cancel = cancel
+        self._on_event = on_event
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Return the completion. Raises the EngineError of the request, or TimeoutError if it is not finished yet."""
+        return self.future.result(timeout_s)
+
+    def cancel(self, reason: CancelReason = "cancelled") -> None:
+        """Ask the engine to end the request at the next step. Calling it again has no effect."""
+        self._cancel(self, reason)
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Call back when the request has finished, on the engine thread, or now if it already has."""
+        self.future.add_done_callback(lambda _: callback(self))
+
+    @property
+    def done(self) -> bool:
+        """Return whether the request has finished, failed or was cancelled."""
+        return self.future.done()
+
+    def deliver(self, event: Event) -> None:
+        """Pass on one event. Engine thread only."""
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:  # foreign code on the engine thread
+                log.exception("event callback failed", request=self.request.id, detail="it is not called again")
+                self._on_event = None
+        if isinstance(event, Finished):
+            if event.error is not None:
+                self.future.set_exception(event.error)
+            elif event.completion is not None:
+                self.future.set_result(event.completion)
+
+
+class EngineCall(Generic[T]):
+    """A function that the engine thread calls between two steps, while another thread waits for the result."""
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._action = action
+        self.future: Future[T] = Future()
+
+    def run(self) -> None:
+        """Call the function. Engine thread only."""
+        if not self.future.set_running_or_notify_cancel():
+            return  # the other thread no longer waits
+        try:
+            self.future.set_result(self._action())
+        except Exception as error:  # the boundary between the engine and one call
+            self.future.set_exception(error)
+
+
+HELD_BACK_TOKENS = (
+    16  # tokens without final text that are reported anyway, so that another worker can resume after them
+)
+
+Listener = Callable[[tuple[Event, ...]], None]
+
+
+class EventOutput:
+    """Turns the tokens of sequences into events, and passes them on once per step. Engine thread only."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.listeners: list[Listener] = []
+        self._vocabulary = vocabulary
+        self._events: list[Event] = []
+
+    def append(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
+        """Emit the text that one more token makes final; return the stop string that ends the sequence, if any."""
+        released = self._text_after(sequence, token)
+        if isinstance(released, StopMatch):
+            self._release(handle, sequence, released.released)
+            return released.stop
+        self._release(handle, sequence, released)
+        return None
+
+    def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
+        """Process tokens that were reported earlier, without emitting events; return the stop string, if any."""
+        for token in tokens:
+            released = self._text_after(sequence, token)
+            text = released.released if isinstance(released, StopMatch) else released
+            sequence.add_parts([ReplyPart("text", text)] if sequence.reply is None else sequence.reply.push(text))
+            if isinstance(released, StopMatch):
+                return released.stop
+        return None
+
+    def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool, cut: bool) -> None:
+        """Emit the held-back text of a sequence that ends, unless a stop string removed it (`stopped`).
+
+        `cut` if the model would have continued.
+        """
+        if not stopped:
+            self._release(handle, sequence, sequence.text_stream.flush())
+        if sequence.reply is not None:
+            parts, sequence.tool_calls = sequence.reply.finish(cut=cut)
+            self._release_parts(handle, sequence, parts)
+
+    def emit(self, handle: Handle, event: Event) -> None:
+        """Pass an event to its request now, and to the listeners with the next `flush`."""
+        if self.listeners:
+            self._events.append(event)
+        handle.deliver(event)
+
+    def flush(self) -> None:
+        """Pass all new events to the listeners."""
+        if not self._events:
+            return
+        events, self._events = tuple(self._events), []
+        for listener in self.listeners:
+            try:
+                listener(events)
+            except Exception:  # foreign code on the engine thread
+                log.exception("event listener failed", detail="it is called again with the next events")
+
+    def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
+        if sequence.reply is None:
+            return sequence.text_stream.push(self._vocabulary.token_bytes(token))
+        sequence.reply.note_token()
+        visible = sequence.reply.text_of(token)
+        return sequence.text_stream.push(self._vocabulary.token_bytes(token) if visible is None else visible)
+
+    def _release(self, handle: Handle, sequence: Sequence, text: str) -> None:
+        if sequence.reply is not None:
+            parts = sequence.reply.push(text)
+            if sequence.sampler is not None and sequence.reply.num_unbound is not None:
+                sequence.sampler.bind()
+            self._release_parts(handle, sequence, parts)
+        elif text:
+            sequence.texts.append(text)
+            self._emit_text(handle, sequence, text, "text")
+
+    def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[ReplyPart]) -> None:
+        """Emit the final parts of a chat reply, and occasionally an empty text while a tool call is held back."""
+        sequence.add_parts(parts)
+        for part in parts:
+            if part.kind == "reasoning_end":
+                self._emit_text(handle, sequence, sequence.reasoning or "", part.kind)
+            else:
+                self._emit_text(handle, sequence, part.text, part.kind)
+        if not parts and sequence.num_output - sequence.num_reported >= HELD_BACK_TOKENS:
+            self._emit_text(handle, sequence, "", "text")
+
+    def _emit_text(self, handle: Handle, sequence: Sequence, text: str, kind: Kind) -> None:
+        if sequence.request.stream:
+            first, sequence.num_reported = sequence.num_reported, sequence.num_output
+            tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
+            logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
+            mu = None if sequence.sampler is None else sequence.sampler.mirostat_mu
+            event = Text(
+                request_id=sequence.request.id,
+                text=text,
+                tokens=tokens,
+                index=sequence.index,
+                logprobs=logprobs,
+                kind=kind,
+                mirostat_mu=mu,
+            )
+            self.emit(handle, event)
+
+
 Arguments = ParamSpec("Arguments")
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class RequestGroup:
     """The sequences of one request: `n` completions of one prompt, which end together. Engine thread only."""
 
     handle: Handle
     sequences: list[Sequence] = field(default_factory=list)
-    running: list[Sequence] = field(default_factory=list)  # those that have not ended
-    finished: list[Completion] = field(default_factory=list)  # in the order of their ends
+    running: list[Sequence] = field(default_factory=list)  # unfinished sequences
+    finished: list[Completion] = field(default_factory=list)  # in the order in which they finished
 
     def completion(self) -> Completion:
-        """The first completion, with the others as its alternatives and the tokens of all in its usage."""
+        """Return the first completion, with the others as its alternatives and the tokens of all in its usage."""
         first, *others = sorted(self.finished, key=lambda completion: completion.index)
         if not others:
             return first
@@ -53,7 +242,7 @@ class Group:
 
 
 class EngineRequests:
-    """Owns the groups of sequences. Engine thread only. No method raises what one request is the cause of."""
+    """Owns the sequences of all requests. Engine thread only. No method raises an error that one request causes."""
 
     def __init__(
         self,
@@ -71,32 +260,36 @@ class EngineRequests:
         self._output = output
         self._telemetry = telemetry
         self._pulse = pulse
-        self._groups: dict[Handle, Group] = {}
-        self._group_of: dict[Sequence, Group] = {}
+        self._groups: dict[Handle, RequestGroup] = {}
+        self._group_of: dict[Sequence, RequestGroup] = {}
         self.recent = RecentContexts()
 
     def _guarded(
-        self, group: Group, action: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
+        self,
+        group: RequestGroup,
+        action: Callable[Arguments, object],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
     ) -> None:
-        """Does it for a request, which ends if that fails."""
+        """Run an action for a request, which ends if the action fails."""
         try:
             action(*args, **kwargs)
         except Exception as error:  # the boundary between one request and all others
             self._fail(group, error)
 
     def handle_of(self, sequence: Sequence) -> Handle | None:
-        """The request that a sequence belongs to; None if it has ended."""
+        """Return the request of a sequence; None if it has ended."""
         group = self._group_of.get(sequence)
         return None if group is None else group.handle
 
-    # The beginning
+    # Starting
 
     def enqueue(self, handle: Handle) -> None:
-        """A request waits from now on, or has failed."""
-        group = self._groups[handle] = Group(handle)
+        """Put a request into the waiting queue, or fail it."""
+        group = self._groups[handle] = RequestGroup(handle)
         self._guarded(group, self._enqueue, group)
 
-    def _enqueue(self, group: Group) -> None:
+    def _enqueue(self, group: RequestGroup) -> None:
         handle, request = group.handle, group.handle.request
         assert request.submitted_at is not None
         seed = request.sampling.seed
@@ -110,9 +303,9 @@ class EngineRequests:
                 index=index,
                 adapters=handle.adapters,
                 identity=self._backend.identity,
-                taken_at=handle.taken_at,
+                received_at=handle.received_at,
             )
-            if index == 0 or not request.resume:  # else what it resumes is not what was searched for
+            if index == 0 or not request.resume:  # otherwise the search was for the tokens of another sequence
                 sequence.match = handle.match
             group.sequences.append(sequence)
             self._group_of[sequence] = group
@@ -120,10 +313,10 @@ class EngineRequests:
             group.running.append(sequence)
         self._resume(group)
 
-    def _resume(self, group: Group) -> None:
-        """Gives the sequences of a request the output that they have already; some may be at their end with it."""
+    def _resume(self, group: RequestGroup) -> None:
+        """Give the sequences of a resumed request their earlier output, after which some may be finished."""
         if group.handle.request.prefill_only:
-            return  # it ends when its prompt is read, and not before
+            return  # it ends when its prompt is computed
         for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
             sequence.tokens += resumed.tokens
             sequence.logprobs += resumed.logprobs
@@ -136,9 +329,9 @@ class EngineRequests:
                 self._end(group, sequence, "length")
 
     def start(self, sequence: Sequence) -> None:
-        """A sequence has a slot, and a sampler now, or its request has failed."""
+        """Create the sampler of a sequence that has got a slot, and emit Started; or fail its request."""
         group = self._group_of.get(sequence)
-        if group is not None and sequence.sampler is None:  # else it was preempted, and goes on
+        if group is not None and sequence.sampler is None:  # a preempted sequence already has a sampler
             self._pulse.beat("start", (sequence.request.id,))
             self._guarded(group, self._start, group.handle, sequence)
 
@@ -168,14 +361,14 @@ class EngineRequests:
     # Tokens
 
     def sample(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
-        """Chooses the next token of a sequence and accounts it: text, stop strings, end.
+        """Sample the next token of a sequence and account it: text, stop strings, end of the sequence.
 
-        As long as that is the next draft of its chunk, the one after it, too.
+        While the token equals the next draft of the chunk, the token after it is also sampled.
         """
-        self._pulse.suspect = sequence.request.id  # a beat for each would cost a third of what a token costs us
+        self._pulse.suspect = sequence.request.id  # cheaper than a beat, which would add a third to the time per token
         if (group := self._group_of.get(sequence)) is None:
             return
-        try:  # as `_guarded`, whose calls would take as long as finding the token
+        try:  # not `_guarded`, because its calls would take as long as sampling
             self._sample(group, sequence, chunk.slot, now)
             for row, draft in enumerate(chunk.drafts if chunk.num_drafts else (), 1):
                 if sequence.slot is None or sequence.tokens[-1] != draft:
@@ -186,7 +379,7 @@ class EngineRequests:
         except Exception as error:  # the boundary between one request and all others
             self._fail(group, error)
 
-    def _sample(self, group: Group, sequence: Sequence, slot: int, now: float, row: int = 0) -> None:
+    def _sample(self, group: RequestGroup, sequence: Sequence, slot: int, now: float, row: int = 0) -> None:
         assert sequence.sampler is not None
         if sequence.request.prefill_only:
             return self._end(group, sequence, "length")
@@ -206,30 +399,32 @@ class EngineRequests:
         stop = self._output.append(group.handle, sequence, token)
         if stop is not None:
             return self._end(group, sequence, "stop", stop)
-        is_over = self._is_complete(sequence) or (sequence.request.only_checks and not sequence.is_as_predicted)
-        return self._end(group, sequence, "length") if is_over else None
+        is_complete = self._is_complete(sequence) or (sequence.request.only_checks and not sequence.matches_prediction)
+        return self._end(group, sequence, "length") if is_complete else None
 
     def _is_complete(self, sequence: Sequence) -> bool:
         return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
 
-    # The end
+    # Finishing
 
     def end(self, handle: Handle, reason: FinishReason) -> None:
-        """Ends a request before its time, with what it has, unless it has ended."""
+        """End a request early, with its output until now, unless it has ended."""
         if (group := self._groups.get(handle)) is not None:
             self._guarded(group, self._end_all, group, reason)
 
     def time_out(self, sequence: Sequence) -> None:
-        """Ends the request of a sequence whose deadline has passed, with what it has."""
+        """End the request of a sequence whose deadline has passed, with its output until now."""
         if (handle := self.handle_of(sequence)) is not None:
             self.end(handle, "timeout")
 
-    def _end_all(self, group: Group, reason: FinishReason) -> None:
+    def _end_all(self, group: RequestGroup, reason: FinishReason) -> None:
         for sequence in list(group.running):
             self._end(group, sequence, reason)
 
-    def _end(self, group: Group, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
-        """Ends one sequence; its request ends with the last of them."""
+    def _end(
+        self, group: RequestGroup, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None
+    ) -> None:
+        """End one sequence. Its request ends with the last of its sequences."""
         self._output.finish(group.handle, sequence, stopped=stop_sequence is not None, cut=reason != "stop")
         completion = sequence.completion(reason, stop_sequence, timings_of(sequence, time.monotonic()))
         group.finished.append(completion)
@@ -240,41 +435,41 @@ class EngineRequests:
             self._close(group, Finished(sequence.request.id, completion=group.completion()))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends the request of a sequence with an error, unless it has ended."""
+        """End the request of a sequence with an error, unless it has ended."""
         if (group := self._group_of.get(sequence)) is not None:
             self._fail(group, error)
 
-    def _fail(self, group: Group, error: Exception) -> None:
-        """Ends a request with an error; an unforeseen one is logged, and told as RequestFailed."""
+    def _fail(self, group: RequestGroup, error: Exception) -> None:
+        """End a request with an error. An unexpected error is logged, and becomes RequestFailed."""
         if group.handle not in self._groups:
-            return  # it has ended already
+            return  # it has already ended
         request_id = group.handle.request.id
         if not isinstance(error, EngineError):
-            log.error("request %s failed in an unforeseen way; others go on", request_id, exc_info=error)
-            error = RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected")
+            log.error("request failed", exc_info=error, request=request_id, detail="unexpected error")
+            error = RequestFailed(f"{type(error).__name__}: {error}; other requests were not affected")
         for sequence in list(group.running):
             try:
                 self._free(group, sequence, keep=False)
-            except Exception:  # the request ends all the same
-                log.exception("the slot of request %s could not be emptied", request_id)
+            except Exception:  # the request still has to end
+                log.exception("slot could not be emptied", request=request_id)
         self._close(group, Finished(request_id, error=error))
 
     def fail_all(self, error: EngineError) -> None:
-        """Ends all requests with an error."""
+        """End all requests with an error."""
         for group in list(self._groups.values()):
             self._fail(group, error)
 
-    def _free(self, group: Group, sequence: Sequence, *, keep: bool = True) -> None:
-        """Free the slot of a sequence, before its caller learns that it ended."""
+    def _free(self, group: RequestGroup, sequence: Sequence, *, keep: bool = True) -> None:
+        """Free the slot of a sequence, before its caller is notified."""
         group.running.remove(sequence)
         try:
             self._drafting.end(sequence)
-        except Exception:  # what the slot holds is unknown
-            log.exception("the drafts of request %s could not be taken back", sequence.request.id)
+        except Exception:  # the content of the slot is unknown
+            log.exception("draft tokens could not be removed", request=sequence.request.id)
             keep = False
         self._scheduler.release(sequence, keep=keep)
 
-    def _close(self, group: Group, event: Finished) -> None:
+    def _close(self, group: RequestGroup, event: Finished) -> None:
         del self._groups[group.handle]
         for sequence in group.sequences:
             del self._group_of[sequence]

@@ -1,17 +1,17 @@
-"""What an engine counts and measures: times of a request, counters, rates, snapshots, callbacks.
+"""Telemetry of an engine: timings of requests, counters, rates, snapshots and listeners.
 
-The thread that computes writes the counters. A snapshot reads them from any thread, without a lock: single numbers, and
-copies of lists. So it is right in the middle of a long step as well.
+The engine thread writes the counters. A snapshot reads single numbers and copies of lists from any thread without a
+lock, so it is up to date even during a long step.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import Chunk
 from cellama.engine.events import Completion, PrefixHit, RequestStats, RequestTimings, RequestUsage, StepStats
 from cellama.engine.kvcache.disk_tier import DiskTier
@@ -23,17 +23,18 @@ from cellama.engine.snapshots import EngineSnapshot, Phase
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 T = TypeVar("T")
 
-RATE_WINDOW_S = 1.0  # seconds that a rate is taken over: a shorter window would show single prefills
-MEAN_WEIGHT = 0.05  # of a new value in a running mean: about the last twenty count
+RATE_WINDOW_S = 1.0  # seconds over which a rate is measured: a shorter window would show single prefills
+MEAN_WEIGHT = 0.05  # weight of a new value in a running mean: about the last twenty count
 
 
 def timings_of(sequence: Sequence, now: float) -> RequestTimings:
-    """Return the times of a request until `now`: in the queue, to its first token (TTFT), and its rates."""
+    """Return the timings of a request until `now`: its time in the queue, to the first token, and its rates."""
     admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
-    prefix_wait_s = sequence.prefix_wait_s + (0.0 if sequence.held_since is None else now - sequence.held_since)
+    waiting_since = sequence.prefix_wait_since
+    prefix_wait_s = sequence.prefix_wait_s + (0.0 if waiting_since is None else now - waiting_since)
     prefilled = now if sequence.request.prefill_only and not sequence.num_pending else first
     prefill_s = None if prefilled is None or admitted is None else prefilled - admitted
     decode_s = None if first is None or last is None else last - first
@@ -43,7 +44,7 @@ def timings_of(sequence: Sequence, now: float) -> RequestTimings:
         duration_ms=(now - sequence.submitted_at) * 1e3,
         prompt_eval_rate=_rate(sequence.num_prompt - sequence.num_cached, prefill_s),
         generation_rate=_rate(sequence.num_output - 1, decode_s),
-        delivery_ms=max(0.0, sequence.taken_at - sequence.submitted_at) * 1e3,
+        delivery_ms=max(0.0, sequence.received_at - sequence.submitted_at) * 1e3,
         prefix_wait_ms=prefix_wait_s * 1e3,
         prefix_cache_ratio=sequence.num_cached / sequence.num_prompt,
     )
@@ -54,43 +55,44 @@ def _rate(count: int, seconds: float | None) -> float | None:
 
 
 class StepCounts:
-    """How long sequences waited between two tokens, and how large batches were, in buckets.
+    """Histograms of the gaps between two tokens of a sequence, and of batch sizes.
 
-    Written by the engine thread alone; any thread may copy the lists, and sees one gap or step half counted at worst.
+    Only the engine thread writes them. Any thread may copy the lists; at worst the copy lacks part of the last gap or
+    step.
     """
 
     def __init__(self, gap_bounds_s: Iterable[float], batch_bounds: Iterable[float]) -> None:
-        """Upper bounds of the buckets, rising; what is above the last one has a bucket more."""
+        """The arguments are ascending upper bounds of buckets. Larger values are counted in one more bucket."""
         self._gap_bounds_s, self._batch_bounds = tuple(gap_bounds_s), tuple(batch_bounds)
         self.gaps = [0] * (len(self._gap_bounds_s) + 1)
-        self.gaps_s = 0.0  # their sum
+        self.gaps_s = 0.0  # sum of all gaps
         self.batches = [0] * (len(self._batch_bounds) + 1)
-        self.tokens = 0  # of all batches
+        self.tokens = 0  # sum of all batches
 
     def gap(self, seconds: float) -> None:
-        """A sequence has a token so long after the one before."""
+        """Count a gap: the time between a token of a sequence and the previous one."""
         self.gaps[bisect_left(self._gap_bounds_s, seconds)] += 1
         self.gaps_s += seconds
 
     def step(self, num_tokens: int) -> None:
-        """A step ended, with so many tokens in its batch."""
+        """Count a step with this number of tokens in its batch."""
         self.batches[bisect_left(self._batch_bounds, num_tokens)] += 1
         self.tokens += num_tokens
 
 
 class Rates:
-    """How fast counters grow, over the last second of work."""
+    """Rates at which counters grow, measured over the last second of work."""
 
     def __init__(self, *counts: int) -> None:
         self.per_s = tuple(0.0 for _ in counts)
-        self._started_at: float | None = None  # the beginning of the window; None: there was nothing to do
-        self._before = counts  # at that time
+        self._started_at: float | None = None  # start of the window; None while idle
+        self._before = counts  # counters at that time
 
     def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
-        """Account the counters after a step of `took_s` seconds.
+        """Account the counters after a step that took `took_s` seconds.
 
-        What is idle has no rate. A window that follows begins with the next step if its seconds are known, else after
-        it.
+        An idle engine has no rate. The next window starts with the next step if its duration is known, and otherwise
+        after it.
         """
         now = time.monotonic()
         if self._started_at is None:
@@ -106,13 +108,13 @@ class Rates:
 
 
 class _EngineLoad(NamedTuple):
-    sequences: list[Sequence]  # with slots
-    num_running: int  # requests that these sequences are of
+    sequences: list[Sequence]  # sequences with slots
+    num_running: int  # requests of these sequences
     num_waiting: int  # requests without a slot
 
 
 class Telemetry:
-    """Counts what happens in an engine. Engine thread only, but for `snapshot`."""
+    """Counts steps, tokens and requests of an engine. Engine thread only, except `snapshot`."""
 
     def __init__(
         self, scheduler: Scheduler, drafting: Drafting, inbox: Inbox[Any], model: str, disk: DiskTier | None = None
@@ -128,17 +130,17 @@ class Telemetry:
         self._rates = Rates(0, 0)
         self._mean_slot_s = 0.0
         self._is_stopped = False
-        self.last_cache_hit: PrefixHit | None = None  # of the request that got a slot last
+        self.last_cache_hit: PrefixHit | None = None  # hit of the request that got a slot last
         self.step_counts: list[StepCounts] = []
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
 
     def stopped(self) -> None:
-        """Says from now on that nothing is served here."""
+        """Report the phase "stopped" from now on."""
         self._is_stopped = True
 
     def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
-        """Accounts one step, by what it computed and how many slots were busy in it."""
+        """Count a step: its chunks, its busy slots and its durations."""
         decode = sum([len(chunk.tokens) for chunk in chunks if chunk.decode])
         total = sum([len(chunk.tokens) for chunk in chunks])
         self._prefilled_tokens += total - decode
@@ -165,7 +167,7 @@ class Telemetry:
         self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
-        """Accounts the end of a request; without a completion it failed."""
+        """Count a request that has ended; without a completion it failed."""
         self._finished += completion is not None
         self._failed += completion is None
         if completion is not None:
@@ -177,15 +179,15 @@ class Telemetry:
             _call(self.on_request, _request_stats(self._model, request, completion, now))
 
     def token(self, gap_s: float | None = None) -> None:
-        """Accounts a token, and how long its sequence had none; None: it is the first one, or came with another."""
+        """Count a token, and the gap before it; None for the first token and for accepted drafts."""
         self._generated_tokens += 1
         if gap_s is not None:
             for counter in self.step_counts:
                 counter.gap(gap_s)
 
     def _load(self) -> _EngineLoad:
-        """Return what runs and what waits, in the inbox as well. Any thread."""
-        num_ended = self._finished + self._failed  # first: what ends meanwhile does not wait
+        """Return the running and the waiting requests, including those in the inbox. Any thread."""
+        num_ended = self._finished + self._failed  # read first, so that requests ending now don't count as waiting
         sequences = [sequence for sequence in list(self._scheduler.slots) if sequence is not None]
         num_running = len({id(sequence.request) for sequence in sequences})
         num_waiting = max(0, self._inbox.num_submitted - num_ended - num_running)
@@ -193,7 +195,7 @@ class Telemetry:
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        """The state just now. Any thread."""
+        """The current state. Any thread may read it."""
         scheduler, cache, hits = self._scheduler, self._scheduler.cache, self._scheduler.cache.counters
         store = None if self._disk is None else self._disk.store
         disk = StoreCounters() if store is None else store.counters
@@ -251,8 +253,8 @@ def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
     for callback in list(callbacks):
         try:
             callback(stats)
-        except Exception:  # other people's code, on the engine thread
-            log.exception("a listener of the telemetry failed and is not called again")
+        except Exception:  # foreign code on the engine thread
+            log.exception("telemetry listener failed", detail="it is not called again")
             callbacks.remove(callback)
 
 

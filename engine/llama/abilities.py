@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import llama_cpp.llama_cpp as lib
 
-from cellama.engine.capabilities import CAPABILITIES, Capability, Uses
 from cellama.engine.errors import InvalidRequest, WrongCapability, nearest
 from cellama.engine.llama.files.gguf_file import parts, tensors
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import CAPABILITIES, Capability, EngineOptions, Uses
 
 from .embedding import own_pooling
 from .model import LlamaModel

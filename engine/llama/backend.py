@@ -19,8 +19,8 @@ from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Samp
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.memory.open_sizes import STREAM_PADDING
 from cellama.engine.options import EngineOptions
+from cellama.engine.request import SamplingParams
 from cellama.engine.sampling.processors import BannedTokens, SequenceStart, load_processor
-from cellama.engine.sampling_params import SamplingParams
 
 from . import log as llama_log
 from .context import AbortFlag, TokenBatch, end_threads, new_context, set_threads

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from cellama.engine.errors import GrammarFailed
 from cellama.engine.grammar.grammars import CompiledGrammar, GrammarSpec
-from cellama.engine.logprobs import TokenLogprob
+from cellama.engine.request import CONSTRAINTS, SamplingParams, TokenLogprob
 from cellama.engine.sampling.dry import Breakers
 from cellama.engine.sampling.processors import BannedTokens, ProcessorFactory, SequenceStart, make_processors
 from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
-from cellama.engine.sampling_params import CONSTRAINTS, SamplingParams
 
 
 class LogitsSource(Protocol):

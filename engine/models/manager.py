@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from cellama.engine.capabilities import Capability
 from cellama.engine.core.engine import Prompt
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, ModelNotLoaded, nearest
 from cellama.engine.events import Completion
 from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
 from cellama.engine.memory.free_memory import give_memory_back
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import Capability, EngineOptions
 from cellama.engine.snapshots import ManagerSnapshot
 from cellama.engine.system.core_sharing import Claim, CoreSharing
 from cellama.engine.system.processors import available_cores

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from cellama.engine.capabilities import Capability
 from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest
 from cellama.engine.memory.budget import (
     Budget,
@@ -24,7 +23,7 @@ from cellama.engine.memory.budget import (
     readable,
     vram_of,
 )
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import Capability, EngineOptions
 from cellama.engine.system.threads import at_low_priority
 
 from .planning import plan_apart

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellama.engine.backend import ModelInfo
-from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.core.adapters import UNLOAD_TIMEOUT_S, AdapterInfo
-from cellama.engine.core.embedder import Embedder
+from cellama.engine.core.embedder import Embedder, Reranker
 from cellama.engine.core.engine import (
     CHUNK_TIMEOUT_S,
     GENERATE_TIMEOUT_S,
@@ -23,12 +22,11 @@ from cellama.engine.core.engine import (
     Engine,
     Prompt,
 )
-from cellama.engine.core.reranker import Reranker
 from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
 from cellama.engine.events import CacheTier, Completion
 from cellama.engine.memory.budget import Footprint
-from cellama.engine.options import EngineOptions
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.options import Capability, EngineOptions, Uses
+from cellama.engine.request import SamplingParams
 from cellama.engine.snapshots import ModelSnapshot
 from cellama.engine.system.threads import at_low_priority
 from cellama.engine.system.watchdog import Pulse

@@ -16,11 +16,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.errors import EngineError, InvalidRequest, ModelLoadFailed, WrongCapability
 from cellama.engine.memory.budget import Footprint, MemoryUse, Room
 from cellama.engine.memory.free_memory import ram
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import Capability, EngineOptions, Uses
 from cellama.engine.system.confined import confine, how_it_ended
 
 from . import tuned_options

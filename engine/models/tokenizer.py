@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cellama.config import limits
 from cellama.engine.errors import InvalidRequest, TemplateFailed
 from cellama.engine.grammar.schema import prepare_schema
-from cellama.engine.sampling_params import CONSTRAINTS, sampling_of
+from cellama.engine.request import CONSTRAINTS, sampling_of
 from cellama.engine.text.chat_options import ChatOptions, ChatPrompt, grammar_of_calls, reply_format_of
 from cellama.engine.text.chat_template import ChatTemplate, Message, Rendered, after_reply
 from cellama.engine.text.formats.call_grammar import TextConstraint

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.request import SamplingParams
 
 _MAX_TAIL = 20  # tokens of a breaker after its first
 _FLOAT_MAX_LOG = 88.7228391

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.request import SamplingParams
 
 Logits = NDArray[np.float32]  # of the whole vocabulary
 Ids = NDArray[np.int64]

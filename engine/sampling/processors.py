@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from cellama.engine.errors import InvalidRequest
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.request import SamplingParams
 
 from .dry import Breakers, Dry
 from .filters import Logits

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.logprobs import TokenLogprob
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.request import SamplingParams, TokenLogprob
 
 from .filters import (
     Ids,

@@ -1,8 +1,8 @@
-"""What decoding and moving take on this machine, learned from what they took. Pure.
+"""Costs of decode calls and of moves on this machine, learned from their durations. Pure.
 
-llama.cpp decodes slots with consecutive indices and equally many tokens, a *run*, in one pass. What a pass takes grows
-with its rows, in steps: on a CPU most of it is for rows, on a GPU nearly all of it for the pass. So nothing is assumed
-about the machine.
+llama.cpp decodes a run, which is slots with consecutive indices and equally many tokens, in one pass. The duration of a
+pass grows in steps with its rows. On a CPU the rows take most of the time, on a GPU the pass as such does, so nothing
+is assumed about the machine.
 """
 
 from __future__ import annotations
@@ -11,43 +11,39 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from cellama.engine.backend import Chunk
-
-from .neighbours import runs_of
-
-PASS_ROWS = 16  # beyond what was measured a pass costs as much as so many rows: fewer on CPUs, more on GPUs
-WEIGHT = 0.2  # of a new value in a running mean: the last ten or so count
-MAX_RATIO = 2.0  # of a measurement to what was expected: beyond that another process had the machine
-DOUBT = 0.6  # the share by which a size that was never measured may cost less: rows may be all that costs …
-AGEING = 0.0004  # … and a measured one with each later decode call: what is twice as slow is tried again after 1250
-TRUSTED = 4  # measurements of a size, until others are compared with it
-MAX_FIRST_RATIO = 5.0  # the same, either way, for the first measurement of a size beside known ones: CPU against GPU
-MIN_CALL_S = 1e-7  # of a decode call: a clock that stood still must not make passes free
-MOVE_TOKENS = 64  # a move costs as much as moving so many tokens more: its fixed part, measured on a CPU
-MOVED_TOKEN_S = 1e-5  # before the first move: a slow memory, so the first move has to be worth it
-MOVE_WEIGHT = 0.3  # of a new value in a running mean: moves are rare, and their costs alike
+PASS_ROWS = 16  # fixed cost of a pass in rows, for unmeasured sizes: less on CPUs, more on GPUs
+WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten count
+MAX_RATIO = 2.0  # highest ratio of a measurement to its expectation: a higher one means that another process interfered
+DOUBT = 0.6  # share by which an unmeasured size may cost less than expected, because rows may be the whole cost
+AGEING = 0.0004  # growth of this share with each later decode call: a size at twice the cost is retried after 1250
+TRUSTED = 4  # measurements of a size before others are compared with it
+MAX_FIRST_RATIO = 5.0  # highest ratio, in both directions, for the first measurement of a size if others are known
+MIN_CALL_S = 1e-7  # shortest duration of a decode call, so that a clock that stood still doesn't make passes free
+MOVE_TOKENS = 64  # fixed cost of a move, in tokens to move, as measured on a CPU
+MOVED_TOKEN_S = 1e-5  # seconds per token before the first move: a slow memory, so that the first move must pay
+MOVE_WEIGHT = 0.3  # weight of a new value in the running mean: moves are rare, and their costs vary little
 
 
 @dataclass(slots=True)
 class _Size:
-    """A number of rows."""
+    """The measured cost of passes with a number of rows."""
 
-    seconds: float  # of a pass
+    seconds: float  # duration of a pass
     num_measured: float = 0.0
-    measured_at: float = 0.0  # decode call, counted from the first
+    measured_at: float = 0.0  # number of the decode call
 
 
 class DecodeCosts:
-    """Seconds of a pass by its rows: running means for some sizes, and straight lines between them.
+    """Learns the duration of a pass by its rows: running means for some sizes, and linear interpolation between them.
 
-    The sizes are 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, which are those of most passes with drafts. Each learns by
-    itself: many rows of drafts must not change what one row is believed to cost (docs/adr/015-speculation.md). Slot
-    layout and speculation share one instance.
+    The sizes are 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, which are the sizes of most passes with drafts. Each size learns
+    separately, so that passes with many draft rows don't change the expected cost of one row
+    (docs/adr/015-speculation.md). Slot layout and speculation share one instance.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
-        self._ordered: list[int] = []  # the sizes that were measured, ascending
+        self._ordered: list[int] = []  # measured sizes, ascending
         self._num_calls = 0
 
     @property
@@ -55,13 +51,13 @@ class DecodeCosts:
         return bool(self._sizes)
 
     def is_known(self, rows: int) -> bool:
-        """Return whether passes of so many rows were measured often enough to compare others with them."""
+        """Return whether passes with this number of rows were measured often enough for comparisons."""
         return all(
             size in self._sizes and self._sizes[size].num_measured >= TRUSTED * share for size, share in _between(rows)
         )
 
     def expected(self, rows: int) -> float:
-        """Return the seconds of a pass. Before the first measurement only ratios mean something."""
+        """Return the expected duration of a pass. Before the first measurement, only ratios are meaningful."""
         if not self._ordered:
             return float(rows + PASS_ROWS)
         at = bisect_left(self._ordered, rows)
@@ -72,10 +68,10 @@ class DecodeCosts:
         nearest = self._ordered[min(at, len(self._ordered) - 1)]
         return self._sizes[nearest].seconds * (rows + PASS_ROWS) / (nearest + PASS_ROWS)
 
-    def hoped(self, rows: int) -> float:
-        """Return the seconds if all is well: less than expected as far as they are hardly known, or out of date.
+    def optimistic(self, rows: int) -> float:
+        """Return the lowest plausible duration: less than expected for sizes that are unmeasured or out of date.
 
-        Decisions by it try what may be better now and then, and learn.
+        Decisions that use it occasionally try an option that may be better, and learn from the result.
         """
         doubt = sum([share * self._doubt(size) for size, share in _between(rows)])
         return self.expected(rows) * (1 - doubt)
@@ -85,21 +81,21 @@ class DecodeCosts:
         return DOUBT if known is None else min(DOUBT, AGEING * (self._num_calls - known.measured_at))
 
     def table(self, max_rows: int) -> list[float]:
-        """Return the expected seconds of passes of 0, 1, 2 … rows, none of them below the one before."""
+        """Return the expected duration of passes with 0, 1, 2 … rows, as a non-decreasing list."""
         seconds = [0.0]
         for rows in range(1, max_rows + 1):
             seconds.append(max(seconds[-1], self.expected(rows)))
         return seconds
 
     def observe(self, pass_rows: Seq[int], seconds: float) -> None:
-        """Learn from a decode call of passes with these numbers of rows.
+        """Learn from a decode call that had passes with these numbers of rows.
 
-        Only the call was measured, so each size learns as much as its share of the call. Sizes that were never measured
-        account for all of the difference to what was expected.
+        Only the whole call is measured, so each size learns in proportion to its share of the call. Sizes without a
+        measurement account for the whole difference to the expected duration.
         """
         self._num_calls += 1
         total_s = sum([self.expected(rows) for rows in pass_rows])
-        part_of: dict[int, float] = {}  # of this call, by size
+        part_of: dict[int, float] = {}  # share of the call, by size
         for rows in pass_rows:
             for size, share in _between(rows):
                 part_of[size] = part_of.get(size, 0.0) + share * self.expected(rows) / total_s
@@ -121,29 +117,15 @@ class DecodeCosts:
         return known
 
     def _learn(self, size: _Size, ratio: float, share: float) -> None:
-        """Learn that passes of this size took `ratio` times as long as expected, from this share of a decode call."""
+        """Learn that passes of this size took `ratio` times as long as expected in this share of a decode call."""
         size.num_measured += share
         size.seconds *= 1 + (ratio - 1) * share * max(WEIGHT, min(1.0, 1 / size.num_measured))
         size.measured_at += (self._num_calls - size.measured_at) * share
 
 
-def pass_rows_of(chunks: Seq[Chunk], *, unified: bool) -> list[int]:
-    """Return the rows of each pass of a decode call; `chunks` are in order of slots.
-
-    With `unified` cells that is one pass. Else llama.cpp computes slots together that have consecutive indices and
-    equally many tokens.
-    """
-    if unified:
-        return [sum([len(chunk.tokens) for chunk in chunks])]
-    slots: dict[int, list[int]] = {}
-    for chunk in chunks:
-        slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
-    return [length * run.size for length, of_length in slots.items() for run in runs_of(of_length)]
-
-
 def _between(rows: int) -> list[tuple[int, float]]:
-    """Return the sizes next to a number of rows, with the share of each: 5 → (4, 0.5), (6, 0.5); 6 → (6, 1.0)."""
-    power = 1 << (rows.bit_length() - 1)  # sizes are 2, 3, 4, 6, 8, 12 …: powers of two, and 1.5 times these
+    """Return the sizes next to a number of rows, each with its share: 5 → (4, 0.5), (6, 0.5) and 6 → (6, 1.0)."""
+    power = 1 << (rows.bit_length() - 1)  # sizes are powers of two, and 1.5 times these: 2, 3, 4, 6, 8, 12 …
     low, high = (power, power * 3 // 2) if 2 * rows < 3 * power or power == 1 else (power * 3 // 2, 2 * power)
     if rows == low:
         return [(low, 1.0)]
@@ -152,7 +134,7 @@ def _between(rows: int) -> list[tuple[int, float]]:
 
 
 class MoveCosts:
-    """Seconds that it takes to move the cells of a slot to another one."""
+    """Learns the duration of moving the cells of a slot to another one."""
 
     def __init__(self) -> None:
         self._token_s = MOVED_TOKEN_S
@@ -161,6 +143,6 @@ class MoveCosts:
         return self._token_s * (num_tokens + MOVE_TOKENS) if num_tokens else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn that moving so many tokens took this time."""
+        """Learn that moving this many tokens took this time."""
         if num_tokens > 0 and seconds >= 0:
             self._token_s += (seconds / (num_tokens + MOVE_TOKENS) - self._token_s) * MOVE_WEIGHT

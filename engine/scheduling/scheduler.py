@@ -1,51 +1,118 @@
-"""Admission, preemption and the batch of each step. Pure: no llama.cpp, no clock, no threads."""
+"""The scheduler: admission, preemption and the batch of each step.
+
+A decode call can apply one set of adapters only, so steps take turns if running sequences use several sets
+(docs/adr/004-adapters.md). Pure: no llama.cpp, no clock, no threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+import math
+from collections.abc import Callable, Hashable, Sequence as Seq
 from dataclasses import dataclass
 
 from cellama.engine.backend import Chunk, KvMemory
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Placement
 
-from .adapter_rotation import Rotation
-from .bulk_policy import prefill_order
-from .cuts import CutPlanner
-from .decode_costs import DecodeCosts, pass_rows_of
-from .placement import SlotFinder, expendable
-from .sequence import Sequence, SlotWork, State, work_of
-from .slot_layout import SlotLayout
-from .slots import SlotTable
-from .strategies import SlotView, Strategy
-from .strategy_registry import Guarded
-from .waiting_queue import WaitingQueue
+from .admission import CutPlanner, SlotFinder, WaitingQueue, preemption_key
+from .decode_costs import DecodeCosts
+from .sequence import Sequence, SlotTable, SlotWork, State, work_of
+from .slot_layout import SlotLayout, pass_rows_of
+from .strategies import Guarded, SlotView, Strategy, prefill_order
 
-MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the queue is not searched: a step stays short
+SLICE_S = 0.1  # seconds of a turn: a switch costs 4 to 9 % of it, and the other groups wait that long
+BULK_SLICE_S = 0.5  # seconds of a turn while only bulk requests have slots: a switch costs 1 to 2 %
+BULK_EXTRA_S = 0.3  # seconds that a group with only bulk requests waits longer: about one bulk step
+
+
+@dataclass(slots=True)
+class _AdapterGroup:
+    num: int  # number of sequences
+    num_interactive: int
+    waits_since: float  # start of its wait for a turn
+
+    @property
+    def due(self) -> float:
+        return self.waits_since if self.num_interactive else self.waits_since + BULK_EXTRA_S
+
+
+class AdapterRotation:
+    """Chooses the adapters of the next step if running sequences use several sets.
+
+    Each turn of a set lasts for some time, because llama.cpp builds a new graph after a change. The next turn is for
+    the group that has waited longest. A group without interactive requests counts as if it had started to wait
+    BULK_EXTRA_S later.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, _AdapterGroup] = {}
+        self._turn: Hashable = None
+        self._since = -math.inf  # start of the turn
+
+    def add(self, key: Hashable, interactive: bool, now: float) -> None:
+        """Add a sequence that has got a slot to its group."""
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) == 1:  # the single group had its turn until now, so the new one is next
+                self._turn, self._since = next(iter(self._groups)), -math.inf
+            group = self._groups[key] = _AdapterGroup(0, 0, now)
+        group.num += 1
+        group.num_interactive += interactive
+
+    def remove(self, key: Hashable, interactive: bool) -> None:
+        """Remove a sequence that has lost its slot or finished from its group."""
+        group = self._groups[key]
+        group.num -= 1
+        group.num_interactive -= interactive
+        if not group.num:
+            del self._groups[key]
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether there is more than one group."""
+        return len(self._groups) > 1
+
+    def take_turn(self, now: float) -> Hashable:
+        """Return the group of the next step. There must be at least one group."""
+        current = self._groups.get(self._turn)
+        if current is not None:
+            if now < self._since + self._slice_s():
+                return self._turn
+            current.waits_since = now
+        last = self._turn
+        self._turn = min(self._groups, key=lambda key: (self._groups[key].due, key == last))
+        self._since = now
+        return self._turn
+
+    def _slice_s(self) -> float:
+        return SLICE_S if any(group.num_interactive for group in self._groups.values()) else BULK_SLICE_S
+
+
+MAX_PASSED_OVER = 64  # waiting sequences that one search of the queue may skip, so that steps stay short
 
 OnFailure = Callable[[Sequence, Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step and the waiting queue may hold."""
+    """The limits of a step and of the waiting queue."""
 
-    budget: int  # tokens of a step
-    chunk_size: int  # prompt tokens of one slot in a step
-    max_queue: int = 0  # requests that can't have a slot at once; 0 = unlimited
+    budget: int  # tokens per step
+    chunk_size: int  # prompt tokens per slot and step
+    max_queue: int = 0  # requests that wait in addition to those that can have a slot now; 0 = unlimited
 
 
 class Scheduler:
-    """Owns every sequence from `enqueue` to `release`. Each slot holds one sequence or none."""
+    """Owns each sequence from `enqueue` to `release`. A slot holds at most one sequence."""
 
     def __init__(self, limits: Limits, strategy: Strategy, memory: KvMemory, ram_bytes: int = 0) -> None:
-        """`ram_bytes` is the quota of states that are saved in RAM; 0 saves nothing."""
+        """`ram_bytes` is the quota of saved states in RAM; with 0 none are saved."""
         self.limits = limits
         self.strategy = Guarded(strategy)
         self.slots = SlotTable(memory.n_slots)
         self.queue = WaitingQueue(limits.max_queue)
         self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
-        self._rotation = Rotation()
+        self._rotation = AdapterRotation()
         self.finder = SlotFinder(self.cache, self.slots)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
         self.costs = DecodeCosts()
@@ -53,12 +120,12 @@ class Scheduler:
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
-        """Raise PromptTooLong for a prompt that no slot can ever hold."""
-        most = self.cache.memory.ctx_per_slot - 1  # one cell is for the first generated token
-        if num_prompt_tokens > most:
+        """Raise PromptTooLong for a prompt that can never fit into a slot."""
+        limit = self.cache.memory.ctx_per_slot - 1  # one cell is for the first generated token
+        if num_prompt_tokens > limit:
             raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens, a slot holds {most} and the answer; "
-                "shorten the prompt, or raise ctx_per_slot"
+                f"the prompt has {num_prompt_tokens} tokens, but a slot has room for {limit} and the answer; "
+                "shorten the prompt or raise ctx_per_slot"
             )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
@@ -70,27 +137,27 @@ class Scheduler:
     # Admission and preemption
 
     def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
-        """Give slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
+        """Give slots to waiting sequences, the most urgent first, each with the longest prefix that can be reused.
 
-        A sequence whose prefix another one is computing right now is passed over until that is done. A running
-        sequence loses its slot to a more urgent one. A sequence for which this raises an unforeseen exception is passed
+        A sequence whose prefix another one is computing is skipped until that has finished. A running sequence loses
+        its slot to a more urgent one. If admitting a sequence raises an unexpected exception, the sequence is passed
         to `on_failure`, which releases it.
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
-        is_full = False  # only interactive sequences can still get a slot: that of a bulk one
+        is_full = False  # then only interactive sequences can still get a slot, by preempting a bulk sequence
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop(interactive=is_full)) is not None:
             try:
-                is_held = self.finder.await_prefix(sequence, now)
-                sequence.note_prefix_wait(is_held, now)
-                if is_held:
+                is_waiting = self.finder.await_prefix(sequence, now)
+                sequence.note_prefix_wait(is_waiting, now)
+                if is_waiting:
                     passed_over.append(sequence)
                     continue
                 placement = self._find_slot(sequence, now)
                 if placement is None:
                     passed_over.append(sequence)
                     if is_full or sequence.request.is_interactive or self.cache.memory.unified:
-                        break  # in one pool others would use up the cells that it waits for
+                        break  # in one pool, other sequences would use the cells that this one waits for
                     is_full = True
                     continue
                 self._assign_slot(sequence, placement, now)
@@ -102,11 +169,11 @@ class Scheduler:
                 admitted.append(sequence)
         for sequence in passed_over:
             self.queue.requeue(sequence)
-        # One may have lost its slot again: to a more urgent one, or because another one of its request failed.
+        # A sequence may have lost its slot again: to a more urgent one, or because its request failed.
         return [sequence for sequence in admitted if sequence.slot is not None]
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
-        """Return a slot for the sequence, for which others may lose theirs; None, and none does, if it must wait."""
+        """Return a slot for the sequence, preempting others if that makes it fit; None if it must wait."""
         while True:
             idle = self.slots.idle
             if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
@@ -117,7 +184,7 @@ class Scheduler:
             self.preempt(victims[0], now)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Take its slot away from a sequence, which waits again, with its cells saved if the quota allows that."""
+        """Take the slot from a sequence, which waits again. Its cells are saved if the quota allows that."""
         slot = self.slots.release(sequence)
         self.cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
         self.cache.clear(slot)
@@ -128,7 +195,7 @@ class Scheduler:
 
     def _assign_slot(self, sequence: Sequence, placement: Placement, now: float) -> None:
         self._cuts.plan(sequence, placement.num_tokens)
-        tier = placement.tier  # before it is moved
+        tier = placement.tier  # read before the prefix is moved
         try:
             sequence.num_computed = self.cache.assign_slot(placement, sequence.tokens, sequence.scope)
         except Exception:
@@ -136,7 +203,7 @@ class Scheduler:
             raise
         if sequence.admitted_at is None:
             sequence.admitted_at = now
-            # Of a resumed one output may be in the cache, too.
+            # The reused prefix of a resumed sequence may include output.
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.cache_tier = tier if sequence.num_cached else None
         sequence.placed_at, sequence.num_output_placed = now, sequence.num_output
@@ -148,10 +215,10 @@ class Scheduler:
     # The batch of a step
 
     def schedule(self, now: float, only: int | None = None) -> list[SlotWork]:
-        """Return the work of this step in order of slots, all with the same adapters; empty when no slot is busy.
+        """Return the work of this step in order of slots, all with the same adapters; empty if no slot is busy.
 
-        When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
-        With `only` it is for this slot alone.
+        If there are not enough cells, idle slots are emptied, and then running sequences are preempted one by one.
+        With `only`, the step is for this slot alone.
         """
         while True:
             works = self._build_batch(now, only)
@@ -162,7 +229,7 @@ class Scheduler:
                 return works
 
     def free_cells(self, missing: int, now: float) -> bool:
-        """Free cells for running sequences; False when only one is left, which has them all."""
+        """Free cells for running sequences; return False if the only running sequence already has all of them."""
         idle = [slot for slot in self.slots.idle if self.cache.cells.of(slot)]
         freed = self.cache.cells.freed_by(idle)
         if freed:
@@ -170,7 +237,7 @@ class Scheduler:
         running = self.slots.running
         if len(running) < 2:
             return False
-        self.preempt(max(running, key=expendable), now)
+        self.preempt(max(running, key=preemption_key), now)
         return True
 
     def _build_batch(self, now: float, only: int | None) -> list[SlotWork]:
@@ -189,12 +256,12 @@ class Scheduler:
         return [_view(s) for s in busy]
 
     def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Learn what a decode call of these chunks took, unless prompts were prefilled in it."""
+        """Learn the duration of a decode call with these chunks, unless it prefilled prompts."""
         if all(chunk.decode or len(chunk.tokens) == 1 for chunk in chunks):
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:
-        """Account a chunk that was decoded, except for drafts; its sequence decodes from now on if it samples."""
+        """Account a decoded chunk without its drafts. Its sequence decodes from now on if the chunk samples."""
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
         sequence.num_computed += count
@@ -205,32 +272,32 @@ class Scheduler:
             sequence.state = State.DECODING
 
     def rollback(self, work: SlotWork) -> None:
-        """Put a slot back to where it was before a chunk that failed; to its start where that can't be done."""
+        """Restore a slot to the state before a failed chunk, or empty it if its memory can't be truncated."""
         sequence, chunk = work
-        if sequence.slot == chunk.slot:  # else it has lost it
-            self._cut_back(sequence, chunk.slot, chunk.position)
+        if sequence.slot == chunk.slot:  # otherwise it has lost the slot
+            self._truncate(sequence, chunk.slot, chunk.position)
 
     def settle(self) -> None:
-        """Put every slot back to what its sequence has accounted, after a step that raised anywhere."""
+        """Restore every slot to the accounted state of its sequence, after a step that raised an exception anywhere."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 self.layout.restore_slot(slot)
                 continue
-            self._cut_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
-            if self.cache.cells.of(slot) != sequence.num_computed:  # what it holds is unknown
-                self._cut_back(sequence, slot, 0)
+            self._truncate(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
+            if self.cache.cells.of(slot) != sequence.num_computed:  # the content of the slot is unknown
+                self._truncate(sequence, slot, 0)
 
-    def _cut_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
-        sequence.cut_back(self.cache.truncate(slot, num_tokens))
+    def _truncate(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
+        sequence.truncate(self.cache.truncate(slot, num_tokens))
 
-    # The end
+    # Finishing
 
     def is_full(self, sequence: Sequence) -> bool:
-        """True when the slot has no free cell left."""
+        """Return whether the slot of the sequence has no free cell."""
         return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """End a sequence. With `keep`, and if its request allows it, its cells are kept for another one."""
+        """End a sequence. With `keep`, its cells stay for later sequences if its request allows that."""
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
         self.queue.forget(sequence)
@@ -244,12 +311,12 @@ class Scheduler:
         self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:
             committed = sequence.tokens[: sequence.num_computed]
-            self.cache.retire(slot, committed, sequence.scope, save=sequence.is_worth_keeping, note=sequence.note)
+            self.cache.retire(slot, committed, sequence.scope, save=sequence.is_reusable, note=sequence.note)
         else:
             self.cache.clear(slot)
 
     def unfinished(self) -> list[Sequence]:
-        """Return every sequence that waits or has a slot."""
+        """Return all sequences that wait or have a slot."""
         return self.slots.running + self.queue.waiting()
 
     @property
@@ -258,7 +325,7 @@ class Scheduler:
 
     @property
     def num_busy(self) -> int:
-        """Slots that have a sequence."""
+        """The number of slots that have a sequence."""
         return len(self.slots.running)
 
     @property
@@ -267,12 +334,12 @@ class Scheduler:
 
     @property
     def kv_used_tokens(self) -> int:
-        """Positions of running sequences."""
+        """The number of positions of running sequences."""
         return sum(s.num_computed for s in self.slots.running)
 
     @property
     def kv_cached_tokens(self) -> int:
-        """Positions in idle slots, kept for sequences that start with the same tokens."""
+        """The number of positions in idle slots, which later sequences with the same prefix can reuse."""
         return sum(self.cache.cells.of(slot) for slot in self.slots.idle)
 
 

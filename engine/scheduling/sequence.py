@@ -1,4 +1,4 @@
-"""One request's tokens and progress."""
+"""Sequences, and the slots that they hold: the tokens and the progress of each request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.kvcache.ram_tier import StateNote
 from cellama.engine.kvstore.benefit import reuse_probability
 from cellama.engine.kvstore.states import StateMatch
-from cellama.engine.logprobs import TokenLogprob
-from cellama.engine.request import Request
+from cellama.engine.request import Request, TokenLogprob
 from cellama.engine.text.detokenizer import TextStream
 from cellama.engine.text.formats.calls import ParsedToolCall
 from cellama.engine.text.reply_reader import ReplyPart, ReplyReader, open_reply
@@ -24,11 +23,13 @@ if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
 
 
-GROWTH = 4 / 3  # times as long as at its last copy is a running sequence copied again: each token is copied 4 times
+from collections.abc import Iterator
+
+GROWTH = 4 / 3  # a running sequence is copied again when it has grown by this factor: each token is copied 4 times
 
 
 class State(Enum):
-    """Where a sequence is. Only the scheduler changes it; a preempted one waits again."""
+    """The state of a sequence. Only the scheduler changes it. A preempted sequence waits again."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -38,50 +39,50 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request with its tokens. Owned by the engine thread; `state`, `slot` and `num_computed` by the scheduler.
+    """A request with its tokens. The engine thread owns it; the scheduler owns `state`, `slot` and `num_computed`.
 
-    Times are `time.monotonic()` seconds.
+    Times are `time.monotonic()` in seconds.
     """
 
     request: Request
     seed: int
     submitted_at: float
     tokens: list[int]  # prompt, then output
-    index: int = 0  # among the n completions of its request
+    index: int = 0  # number of this completion among the n of its request
     adapters: AdapterSet = ()
-    identity: bytes = b""  # of the backend: what its cells depend on
+    identity: bytes = b""  # identity of the backend: the part of the context's key that the model determines
     state: State = State.WAITING
     slot: int | None = None
-    rank: float = 0.0  # in the waiting queue: smaller is sooner
-    order: int = 0  # of arrival, among equal ranks
-    match: StateMatch | None = None  # a file of states that has its beginning; None once it was looked at
-    file_wait: LoadWait | None = None  # for that file
-    num_kept: int = 0  # tokens that it had when its state was last copied for the folder
-    waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
+    rank: float = 0.0  # position in the waiting queue: smaller ranks come first
+    order: int = 0  # order of arrival, among equal ranks
+    match: StateMatch | None = None  # a stored state with a prefix of this sequence; None after it was looked up
+    file_wait: LoadWait | None = None  # the wait for that state to be read
+    num_stored: int = 0  # number of tokens when its state was last copied for the disk
+    waits_for: tuple[Sequence, int] | None = None  # a prefilling sequence, and the length of the prefix that they share
     cuts: tuple[int, ...] = ()  # lengths at which its prefill stops for a checkpoint, ascending
     num_computed: int = 0  # leading tokens whose KV cells are filled
-    num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
-    cache_tier: CacheTier | None = None  # where these were; None: nowhere
-    num_drafted: int = 0  # tokens that were guessed and decoded before they were chosen …
-    num_accepted: int = 0  # … of which so many were chosen
-    failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
+    num_cached: int = 0  # prompt tokens that were reused when it first got a slot
+    cache_tier: CacheTier | None = None  # tier of the reused tokens; None without any
+    num_drafted: int = 0  # draft tokens that were decoded
+    num_accepted: int = 0  # draft tokens that were accepted
+    failures_alone: int = 0  # consecutive decode calls that failed with nothing else in the batch
     sampler: Sampler | None = None
-    taken_at: float = 0.0  # when the engine was given the request
-    held_since: float | None = None  # waiting for a prefix that another one computes
-    prefix_wait_s: float = 0.0  # before that
-    admitted_at: float | None = None  # the first time
-    placed_at: float | None = None  # the last time …
-    num_output_placed: int = 0  # … with so much output
+    received_at: float = 0.0  # time at which the engine received the request
+    prefix_wait_since: float | None = None  # start of its current wait for a prefix
+    prefix_wait_s: float = 0.0  # duration of its earlier waits for prefixes
+    admitted_at: float | None = None  # time at which it first got a slot
+    placed_at: float | None = None  # time at which it last got a slot
+    num_output_placed: int = 0  # number of output tokens at that time
     first_token_at: float | None = None
     last_token_at: float | None = None
     texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)  # the reasoning, apart from the text
+    reasoning_texts: list[str] = field(default_factory=list)
     tool_calls: tuple[ParsedToolCall, ...] = ()
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one entry per output token, if requested
     text_stream: TextStream = field(init=False)
-    reply: ReplyReader | None = field(init=False)  # of a chat
-    mirostat_mu: float | None = None  # that its sampler begins with
-    num_reported: int = 0  # output tokens that Text events have carried
+    reply: ReplyReader | None = field(init=False)  # parser of the reply to a chat
+    mirostat_mu: float | None = None  # initial state of mirostat in its sampler
+    num_reported: int = 0  # output tokens that Text events have reported
 
     def __post_init__(self) -> None:
         self.text_stream = TextStream(self.request.stop)
@@ -96,24 +97,24 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def is_as_predicted(self) -> bool:
-        """True while the last token of its output is the one that was predicted there."""
+    def matches_prediction(self) -> bool:
+        """Return whether the last output token is the one that the request predicted."""
         at = self.num_output - 1
         return at < len(self.request.prediction) and self.tokens[-1] == self.request.prediction[at]
 
     @property
     def num_pending(self) -> int:
-        """Tokens that still have to be decoded before the next one can be sampled."""
+        """The number of tokens to decode before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_until_cut(self) -> int:
-        """Of these, those before the next cut."""
+        """The number of pending tokens before the next cut."""
         return next((cut for cut in self.cuts if cut > self.num_computed), len(self.tokens)) - self.num_computed
 
     @property
     def scope(self) -> Hashable:
-        """Only sequences of the same scope take over each other's states: cells depend on the adapters."""
+        """The scope of reuse: only sequences of equal scopes share states. Cells also depend on the adapters."""
         if not self.request.cache_prompt:
             return id(self)
         return (self.request.cache_scope, key_of(self.adapters)) if self.adapters else self.request.cache_scope
@@ -123,21 +124,21 @@ class Sequence:
         timeout_s = self.request.timeout_s
         return None if timeout_s is None else self.submitted_at + timeout_s
 
-    def cut_back(self, num_tokens: int) -> None:
-        """Note that its slot holds no more than so many of its tokens; it computes the others again."""
+    def truncate(self, num_tokens: int) -> None:
+        """Record that its slot holds at most this many of its tokens. It computes the others again."""
         if num_tokens < self.num_computed:
             self.num_computed = num_tokens
             if self.num_pending > 1:
                 self.state = State.PREFILLING
 
     @property
-    def is_worth_keeping(self) -> bool:
-        """True if its state is for a request that goes on from there: not of bulk work, unless it was read for that."""
+    def is_reusable(self) -> bool:
+        """Return whether a later request may continue its state. Bulk work is not reused, except for prefill jobs."""
         return self.request.is_interactive or self.request.prefill_only
 
     @property
     def note(self) -> StateNote:
-        """What the cache needs to know of its state when it ends."""
+        """What the cache needs to know about its state when it finishes."""
         pending = self.tokens[self.num_computed :]
         return StateNote(
             next_token=pending[0] if len(pending) == 1 else None,
@@ -149,20 +150,20 @@ class Sequence:
         )
 
     @property
-    def is_due_to_be_copied(self) -> bool:
-        """True if it has read its prompt, or grown much since its state was last copied."""
-        least = max(WORTH_SAVING_TOKENS, GROWTH * max(self.num_kept, self.num_cached))
-        return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= least
+    def needs_copy(self) -> bool:
+        """Return whether it has finished its prefill, or grown much since its state was last copied."""
+        min_tokens = max(WORTH_SAVING_TOKENS, GROWTH * max(self.num_stored, self.num_cached))
+        return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= min_tokens
 
-    def keep(self, parts: list[ReplyPart]) -> None:
+    def add_parts(self, parts: list[ReplyPart]) -> None:
         """Add final parts of the reply to the completion."""
         self.texts += [part.text for part in parts if part.kind == "text"]
-        self.thoughts += [part.text for part in parts if part.kind == "reasoning"]
+        self.reasoning_texts += [part.text for part in parts if part.kind == "reasoning"]
 
     @property
     def reasoning(self) -> str | None:
-        """What the model has thought so far, None if nothing."""
-        return "".join(self.thoughts) or None
+        """The reasoning of the model until now; None without any."""
+        return "".join(self.reasoning_texts) or None
 
     def completion(self, reason: FinishReason, stop_sequence: str | None, timings: RequestTimings) -> Completion:
         tokens = tuple(self.tokens[self.num_prompt :])
@@ -187,7 +188,7 @@ class Sequence:
 
     @property
     def usage(self) -> RequestUsage:
-        """Its tokens so far, and what was taken over."""
+        """Its token counts until now, including reused tokens."""
         return RequestUsage(
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_output,
@@ -201,26 +202,76 @@ class Sequence:
         request = self.request
         return Context(self.identity, key_of(self.adapters), request.cache_scope, request.prompt, generated)
 
-    def note_prefix_wait(self, is_held: bool, now: float) -> None:
-        """Note whether it waits for a prefix from now on."""
-        if is_held:
-            self.held_since = now if self.held_since is None else self.held_since
-        elif self.held_since is not None:
-            self.prefix_wait_s, self.held_since = self.prefix_wait_s + now - self.held_since, None
+    def note_prefix_wait(self, is_waiting: bool, now: float) -> None:
+        """Record whether it waits for a prefix from now on."""
+        if is_waiting:
+            self.prefix_wait_since = now if self.prefix_wait_since is None else self.prefix_wait_since
+        elif self.prefix_wait_since is not None:
+            self.prefix_wait_s, self.prefix_wait_since = self.prefix_wait_s + now - self.prefix_wait_since, None
 
 
 class SlotWork(NamedTuple):
-    """What a step computes in a slot: a chunk, and its sequence."""
+    """A sequence, and the chunk that a step computes for it."""
 
     sequence: Sequence
     chunk: Chunk
 
 
 def work_of(sequence: Sequence, count: int) -> SlotWork:
-    """Return the next `count` tokens of a sequence that has a slot."""
+    """Return the work for the next `count` tokens of a sequence that has a slot."""
     assert sequence.slot is not None
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + count]
     decode = sequence.state is State.DECODING
     chunk = Chunk(sequence.slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
     return SlotWork(sequence, chunk)
+
+
+class SlotTable:
+    """The sequence of each slot, or None where a slot is idle. The scheduler and its parts share one table."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._holders: list[Sequence | None] = [None] * num_slots
+
+    def __getitem__(self, slot: int) -> Sequence | None:
+        return self._holders[slot]
+
+    def __iter__(self) -> Iterator[Sequence | None]:
+        return iter(self._holders)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that have a slot, in order of slots."""
+        return [holder for holder in self._holders if holder is not None]
+
+    @property
+    def busy(self) -> list[int]:
+        return [slot for slot, holder in enumerate(self._holders) if holder is not None]
+
+    @property
+    def idle(self) -> list[int]:
+        return [slot for slot, holder in enumerate(self._holders) if holder is None]
+
+    def assign(self, slot: int, sequence: Sequence) -> None:
+        """Give an idle slot to a sequence."""
+        self._holders[slot], sequence.slot = sequence, slot
+
+    def release(self, sequence: Sequence) -> int:
+        """Take the slot from a sequence, and return the slot."""
+        slot = sequence.slot
+        assert slot is not None
+        self._holders[slot], sequence.slot = None, None
+        return slot
+
+    def swap(self, slot: int, other: int) -> list[Sequence]:
+        """Exchange the sequences of two slots, one of which may be idle; return the sequences that have moved."""
+        self._holders[slot], self._holders[other] = self._holders[other], self._holders[slot]
+        moved = []
+        for index in (slot, other):
+            if (holder := self._holders[index]) is not None:
+                holder.slot = index
+                moved.append(holder)
+        return moved

@@ -1,45 +1,166 @@
-"""Keep slots that decode side by side, as far as that costs less than it saves (docs/adr/008-holes.md).
+"""The layout of slots: sequences that decode are kept in neighbouring slots, as far as that saves time.
 
-llama.cpp with a stream of cells per slot computes slots with consecutive indices in one pass; a hole between them
-begins another. Pure: times come from a clock that is given.
+If each slot has a stream of cells of its own, llama.cpp computes slots with consecutive indices in one pass, and a hole
+between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Pure: times come
+from a clock that is passed in. Lists of slots are in ascending order. `cost` is a table with the seconds of a pass by
+its number of rows.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence as Seq
+from bisect import bisect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence as Seq
+from itertools import pairwise
 from typing import NamedTuple
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import Chunk
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS, KvCache
 
 from .decode_costs import MOVE_TOKENS, DecodeCosts, MoveCosts
-from .neighbours import cheapest_cover, moves_together, runs_of
-from .sequence import Sequence, SlotWork, work_of
-from .slots import SlotTable
+from .sequence import Sequence, SlotTable, SlotWork, work_of
 
-log = logging.getLogger(__name__)
 
-USUAL_OUTPUT_TOKENS = 64.0  # of a sequence, before any has ended: a short answer, so early moves have to pay soon
-LENGTH_WEIGHT = 0.05  # of a new length in the running mean: lengths vary much, so the last 40 or so count
-LOOK_AGAIN = 16  # steps after which the same layout is weighed again: costs change slowly, and weighing takes time
+class SlotRun(NamedTuple):
+    """Slots with consecutive indices."""
+
+    first: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.size
+
+
+class Cover(NamedTuple):
+    """A choice of holes to fill."""
+
+    seconds: float  # duration of a decode call with these holes filled
+    holes: list[int]  # slots to fill
+
+
+def runs_of(slots: Seq[int]) -> list[SlotRun]:
+    """Return the runs of these slots."""
+    runs: list[SlotRun] = []
+    for slot in slots:
+        if runs and runs[-1].end == slot:
+            runs[-1] = SlotRun(runs[-1].first, runs[-1].size + 1)
+        else:
+            runs.append(SlotRun(slot, 1))
+    return runs
+
+
+def cheapest_cover(slots: Seq[int], can_fill: Callable[[int], bool], cost: Seq[float]) -> Cover:
+    """Return the holes between these slots whose rows cost less than the passes that they save.
+
+    The result is optimal: the best cover of the first n runs is the best cover of fewer runs, and one pass for the
+    others.
+    """
+    runs = runs_of(slots)
+    bridgeable = [all(can_fill(slot) for slot in range(before.end, after.first)) for before, after in pairwise(runs)]
+    best, since = [0.0], [0]  # for the first n runs: seconds, and the first run in the last pass
+    for last, run in enumerate(runs):
+        seconds, start = best[last] + cost[run.size], last
+        for first in range(last - 1, -1, -1):
+            if not bridgeable[first]:
+                break
+            candidate = best[first] + cost[run.end - runs[first].first]
+            if candidate < seconds:
+                seconds, start = candidate, first
+        best.append(seconds)
+        since.append(start)
+    return Cover(best[-1], _holes(runs, since))
+
+
+def _holes(runs: Seq[SlotRun], since: Seq[int]) -> list[int]:
+    holes: list[int] = []
+    last = len(runs)
+    while last > 0:
+        first = since[last]
+        for before, after in pairwise(runs[first:last]):
+            holes += range(before.end, after.first)
+        last = first
+    return sorted(holes)
+
+
+def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Return moves (from, to) of these slots to idle ones, after which they form as few runs as possible.
+
+    The candidates are these slots and the idle ones in order. A window with as many candidates as there are slots
+    slides over them. The best window has the fewest breaks, where a foreign slot is between two candidates. Among
+    these, the best window requires the smallest total `weight` to move. Slots outside the window move to idle slots
+    inside it.
+
+    Example: slots 0 and 3, idle slots 1, 2 and 5, foreign slot 4. The candidates are 0 1 2 3 5, and of the windows of
+    two only (3, 5) has a break. If slot 3 weighs most, the best of the others is (2, 3), and the only move is (0, 2).
+    """
+    candidates, moving, count = sorted([*slots, *idle]), set(slots), len(slots)
+    breaks = [0] + [int(after != before + 1) for before, after in pairwise(candidates)]
+    gains = [weight[slot] if slot in moving else -weight[slot] for slot in candidates]
+    num_breaks, gain = sum(breaks[1:count]), sum(gains[:count])
+    best, start = (num_breaks, -gain), 0
+    for first in range(1, len(candidates) - count + 1):
+        num_breaks += breaks[first + count - 1] - breaks[first]
+        gain += gains[first + count - 1] - gains[first - 1]
+        if (num_breaks, -gain) < best:
+            best, start = (num_breaks, -gain), first
+    window = set(candidates[start : start + count])
+    return list(zip(sorted(moving - window, reverse=True), sorted(window - moving), strict=True))
+
+
+def adjacent_slot(running: Seq[int], empty: Seq[int]) -> int | None:
+    """Return the empty slot in which one more sequence fits best next to running ones: a hole if there is one."""
+    return next(iter(by_nearness(empty, running)), None)
+
+
+def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
+    """Sort slots by how well they fit the running ones: holes first, then neighbours, then by distance."""
+    others = sorted(running)
+
+    def distances(slot: int) -> tuple[int, int, int]:
+        at = bisect(others, slot)
+        near = [abs(other - slot) for other in others[max(0, at - 1) : at + 1]]
+        return -near.count(1), min(near, default=0), slot
+
+    return sorted(slots, key=distances)
+
+
+def pass_rows_of(chunks: Seq[Chunk], *, unified: bool) -> list[int]:
+    """Return the rows of each pass of a decode call. `chunks` are in order of slots.
+
+    With `unified` cells the call is one pass. Otherwise llama.cpp combines slots with consecutive indices and equally
+    many tokens.
+    """
+    if unified:
+        return [sum([len(chunk.tokens) for chunk in chunks])]
+    slots: dict[int, list[int]] = {}
+    for chunk in chunks:
+        slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
+    return [length * run.size for length, of_length in slots.items() for run in runs_of(of_length)]
+
+
+log = event_logger(__name__)
+
+USUAL_OUTPUT_TOKENS = 64.0  # assumed length of an output before any has finished: short, so early moves must pay soon
+LENGTH_WEIGHT = 0.05  # weight of a new length in the running mean: lengths vary much, so about the last 40 count
+RECHECK_STEPS = 16  # steps until the same layout is evaluated again: costs change slowly, and evaluating takes time
 
 
 class Move(NamedTuple):
-    """A running sequence moves to another slot; what is there moves the other way, also a bulk sequence that runs."""
+    """A running sequence to move. The content of the target slot, which may be running bulk work, moves back."""
 
     sequence: Sequence
-    slot: int  # where it is
+    slot: int  # its current slot
     target: int
 
 
 class SlotLayout:
-    """Fills holes and moves sequences. Engine thread only."""
+    """Fills holes between slots, and moves sequences. Engine thread only."""
 
     def __init__(self, cache: KvCache, slots: SlotTable, costs: DecodeCosts, budget: int) -> None:
         """A decode call has at most `budget` rows."""
-        self.is_active = not cache.memory.unified and len(slots) > 2  # one pool: any slots are decoded in one pass
-        self.num_moves = 0  # since the start
+        self.is_active = not cache.memory.unified and len(slots) > 2  # a pool decodes any slots in one pass
+        self.num_moves = 0  # total number of moves
         self._cache = cache
         self._slots = slots
         self._budget = budget
@@ -47,15 +168,15 @@ class SlotLayout:
         self._move_costs = MoveCosts()
         self._one_for_each_pass = [0.0] + [1.0] * len(slots)
         self._output_tokens = USUAL_OUTPUT_TOKENS
-        self._kept_layout: list[int] = []  # is left as it is …
-        self._num_kept = 0  # … for so many steps more
+        self._settled_layout: list[int] = []  # a layout that needs no moves
+        self._num_settled = 0  # number of steps for which it is not evaluated again
 
-    # Filling
+    # Filling holes
 
     def fill(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[Chunk]]:
-        """Return single tokens with what fills the holes between them: the next tokens of other slots, and padding.
+        """Add rows to single tokens for the holes between them: next tokens of other slots, and padding.
 
-        Padding is a token that is taken off again (`take_off`) after the decode call, whatever becomes of that.
+        The caller must remove the padding after the decode call with `remove_padding`, even if the call fails.
         """
         slots = [work.chunk.slot for work in works]
         if not self.is_active or slots[-1] - slots[0] + 1 == len(slots):
@@ -70,12 +191,14 @@ class SlotLayout:
         return sorted(works + useful, key=lambda work: work.chunk.slot), padding
 
     def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
-        """Return the holes to fill: none, all or what is expected to be cheapest, whichever may well be the best."""
+        """Return the best of three choices: no holes, all of them, or those that are expected to be worth filling."""
         costs = self._decode_costs
         tables = costs.table(len(self._slots)), self._one_for_each_pass
         covers = [cheapest_cover(slots, can_fill, table) for table in tables]
         choices = [[], *(cover.holes for cover in covers if len(slots) + len(cover.holes) <= self._budget)]
-        return min(choices, key=lambda holes: sum([costs.hoped(run.size) for run in runs_of(sorted(slots + holes))]))
+        return min(
+            choices, key=lambda holes: sum([costs.optimistic(run.size) for run in runs_of(sorted(slots + holes))])
+        )
 
     def _can_fill(self, slot: int, adapters: Hashable) -> bool:
         holder = self._slots[slot]
@@ -84,21 +207,21 @@ class SlotLayout:
         return self._can_pad(slot)
 
     def _can_pad(self, slot: int) -> bool:
-        """Return whether one more token can be taken off again. In a stream of its own it takes no cell from others."""
+        """Return whether one more token can be removed again. The cells of a slot's own stream are not shared."""
         memory = self._cache.memory
         return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
 
     def _padding(self, slot: int, work: SlotWork) -> Chunk:
-        """Return a row of which nothing is used: any token will do."""
+        """Return a row whose result is not used, so it can have any token."""
         return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
 
-    def take_off(self, padding: Seq[Chunk]) -> None:
-        """Cut padded slots back to what they held before."""
+    def remove_padding(self, padding: Seq[Chunk]) -> None:
+        """Truncate padded slots to their previous content."""
         for chunk in padding:
             self.restore_slot(chunk.slot)
 
     def restore_slot(self, slot: int) -> None:
-        """Cut the device's cells of a slot back to those that are accounted; a state that can't be cut is forgotten."""
+        """Remove the cells of a slot that are not accounted. A state that can't be truncated is discarded."""
         num_cells = self._cache.cells.of(slot)
         if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
             self._cache.wipe(slot)
@@ -106,50 +229,51 @@ class SlotLayout:
     # Learning
 
     def observe_end(self, sequence: Sequence) -> None:
-        """Learn the length of an output that has ended."""
+        """Learn the length of a finished output."""
         if sequence.num_output:
             self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
 
-    def steps_left(self, sequence: Sequence) -> float:
-        """Return the tokens that it will probably still generate.
+    def expected_steps(self, sequence: Sequence) -> float:
+        """Return how many tokens the sequence will probably still generate.
 
-        Lengths are taken to be geometric, so what it has generated says nothing.
+        Lengths are assumed to be geometrically distributed, so the number of generated tokens doesn't matter.
         """
         return min(max(0.0, sequence.request.max_tokens - sequence.num_output), self._output_tokens)
 
-    # Moving
+    # Moving sequences
 
     @property
     def _may_move(self) -> bool:
         return self.is_active and self._decode_costs.is_measured
 
     def plan_moves(self) -> list[Move]:
-        """Plan moves that cost less than they save over what their sequences will probably still generate."""
+        """Plan moves that take less time than they save until their sequences finish, as far as can be expected."""
         busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []
         layout = self._layout()
-        if layout == self._kept_layout and self._num_kept > 0:
-            self._num_kept -= 1
+        if layout == self._settled_layout and self._num_settled > 0:
+            self._num_settled -= 1
             return []
-        for own, places in self._groups(busy):
-            if moves := self._worthwhile(own, places):
+        for slots, targets in self._groups(busy):
+            if moves := self._profitable_moves(slots, targets):
                 return moves
-        self._kept_layout, self._num_kept = layout, LOOK_AGAIN
+        self._settled_layout, self._num_settled = layout, RECHECK_STEPS
         return []
 
     def _layout(self) -> list[int]:
         return [self._kind(slot) for slot in range(len(self._slots))]
 
     def _kind(self, slot: int) -> int:
-        """Return what decides where the slot's sequence should lie: 0 idle, 1 bulk, 2 interactive."""
+        """Return the class of the slot's sequence, which determines its best place: 0 idle, 1 bulk, 2 interactive."""
         holder = self._slots[slot]
         return 0 if holder is None else 1 + holder.request.is_interactive
 
     def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the busy slots that are decoded together, with the same adapters, and the idle ones where they can go.
+        """Yield groups of busy slots that are decoded together, and the slots to which each group can move.
 
-        Of these the interactive ones again: few others decode with them (bulk_policy.py), and change places with them.
+        The sequences of a group have the same adapters. If a group has both classes, its interactive slots are a second
+        group. Few bulk rows decode with them (strategies.py), so these slots can also swap with bulk slots.
         """
         idle = self._slots.idle
         groups: dict[Hashable, list[int]] = {}
@@ -164,17 +288,18 @@ class SlotLayout:
                 bulk = set(group).difference(streams)
                 yield streams, sorted([*idle, *bulk])
 
-    def _worthwhile(self, own: list[int], places: list[int]) -> list[Move]:
-        if not places or own[-1] - own[0] + 1 == len(own):
+    def _profitable_moves(self, slots: list[int], targets: list[int]) -> list[Move]:
+        if not targets or slots[-1] - slots[0] + 1 == len(slots):
             return []
-        weight = {slot: self._weight(slot) for slot in [*own, *places]}
-        moves = [self._move(*pair) for pair in moves_together(own, places, weight)]
+        weight = {slot: self._weight(slot) for slot in [*slots, *targets]}
+        moves = [self._move(*pair) for pair in compacting_moves(slots, targets, weight)]
         if not moves:
             return []
         cost = self._decode_costs.table(len(self._slots))
-        after = sorted({*own} - {move.slot for move in moves} | {move.target for move in moves})
-        saved_s = cheapest_cover(own, self._can_pad, cost).seconds - cheapest_cover(after, self._can_pad, cost).seconds
-        steps = sum(self.steps_left(move.sequence) for move in moves) / len(moves)
+        after = sorted({*slots} - {move.slot for move in moves} | {move.target for move in moves})
+        before_s = cheapest_cover(slots, self._can_pad, cost).seconds
+        saved_s = before_s - cheapest_cover(after, self._can_pad, cost).seconds
+        steps = sum(self.expected_steps(move.sequence) for move in moves) / len(moves)
         return moves if saved_s * steps > sum(self._seconds_of(move) for move in moves) else []
 
     def _move(self, slot: int, target: int) -> Move:
@@ -183,22 +308,22 @@ class SlotLayout:
         return Move(sequence, slot, target)
 
     def _weight(self, slot: int) -> int:
-        """Return the tokens whose moving costs as much as emptying this slot, or using it."""
+        """Return the cost of emptying or using this slot, as the number of tokens whose moving costs as much."""
         num_tokens = self._num_moved(slot)
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 
     def _num_moved(self, slot: int) -> int:
-        """Return the cells that a move to or from this slot takes along."""
+        """Return the number of cells that move along to or from this slot."""
         num_cells = self._cache.cells.of(slot)
         return num_cells if self._slots[slot] is not None or num_cells >= WORTH_SAVING_TOKENS else 0
 
     def _seconds_of(self, move: Move) -> float:
         return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))
 
-    def carry_out(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
-        """Move one sequence after another, as long as that takes no longer than a decode call.
+    def execute(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
+        """Move the sequences one by one, as long as that takes no longer than a decode call.
 
-        What the idle slots have goes the other way. What gets lost is computed again.
+        The content of idle slots moves the other way. Lost cells are computed again.
         """
         started = clock()
         running = self._slots.busy
@@ -208,14 +333,14 @@ class SlotLayout:
             if index and now - started + self._seconds_of(move) > allowed_s:
                 break
             num_tokens = self._num_moved(move.slot) + self._num_moved(move.target)
-            if not self._carry_out(move):
-                self._kept_layout, self._num_kept = self._layout(), LOOK_AGAIN
+            if not self._execute_move(move):
+                self._settled_layout, self._num_settled = self._layout(), RECHECK_STEPS
                 break
             self._move_costs.observe(num_tokens, clock() - now)
             self.num_moves += 1
 
-    def _carry_out(self, move: Move) -> bool:
-        """Return False if it could not be moved."""
+    def _execute_move(self, move: Move) -> bool:
+        """Return whether the sequence was moved."""
         sequence, slot, target = move
         other = self._slots[target]
         if other is None and not self._num_moved(target):
@@ -223,15 +348,15 @@ class SlotLayout:
         try:
             if not self._cache.swap(slot, target):
                 return False
-        except Exception:  # what the two hold is unknown
-            log.exception("a slot could not be moved; its sequence is computed again")
+        except Exception:  # the content of both slots is unknown
+            log.exception("slot move failed", slot=slot, target=target, detail="its sequences are computed again")
             for index in (target, slot):
                 self._cache.wipe(index)
             for each in (sequence, other):
                 if each is not None:
-                    each.cut_back(0)
+                    each.truncate(0)
             return False
         for each in self._slots.swap(slot, target):
             assert each.slot is not None
-            each.cut_back(self._cache.cells.of(each.slot))
+            each.truncate(self._cache.cells.of(each.slot))
         return True

@@ -1,83 +1,193 @@
-"""How the token budget of a step is split between slots that decode and slots that prefill. Pure."""
+"""Batch strategies: how a step divides its token budget between slots that decode and slots that prefill.
+
+The default, `Adaptive`, has the whole policy for bulk requests that share an engine with interactive ones. While only
+bulk requests have slots, steps are as large as possible and prefill prompts first. While an interactive request has a
+slot, every step serves interactive requests first, and bulk requests get only work that keeps the gaps of streams
+short:
+
+- as many bulk rows as a decode call of 35 ms has time for,
+- steps that prefill bulk prompts, in a fifth of the time,
+- about 0.25 s of prefill in a step that also decodes.
+
+An arriving interactive request takes the slot of a bulk request. Its prompt is prefilled before bulk prompts that were
+admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
+prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its rate where
+interactive requests arrive often. Where rows cost little, as on a GPU, all bulk rows decode in every step.
+
+docs/adr/011-reading-beside-decoding.md has measurements. Everything here is pure and reads no clock.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+import pkgutil
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeVar
 
+from cellama.config.logging import event_logger
+from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.request import INTERACTIVE_PRIORITY
 
-MIN_CHUNK = 128  # prompt tokens of a slot in a step, at least: below, llama.cpp prefills slower (docs/adr/002)
+from .sequence import Sequence
+from .slot_layout import by_nearness
+
+log = event_logger(__name__)
+T = TypeVar("T")
+
+MIN_CHUNK = 128  # prompt tokens per slot and step: llama.cpp prefills shorter chunks more slowly (docs/adr/002)
 TILE = 64  # rows that llama.cpp's attention on the CPU computes together: a chunk of whole tiles wastes none
+
+# Duration of steps, in seconds. The measured prefill rate converts them to tokens.
+BULK_STEP_S = 0.3  # bulk prefill alone: the longest wait of an arriving interactive request; whole steps gain 2 %
+MIXED_STEP_S = 0.25  # prefill in a step that also decodes streams; shorter steps would delay first tokens too much
+QUIET_S = 30.0  # time without an interactive request after which bulk steps are whole: longer than a reader pauses
+
+# Bulk rows that decode in the same steps as streams.
+FLUENT_S = 0.035  # seconds per decode call: the gap is then 40 ms, or 25 tokens per second, which reads as fluent
+STRETCH = 1.2  # allowed ratio to a step without bulk rows, if that is longer: a slow model also serves bulk work
+FAR_EVERY = 4  # steps between turns of rows that are not adjacent to streams: these need a pass of their own
+FAR_STRETCH = 1.25  # allowed ratio of such a step to others: one longer step in four hardly shows in the median gap
+FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 times the time of 2 (docs/adr/008-holes.md)
+FEWER = 0.8  # factor for the rows after a step that was too long: fast down, because growth is one row per step
+
+# Bulk prefill while streams decode.
+PREFILL_S = 0.1  # seconds of a step with bulk prefill that are free: no reader notices an occasional gap of this length
+PREFILL_SHARE = 0.2  # share of the time for the rest of such steps: it suffices to refill slots that finish
+MAX_OWED_S = 2.0  # seconds by which one very long step can postpone the next, so that bulk work never stops
+OVERDUE_S = 2.0  # seconds without bulk prefill after which an older bulk prompt precedes an interactive one
+
+# Time that bulk work may lose to interactive requests, as shares of all time.
+SKIPPED_SHARE = 0.05  # steps in which bulk rows don't decode because an interactive prompt is prefilled
+ABORTED_SHARE = 0.02  # aborted bulk decode calls: the smallest share, because their work is lost
+DEFERRED_SHARE = 0.05  # bulk decode calls that are postponed to a later step
+MAX_SAVED_S = 0.5  # seconds of each share that can be saved: one or two whole steps
+
+# Order and slots.
+BULK_PATIENCE_S = 20.0  # seconds by which an interactive prompt may be admitted later than the bulk one it precedes
+HOLD_S = 1.0  # seconds for which a bulk request keeps its slot, and until one more token: each turn makes progress
+
+WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten values count
 
 
 class SlotView(NamedTuple):
-    """What a strategy sees of a slot: its index, and the tokens to decode before it can sample.
+    """A slot as strategies see it: its index, and the number of tokens to compute before it can sample.
 
-    A slot that decodes has exactly one; a slot that prefills may have one left, too.
+    A decoding slot has exactly one pending token. A prefilling slot may also have one.
     """
 
     slot: int
     num_pending: int
     decoding: bool
-    priority: int = 3  # of its request: 0 is the most urgent, 9 the least
+    priority: int = 3  # priority of the request: 0 is the most urgent, 9 the least
 
     @property
     def is_interactive(self) -> bool:
-        """As Request.is_interactive."""
         return self.priority <= INTERACTIVE_PRIORITY
 
 
-TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in this step's batch
+TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in the batch of the step
 
 
 class Strategy(ABC):
-    """Allocates the tokens of a step to slots. A user's own strategy derives from this class (strategy_registry.py)."""
+    """Allocates the tokens of a step to slots. Your own strategies derive from this class."""
 
     @abstractmethod
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        """The allocations of this step, each slot at most once, together at most `budget` tokens.
+        """Return the allocations of this step, at most one per slot and at most `budget` tokens in total.
 
-        `slots` are in the order in which prefilling slots should be served; a prefill chunk is at most `chunk_size`.
+        `slots` are in the order in which prefilling slots should be served. A prefill chunk has at most `chunk_size`
+        tokens.
         """
 
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
-        """Learn from a step: the tokens of its batch, and the seconds of its decode calls.
+        """Learn from a step: the tokens of its batch, and the duration of its decode calls.
 
-        `num_tokens` is 0 if drafts were decoded in the step, because then its seconds don't measure the batch.
+        `num_tokens` is 0 if the step decoded drafts, because its duration doesn't measure the batch then.
         """
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Return whether a decode call for so many tokens of bulk requests is aborted for an interactive request."""
+        """Return whether an interactive request aborts a decode call of `num_tokens` tokens of bulk requests."""
         return False
 
 
+def decode_first(
+    slots: Seq[SlotView], budget: int, chunk_size: int, max_prefill: int | None = None
+) -> list[TokenAllocation]:
+    """Allocate one token to each decoding slot, and the rest of the budget to prefill chunks of equal size.
+
+    If any slot decodes, the prefill chunks have at most `max_prefill` tokens together.
+    """
+    allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
+    remaining = budget - len(allocations)
+    if allocations and max_prefill is not None:
+        remaining = min(remaining, max_prefill)
+    return allocations + equal_chunks([view for view in slots if not view.decoding], remaining, chunk_size)
+
+
+def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
+    """Allocate chunks of one size to as many slots as the budget serves well, in order. Short prompts get less.
+
+    Equal sizes matter because llama.cpp splits a batch of sequences of different lengths into passes of equal length.
+    The remaining budget goes to the next slots, except if the part would be so small that it only costs another pass.
+    """
+    allocations: list[TokenAllocation] = []
+    min_part = TILE if budget > TILE else 1
+    while slots and budget > 0:
+        served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
+        needs = [min(view.num_pending, chunk_size) for view in served]
+        size = _largest_equal_size(needs, budget)
+        if TILE < size < max(needs):  # whole tiles, unless the chunk ends a prompt
+            size -= size % TILE
+        pairs = zip(served, needs, strict=True)
+        parts = [(view.slot, min(need, size)) for view, need in pairs if size >= min(need, min_part)]
+        allocations += parts
+        budget -= sum(count for _, count in parts)
+    return allocations
+
+
+def _largest_equal_size(needs: list[int], budget: int) -> int:
+    """Return the largest size within the budget if every slot gets this size, or all that it needs if that is less."""
+    for index, need in enumerate(sorted(needs)):
+        fair = budget // (len(needs) - index)
+        if need > fair:
+            return fair
+        budget -= need
+    return max(needs)
+
+
 class DecodeMaximal(Strategy):
-    """Every decode token, and beside them one chunk of MIN_CHUNK prompt tokens: for the shortest gaps."""
+    """Decodes every slot, and prefills at most MIN_CHUNK tokens in the same step: the shortest gaps."""
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        return decode_first(slots, budget, chunk_size, beside=MIN_CHUNK)
+        return decode_first(slots, budget, chunk_size, max_prefill=MIN_CHUNK)
 
 
 class PrefillPriority(Strategy):
-    """Prefill chunks first, decode tokens from what is left: for throughput. Prefill ends, so no decode starves."""
+    """Prefills first and decodes with the rest of the budget: the highest throughput.
+
+    No decoding slot starves, because every prefill finishes.
+    """
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
         prefilling = [view for view in slots if not view.decoding]
         allocations = equal_chunks(prefilling, budget, chunk_size)
-        left = budget - sum(count for _, count in allocations)
-        return allocations + [(view.slot, 1) for view in slots if view.decoding][:left]
+        remaining = budget - sum(count for _, count in allocations)
+        return allocations + [(view.slot, 1) for view in slots if view.decoding][:remaining]
 
 
 class Balanced(Strategy):
-    """Half of the budget at most for prefill while others decode, and half for those if prompts need the other one."""
+    """Gives prefill at most half of the budget while slots decode, and decoding at least half while prompts wait."""
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -86,46 +196,309 @@ class Balanced(Strategy):
         num_decode = max(budget - needed, (budget + 1) // 2)
         decoding = [view for view in slots if view.decoding][:num_decode]
         prefilling = [view for view in slots if not view.decoding]
-        return decode_first([*decoding, *prefilling], budget, chunk_size, beside=max(1, budget // 2))
+        return decode_first([*decoding, *prefilling], budget, chunk_size, max_prefill=max(1, budget // 2))
 
 
-def decode_first(
-    slots: Seq[SlotView], budget: int, chunk_size: int, beside: int | None = None
-) -> list[TokenAllocation]:
-    """Every decode token, then equal prefill chunks from what is left: beside decode tokens at most `beside` tokens."""
-    allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
-    left = budget - len(allocations)
-    if allocations and beside is not None:
-        left = min(left, beside)
-    return allocations + equal_chunks([view for view in slots if not view.decoding], left, chunk_size)
+# Bulk requests alongside interactive ones
 
 
-def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
-    """Chunks of one size for as many slots as the budget serves well, in their order; short prompts take less.
+class TimeBudget:
+    """The time that bulk work may lose: a share of the elapsed time, of which MAX_SAVED_S can be saved."""
 
-    Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length. What is
-    left of the budget goes to the next in order, but never as a crumb, which would be a pass of its own.
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._remaining_s = MAX_SAVED_S
+
+    @property
+    def is_available(self) -> bool:
+        return self._remaining_s > 0
+
+    def spend(self, seconds: float) -> None:
+        """Account bulk work that was lost or postponed."""
+        self._remaining_s -= seconds
+
+    def observe(self, seconds: float) -> None:
+        """Account elapsed time."""
+        self._remaining_s = min(MAX_SAVED_S, self._remaining_s + self._share * seconds)
+
+
+class Interruptions:
+    """Decides whether an arriving interactive request aborts or defers decode calls of bulk requests."""
+
+    def __init__(self) -> None:
+        self._aborted, self._deferred = TimeBudget(ABORTED_SHARE), TimeBudget(DEFERRED_SHARE)
+        self._bulk_s = 0.0  # duration of the last bulk decode call: the estimate for a deferred one
+
+    @property
+    def are_affordable(self) -> bool:
+        """Return whether even a short decode call may be interrupted."""
+        return self._aborted.is_available and self._deferred.is_available
+
+    def observe(self, seconds: float, *, is_bulk: bool) -> None:
+        """Account a finished decode call."""
+        self._aborted.observe(seconds)
+        self._deferred.observe(seconds)
+        if is_bulk:
+            self._bulk_s = seconds
+
+    def observe_aborted(self, seconds: float) -> None:
+        """Account a decode call that was aborted after this time."""
+        self._aborted.spend(seconds)
+
+    def observe_deferred(self) -> None:
+        """Account a decode call that was not started."""
+        self._deferred.spend(self._bulk_s)
+
+
+def prefill_order(sequence: Sequence) -> float:
+    """Return the sort key of a sequence among those that prefill: smaller keys come first."""
+    return (sequence.admitted_at or 0.0) + (0.0 if sequence.request.is_interactive else BULK_PATIENCE_S)
+
+
+def yields_slot_despite_age(victim: Sequence, sequence: Sequence, now: float) -> bool:
+    """Return whether a bulk request loses its slot to an interactive one that has waited for a shorter time."""
+    if victim.request.is_interactive or not sequence.request.is_interactive or victim.placed_at is None:
+        return False
+    return now - victim.placed_at >= HOLD_S and victim.num_output > victim.num_output_placed
+
+
+class StepKind(Enum):
+    """The kind of step that `Adaptive` built last, which decides what its duration teaches."""
+
+    BULK = "only bulk requests have slots"
+    DECODE = "decodes while an interactive request has a slot"
+    PREFILL = "prefills interactive prompts"
+    PREFILL_SKIPPED = "prefills interactive prompts while bulk rows wait"
+    PREFILL_BULK = "prefills bulk prompts while an interactive request has a slot"
+
+
+@dataclass(slots=True)
+class _RowLimit:
+    """The number of bulk rows per step: it grows by one after each short step and shrinks by a fifth after others."""
+
+    max_rows: int = FIRST_ROWS
+
+    def observe(self, *, is_too_long: bool, num_useful: int) -> None:
+        """Learn from a step. The limit doesn't grow beyond `num_useful` rows."""
+        limit = int(self.max_rows * FEWER) if is_too_long else self.max_rows + 1
+        self.max_rows = min(limit, max(FIRST_ROWS, num_useful))
+
+
+class BulkRows:
+    """Chooses the bulk rows that decode in the same steps as streams.
+
+    Usually these are the rows next to the streams' slots, which llama.cpp computes in the same pass. Every FAR_EVERY
+    steps they are other rows, those that have waited longest.
     """
-    allocations: list[TokenAllocation] = []
-    crumb = TILE if budget > TILE else 1
-    while slots and budget > 0:
-        served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
-        needs = [min(view.num_pending, chunk_size) for view in served]
-        size = _largest_equal_size(needs, budget)
-        if TILE < size < max(needs):  # whole tiles, as long as they are not the ends of prompts
-            size -= size % TILE
-        pairs = zip(served, needs, strict=True)
-        takes = [(view.slot, min(need, size)) for view, need in pairs if size >= min(need, crumb)]
-        allocations += takes
-        budget -= sum(count for _, count in takes)
-    return allocations
+
+    def __init__(self) -> None:
+        self._near, self._far = _RowLimit(), _RowLimit()
+        self._is_far = False  # the last rows were not next to streams
+        self._num_rows = 0  # number of the last rows
+        self._num_bulk = 0  # number of all bulk rows in that step
+        self._steps_since_far = 0
+        self._last_far_slot = -1
+        self.alone_s = 0.0  # mean duration of a step without bulk rows, in seconds
+
+    def take(self, bulk: Collection[int], streams: Collection[int] = ()) -> list[int]:
+        """Return the slots of the bulk rows that decode in the next step together with these streams."""
+        rows = by_nearness(bulk, streams)[: self._near.max_rows]
+        self._steps_since_far += 1
+        self._is_far = len(rows) < len(bulk) and self._steps_since_far >= FAR_EVERY
+        if self._is_far:
+            far = sorted(set(bulk).difference(rows), key=lambda slot: (slot <= self._last_far_slot, slot))
+            rows = far[: max(1, self._far.max_rows)]
+            self._last_far_slot, self._steps_since_far = rows[-1], 0
+        self._num_rows, self._num_bulk = len(rows), len(bulk)
+        return rows
+
+    def observe(self, seconds: float) -> None:
+        """Learn from the duration of a step with the last rows and without prefill."""
+        if not self._num_rows:
+            self.alone_s += (seconds - self.alone_s) * (WEIGHT if self.alone_s else 1.0)
+        longest_s = max(FLUENT_S, STRETCH * self.alone_s) * (FAR_STRETCH if self._is_far else 1.0)
+        limit = self._far if self._is_far else self._near
+        limit.observe(is_too_long=seconds > longest_s, num_useful=self._num_bulk)
 
 
-def _largest_equal_size(needs: list[int], budget: int) -> int:
-    """The largest size that every slot can take, or all of a smaller need, within the budget."""
-    for position, need in enumerate(sorted(needs)):
-        fair = budget // (len(needs) - position)
-        if need > fair:
-            return fair
-        budget -= need
-    return max(needs)
+class BulkPrefill:
+    """Decides when bulk prompts are prefilled while interactive requests have slots."""
+
+    def __init__(self) -> None:
+        self._owed_s = 0.0  # duration of steps without bulk prefill until the next one with it is allowed
+        self._since_s = 0.0  # duration of steps since the last bulk prefill
+
+    @property
+    def is_due(self) -> bool:
+        return self._owed_s <= 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether older bulk prompts precede even interactive ones."""
+        return self.is_due and self._since_s > OVERDUE_S
+
+    def observe(self, seconds: float, *, has_bulk: bool = False) -> None:
+        """Account a step while interactive requests have slots; `has_bulk` if it prefilled bulk prompts."""
+        self._owed_s = max(0.0, self._owed_s - seconds)
+        self._since_s += seconds
+        if has_bulk:
+            excess_s = max(0.0, seconds - PREFILL_S)
+            self._owed_s = min(MAX_OWED_S, excess_s * (1 - PREFILL_SHARE) / PREFILL_SHARE)
+            self._since_s = 0.0
+
+
+class Adaptive(Strategy):
+    """Uses PrefillPriority while only bulk requests have slots, and decodes first while an interactive one has one."""
+
+    def __init__(self) -> None:
+        self._bulk = PrefillPriority()
+        self._rate = math.inf  # recent tokens per second in steps with prefill
+        self._quiet_s = math.inf  # duration of steps since an interactive request had a slot
+        self._rows = BulkRows()
+        self._prefill = BulkPrefill()
+        self._skipping = TimeBudget(SKIPPED_SHARE)
+        self._kind = StepKind.BULK  # kind of the step that was built last
+
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
+        if not any(view.is_interactive for view in slots):
+            self._kind = StepKind.BULK
+            budget = budget if self._quiet_s >= QUIET_S else min(budget, self._tokens_in(BULK_STEP_S))
+            return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
+        self._quiet_s = 0.0
+        prompts = self._prompts_to_prefill([view for view in slots if not view.decoding])
+        bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
+        self._kind = self._kind_of(prompts, has_bulk_rows=bool(bulk))
+        rows: set[int] = set()
+        if self._kind is not StepKind.PREFILL_SKIPPED:
+            rows.update(self._rows.take(bulk, [view.slot for view in slots if view.is_interactive]))
+        decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
+        if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
+            budget = min(budget, len(decoding) + self._tokens_in(MIXED_STEP_S))
+        return decode_first([*decoding, *prompts], budget, chunk_size)
+
+    def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
+        """Return the interactive prompts, and the older bulk ones if overdue. Without any, return due bulk prompts."""
+        last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=None)
+        if last is None:
+            return prompts if self._prefill.is_due else []
+        return [view for view in prompts[: last + 1] if view.is_interactive or self._prefill.is_overdue]
+
+    def _kind_of(self, prompts: list[SlotView], *, has_bulk_rows: bool) -> StepKind:
+        if not prompts:
+            return StepKind.DECODE
+        if not all(view.is_interactive for view in prompts):
+            return StepKind.PREFILL_BULK
+        # Bulk rows would be a pass of their own and delay the first token after the prompt.
+        return StepKind.PREFILL_SKIPPED if has_bulk_rows and self._skipping.is_available else StepKind.PREFILL
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn the prefill rate, and what bulk work costs while streams decode."""
+        self._quiet_s += seconds
+        self._skipping.observe(seconds)
+        if num_tokens and self._kind is not StepKind.BULK:
+            self._prefill.observe(seconds, has_bulk=self._kind is StepKind.PREFILL_BULK)
+            if self._kind is StepKind.DECODE:
+                self._rows.observe(seconds)
+            elif self._kind is StepKind.PREFILL_SKIPPED:
+                self._skipping.spend(seconds)
+        if num_tokens >= MIN_CHUNK and seconds > 0:
+            rate = num_tokens / seconds
+            self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * WEIGHT
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """Return whether a bulk decode call takes longer than an interactive request should wait."""
+        return num_tokens > self._tokens_in(BULK_STEP_S)
+
+    def _tokens_in(self, seconds: float) -> int:
+        """Return how many prompt tokens can be prefilled in this time: whole chunks of MIN_CHUNK, at least one."""
+        return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
+
+
+# Strategies by name
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "adaptive": Adaptive,
+    "balanced": Balanced,
+    "decode_maximal": DecodeMaximal,
+    "prefill_priority": PrefillPriority,
+}
+
+
+def make_strategy(name: str) -> Strategy:
+    """Return the strategy with a built-in name or an import path `package.module:Class`. Raises InvalidRequest."""
+    if name in STRATEGIES:
+        return STRATEGIES[name]()
+    if ":" not in name:
+        raise InvalidRequest(
+            f"batch_strategy: {name!r} is unknown; {nearest(name, STRATEGIES)}, or use the import path of your own "
+            "strategy (module:Class)"
+        )
+    try:
+        strategy = pkgutil.resolve_name(name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"batch_strategy: {name!r} can't be created: {error}; check the import path") from None
+    if not isinstance(strategy, Strategy):
+        base = f"{Strategy.__module__}.{Strategy.__name__}"
+        raise InvalidRequest(f"batch_strategy: {name!r} is not a Strategy; derive it from {base}")
+    return strategy
+
+
+class Guarded(Strategy):
+    """Calls a strategy, and DecodeMaximal in each step in which the strategy fails, so that no request stops."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.num_failures = 0  # the metric cellama_batch_strategy_failures_total
+        self._fallback = DecodeMaximal()
+
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
+        """Return the batch of the strategy if it is valid, and otherwise the batch of DecodeMaximal."""
+
+        def build() -> list[TokenAllocation]:
+            allocations = self.strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
+            return _checked(allocations, slots, budget, chunk_size)
+
+        return self._call(build) or self._fallback.build_batch(slots, budget, chunk_size, queue_depth)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Pass a step on to the strategy."""
+        self._call(lambda: self.strategy.observe(num_tokens, seconds))
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """Return the answer of the strategy, or False if it fails."""
+        return bool(self._call(lambda: self.strategy.may_yield(num_tokens)))
+
+    def _call(self, function: Callable[[], T]) -> T | None:
+        """Return the result of the function, or None if it raises an exception."""
+        try:
+            return function()
+        except Exception:  # a user's code, on the thread that serves all requests
+            self.num_failures += 1
+            if self.num_failures & (self.num_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th …, to limit the log
+                log.exception(
+                    "batch strategy failed",
+                    strategy=type(self.strategy).__name__,
+                    num_failures=self.num_failures,
+                    detail="decode_maximal replaces it in each step in which it fails",
+                )
+        return None
+
+
+def _checked(
+    allocations: Seq[TokenAllocation], views: Seq[SlotView], budget: int, chunk_size: int
+) -> list[TokenAllocation]:
+    """Return the allocations as whole numbers. Raises ValueError or TypeError for an invalid batch."""
+    allowed = {view.slot: min(view.num_pending, chunk_size) for view in views}
+    whole = [(operator.index(slot), operator.index(count)) for slot, count in allocations]
+    for slot, count in whole:
+        limit = allowed.pop(slot, 0)  # no tokens remain for a slot that occurs twice
+        if not 1 <= count <= limit:
+            raise ValueError(f"slot {slot} has {count} tokens in the batch, but may have 1 to {limit}")
+    total = sum(count for _, count in whole)
+    if not 1 <= total <= budget:
+        raise ValueError(f"the batch has {total} tokens, but the budget is {budget}")
+    return whole

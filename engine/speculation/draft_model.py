@@ -15,7 +15,7 @@ from typing import Any
 
 from cellama.engine.backend import Backend, Chunk, DecodeError, Sampler
 from cellama.engine.errors import ModelLoadFailed
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.request import SamplingParams
 from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.sequence import Sequence
 
@@ -267,7 +267,7 @@ class DraftModel:
             return
         self._num_uses += 1
         slot.sequence, slot.last_used = None, self._num_uses
-        if not (sequence.request.cache_prompt and sequence.is_worth_keeping):
+        if not (sequence.request.cache_prompt and sequence.is_reusable):
             self._cut(slot, 0)
 
     def forget_idle(self) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from cellama.engine.backend import Chunk
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions
-from cellama.engine.scheduling.bulk_policy import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.sequence import Sequence, SlotWork
 from cellama.engine.scheduling.slot_layout import SlotLayout
+from cellama.engine.scheduling.strategies import BULK_STEP_S, MIXED_STEP_S
 from cellama.engine.snapshots import SourceDrafts
 
 from .acceptance import AcceptanceRates
@@ -135,7 +135,7 @@ class Drafting:
         for work in works:
             self._ask_sources(work.sequence)
         is_interactive = any(work.sequence.request.is_interactive for work in works)
-        max_s = BESIDE_STEP_S if is_interactive else BULK_STEP_S
+        max_s = MIXED_STEP_S if is_interactive else BULK_STEP_S
         if self._model is None:
             lengths = self.gate.choose([self._candidate(work) for work in works], max_s)
         else:
@@ -215,7 +215,7 @@ class Drafting:
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
         if is_good or not drafted.max_drafts or not model.is_considered:
             return candidate
-        num_left = max(1.0, self._layout.steps_left(work.sequence))
+        num_left = max(1.0, self._layout.expected_steps(work.sequence))
         return model.offer(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, num_left)
 
     def _fit(self, works: Seq[SlotWork], lengths: Mapping[int, int]) -> bool:
@@ -280,7 +280,7 @@ class Drafting:
             return
         if drafted.num_unverified and sequence.slot is not None:
             drafted.num_unverified = 0
-            sequence.cut_back(self._cache.truncate(sequence.slot, sequence.num_computed))
+            sequence.truncate(self._cache.truncate(sequence.slot, sequence.num_computed))
         if (draft := drafted.draft) is not None:
             tokens = sequence.tokens[drafted.num_tokens :]
             drafted.rates.observe(draft, tokens)

@@ -13,7 +13,7 @@ from operator import mul
 from typing import NamedTuple
 
 from cellama.engine.scheduling.decode_costs import DecodeCosts
-from cellama.engine.scheduling.neighbours import runs_of
+from cellama.engine.scheduling.slot_layout import runs_of
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts of a slot: with its last token 2, 3, 4, 6 … rows, which kernels compute well
 MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call: the longest of these lengths
@@ -134,7 +134,9 @@ class Gate:
         """Return the same for drafts that were made for the last choice: only their rows still cost time."""
         offer = _Offer(candidates, lambda _slots, _length: 0.0)
         plans = [plan for plan in self._plans(offer) if self._seconds(plan) <= max_s]
-        return max([self._plan(offer, 0, []), *plans], key=lambda plan: self._rate(plan, self._costs.hoped)).lengths
+        return max(
+            [self._plan(offer, 0, []), *plans], key=lambda plan: self._rate(plan, self._costs.optimistic)
+        ).lengths
 
     def _decide(self, plan: DraftPlan) -> Mapping[int, int]:
         self._choice = plan
@@ -152,7 +154,7 @@ class Gate:
 
     def _explore(self, plans: Seq[DraftPlan], chosen: DraftPlan) -> DraftPlan:
         """Return what may well be better than the chosen plan, if the account has what it would lose otherwise."""
-        hopeful = max(plans, key=lambda plan: self._rate(plan, self._costs.hoped))
+        hopeful = max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic))
         expected_s = self._seconds(hopeful) + hopeful.making_s + hopeful.reading_s
         loss_s = expected_s - hopeful.num_tokens / self._rate(chosen, self._costs.expected)
         if hopeful is chosen or loss_s > self._may_lose_s:

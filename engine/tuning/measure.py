@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cellama.engine.capabilities import Capability
 from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed
 from cellama.engine.memory.budget import Budget, readable
 from cellama.engine.models.sources import HubOptions, resolve
 from cellama.engine.models.tuned_options import Measurement, Setup
-from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH, EngineOptions
-from cellama.engine.request import Request
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH, Capability, EngineOptions
+from cellama.engine.request import Request, SamplingParams
 from cellama.engine.system.processors import available_cores
 
 from .sweep import MAX_SLOTS, Sweep, SweepLimits

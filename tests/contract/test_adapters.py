@@ -216,9 +216,9 @@ def test_mistakes_are_told_and_the_model_serves_on(manager: ModelManager, tmp_pa
     with pytest.raises(InvalidRequest, match="scale of adapter 'a' is nan"):
         model.load_adapter("a", PIRATE, float("nan"))
     model.load_adapter("a", PIRATE)
-    with pytest.raises(IdTaken, match="there is an adapter 'a' already"):
+    with pytest.raises(IdTaken, match="adapter 'a' already exists"):
         model.load_adapter("a", PIRATE)
-    with pytest.raises(UnknownAdapter, match="no adapter 'b' is loaded for this model; known: a"):
+    with pytest.raises(UnknownAdapter, match="adapter 'b' is not loaded for this model; known: a"):
         model.set_adapter_scale("b", 1)
     assert ask(model).text.startswith("Arr, The capital of France is Paris.")
 

@@ -141,7 +141,7 @@ def test_pair_that_is_too_long_is_refused_or_its_document_cut(manager: ModelMana
     assert reranker.scores("w1", [long], truncate=True) == pytest.approx(reranker.scores("w1", [cut]), abs=TOLERANCE)
     with pytest.raises(PromptTooLong, match="the query leaves no room for documents: the model reads 256 tokens"):
         reranker.submit(long, ["w1"], truncate=True)
-    with pytest.raises(InvalidRequest, match="there are no documents to rank"):
+    with pytest.raises(InvalidRequest, match="documents: the list is empty"):
         reranker.submit("w1", [])
 
 

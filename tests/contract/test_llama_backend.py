@@ -27,7 +27,7 @@ from cellama.engine import (
 )
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import context
-from cellama.engine.scheduling.strategy_registry import STRATEGIES
+from cellama.engine.scheduling.strategies import STRATEGIES
 
 from ..conftest import wait_until
 
@@ -169,7 +169,7 @@ def test_manager_names_what_it_has_and_models_name_what_they_can(manager: ModelM
 
 def test_prompt_that_fits_no_slot_is_refused_with_the_numbers(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options(ctx_per_slot=100))
-    with pytest.raises(PromptTooLong, match="has 100 tokens, a slot holds 99"):
+    with pytest.raises(PromptTooLong, match="has 100 tokens, but a slot has room for 99"):
         model.engine.submit(Request("x", (5,) * 100))
     completion = model.engine.submit(Request("x", (5,) * 99, GREEDY)).result(PATIENCE_S)
     assert completion.usage.completion_tokens <= 1

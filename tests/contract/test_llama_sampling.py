@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cellama.engine import Completion, EngineOptions, GrammarFailed, InvalidRequest, Model, ModelManager, Request
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.request import SamplingParams
 
 PATIENCE_S = 60
 STORY = "Once upon a time"

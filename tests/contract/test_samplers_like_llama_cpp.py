@@ -14,10 +14,10 @@ from hypothesis import given, settings, strategies as st
 
 from cellama.engine import EngineOptions, Model, ModelManager
 from cellama.engine.llama import LlamaModel
+from cellama.engine.request import SamplingParams
 from cellama.engine.sampling.dry import Dry
 from cellama.engine.sampling.processors import SequenceStart, make_processors
 from cellama.engine.sampling.sampler import TokenSampler
-from cellama.engine.sampling_params import SamplingParams
 
 from ..conftest import EXAMPLES
 

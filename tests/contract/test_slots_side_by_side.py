@@ -45,7 +45,7 @@ def manager() -> Iterator[ModelManager]:
 def dear_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes cost seconds and rows nearly nothing, whatever this machine takes."""
     monkeypatch.setattr(DecodeCosts, "is_measured", True, raising=False)
-    for estimate in ("expected", "hoped"):
+    for estimate in ("expected", "optimistic"):
         monkeypatch.setattr(DecodeCosts, estimate, lambda _, rows: 1 + 0.01 * rows)
     monkeypatch.setattr(MoveCosts, "of", lambda _, num_tokens: 0.0)
 
@@ -97,8 +97,10 @@ def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
     if not moves:
         monkeypatch.setattr(SlotLayout, "plan_moves", lambda _: [])
     padded: list[int] = []
-    take_off = SlotLayout.take_off
-    monkeypatch.setattr(SlotLayout, "take_off", lambda self, rows: (padded.append(len(rows)), take_off(self, rows))[1])
+    remove_padding = SlotLayout.remove_padding
+    monkeypatch.setattr(
+        SlotLayout, "remove_padding", lambda self, rows: (padded.append(len(rows)), remove_padding(self, rows))[1]
+    )
     source = source_of(shape, tmp_path)
     expected = alone(manager, source, TEXTS)
     model = load(manager, source, n_parallel=N_SLOTS, kv_layout="partitioned")

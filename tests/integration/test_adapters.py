@@ -105,13 +105,13 @@ def test_adapter_commands_report_mistakes(client: Client, name: str) -> None:
     for arguments, message in (
         ((name, "x", "/nowhere.gguf"), "adapter 'x': there is no model file at '/nowhere.gguf'"),
         ((name, "x", "bundled://tiny"), "is no adapter"),
-        ((name, "asked", PIRATE), "there is an adapter 'asked' already"),
+        ((name, "asked", PIRATE), "adapter 'asked' already exists"),
     ):
         with pytest.raises(JobFailed, match=message):
             client.load_adapter(*arguments, timeout=PATIENCE_S)
     with pytest.raises(UnknownModel, match="no live worker has a model 'nobody'"):
         client.load_adapter("nobody", "x", PIRATE)
-    with pytest.raises(JobFailed, match="no adapter 'aske' is loaded for this model; did you mean 'asked'"):
+    with pytest.raises(JobFailed, match="adapter 'aske' is not loaded for this model; did you mean 'asked'"):
         client.generate(name, STORY, adapters=["aske"]).result(PATIENCE_S)
 
 

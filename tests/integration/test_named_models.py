@@ -35,7 +35,7 @@ def test_model_can_have_any_single_line_name_and_its_own_sampling_defaults(
         other = chat.delay(name, [{"role": "user", "content": "Hi"}], json_schema={"const": 1}).get(timeout=PATIENCE_S)
         assert other["text"] == "1"
         assert [model["sampling"] for model in client.models() if model["id"] == name] == [sampling]
-        with pytest.raises(JobFailed, match="sampling has 'temprature', for which there is no default"):
+        with pytest.raises(JobFailed, match="sampling: 'temprature' can't have a default"):
             client.load_model("x", "bundled://tiny", sampling={"temprature": 0}, **SMALL)
         with pytest.raises(JobFailed, match="grammar"):
             client.load_model("x", "bundled://tiny", sampling={"grammar": "root ::= nothing"}, **SMALL)

@@ -19,7 +19,7 @@ from cellama.bench.harness.simulation import CHEAP_ROWS, CPU, Costs, simulate
 from cellama.bench.harness.workloads import Line
 from cellama.bench.peers.programs import llama_server
 from cellama.engine import Event, Request, Text
-from cellama.engine.scheduling.strategy_registry import make_strategy
+from cellama.engine.scheduling.strategies import make_strategy
 
 STRATEGIES = ("decode_maximal", "balanced", "prefill_priority", "adaptive")
 CLASSES = {"interactive": 3, "bulk": 9}  # name → priority

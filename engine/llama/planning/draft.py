@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import llama_cpp.llama_cpp as lib
 
-from cellama.engine.capabilities import Uses
 from cellama.engine.errors import ModelLoadFailed
 from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.model import LlamaModel
 from cellama.engine.memory.budget import Footprint
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import EngineOptions, Uses
 
 from .load_plan import load_contexts
 

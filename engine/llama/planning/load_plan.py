@@ -17,7 +17,6 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as lib
 
-from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.llama import log as llama_log
 from cellama.engine.llama.abilities import choose_uses
 from cellama.engine.llama.backend import LlamaBackend
@@ -26,7 +25,7 @@ from cellama.engine.llama.files.gguf_file import parts, tensors
 from cellama.engine.llama.model import LlamaModel
 from cellama.engine.memory.budget import CPU, Footprint, MemoryUse, Room
 from cellama.engine.memory.open_sizes import LEAST_TOKENS, choose_ctx, choose_quota, with_quota
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import Capability, EngineOptions, Uses
 
 from . import buffers
 from .devices import gpu_names

@@ -6,7 +6,7 @@ from cellama.bench.harness.engines import percentile
 from cellama.bench.harness.mixed_load import LoadShape, conversations, flat
 from cellama.bench.harness.simulation import CHEAP_ROWS, CPU, Costs, Simulated, simulate
 from cellama.bench.harness.workloads import Line
-from cellama.engine.scheduling.strategy_registry import STRATEGIES, make_strategy
+from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
 
 INTERACTIVE, BULK = 3, 9
 

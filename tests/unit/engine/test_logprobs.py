@@ -1,9 +1,9 @@
-"""Reported probabilities have the texts of their tokens: engine/logprobs.py."""
+"""Reported probabilities have the texts of their tokens: engine/request.py."""
 
 from __future__ import annotations
 
 from cellama.engine import TokenLogprob
-from cellama.engine.logprobs import text_of_bytes, with_texts
+from cellama.engine.request import text_of_bytes, with_texts
 
 
 def test_logprobs_have_the_texts_of_chosen_and_of_other_tokens() -> None:

@@ -14,7 +14,7 @@ from cellama.engine.backend import Adapter, AdapterSet, AdapterUse
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.scheduling.strategy_registry import STRATEGIES, make_strategy
+from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, request
@@ -44,7 +44,7 @@ def test_second_unload_of_an_adapter_is_no_error_and_that_of_an_unknown_one_is(
         engine.adapters.check_unload("p")
         engine.adapters.unload("p")
     for unload in (engine.adapters.check_unload, engine.adapters.unload):
-        with pytest.raises(UnknownAdapter, match="no adapter 'q'"):
+        with pytest.raises(UnknownAdapter, match="adapter 'q' is not loaded"):
             unload("q")
     add(engine, folder, "p")
     engine.adapters.unload("p")
@@ -161,7 +161,7 @@ def test_unload_that_takes_too_long_leaves_the_adapter_as_it_was(make_engine: Ma
     assert running.result(PATIENCE_S).text
     assert text_of(engine) == own
     engine.adapters.unload("p", PATIENCE_S)
-    with pytest.raises(UnknownAdapter, match="no adapter 'p' is loaded for this model; known: none"):
+    with pytest.raises(UnknownAdapter, match="adapter 'p' is not loaded for this model; known: none"):
         text_of(engine, adapters=(("p", 1.0),))
 
 
@@ -179,7 +179,7 @@ def test_failed_requests_and_closed_engines_give_their_adapters_back(make_engine
 def test_mistakes_with_adapters_are_told_with_a_hint(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine()
     add(engine, folder, "pirate")
-    with pytest.raises(IdTaken, match="there is an adapter 'pirate' already"):
+    with pytest.raises(IdTaken, match="adapter 'pirate' already exists"):
         add(engine, folder, "pirate")
     (folder / "text").write_text("no")
     with pytest.raises(AdapterLoadFailed):

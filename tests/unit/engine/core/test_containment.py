@@ -51,7 +51,7 @@ def test_request_that_fails_in_an_unforeseen_way_ends_alone(make_engine: MakeEng
     prompts = [f"good {i}" for i in range(6)]
     handles = [engine.submit(request(prompt)) for prompt in prompts]
     bad = engine.submit(request("bad!"))
-    with pytest.raises(EngineError, match=r"nobody foresaw this.*the other"):
+    with pytest.raises(EngineError, match=r"nobody foresaw this.*other requests"):
         bad.result(PATIENCE_S)
     assert [handle.result(PATIENCE_S).text for handle in handles] == texts_alone(prompts)
     assert engine.submit(request("and then")).result(PATIENCE_S).text == texts_alone(["and then"])[0]
@@ -119,7 +119,7 @@ def test_strategy_that_fails_is_replaced_and_stops_no_request(
     handles = [engine.submit(request(prompt)) for prompt in prompts]
     assert [handle.result(PATIENCE_S).text for handle in handles] == texts_alone(prompts)
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert logged[0].startswith("batch strategy Failing: failure 1; decode_maximal replaces it")
+    assert logged[0].startswith("batch strategy failed (strategy=Failing, num_failures=1): decode_maximal replaces it")
     assert engine.snapshot().strategy_failures > 1  # it was tried again, and failed again
 
 
@@ -184,7 +184,7 @@ def test_engine_that_can_serve_nobody_fails_everything_and_says_that_it_stopped(
     wait_until(lambda: engine.snapshot().slots_decoding == 4, "all slots busy")
     backend.broken = True
     for handle in handles:
-        with pytest.raises(EngineStopped, match=r"the engine thread died of OSError.*the device is gone"):
+        with pytest.raises(EngineStopped, match=r"the engine thread failed: OSError.*the device is gone"):
             handle.result(PATIENCE_S)
     wait_until(lambda: engine.snapshot().phase == "stopped", "the snapshot says so")
     with pytest.raises(EngineStopped):
@@ -204,7 +204,7 @@ def test_watched_engine_whose_backend_is_gone_ends_the_process_instead_of_failin
     gate.open.set()
     errors = [handle.future.exception(PATIENCE_S) for handle in handles]
     assert len(reasons) == 1
-    assert "3 requests in a row can't be computed" in reasons[0]
+    assert "3 consecutive requests failed alone" in reasons[0]
     assert [getattr(error, "code", None) for error in errors].count("decode_failed") == 2
 
 

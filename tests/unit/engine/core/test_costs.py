@@ -18,8 +18,8 @@ import pytest
 from cellama import engine
 from cellama.engine import EngineOptions, Pulse, Request
 from cellama.engine.backend import AdapterSet, Chunk
-from cellama.engine.core.engine_core import MOST_AT_ONCE, Command, EngineCore
-from cellama.engine.core.handle import Handle
+from cellama.engine.core.engine_core import MAX_COMMANDS_PER_STEP, Command, EngineCore
+from cellama.engine.core.requests import Handle
 from cellama.engine.fake import FakeBackend, FakeCheckpoint, FakePlan
 
 OURS = str(Path(engine.__file__).parent)
@@ -162,14 +162,14 @@ def test_end_of_one_that_waits_costs_no_more_when_many_wait(shares: bool, params
 
 def test_step_serves_a_bounded_number_of_those_that_come_and_end_together() -> None:
     world = World(max_tokens=100, timeout_s=1e6)
-    world.submit(SLOTS + 2 * MOST_AT_ONCE)
+    world.submit(SLOTS + 2 * MAX_COMMANDS_PER_STEP)
     waiting = []
     for _ in range(3):
         world.core.step()
         waiting.append(world.core.scheduler.num_waiting)
-    assert waiting == [MOST_AT_ONCE - SLOTS, 2 * MOST_AT_ONCE - SLOTS, 2 * MOST_AT_ONCE]
+    assert waiting == [MAX_COMMANDS_PER_STEP - SLOTS, 2 * MAX_COMMANDS_PER_STEP - SLOTS, 2 * MAX_COMMANDS_PER_STEP]
     world.core._expire(1e12)
-    assert world.core.scheduler.num_waiting >= MOST_AT_ONCE
+    assert world.core.scheduler.num_waiting >= MAX_COMMANDS_PER_STEP
     for _ in range(2):
         world.core._expire(1e12)
     assert all(handle.result(0).finish_reason == "timeout" for handle in world.handles)

@@ -213,9 +213,9 @@ def test_engine_close_ends_what_runs_and_what_waits(make_engine: MakeEngine) -> 
 
 def test_engine_refuses_at_once_what_can_never_run(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
-    with pytest.raises(InvalidRequest, match="a slot holds 255"):
+    with pytest.raises(InvalidRequest, match="a slot has room for 255"):
         engine.submit(request("x" * 256))
-    with pytest.raises(InvalidRequest, match=r"token ids outside 0\.\.256"):
+    with pytest.raises(InvalidRequest, match="token ids outside the range 0 to 256"):
         engine.submit(Request("r", (5, 999)))
     with pytest.raises(InvalidRequest, match="unknown parameter 'max_token'; did you mean 'max_tokens'"):
         engine.generate("hi", max_token=3)
@@ -232,7 +232,7 @@ def test_engine_counts_only_those_that_get_no_slot_at_once_for_max_queue(
     for handle in handles[:accepted]:
         assert handle.result(PATIENCE_S).finish_reason == "length"
     for handle in handles[accepted:]:
-        with pytest.raises(QueueFull, match="1 requests wait already, max_queue is 1"):
+        with pytest.raises(QueueFull, match="1 requests already wait, but the limit is 1"):
             handle.result(PATIENCE_S)
 
 
@@ -266,7 +266,7 @@ def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine
 
 def test_resumed_tokens_that_the_model_does_not_have_are_refused(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
-    with pytest.raises(InvalidRequest, match=r"what it resumes has token ids outside 0\.\.256"):
+    with pytest.raises(InvalidRequest, match="resume has token ids outside the range 0 to 256"):
         engine.submit(request(resume=(Resumed((1, backend.n_vocab)),)))
     assert engine.submit(request()).result(PATIENCE_S).text
 

@@ -263,7 +263,7 @@ def test_completions_of_one_prompt_end_together(make_engine: MakeEngine) -> None
     with pytest.raises(Exception, match="for this request alone"):
         engine.submit(request("!", n=3)).result(PATIENCE_S)
     assert engine.snapshot().kv_used_tokens == engine.snapshot().requests_waiting == 0
-    with pytest.raises(InvalidRequest, match="n is 3; generate and stream give one text"):
+    with pytest.raises(InvalidRequest, match="n is 3; generate and stream return one text"):
         engine.generate("x", n=3)
 
 

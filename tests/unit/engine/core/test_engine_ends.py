@@ -10,9 +10,8 @@ import pytest
 from cellama.engine import StepStats
 from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling import bulk_policy
-from cellama.engine.scheduling.bulk_policy import DEFERRED_SHARE, Interruptions
-from cellama.engine.scheduling.strategies import DecodeMaximal
+from cellama.engine.scheduling import strategies
+from cellama.engine.scheduling.strategies import DEFERRED_SHARE, DecodeMaximal, Interruptions
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, cold, request
@@ -47,7 +46,7 @@ def test_interactive_request_ends_a_pass_of_bulk_ones(make_engine: MakeEngine, p
 def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(
     make_engine: MakeEngine, deferred_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_policy, "DEFERRED_SHARE", deferred_share)  # below 0 none is left
+    monkeypatch.setattr(strategies, "DEFERRED_SHARE", deferred_share)  # below 0 none is left
     engine, backend = make_engine(FakeBackend(n_slots=3), batch_strategy="decode_maximal")
     decode, handles, begun = backend.decode, [], threading.Event()
     coming = {1: request("b" * 40, max_tokens=4, priority=9), 40: request("c" * 5, max_tokens=4, priority=3)}

@@ -46,12 +46,12 @@ def test_defaults_survive_the_way_through_json() -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"temprature": 0}, "sampling has 'temprature', for which there is no default; did you mean 'temperature'"),
-        ({"logprobs": 1}, "sampling has 'logprobs', for which there is no default"),
+        ({"temprature": 0}, "sampling: 'temprature' can't have a default; did you mean 'temperature'"),
+        ({"logprobs": 1}, "sampling: 'logprobs' can't have a default"),
         ({"temperature": -1}, "temperature is -1; it must be from 0 to 1000"),
         ({"temperature": "warm"}, "temperature is 'warm'"),
-        ({"grammar": 3}, "a value has the wrong type"),
-        ({"logit_bias": [3]}, "a value has the wrong type"),
+        ({"grammar": 3}, "has the wrong type"),
+        ({"logit_bias": [3]}, "has the wrong type"),
         ({"grammar": "a", "json_schema": "{}"}, "json_schema and grammar are given together"),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 from cellama.engine import Request
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence, SlotWork
+from cellama.engine.scheduling.slot_layout import runs_of
 from cellama.engine.scheduling.strategies import (
     DecodeMaximal,
     SlotView,
@@ -38,7 +38,7 @@ def run_step(scheduler: Scheduler, now: float = 0.0, *, pass_s: float = 1.0, row
     Rows and passes take the times that are given, moves none.
     """
     scheduler.admit(now)
-    scheduler.layout.carry_out(scheduler.layout.plan_moves(), lambda: now)
+    scheduler.layout.execute(scheduler.layout.plan_moves(), lambda: now)
     works = scheduler.schedule(now)
     scheduled = [work.chunk for work in works]
     if works:
@@ -59,7 +59,7 @@ def decode(scheduler: Scheduler, works: list[SlotWork], pass_s: float, row_s: fl
     works, padding = layout.fill(works)
     chunks = sorted([*(work.chunk for work in works), *padding])
     backend.decode(chunks)
-    layout.take_off(padding)
+    layout.remove_padding(padding)
     scheduler.observe_decode(chunks, len(runs_of([chunk.slot for chunk in chunks])) * pass_s + len(chunks) * row_s)
     return works
 

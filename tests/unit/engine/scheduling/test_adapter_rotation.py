@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation
+from cellama.engine.scheduling.scheduler import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, AdapterRotation
 
 GROUPS = "abcdef"
 MAX_STEP_S = 0.4
@@ -19,7 +19,7 @@ Arrival = tuple[int, str, bool, int]  # step, group, interactive, steps until it
     steps=st.lists(st.floats(0.001, MAX_STEP_S), min_size=120, max_size=120),
 )
 def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arrival], steps: list[float]) -> None:
-    rotation, now = Rotation(), 0.0
+    rotation, now = AdapterRotation(), 0.0
     running: list[tuple[str, bool, int]] = []
     served: dict[str, float] = {}
     for step, seconds in enumerate(steps):
@@ -43,13 +43,13 @@ def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arriva
         now += seconds
 
 
-def turns(rotation: Rotation, seconds: float, step_s: float = 0.01) -> list[str]:
+def turns(rotation: AdapterRotation, seconds: float, step_s: float = 0.01) -> list[str]:
     """Who was served in each step."""
     return [str(rotation.take_turn(step * step_s)) for step in range(round(seconds / step_s))]
 
 
 def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
-    rotation = Rotation()
+    rotation = AdapterRotation()
     for key in "abc":
         rotation.add(key, interactive=True, now=0.0)
     served = turns(rotation, 30.0)
@@ -59,7 +59,7 @@ def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
 
 
 def test_turns_are_longer_when_nobody_waits_for_each_token() -> None:
-    rotation = Rotation()
+    rotation = AdapterRotation()
     for key in "ab":
         rotation.add(key, interactive=False, now=0.0)
     served = turns(rotation, 30.0)
@@ -67,7 +67,7 @@ def test_turns_are_longer_when_nobody_waits_for_each_token() -> None:
 
 
 def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often() -> None:
-    rotation = Rotation()
+    rotation = AdapterRotation()
     rotation.add("bulk", interactive=False, now=0.0)
     rotation.add("chat", interactive=True, now=5.0)
     assert rotation.take_turn(5.0) == "chat"
@@ -79,7 +79,7 @@ def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often()
 
 
 def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_turns() -> None:
-    rotation = Rotation()
+    rotation = AdapterRotation()
     rotation.add("a", interactive=True, now=0.0)
     assert not rotation.is_needed
     rotation.add("b", interactive=True, now=0.0)

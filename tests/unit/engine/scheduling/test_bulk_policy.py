@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cellama.engine.scheduling.bulk_policy import (
+from cellama.engine.scheduling.strategies import (
     FAR_EVERY,
     FAR_STRETCH,
     FLUENT_S,
@@ -91,7 +91,7 @@ def test_time_budget_is_a_share_of_the_time_and_what_was_saved_up() -> None:
     while all_s < 100.0:
         budget.observe(0.1)
         all_s += 0.1
-        if budget.is_left:
+        if budget.is_available:
             budget.spend(0.05)
             spent_s += 0.05
     assert 0.02 * 100.0 <= spent_s <= 0.02 * 100.0 + MAX_SAVED_S + 0.05

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cellama.engine import Request
-from cellama.engine.scheduling.cuts import MAX_CUTS
+from cellama.engine.scheduling.admission import MAX_CUTS
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.text.reply_reader import ReplyFormat

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from cellama.engine.backend import Chunk
-from cellama.engine.scheduling.decode_costs import TRUSTED, DecodeCosts, MoveCosts, pass_rows_of
-from cellama.engine.scheduling.neighbours import runs_of
+from cellama.engine.scheduling.decode_costs import TRUSTED, DecodeCosts, MoveCosts
+from cellama.engine.scheduling.slot_layout import pass_rows_of, runs_of
 
 CPU = {1: 6.9, 2: 17.2, 8: 25.8, 16: 28.7, 32: 57.8, 64: 99.9}  # ms, 174M on two cores
 
@@ -52,8 +52,8 @@ def test_passes_of_many_rows_change_nothing_that_is_known_of_one_row() -> None:
     for _ in range(500):
         costs.observe([16], 0.029)
     assert costs.expected(1) == pytest.approx(0.007)
-    assert costs.hoped(1) < 0.007  # but it was measured long ago
-    assert costs.hoped(16) == pytest.approx(0.029)
+    assert costs.optimistic(1) < 0.007  # but it was measured long ago
+    assert costs.optimistic(16) == pytest.approx(0.029)
 
 
 def test_size_is_known_after_some_measurements_of_it() -> None:
@@ -72,7 +72,7 @@ def test_table_never_falls_with_rows_and_is_above_nothing(measured: list[tuple[l
         costs.observe(sizes, seconds)
     table = costs.table(20)
     assert len(table) == 21
-    assert all(costs.hoped(size) <= costs.expected(size) for size in range(1, 21))
+    assert all(costs.optimistic(size) <= costs.expected(size) for size in range(1, 21))
     assert table[0] == 0
     assert all(0 < before <= after < float("inf") for before, after in pairwise(table[1:]))
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 from hypothesis import given, settings, strategies as st
 
-from cellama.engine.scheduling.neighbours import beside, cheapest_cover, moves_together, runs_of
+from cellama.engine.scheduling.slot_layout import adjacent_slot, cheapest_cover, compacting_moves, runs_of
 
 SLOTS = st.sets(st.integers(0, 15), min_size=1).map(sorted)
 # seconds of a pass of 0 to 16 rows that never fall
@@ -43,26 +43,26 @@ def test_moves_go_to_idle_slots_and_leave_no_more_runs_than_before(
     own: list[int], idle: set[int], weight: list[int]
 ) -> None:
     idle -= set(own)
-    moves = moves_together(own, sorted(idle), dict(enumerate(weight)))
+    moves = compacting_moves(own, sorted(idle), dict(enumerate(weight)))
     leaving, targets = [move[0] for move in moves], [move[1] for move in moves]
     assert set(leaving) <= set(own)
     assert set(targets) <= idle
     assert len(set(leaving)) == len(set(targets)) == len(moves)
     after = sorted({*own} - {*leaving} | {*targets})
     assert len(runs_of(after)) <= len(runs_of(own))
-    assert moves_together(after, sorted(({*own} | idle) - {*after}), dict.fromkeys(range(16), 1)) == []
+    assert compacting_moves(after, sorted(({*own} | idle) - {*after}), dict.fromkeys(range(16), 1)) == []
 
 
 def test_moves_leave_what_is_heavy_where_it_is() -> None:
     weight = {0: 10, 1: 0, 2: 0, 3: 900, 4: 0}
-    assert moves_together([0, 3], [1, 2, 4], weight) == [(0, 2)]
-    assert moves_together([0, 3], [1, 2, 4], weight | {2: 50}) == [(0, 4)]
-    assert moves_together([0, 3], [1, 2, 4], weight | {0: 2000}) == [(3, 1)]
+    assert compacting_moves([0, 3], [1, 2, 4], weight) == [(0, 2)]
+    assert compacting_moves([0, 3], [1, 2, 4], weight | {2: 50}) == [(0, 4)]
+    assert compacting_moves([0, 3], [1, 2, 4], weight | {0: 2000}) == [(3, 1)]
 
 
 def test_another_one_comes_into_a_hole_else_beside_those_that_run() -> None:
-    assert beside([0, 1, 3, 4], [2, 5]) == 2
-    assert beside([4, 5], [0, 1, 6, 7]) == 6
-    assert beside([4, 5], [0, 3]) == 3
-    assert beside([], [2, 3]) == 2
-    assert beside([0], []) is None
+    assert adjacent_slot([0, 1, 3, 4], [2, 5]) == 2
+    assert adjacent_slot([4, 5], [0, 1, 6, 7]) == 6
+    assert adjacent_slot([4, 5], [0, 3]) == 3
+    assert adjacent_slot([], [2, 3]) == 2
+    assert adjacent_slot([0], []) is None

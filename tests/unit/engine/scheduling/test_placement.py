@@ -10,11 +10,11 @@ import pytest
 from cellama.engine import Request
 from cellama.engine.backend import Adapter, AdapterUse
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.bulk_policy import HOLD_S
-from cellama.engine.scheduling.neighbours import runs_of
+from cellama.engine.scheduling.admission import AGEING_S
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.scheduling.waiting_queue import AGEING_S
+from cellama.engine.scheduling.slot_layout import runs_of
+from cellama.engine.scheduling.strategies import HOLD_S
 
 from .schedulers import new_scheduler, run_step
 

@@ -9,11 +9,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cellama.engine import PromptTooLong, QueueFull, Request
 from cellama.engine.core.telemetry import timings_of
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.bulk_policy import BULK_PATIENCE_S
 from cellama.engine.scheduling.scheduler import Limits
 from cellama.engine.scheduling.sequence import Sequence, State
-from cellama.engine.scheduling.strategies import MIN_CHUNK, DecodeMaximal, Strategy, TokenAllocation
-from cellama.engine.scheduling.strategy_registry import STRATEGIES, make_strategy
+from cellama.engine.scheduling.strategies import (
+    BULK_PATIENCE_S,
+    MIN_CHUNK,
+    STRATEGIES,
+    DecodeMaximal,
+    Strategy,
+    TokenAllocation,
+    make_strategy,
+)
 
 from ....conftest import EXAMPLES
 from .schedulers import new_scheduler, run_step, sequence
@@ -151,7 +157,7 @@ TestSchedulerMachine.settings = settings(max_examples=100 * EXAMPLES, stateful_s
 def test_scheduler_refuses_a_prompt_that_no_slot_can_hold() -> None:
     scheduler = new_scheduler()
     scheduler.enqueue(sequence(39), 0)
-    with pytest.raises(PromptTooLong, match=r"40 tokens, a slot holds 39 .* raise ctx_per_slot"):
+    with pytest.raises(PromptTooLong, match=r"40 tokens, but a slot has room for 39 .* raise ctx_per_slot"):
         scheduler.enqueue(sequence(40), 0)
 
 
@@ -159,7 +165,7 @@ def test_scheduler_refuses_more_than_max_queue_and_names_it() -> None:
     scheduler = new_scheduler(limits=Limits(8, 4, max_queue=2), n_slots=3)
     for _ in range(5):  # three of them get slots
         scheduler.enqueue(sequence(), 0)
-    with pytest.raises(QueueFull, match="max_queue is 2"):
+    with pytest.raises(QueueFull, match="the limit is 2"):
         scheduler.enqueue(sequence(), 0)
 
 
@@ -228,7 +234,7 @@ def test_siblings_are_admitted_together_where_they_can_take_nothing_over(partial
 def test_sequence_tells_how_long_it_waited_for_a_prefix_and_how_long_for_a_slot() -> None:
     scheduler = new_scheduler(n_slots=2, ctx_per_slot=250, n_batch=200, limits=Limits(200, 200))
     siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
-    first, second, third = (Sequence(request, 0, 1.0, list(request.prompt), taken_at=4.0) for request in siblings)
+    first, second, third = (Sequence(request, 0, 1.0, list(request.prompt), received_at=4.0) for request in siblings)
     for each in (first, second, third):
         scheduler.enqueue(each, 4)
     scheduler.admit(5)

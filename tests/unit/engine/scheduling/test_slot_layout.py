@@ -8,10 +8,9 @@ import pytest
 
 from cellama.engine import Request
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
-from cellama.engine.scheduling.slot_layout import LOOK_AGAIN
+from cellama.engine.scheduling.slot_layout import RECHECK_STEPS, runs_of
 
 from .schedulers import new_scheduler, run_step
 
@@ -143,7 +142,7 @@ def test_moves_of_one_step_take_no_longer_than_its_decode_call() -> None:
     for _ in range(8):
         run_step(scheduler, pass_s=0.1, row_s=0.1)
         before = scheduler.layout.num_moves
-        scheduler.layout.carry_out(scheduler.layout.plan_moves(), lambda: float(next(times)))
+        scheduler.layout.execute(scheduler.layout.plan_moves(), lambda: float(next(times)))
         assert scheduler.layout.num_moves <= before + 1
 
 
@@ -163,7 +162,7 @@ def test_move_that_fails_costs_time_and_no_text(place: str, monkeypatch: pytest.
 
     monkeypatch.setattr(backend, place, fail_once)
     moves = scheduler.layout.plan_moves()
-    scheduler.layout.carry_out(moves, lambda: 0.0)
+    scheduler.layout.execute(moves, lambda: 0.0)
     assert failed
     for holder in scheduler.slots:
         assert holder is None or contents(scheduler)[holder.slot or 0] == holder.tokens[: holder.num_computed]
@@ -181,7 +180,7 @@ def test_move_that_cannot_be_made_is_not_tried_in_every_step(monkeypatch: pytest
         raise MemoryError
 
     monkeypatch.setattr(backend_of(scheduler), "save", fail)
-    for _ in range(LOOK_AGAIN):
+    for _ in range(RECHECK_STEPS):
         run_step(scheduler, pass_s=1.0, row_s=0.1)
     assert len(tried) == 1
 

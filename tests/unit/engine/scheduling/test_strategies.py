@@ -7,19 +7,21 @@ from hypothesis import given, strategies as st
 
 from cellama.engine import InvalidRequest
 from cellama.engine.backend import Chunk
-from cellama.engine.scheduling.bulk_policy import Adaptive
-from cellama.engine.scheduling.micro_batches import micro_batches_of
+from cellama.engine.core.forward import micro_batches_of
 from cellama.engine.scheduling.sequence import SlotWork, State
 from cellama.engine.scheduling.strategies import (
     MIN_CHUNK,
+    STRATEGIES,
     TILE,
+    Adaptive,
     DecodeMaximal,
+    Guarded,
     SlotView,
     Strategy,
     TokenAllocation,
     equal_chunks,
+    make_strategy,
 )
-from cellama.engine.scheduling.strategy_registry import STRATEGIES, Guarded, make_strategy
 
 from .schedulers import Mine, new_scheduler, run_step, sequence
 
@@ -154,9 +156,9 @@ def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> No
 def test_strategy_by_import_path_is_used() -> None:
     assert type(make_strategy(f"{Mine.__module__}:Mine")).__name__ == "Mine"
     for path, message in {
-        "nowhere.module:X": "can't be made: No module",
+        "nowhere.module:X": "can't be created: No module",
         f"{__name__}:Nothing": "has no attribute 'Nothing'",
-        f"{__name__}:State": "can't be made",
+        f"{__name__}:State": "can't be created",
         "builtins:dict": "is not a Strategy; derive it",
         "decode_maximum": "did you mean 'decode_maximal'",
     }.items():

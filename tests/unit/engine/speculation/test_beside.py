@@ -12,8 +12,7 @@ from cellama.engine import EngineOptions, Handle, Pulse, Request, SamplingParams
 from cellama.engine.core import forward
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend, FakePlan
-from cellama.engine.scheduling.bulk_policy import Adaptive
-from cellama.engine.scheduling.strategies import SlotView
+from cellama.engine.scheduling.strategies import Adaptive, SlotView
 
 from ....eager_gate import Eager
 from .test_asking import Clock

@@ -49,7 +49,7 @@ def test_the_end_of_a_text_is_no_token(engine: Engine) -> None:
 def test_bad_candidates_are_refused(engine: Engine) -> None:
     with pytest.raises(PromptTooLong):
         engine.verify(PREFIX, [97] * 64)
-    with pytest.raises(InvalidRequest, match="the prediction has token ids outside"):
+    with pytest.raises(InvalidRequest, match="prediction has token ids outside"):
         engine.verify(PREFIX, [300])
     with pytest.raises(InvalidRequest, match="most"):
         engine.verify(PREFIX, [97], most=-1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellama.engine.sampling_params import CONSTRAINTS as OF_THE_ENGINE
+from cellama.engine.request import CONSTRAINTS as OF_THE_ENGINE
 from cellama.tasks.attempt.bulk_slice import has_constrained_lines
 from cellama.tasks.attempt.engine_request import is_constrained
 from cellama.tasks.contract.kinds.chunk import ChunkJob

@@ -1,0 +1,338 @@
+"""Admission: the waiting queue, the slot and prefix that the next sequence gets, and the cuts of its prefill.
+
+Pure: no llama.cpp, no clock, no threads.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence as Seq
+
+from cellama.engine.errors import QueueFull
+from cellama.engine.kvcache.disk_tier import DiskTier
+from cellama.engine.kvcache.manager import KvCache, Placement
+from cellama.engine.kvcache.prefix import PrefixIndex
+
+from .sequence import Sequence, SlotTable, State
+from .slot_layout import adjacent_slot, by_nearness
+from .strategies import yields_slot_despite_age
+
+MAX_EMPTY = 16  # stale heap entries beyond twice the number of sequences; with more, the heap is rebuilt
+AGEING_S = 30.0  # waiting time worth one step of priority: after 4.5 minutes priority 9 precedes a new priority 0
+MIN_AWAITED_TOKENS = 64  # a shorter prefix that another slot is computing is not worth waiting for
+GROWTH_TOKENS = 16  # cells of a pool that stay free for each running sequence at an admission: about 16 steps
+MIN_CUT_DISTANCE = 64  # tokens between two cuts: fewer are computed faster than a checkpoint is restored
+MAX_CUTS = 8  # cuts of an admitted prompt, each of which costs a pass; arriving requests can add as many
+TURN_END_TOKENS = 4  # tokens at the end of a chat prompt that the next turn may lack, such as an opened reasoning block
+
+
+class _Heap:
+    """Sequences ordered by a number. An entry of a removed sequence stays until it reaches the top."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int]] = []
+        self._sequences: dict[int, Sequence] = {}  # by order of arrival
+
+    def push(self, number: float, sequence: Sequence) -> None:
+        """Add a sequence that is not in the heap."""
+        self._sequences[sequence.order] = sequence
+        heapq.heappush(self._entries, (number, sequence.order))
+
+    @property
+    def first(self) -> tuple[float, int]:
+        """The smallest number and the order of its sequence, or infinity if the heap is empty."""
+        while self._entries and self._entries[0][1] not in self._sequences:
+            heapq.heappop(self._entries)
+        return self._entries[0] if self._entries else (math.inf, 0)
+
+    def pop(self, up_to: float = math.inf) -> Sequence | None:
+        """Remove and return the sequence with the smallest number; None if that is greater than `up_to`."""
+        number, order = self.first
+        if not self._entries or number > up_to:
+            return None
+        heapq.heappop(self._entries)
+        return self._sequences.pop(order)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is in the heap."""
+        self._sequences.pop(sequence.order, None)
+        if len(self._entries) > 2 * len(self._sequences) + MAX_EMPTY:
+            self._entries = [entry for entry in self._entries if entry[1] in self._sequences]
+            heapq.heapify(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+
+class WaitingQueue:
+    """Waiting sequences by priority and waiting time, so that none waits forever; and the deadlines of all."""
+
+    def __init__(self, max_waiting: int = 0) -> None:
+        """`max_waiting` limits the requests that wait in addition to those that can have a slot now. 0 is unlimited."""
+        self.num_waiting = 0
+        self._num_requests = 0  # requests whose first sequence waits, which means that all of their sequences wait
+        self._max_waiting = max_waiting
+        self._arrivals = itertools.count()
+        self._heaps = {True: _Heap(), False: _Heap()}  # interactive sequences, and bulk ones
+        self._deadlines = _Heap()
+        self._prompts: PrefixIndex[Sequence] = PrefixIndex()
+
+    def add(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
+        """Add a new sequence while `num_idle` slots are idle. Raises QueueFull.
+
+        The limit counts requests, not their completions, and never rejects a request that can have a slot now.
+        """
+        if self._max_waiting and sequence.index == 0:
+            num_others = self.num_waiting - self._num_requests
+            num_left = self._num_requests - max(0, num_idle - num_others)  # requests that can't have a slot now
+            if self.num_waiting >= num_idle and num_left >= self._max_waiting:
+                raise QueueFull(
+                    f"max_queue: {num_left} requests already wait, but the limit is {self._max_waiting}; retry later"
+                )
+        # Ageing without a clock: all waiting sequences age equally, so their order at arrival stays right.
+        sequence.rank = now + AGEING_S * sequence.request.priority
+        sequence.order = next(self._arrivals)
+        self._start_waiting(sequence)
+        if sequence.deadline is not None:
+            self._deadlines.push(sequence.deadline, sequence)
+
+    def add_preempted(self, sequence: Sequence, now: float) -> None:
+        """Add a sequence that has lost its slot. Its time in the slot doesn't count as waiting time."""
+        sequence.rank = rank_if_preempted(sequence, now)
+        self._start_waiting(sequence)
+
+    def _start_waiting(self, sequence: Sequence) -> None:
+        tokens = sequence.tokens if sequence.num_output else sequence.request.prompt  # the prompt is not copied
+        self._prompts.insert(sequence, tokens, sequence.scope)
+        self.num_waiting += 1
+        self._num_requests += sequence.index == 0
+        self.requeue(sequence)
+
+    def pop(self, *, interactive: bool = False) -> Sequence | None:
+        """Return the next sequence, or the next interactive one. It counts as waiting until `remove`."""
+        heap = self._heaps[True] if interactive else min(self._heaps.values(), key=lambda heap: heap.first)
+        return heap.pop()
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Put a popped sequence back at its previous rank, unless it has finished."""
+        if sequence.state is State.WAITING:
+            self._heaps[sequence.request.is_interactive].push(sequence.rank, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence that has got a slot or finished."""
+        self.num_waiting -= 1
+        self._num_requests -= sequence.index == 0
+        self._prompts.remove(sequence)
+        self._heaps[sequence.request.is_interactive].discard(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget the deadline of a finished sequence."""
+        self._deadlines.discard(sequence)
+
+    def demanded_prefix(self, tokens: tuple[int, ...], scope: Hashable) -> int:
+        """Return the largest number of leading tokens that a waiting sequence shares with these tokens."""
+        return self._prompts.longest(tokens, scope)
+
+    def branches(self, sequence: Sequence) -> list[int]:
+        """Return the lengths at which other waiting sequences diverge from this one, or end."""
+        return self._prompts.branches(sequence.tokens, sequence.scope, at_least=2)
+
+    def expired(self, now: float) -> Iterator[Sequence]:
+        """Yield each unfinished sequence whose deadline has passed, once, whether it waits or runs."""
+        while (sequence := self._deadlines.pop(now)) is not None:
+            yield sequence
+
+    def waiting(self) -> list[Sequence]:
+        """Return all waiting sequences in arbitrary order."""
+        return [sequence for heap in self._heaps.values() for sequence in heap]
+
+
+def rank_if_preempted(sequence: Sequence, now: float) -> float:
+    """Return the rank that a running sequence would have in the queue. Only waiting time makes a sequence older."""
+    return sequence.rank + now - (now if sequence.placed_at is None else sequence.placed_at)
+
+
+class SlotFinder:
+    """Finds slots for waiting sequences, running sequences to preempt, and prefixes that are worth waiting for.
+
+    It keeps interactive sequences together, so that llama.cpp decodes them in one pass (docs/adr/011).
+    """
+
+    def __init__(self, cache: KvCache, slots: SlotTable) -> None:
+        self._cache = cache
+        self._slots = slots
+        self.disk: DiskTier | None = None
+
+    def await_prefix(self, sequence: Sequence, now: float) -> bool:
+        """Return whether the sequence waits for a prefix that another slot computes or that is read from a file.
+
+        Reading starts here if there is a file with a longer prefix than slots and RAM have.
+        """
+        if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
+            return True
+        sequence.waits_for = None
+        if self._await_file(sequence, now):
+            return True
+        if None not in self._slots:
+            return False  # no slot is idle, so searching for a prefix would not help
+        ready = self._cache.longest_prefix(sequence.tokens, sequence.scope)
+        for slot, length in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
+            holder = self._slots[slot]
+            if length < ready + MIN_AWAITED_TOKENS:
+                break  # the longest come first
+            coming = 0 if holder is None else self._num_coming(holder, length)
+            if holder is not None and coming >= ready + MIN_AWAITED_TOKENS and _will_compute(holder, coming):
+                sequence.waits_for = (holder, coming)
+                return True
+        return False
+
+    def _await_file(self, sequence: Sequence, now: float) -> bool:
+        match, sequence.match = sequence.match, None
+        if match is not None and self.disk is not None:
+            ready = self._cache.longest_prefix(sequence.tokens, sequence.scope)
+            sequence.file_wait = self.disk.begin(match, sequence.scope, len(sequence.tokens) - 1, ready, now)
+        return sequence.file_wait is not None and sequence.file_wait.continues(now)
+
+    def _num_coming(self, holder: Sequence, shared: int) -> int:
+        """Return how many of the shared tokens can be reused once the holder has computed them."""
+        if self._cache.memory.partial_reuse or shared == len(holder.tokens):
+            return shared
+        return max((cut for cut in holder.cuts if cut <= shared), default=0)
+
+    def find_slot(self, sequence: Sequence, idle: list[int]) -> Placement | None:
+        """Return the slot and the prefix for the sequence; None if it must wait. May empty idle slots for cells."""
+        placement = self._cache.find_slot(sequence.tokens, sequence.scope, idle, self._preferred_slot(sequence, idle))
+        needed = self._cells_needed(sequence)
+        others = [slot for slot in idle if slot not in (placement.slot, placement.source)]
+        if self._cache.reclaim(others, self._cache.missing_cells(placement, needed)):
+            return placement
+        without_prefix = Placement(placement.slot, None, 0)
+        if self._cache.reclaim(idle, needed - self._cache.cells.free):
+            return without_prefix
+        if len(idle) < len(self._slots):
+            return None
+        # No sequence runs, so a prompt that `check` has accepted fits. No cells need to stay free for growth.
+        return without_prefix if self._cache.reclaim(idle, len(sequence.tokens)) else None
+
+    def would_fit(self, sequence: Sequence, idle: list[int], victims: list[Sequence]) -> bool:
+        """Return whether there are enough cells once all victims have lost their slots."""
+        slots = idle + [victim.slot for victim in victims if victim.slot is not None]
+        cells = self._cache.cells
+        return self._cells_needed(sequence, victims) <= cells.free + cells.freed_by(slots)
+
+    def _preferred_slot(self, sequence: Sequence, idle: list[int]) -> int | None:
+        """Return an empty slot next to those that are decoded together with this sequence, else next to any others."""
+        if self._cache.memory.unified:
+            return None
+        neighbours = self._slots_like(sequence) or self._slots.busy
+        return adjacent_slot(neighbours, [slot for slot in idle if not self._cache.cells.of(slot)])
+
+    def _slots_like(self, sequence: Sequence) -> list[int]:
+        """Return the slots that may be decoded in one pass with this sequence: same class and same adapters."""
+        kind = sequence.request.is_interactive, sequence.adapters
+        return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
+
+    def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
+        """Return the running sequences that this one may preempt, in the order in which they lose their slots.
+
+        The order of the queue decides, and only waiting time makes a sequence older in it. An older bulk request also
+        yields to an interactive one, but not twice in a row without progress.
+        """
+        less_urgent = [s for s in self._slots.running if s.request.priority > sequence.request.priority]
+        ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
+        younger = [s for s in less_urgent if ranks[s] > sequence.rank]
+        older = [s for s in less_urgent if ranks[s] <= sequence.rank and yields_slot_despite_age(s, sequence, now)]
+        older.sort(key=lambda s: ranks[s], reverse=True)
+        return self._cheapest_first(younger, sequence) + older
+
+    def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
+        """Sort by urgency, the least urgent first, then by age or, if states are saved, by nearness."""
+        if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
+            return sorted(victims, key=preemption_key, reverse=True)
+        slots = [victim.slot for victim in victims if victim.slot is not None]
+        order = {slot: index for index, slot in enumerate(by_nearness(slots, self._slots_like(sequence)))}
+        return sorted(victims, key=lambda victim: (-victim.request.priority, order[victim.slot or 0]))
+
+    def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
+        """Return the cells that the sequence and the running ones without the victims need."""
+        if not self._cache.memory.unified:
+            return 0  # each slot has its own cells
+        gone = frozenset(victims)
+        others = [holder for holder in self._slots.running if holder not in gone]
+        return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
+
+
+def _will_compute(sequence: Sequence, length: int) -> bool:
+    return sequence.state is State.PREFILLING and sequence.num_computed < length
+
+
+def preemption_key(sequence: Sequence) -> tuple[int, float, int]:
+    """Return a sort key: the sequence with the largest key, the least urgent or youngest, loses its slot first."""
+    return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
+
+
+class CutPlanner:
+    """Plans cuts, the lengths at which a prefill stops to save a checkpoint.
+
+    Only memory that can't be truncated needs them: other sequences can reuse a shared prefix only up to a checkpoint.
+    """
+
+    def __init__(self, cache: KvCache, queue: WaitingQueue, slots: SlotTable) -> None:
+        self._cache = cache
+        self._queue = queue
+        self._slots = slots
+
+    @property
+    def _is_enabled(self) -> bool:
+        return self._cache.checkpoints.are_kept
+
+    def plan(self, sequence: Sequence, num_reused: int) -> None:
+        """Plan the cuts of a sequence that gets a slot: where other prompts diverge from it, and near its end."""
+        sequence.cuts = ()
+        if not self._is_enabled or not sequence.request.cache_prompt:
+            return
+        tokens, scope = sequence.tokens, sequence.scope
+        lengths = {*self._queue.branches(sequence), *self._cache.branches(tokens, scope)}
+        sequence.cuts = _cuts(lengths, num_reused, len(tokens) - 1)
+        if sequence.request.prefill_only:  # later requests reuse the whole prompt
+            sequence.cuts = (*sequence.cuts, sequence.num_prompt)
+        elif sequence.request.reply is not None:
+            end = sequence.num_prompt - TURN_END_TOKENS
+            if end - max((num_reused, *sequence.cuts)) >= MIN_CUT_DISTANCE:
+                sequence.cuts = (*sequence.cuts, end)
+
+    def cut_for(self, sequence: Sequence) -> None:
+        """Add a cut to a prefilling sequence at the end of the prefix that a new one shares, if not too late."""
+        if not self._is_enabled:
+            return
+        for slot, shared in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
+            holder = self._slots[slot]
+            if shared < MIN_CUT_DISTANCE:
+                break  # the longest come first
+            if holder is not None and holder.state is State.PREFILLING and shared > holder.num_computed:
+                below = max((cut for cut in holder.cuts if cut <= shared), default=0)
+                if shared - below >= MIN_CUT_DISTANCE and len(holder.cuts) < 2 * MAX_CUTS:
+                    holder.cuts = tuple(sorted((*holder.cuts, shared)))
+                break
+
+
+def _cuts(lengths: Iterable[int], start: int, max_length: int) -> tuple[int, ...]:
+    """Return at most MAX_CUTS cuts. A request that shares an omitted length finds a cut not far below."""
+    ordered = sorted({min(length, max_length) for length in lengths})
+    distance = MIN_CUT_DISTANCE
+    while len(cuts := _spaced(ordered, start, distance)) > MAX_CUTS:
+        distance *= 2
+    return tuple(cuts)
+
+
+def _spaced(lengths: list[int], start: int, distance: int) -> list[int]:
+    cuts: list[int] = []
+    for length in lengths:
+        if length - (cuts[-1] if cuts else start) >= distance:
+            cuts.append(length)
+    return cuts
