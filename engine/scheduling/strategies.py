@@ -2,12 +2,8 @@
 
 The default, `Adaptive`, has the whole policy for bulk requests that share an engine with interactive ones. While only
 bulk requests have slots, steps are as large as possible and prefill prompts first. While an interactive request has a
-slot, every step serves interactive requests first, and bulk requests get only work that keeps the gaps of streams
-short:
-
-- as many bulk rows as a decode call of 35 ms has time for,
-- steps that prefill bulk prompts, in a fifth of the time,
-- about 0.25 s of prefill in a step that also decodes.
+slot, every step serves interactive requests first. Bulk requests get as many rows as a decode call of 35 ms has time
+for, and steps that prefill bulk prompts in a fifth of the time. A step that also decodes has about 0.25 s of prefill.
 
 An arriving interactive request takes the slot of a bulk request. Its prompt is prefilled before bulk prompts that were
 admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
