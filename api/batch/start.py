@@ -22,7 +22,7 @@ from cellama.config import get_settings
 from cellama.tasks.app import CellamaApp
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.state.bulk_runs import Batches
-from cellama.tasks.traces.carrier import NAMES
+from cellama.tasks.traces.conventions import NAMES
 from cellama.tasks.traces.gate import spanning
 
 from .checks import check_files

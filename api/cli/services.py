@@ -98,7 +98,7 @@ def up_command(
     settings = apply(model, redis)
     check_installed()
     _check_beside(flower_port if flower else None, gateway_port)
-    from cellama.tasks.worker.model_options import check_models  # imports the engine, which takes half a second
+    from cellama.tasks.worker.model_loading import check_models  # imports the engine, which takes half a second
 
     check_models(settings)
     logs = settings.data_dir / "logs"

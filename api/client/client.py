@@ -58,8 +58,7 @@ from cellama.tasks.contract.shapes.workers import (
     ModelView,
     WorkerAdapter,
 )
-from cellama.tasks.estimates.position import Position, position_of, running_jobs
-from cellama.tasks.estimates.waiting import eta_by_class, waiting_by_class
+from cellama.tasks.estimates.position import Position, eta_by_class, position_of, running_jobs, waiting_by_class
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
 from cellama.tasks.state.ledger import Ledger

@@ -18,7 +18,7 @@ from cellama.tasks.contract.shapes.workers import (
     Totals,
     WorkerModel,
 )
-from cellama.tasks.estimates.waiting import Waiting
+from cellama.tasks.estimates.position import Waiting
 from cellama.tasks.state.registry import WorkerEntry
 
 PARTS = {"engine", "embedder", "reranker"}

@@ -9,8 +9,14 @@ from redis import Redis
 
 from cellama.tasks.contract.keys import running_key
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
-from cellama.tasks.estimates.position import MOST_RUNNING, ListedJob, running_jobs
-from cellama.tasks.estimates.waiting import Waiting, eta_by_class, waiting_by_class
+from cellama.tasks.estimates.position import (
+    MOST_RUNNING,
+    ListedJob,
+    Waiting,
+    eta_by_class,
+    running_jobs,
+    waiting_by_class,
+)
 from cellama.tasks.metrics.figures import OTHER, Figures
 from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry

@@ -1,4 +1,4 @@
-"""One attempt of one job in a worker, from its payload to its one end.
+"""Run the attempts of jobs in a worker, each from its payload to its end.
 
-May use: `worker`, `publishing`, and what is above these; the engine. In workers only.
+May use `worker`, `publishing` and lower layers, and the engine. Imported in workers only.
 """

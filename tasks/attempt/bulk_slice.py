@@ -1,9 +1,8 @@
-"""The lines of a slice of a bulk run in the engine. Each line is a request; the slice is the job with the journal."""
+"""Compute a slice of a bulk run, which is one job. Each of its lines is a request to the engine or the embedder."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import zlib
@@ -13,28 +12,27 @@ from typing import TYPE_CHECKING
 
 from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
 
+from cellama.config.logging import event_logger
 from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.kinds.chunk import ChunkJob, job_of_line
 from cellama.tasks.contract.kinds.embed import EmbedJob
 from cellama.tasks.middleware import AttemptContext, Middleware
-from cellama.tasks.publishing.attempt_stream import AttemptStream
-from cellama.tasks.publishing.publisher import LINE_MARK
+from cellama.tasks.publishing.publisher import LINE_MARK, AttemptStream
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.provenance import Provenance
 
-from .engine_request import RequestExtras, has_seed, is_constrained, request_of
-from .parent import parent_tokens
+from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, request_of
 from .vectors import submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-Parent = tuple[int, ...]  # the context that a line follows
+Parent = tuple[int, ...]  # tokens of the context that a line continues
 
 
 def adapters_of_lines(job: ChunkJob) -> set[str]:
@@ -42,19 +40,19 @@ def adapters_of_lines(job: ChunkJob) -> set[str]:
     names: set[str] = set()
     for line in job.lines:
         if line.params.get("adapters") is not None:
-            with contextlib.suppress(InvalidJob):  # the line fails with it later
+            with contextlib.suppress(InvalidJob):  # which the line reports later
                 parsed = job_of_line(line, job.model, job.priority)
                 names |= {name for name, _ in getattr(parsed, "adapters", None) or ()}
     return names
 
 
 def has_constrained_lines(job: ChunkJob, defaults: Mapping[str, object]) -> bool:
-    """Return whether the text of a line is constrained."""
+    """Return whether the text of any line is constrained."""
     return any(line.kind != "embed" and is_constrained(line.params, defaults) for line in job.lines)
 
 
 class ChunkRun:
-    """One attempt at a slice. Its thread is that of the job, except for `stop` and `_note_line`."""
+    """One attempt at a slice. It runs on the job's thread, except for `stop` and `_finish_line`."""
 
     def __init__(
         self,
@@ -64,42 +62,45 @@ class ChunkRun:
         stream: AttemptStream,
         past: Past,
         runtime: Runtime,
-        rests_on: Provenance,
-        reaching_redis: Callable[[Callable[[], Parent]], Parent],
+        provenance: Provenance,
+        retry_redis: Callable[[Callable[[], Parent]], Parent],
     ) -> None:
-        """`rests_on` holds for lines that choose no adapters. `reaching_redis` waits until Redis answers."""
-        self._reaching_redis = reaching_redis
+        """Prepare the lines that earlier attempts have not finished.
+
+        `provenance` applies to lines that choose no adapters. `retry_redis` retries an action until Redis answers.
+        """
+        self._retry_redis = retry_redis
         self._model = model
         self._job = job
         self._context = context
         self._stream = stream
         self._run_id = stream.attempt.run_id
         self._past = past
-        self._rests_on = rests_on
+        self._provenance = provenance
         self._runtime = runtime
-        self._left = set(range(len(job.lines))) - past.lines
+        self._unfinished = set(range(len(job.lines))) - past.lines
         self._handles: list[Handle | EmbeddingHandle] = []
         self._stopped = False
-        self.began_at = time.monotonic()
+        self._started_at = time.monotonic()
         self._changed = threading.Condition()
 
     def run(self) -> None:
         """Compute the lines. Returns when the end of every line is in Redis, or after `stop`."""
-        self._context.requests_from = self.began_at  # a line that comes late has not waited for the engine
-        self._stream.on_line = self._note_line
+        self._context.requests_from = self._started_at  # all lines count as submitted now
+        self._stream.on_line = self._finish_line
         self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
         texts: list[tuple[int, EmbedJob, EmbeddingHandle]] = []
-        for place in sorted(self._left):
+        for index in sorted(self._unfinished):
             if self._stopped:
                 break
-            self._try(place, partial(self._begin, place, texts))
-        for place, job, handle in texts:
-            self._try(place, partial(self._finish_texts, place, job, handle))
+            self._try(index, partial(self._start_line, index, texts))
+        for index, job, handle in texts:
+            self._try(index, partial(self._finish_texts, index, job, handle))
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._left)
+            self._changed.wait_for(lambda: self._stopped or not self._unfinished)
 
     def stop(self) -> None:
-        """Cancel the lines that run; nothing more of them is published. Any thread."""
+        """Cancel the running lines, whose events are not published any more. Any thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -107,65 +108,65 @@ class ChunkRun:
         for handle in handles:
             handle.cancel()
 
-    def _note_line(self, place: int) -> None:
+    def _finish_line(self, index: int) -> None:
         with self._changed:
-            self._left.discard(place)
-            if not self._left:
+            self._unfinished.discard(index)
+            if not self._unfinished:
                 self._changed.notify_all()
 
-    def _try(self, place: int, step: Callable[[], None]) -> None:
-        """Do a step for a line. An error ends that line only."""
+    def _try(self, index: int, step: Callable[[], None]) -> None:
+        """Run a step of a line. An error ends only this line."""
         try:
             step()
         except EmbeddingCancelled:
             pass  # by `stop`
         except (TaskPredicate, SoftTimeLimitExceeded):
-            raise  # the end of this attempt at the slice, not of a line
+            raise  # these end the attempt at the whole slice
         except (InvalidJob, JobFailed) as error:
-            self._tell_failure(place, error)
+            self._publish_failure(index, error)
         except EngineError as error:
-            self._tell_failure(place, failure_of(error))
+            self._publish_failure(index, failure_of(error))
         except Exception as error:
-            log.exception("line %d of %s failed in an unforeseen way", place, self._run_id)
-            self._tell_failure(place, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
+            log.exception("line failed unexpectedly", run=self._run_id, line=index)
+            self._publish_failure(index, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
 
-    def _begin(self, place: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:
-        job = job_of_line(self._job.lines[place], self._model.id, self._job.priority)
+    def _start_line(self, index: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:
+        job = job_of_line(self._job.lines[index], self._model.id, self._job.priority)
         if isinstance(job, EmbedJob):
             vectors = submit_texts(self._model, job)
-            texts.append((place, job, vectors))
-            self._keep(vectors)
+            texts.append((index, job, vectors))
+            self._add_handle(vectors)
             return
-        adapters, key = self._rests_on.choice if job.adapters is None else job.adapters, job.parent_key
-        of_key = partial(parent_tokens, self._runtime, self._model, str(key), job.cache_scope, adapters)
+        adapters, key = self._provenance.choice if job.adapters is None else job.adapters, job.parent_key
+        find_parent = partial(parent_tokens, self._runtime, self._model, str(key), job.cache_scope, adapters)
         extras = RequestExtras(
-            id=f"{self._run_id}{LINE_MARK}{place}",
-            submitted_at=self.began_at,
+            id=f"{self._run_id}{LINE_MARK}{index}",
+            submitted_at=self._started_at,
             adapters=adapters,
-            sampling=self._rests_on.sampling,
-            seed=None if has_seed(job, self._rests_on.sampling) else self._seed_of(place),
+            sampling=self._provenance.sampling,
+            seed=None if has_seed(job, self._provenance.sampling) else self._seed_of(index),
             mode="generate",
             priority=job.priority,
-            resume=resume_of(self._past, job.n, place),
-            parent=() if key is None else self._reaching_redis(of_key),
+            resume=resume_of(self._past, job.n, index),
+            parent=() if key is None else self._retry_redis(find_parent),
         )
-        self._runtime.middlewares.call(Middleware.before_request, self._context, str(place), job)
-        self._keep(self._model.engine.submit(request_of(self._model, job, extras, self._runtime.signer)))
+        self._runtime.middlewares.call(Middleware.before_request, self._context, str(index), job)
+        self._add_handle(self._model.engine.submit(request_of(self._model, job, extras, self._runtime.signer)))
 
-    def _keep(self, handle: Handle | EmbeddingHandle) -> None:
+    def _add_handle(self, handle: Handle | EmbeddingHandle) -> None:
         with self._changed:
             self._handles.append(handle)
-            late = self._stopped
-        if late:
+            stopped = self._stopped
+        if stopped:
             handle.cancel()
 
-    def _seed_of(self, place: int) -> int:
-        """The seed of a line, the same in every attempt, so that the line continues as it began."""
-        return zlib.crc32(f"{self._run_id.partition('#')[0]} {place}".encode()) & 0x7FFFFFFF
+    def _seed_of(self, index: int) -> int:
+        """Return the seed of a line, which is the same in every attempt, so that the line resumes with it."""
+        return zlib.crc32(f"{self._run_id.partition('#')[0]} {index}".encode()) & 0x7FFFFFFF
 
-    def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
-        wait_for(handle, job.timeout, self.began_at)
-        self._stream.publish(events.line(place, {"result": vectors_of(self._model, job, handle)}))
+    def _finish_texts(self, index: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
+        wait_for(handle, job.timeout, self._started_at)
+        self._stream.publish(events.line(index, {"result": vectors_of(self._model, job, handle)}))
 
-    def _tell_failure(self, place: int, failure: InvalidJob | JobFailed) -> None:
-        self._stream.publish(events.line(place, {"error": error_of(failure)}))
+    def _publish_failure(self, index: int, failure: InvalidJob | JobFailed) -> None:
+        self._stream.publish(events.line(index, {"error": error_of(failure)}))

@@ -1,19 +1,22 @@
-"""The request to an engine that a job becomes: its prompt, and what it resumes from."""
+"""Convert a job into a request to an engine, including the context that it continues (docs/adr/014-kept-states.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cellama.engine import (
     ChatOptions,
     ChatPrompt,
+    Context,
     Message,
     Model,
     ReplyFormat,
     Request,
     Resumed,
     SamplingParams,
+    UnknownKey,
     sampling_of,
     wanted_text,
 )
@@ -23,32 +26,36 @@ from cellama.tasks.contract.kinds.generate import GenerateJob
 from cellama.tasks.contract.kinds.prefill import PrefillJob
 from cellama.tasks.contract.payloads import CONSTRAINTS
 from cellama.tasks.contract.shapes.results import Mode
-from cellama.tasks.publishing.signing import Signer
-from cellama.tasks.worker.conversation import conversation_of
+from cellama.tasks.state.contexts import KeptContext, keep_context, read_context
+from cellama.tasks.state.provenance import Choice
+from cellama.tasks.worker.signing import Signer, conversation_of
+
+if TYPE_CHECKING:
+    from cellama.tasks.worker.runtime import Runtime
 
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestExtras:
-    """What a request has in addition to the job's own parameters. `submitted_at` is `time.monotonic()`."""
+    """The fields of a request that are not parameters of the job."""
 
     id: str
-    submitted_at: float
+    submitted_at: float  # monotonic time in seconds
     priority: int
-    adapters: tuple[tuple[str, float], ...]  # of the model, or those that the job chose
-    sampling: Mapping[str, object]  # the model's defaults, as the job began with them
+    adapters: Choice  # adapters of the model, or those that the job chooses
+    sampling: Mapping[str, object]  # defaults of the model when the job started
     mode: Mode
-    seed: int | None = None  # instead of the job's own, None leaves that
-    resume: tuple[Resumed, ...] = ()
-    parent: tuple[int, ...] = ()  # the context of `parent_key`; the prompt follows
+    seed: int | None = None  # replaces the job's seed unless it is None
+    resume: tuple[Resumed, ...] = ()  # tokens of earlier attempts
+    parent: tuple[int, ...] = ()  # tokens of the context of `parent_key`, which the prompt follows
 
 
 def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
     """Return the request that prefills a prompt and samples nothing. Raises EngineError, InvalidJob."""
     return Request(
         id=extras.id,
-        prompt=(*extras.parent, *tokens_to_read(model, job)),
+        prompt=(*extras.parent, *prefill_tokens(model, job)),
         max_tokens=0,
         adapters=extras.adapters,
         cache_scope=job.cache_scope,
@@ -59,9 +66,8 @@ def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
     )
 
 
-def tokens_to_read(model: Model, job: PrefillJob) -> Sequence[int]:
-    """Return the tokens to prefill. Those of a conversation end before the reply, so that all continuations share
-    them."""
+def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
+    """Return the tokens to prefill. For a conversation they end before the reply, so that all replies share them."""
     if job.prompt is not None:
         model.require("generate")
         return _tokens_of(model, job.prompt, job.parent_key)
@@ -73,19 +79,19 @@ def tokens_to_read(model: Model, job: PrefillJob) -> Sequence[int]:
 
 
 def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) -> list[int]:
-    """Return the tokens of a prompt. After a parent's context it begins without special tokens."""
+    """Return the tokens of a prompt. A prompt that follows a parent's context has no special tokens at its start."""
     return model.tokenize(prompt, add_special=parent_key is None) if isinstance(prompt, str) else prompt
 
 
 def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens of a prediction. They follow a prompt, so they begin without special tokens."""
+    """Return the tokens of a prediction, without special tokens because it follows a prompt."""
     if isinstance(prediction, str):
         prediction = model.tokenize(prediction, add_special=False)
     return tuple(prediction or ())
 
 
 def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, signer: Signer) -> Request:
-    """Return the request of a generation or a chat. Raises EngineError, InvalidJob."""
+    """Return the request for a generation or a chat. Raises EngineError, InvalidJob."""
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
     prompt = _prompt_of(model, job, signer, sampling, extras.sampling)
     sampling |= prompt.sampling
@@ -117,7 +123,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, 
 def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object]) -> bool:
     """Return whether a schema, a regular expression, a grammar or the format of tool calls constrains the text.
 
-    `params` are those that a generation or a chat was given, `defaults` those of the model.
+    `params` are the parameters of a generation or chat, `defaults` the sampling defaults of the model.
     """
     if params.get("tools") and params.get("tool_choice") != "none":
         return True
@@ -125,7 +131,7 @@ def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object])
 
 
 def has_seed(job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> bool:
-    """Return whether the job has a seed, its own or that of the model's defaults."""
+    """Return whether the job or the model's sampling defaults set a seed."""
     seed = job.seed if "seed" in job.model_fields_set else defaults.get("seed")
     return seed is not None
 
@@ -161,8 +167,45 @@ def _check_signatures(
     """Raise InvalidJob if reasoning does not match its signature after these messages and this parent."""
     conversation = options.all_of(messages)
     if (wrong := signer.first_wrong(conversation, parent_key)) is not None:
-        place = wrong - len(conversation) + len(messages)
+        index = wrong - len(conversation) + len(messages)
         raise InvalidJob(
-            f"messages.{place}: the signature is not that of its reasoning after the "
-            "messages before it and the parent_key; send all of them as they came, or leave the signature out"
+            f"messages.{index}: the signature does not match the reasoning, the messages before it and the parent_key; "
+            "send them unchanged, or omit the signature"
         )
+
+
+def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
+    """Return the tokens of the context with this key from this worker, its directory of KV states, or Redis.
+
+    A context counts only if its tokens have this key for the job's scope and adapters. Otherwise it is unknown, so no
+    error reveals whether another scope has the key. The context is stored in Redis for as long as the job's journal,
+    so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter, RedisError.
+    """
+    redis, settings = runtime.redis, runtime.settings
+    ttl_s = max(settings.result_ttl_s, settings.journal_ttl_s)
+    fingerprint = model.info.fingerprint
+    try:
+        tokens = model.engine.context_of(key, scope, adapters)
+    except UnknownKey as unknown:
+        context = read_context(redis, key, fingerprint, ttl_s)
+        if context is None or not _has_key(context, model, key, scope, adapters):
+            raise unknown from None
+        if context.model != fingerprint:
+            raise UnknownKey(
+                f"parent_key: {key!r} belongs to an earlier model {model.id!r}, whose tokens differ; send the whole "
+                "prompt without parent_key"
+            ) from None
+        return tuple(context.tokens)
+    keep_context(redis, key, KeptContext(fingerprint, model.engine.identity, tokens), ttl_s)
+    return tokens
+
+
+def _has_key(context: KeptContext, model: Model, key: str, scope: str, adapters: Choice) -> bool:
+    """Return whether a context has this key for a job with this scope and these adapters.
+
+    The identity in the key is that of the engine that computed the context. It may differ from this engine's, for
+    example because of another type of KV cache. The tokens are then prefilled again.
+    """
+    fingerprints = {info.name: info.fingerprint for info in model.adapters()}
+    pairs = tuple((fingerprints.get(name, ""), scale) for name, scale in adapters)
+    return Context(context.identity, pairs, scope, tuple(context.tokens)).key == key

@@ -1,4 +1,4 @@
-"""Remote control: how much of a prompt this worker has in its cache. Imported in workers only."""
+"""Report through Celery's remote control how much of a prompt is in this worker's cache. Imported in workers only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds.prefill import PrefillJob
 from cellama.tasks.contract.payloads import parse_job
 
-from .engine_request import tokens_to_read
+from .engine_request import prefill_tokens
 
 
 @inspect_command(args=[("job", dict)])  # type: ignore[untyped-decorator]
 def cellama_cached_prefix(state: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
-    """How much of what a `prefill` would read is in the cache, and in which tier."""
+    """Report how many of the tokens that a prefill would compute are in the cache, and in which tier."""
     try:
         return {"ok": cached_prefix(state.app.runtime.manager, parse_job(PrefillJob, (), (), job))}
     except (EngineError, InvalidJob) as error:
@@ -25,21 +25,21 @@ def cellama_cached_prefix(state: Any, job: dict[str, Any], **_: Any) -> dict[str
 
 
 def cached_prefix(manager: ModelManager, job: PrefillJob) -> dict[str, Any]:
-    """As `CachedPrefix` has it, but for the worker. On its main thread, which must go on soon: long texts are refused.
+    """Return the fields of `CachedPrefix` except `worker`. Raises InvalidJob, EngineError.
 
-    Raises InvalidJob, EngineError.
+    It runs on the worker's main thread, so it refuses texts that take long to tokenize.
     """
     texts = [job.prompt] if isinstance(job.prompt, str) else [message.content or "" for message in job.messages]
     num_chars = sum(map(len, texts)) + len(job.system or "")
     if num_chars > MAX_PROBE_CHARS or job.parent_key is not None:
         raise InvalidJob(
-            f"texts of up to {MAX_PROBE_CHARS} characters are looked for (these have {num_chars}), and nothing after a "
-            "parent_key; give the token ids of the whole prompt"
+            f"prompt: a text of {num_chars} characters (limit {MAX_PROBE_CHARS}) or a prompt after a parent_key is not "
+            "looked up; pass the token ids of the whole prompt"
         )
     model = manager.get(job.model)
-    tokens = tokens_to_read(model, job)
+    tokens = prefill_tokens(model, job)
     tiers = model.cached_prefix(tokens, job.cache_scope, job.adapters)
-    tier = max(tiers, key=lambda name: tiers[name])  # the fastest of those that have as much
+    tier = max(tiers, key=lambda name: tiers[name])  # of equal tiers, the first and fastest
     return {
         "prompt_tokens": len(tokens),
         "cached_tokens": tiers[tier],

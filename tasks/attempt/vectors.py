@@ -1,10 +1,14 @@
-"""Embeddings and reranking: jobs whose results are numbers. Used in workers only."""
+"""Compute embeddings and rerank documents, and encode vectors as JSON. Used in workers only."""
 
 from __future__ import annotations
 
+import base64
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cellama.config import limits
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
@@ -12,18 +16,18 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.kinds.embed import EmbedJob, EmbedResult
 from cellama.tasks.contract.kinds.rerank import Ranked, RerankJob, RerankResult
 from cellama.tasks.contract.shapes.results import Usage, usage_of
-
-from .vector_json import as_base64, as_list
+from cellama.tasks.state.encoding import Encoded
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
+DECIMALS = 8  # of numbers in unit vectors, which is the precision of float32
+_WIDTH = DECIMALS + 4  # sign or space, one digit, point, decimals, comma
 Wait = Callable[[EmbeddingHandle, float | None], None]
 
 
 def embed(model: Model, job: EmbedJob, wait: Wait) -> EmbedResult:
-    """Return the vectors of a job's texts. `wait` returns when they are computed. Raises EngineError, JobFailed."""
+    """Embed a job's texts. `wait` returns once the vectors are computed. Raises EngineError, JobFailed."""
     handle = submit_texts(model, job)
     wait(handle, job.timeout)
     return vectors_of(model, job, handle)
@@ -40,7 +44,7 @@ def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
 
 
 def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedResult:
-    """Wait until a job's texts are embedded, and return its result. Raises EngineError."""
+    """Return the result of a job whose texts are embedded. Raises EngineError."""
     embedder, vectors = model.embedder, handle.result()
     result: EmbedResult = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
     if embedder.per_token and job.encoding == "base64":
@@ -49,20 +53,23 @@ def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedRes
 
 
 def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: float) -> None:
-    """Wait for the numbers. Raises JobFailed `timeout_s` after `submitted_at` (monotonic s), EngineError."""
+    """Wait until the texts are computed. `submitted_at` is a monotonic time in seconds.
+
+    Raises JobFailed if `timeout_s` seconds have passed since `submitted_at`, and EngineError.
+    """
     remaining_s = None if timeout_s is None else max(0.0, submitted_at + timeout_s - time.monotonic())
     try:
         handle.result(remaining_s)
     except TimeoutError:
         handle.cancel()
-        message = f"the texts were not read within the timeout of {timeout_s} s; raise it, or send fewer texts"
+        message = f"timeout: {timeout_s} s have passed before all texts were computed; raise it, or send fewer texts"
         raise JobFailed("timeout", message) from None
 
 
 def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
-    """Return the documents' indices and scores, the best first and equal ones in their order.
+    """Return the indices and scores of the best documents in descending order of their scores.
 
-    Raises EngineError, JobFailed.
+    Documents with equal scores keep their order. Raises EngineError, JobFailed.
     """
     model.require("rerank")
     handle = model.reranker.submit(job.query, job.documents, truncate=job.truncate)
@@ -75,13 +82,13 @@ def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
 def _check_size(num_vectors: int, dimensions: int) -> None:
     if num_vectors * dimensions > (limit := limits.MAX_NUMBERS):
         raise InvalidRequest(
-            f"the result would hold {num_vectors} vectors of {dimensions} numbers, and the limit is {limit} "
-            "numbers: send fewer texts per job, or ask for fewer dimensions"
+            f"texts: the result would have {num_vectors} vectors of {dimensions} numbers, and the limit is {limit} "
+            "numbers; send fewer texts per job, or choose fewer dimensions"
         )
 
 
 def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> Any:
-    """Return lists of numbers, or base64 texts, as they will be in JSON."""
+    """Return the vectors as JSON arrays or as base64."""
     if job.encoding == "list":
         return [as_list(vector, unit=job.normalize) for vector in vectors]
     return [as_base64(vector) for vector in vectors]
@@ -89,3 +96,38 @@ def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> Any:
 
 def _usage(handle: EmbeddingHandle) -> Usage:
     return usage_of(prompt_tokens=sum(map(len, handle.texts)))
+
+
+def as_base64(vector: NDArray[np.float32]) -> Encoded:
+    """Encode a vector as base64 of little-endian float32, as in the OpenAI API; several vectors are concatenated."""
+    return Encoded(b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"')
+
+
+def as_list(vector: NDArray[np.float32], *, unit: bool) -> Encoded:
+    """Encode a vector as a JSON array, or several vectors of a text as an array of arrays.
+
+    Vectors of `unit` length are encoded faster, with fewer characters.
+    """
+    write = _unit_row if unit else _row
+    if vector.ndim == 1:
+        return Encoded(write(vector))
+    return Encoded(b"[" + b",".join(write(row) for row in vector) + b"]")
+
+
+def _row(row: NDArray[np.float32]) -> bytes:
+    return json.dumps(row.tolist(), separators=(",", ":")).encode()
+
+
+def _unit_row(row: NDArray[np.float32]) -> bytes:
+    """Write the numbers into a matrix of characters, one digit of all numbers at a time: 6 times as fast as `json`."""
+    magnitudes = np.abs(row.astype("f8"))
+    if not (magnitudes < 10).all():  # not of unit length, or not finite
+        return _row(row)
+    digits, tens = np.rint(magnitudes * 10**DECIMALS).astype(np.uint32), np.uint32(10)
+    text = np.empty((len(row), _WIDTH), np.uint8)
+    text[:, 0] = np.where(row < 0, ord("-"), ord(" "))
+    for column in (*range(_WIDTH - 2, 2, -1), 1):
+        digits, digit = np.divmod(digits, tens)
+        text[:, column] = digit + ord("0")
+    text[:, 2], text[:, -1] = ord("."), ord(",")
+    return b"[" + text.tobytes()[:-1] + b"]"

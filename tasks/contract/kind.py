@@ -22,4 +22,4 @@ class Kind:
     streams: bool = True  # may publish its output token by token
     keeps_journal: bool = False  # its results are events: they stay as long as results do
     shape: Callable[[Any], Any] = lambda result: result  # the result as callers get it, from the completion
-    operation: str | None = None  # what traces call it, if a model computes for it (traces/attributes.py)
+    operation: str | None = None  # what traces call it, if a model computes for it (traces/conventions.py)

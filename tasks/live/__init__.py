@@ -1,4 +1,4 @@
-"""The streams of many jobs for one event loop, over two connections to Redis (docs/adr/018-shared-subscriptions.md).
+"""Stream many jobs in one event loop over two connections to Redis (docs/adr/018-shared-subscriptions.md).
 
-May use `state`, `connection` and `contract`; api.client's AsyncClient uses it.
+May use `state`, `connection` and `contract`. `AsyncClient` uses it.
 """

@@ -1,31 +1,115 @@
-"""Streams of jobs for an event loop: any number of readers, over two connections."""
+"""Stream the events of many jobs to the readers of an event loop, over two connections.
+
+`Journals` reads the journals of all jobs over one connection. Reads that arrive during a round trip share the next one.
+`Streams` combines the journals with published messages.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from redis.asyncio import Redis
 
 from cellama.tasks.connection.connections import database_of
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import events_channel
-from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, Patience
+from cellama.tasks.state.reader import (
+    NUM_REPLIES,
+    STREAM_TIMEOUT_S,
+    EventCursor,
+    JournalPage,
+    Patience,
+    ask_for_page,
+    page_of,
+)
 
-from .journals import Journals
-from .mailbox import Mailbox, Sign
-from .subscriptions import Subscriptions
-from .wire import RedisWire, Wire
+from .subscriptions import Mailbox, RedisWire, Sign, Subscriptions, Wire
 
-MOST_QUIET_S = 8.0  # between two reads of the journal of a known job that writes nothing
+MAX_READS = 32  # per round trip, whose replies are in memory at the same time
+MAX_QUIET_S = 8.0  # seconds between two reads of the journal of a known job without new events
+
+
+@dataclass(slots=True)
+class JournalRead:
+    """A read of a job's journal from the entry `start` on."""
+
+    job_id: str
+    start: str
+    page: asyncio.Future[JournalPage]
+
+
+class Journals:
+    """Reads journals for the readers of one event loop."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._reads: deque[JournalRead] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def read(self, job_id: str, start: str) -> JournalPage:
+        """Return the state of the job, and up to PAGE entries from the id `start` on. Raises RedisError."""
+        read = JournalRead(job_id, start, asyncio.get_running_loop().create_future())
+        self._reads.append(read)
+        if self._task is None:
+            self._task = asyncio.create_task(self._work(), context=contextvars.Context())
+        return await read.page
+
+    async def close(self) -> None:
+        """Cancel all reads. Their readers get a RuntimeError."""
+        if (task := self._task) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if self._task is task:  # cancelled before it started
+                self._end([])
+
+    async def _work(self) -> None:
+        reads: list[JournalRead] = []
+        try:
+            while self._reads:
+                reads = [self._reads.popleft() for _ in range(min(MAX_READS, len(self._reads)))]
+                reads = [read for read in reads if not read.page.done()]  # the others were cancelled
+                await self._execute(reads)
+        finally:
+            self._end(reads)
+
+    def _end(self, reads: list[JournalRead]) -> None:
+        """Fail the remaining reads, because the client was closed."""
+        self._task = None
+        for read in [*reads, *self._reads]:
+            if not read.page.done():
+                read.page.set_exception(RuntimeError("the client was closed while a stream was open"))
+        self._reads.clear()
+
+    async def _execute(self, reads: list[JournalRead]) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        for read in reads:
+            ask_for_page(pipe, read.job_id, read.start)
+        try:
+            replies = await pipe.execute(raise_on_error=False)
+        except Exception as error:  # raised in the readers
+            replies = [error] * (NUM_REPLIES * len(reads))
+        for index, read in enumerate(reads):
+            if read.page.done():
+                continue
+            read_replies: list[Any] = replies[index * NUM_REPLIES : (index + 1) * NUM_REPLIES]
+            if failures := [reply for reply in read_replies if isinstance(reply, Exception)]:
+                read.page.set_exception(failures[0])
+            else:
+                read.page.set_result(page_of(read_replies))
 
 
 class Streams:
-    """All streams that are read in one event loop, as `stream_events` reads one (tasks/state/reader.py)."""
+    """The streams of all readers of one event loop, each of which behaves like `stream_events` of state/reader.py."""
 
     def __init__(self, redis: Redis, connect: Callable[[], Awaitable[Wire]] | None = None) -> None:
-        """Take over `redis`. `connect`, if given, makes the connection for published messages."""
+        """Take ownership of `redis`. `connect` replaces the connection for published messages."""
         self._redis = redis
         self._subscriptions = Subscriptions(connect or partial(RedisWire.open, redis))
         self._journals = Journals(redis)
@@ -38,23 +122,23 @@ class Streams:
         ping_s: float = math.inf,
         cursor: EventCursor | None = None,
     ) -> AsyncIterator[Event]:
-        """Yield the events of a job as `stream_events` does."""
+        """Yield the events of a job, with the arguments and errors of `stream_events`."""
         cursor = cursor or EventCursor(job_id, after)
-        patience = Patience(job_id, timeout_s, ping_s, MOST_QUIET_S)
+        patience = Patience(job_id, timeout_s, ping_s, MAX_QUIET_S)
         with self._subscriptions.mailbox(events_channel(job_id, database_of(self._redis))) as box:
-            cursor.needs_journal = False  # before the channel is subscribed to it would miss what comes meanwhile
+            cursor.needs_journal = False  # it is read once the channel is subscribed, so that no event is missed
             while not cursor.ended:
-                was = cursor.last_seq
-                for event in await self._some(cursor, box, patience):
+                last_seq = cursor.last_seq
+                for event in await self._next_events(cursor, box, patience):
                     yield event
-                if cursor.last_seq == was:
+                if cursor.last_seq == last_seq:
                     for event in patience.ping():
                         yield event
                 else:
                     patience.heard()
 
-    async def _some(self, cursor: EventCursor, box: Mailbox, patience: Patience) -> Iterable[Event]:
-        """Return the next events, from the journal when it is time to read that."""
+    async def _next_events(self, cursor: EventCursor, box: Mailbox, patience: Patience) -> Iterable[Event]:
+        """Return the next events, if any, from the mailbox or from the journal."""
         if not cursor.needs_journal:
             found = await box.get(patience.wait_s())
             if not isinstance(found, Sign):
@@ -63,12 +147,12 @@ class Streams:
                 cursor.connected_again()
             elif found is Sign.SILENCE and not patience.is_look_due():
                 return ()
-        page = await self._journals.look(cursor.job_id, cursor.journal_start)
+        page = await self._journals.read(cursor.job_id, cursor.journal_start)
         patience.looked(page.is_known)
         return cursor.from_page(page)
 
     async def close(self) -> None:
-        """End all connections. Readers that are left get a RuntimeError."""
+        """Close all connections. The remaining readers get a RuntimeError."""
         await self._subscriptions.close()
         await self._journals.close()
         await self._redis.aclose()

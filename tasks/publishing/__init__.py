@@ -1,4 +1,4 @@
-"""From what an engine tells to what a job's stream and result say.
+"""Convert the events of engines into events and results of jobs, and write these to Redis.
 
-May use: `contract`, `connection`, `state`, `broker`, and the engine. In workers only.
+May use `middleware`, `broker`, `state`, `connection` and `contract`, and the engine. Imported in workers only.
 """

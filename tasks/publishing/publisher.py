@@ -1,46 +1,202 @@
-"""The publisher thread: what engines report in one step becomes one call of Redis, fenced by each run's attempt.
+"""Publish the events of attempts: the events of one engine step are written with one call of Redis.
 
-It serves every attempt of the worker, so an event that can't be written ends the attempt that it belongs to, and no
-other. An error that belongs to no attempt ends the process: its jobs continue elsewhere, instead of waiting forever.
+The publisher thread serves all attempts of the worker. An event that can't be written ends only its own attempt. An
+error that belongs to no attempt ends the worker's process, so that its jobs resume on other workers instead of waiting
+forever. Redis accepts events of the current attempt of a job only.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 
+from cellama.config.logging import event_logger
 from cellama.engine import Finished, Pulse
 from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import LineEvent
+from cellama.tasks.contract.events import (
+    Event,
+    LineEvent,
+    OutputEvent,
+    ProvenanceFields,
+    is_output,
+    is_terminal,
+    numbered,
+)
 from cellama.tasks.middleware import Middlewares
+from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Attempt, Entry
+from cellama.tasks.state.records import Attempt, Contexts, Entry
 
-from .attempt_stream import AttemptStream, Publication, unsigned
 from .results import contexts_of, error_event, error_of, event_of, line_event_of, result_of_end
 
 if TYPE_CHECKING:
     from cellama.engine import Event as EngineEvent
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
+STRIDE = 8  # tokens per event of a job that does not stream; a resumed job recomputes at most 7 tokens
 RETRY_S = 0.5  # seconds between two writes while Redis does not accept them
-CLOSING_ATTEMPTS = 4  # writes that Redis may refuse after `hurry`: 2 s of the time that a stopping worker has
-LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
-MAX_BATCH = 1000  # events per call of Redis, which serves no other client for the milliseconds that they take
+MAX_CLOSING_WRITES = 4  # failed writes after `hurry`, which take 2 s of the time that a stopping worker has
+LINE_MARK = "\x1f"  # separates the run id of a chunk from the index of a line in the id of a request
+MAX_BATCH = 1000  # events per call of Redis, which serves no other client for some milliseconds meanwhile
 MAX_BATCH_BYTES = 8 << 20  # bytes of events per call, for the same reason; a larger event is written alone
-Numbered = tuple[str, Entry]  # with the run id
+RunEntry = tuple[str, Entry]  # run id, and an entry of its journal
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """An event of an attempt, or the failure that ends it.
+
+    With neither, the attempt is handed back: the gathered tokens are written, and nothing after them.
+    """
+
+    run_id: str
+    event: Event | None = None  # without its `seq`
+    result: Result | None = None  # with the last event of a job that succeeds
+    contexts: Contexts = ()  # with the last event of a job
+    failure: JobFailed | None = None  # instead of an event
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this is the last publication of its attempt."""
+        return self.event is None or is_terminal(self.event)
+
+
+@dataclass(slots=True)
+class AttemptStream:
+    """The events of one attempt: numbered, and gathered if the job does not stream.
+
+    Other threads call `publish` and `hand_back`, and set `details`, `sign` and `on_line` before events arrive. The rest
+    belongs to the publisher thread.
+    """
+
+    attempt: Attempt
+    control: JobControl  # interrupts the attempt if its events can't be written
+    send: Callable[[Publication], None]  # passes a publication to the publisher thread
+    streams: bool  # whether each token is an event
+    started: bool  # whether an earlier attempt has written `started`
+    on_token: Callable[[], None]  # called when a token is in Redis
+    celery_end: CeleryEnd | None
+    sign: dict[str, Callable[[str], str]]  # functions that sign reasoning, by line of a bulk run, or "" without lines
+    details: ProvenanceFields = field(default_factory=lambda: ProvenanceFields())  # fields to add to `started`
+    on_line: Callable[[int], None] = lambda line: None  # called when the end of a line is in Redis
+    # Resolves to whether the attempt has ended the job, or to the JobFailed of an event that could not be written.
+    ended: Future[bool] = field(default_factory=Future)
+    closed: bool = False  # whether further events are dropped
+    failure: JobFailed | None = None  # of an event that could not be written; later events of the engine are ignored
+    _next_seq: int = field(init=False)
+    _celery_result: Result | None = None  # result that is stored for Celery with the last event
+    _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # by index of the completion
+
+    def __post_init__(self) -> None:
+        self._next_seq = self.attempt.next_seq
+
+    # For other threads
+
+    def publish(self, event: Event, result: Result | None = None) -> None:
+        """Publish an event that the engine does not report."""
+        self.send(Publication(self.attempt.run_id, event, result))
+
+    def hand_back(self) -> None:
+        """Write the gathered tokens, and nothing after them. `ended` resolves to False."""
+        self.send(Publication(self.attempt.run_id))
+
+    # For the publisher thread
+
+    def signer(self, line: str) -> Callable[[str], str]:
+        """Return the function that signs the reasoning of a request, which by default returns empty signatures."""
+        return self.sign.get(line, unsigned)
+
+    def to_write(self, event: Event) -> Iterator[Event]:
+        """Yield the events to write when this one arrives: none if it is gathered, or several."""
+        if is_output(event) and not self.streams:
+            yield from self._gather(event)
+        elif event["type"] == "started":
+            if not self.started:
+                yield {**event, **self.details}
+        else:
+            if event["type"] == "line":
+                self._drop_gathered(event["line"])
+            yield event
+
+    def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
+        """Number the event, and return its entry. If the event can't be encoded, raise without using up the number."""
+        stored = self.celery_end.stored(result) if result is not None and self.celery_end is not None else None
+        entry = Entry(
+            job_id=self.attempt.job_id,
+            run=self.attempt.run,
+            event=numbered(event, self._next_seq),
+            result=result if stored is None else None,
+            stored=stored,
+            token="" if stored is None or self.celery_end is None else self.celery_end.token,
+            contexts=contexts,
+        )
+        if stored is not None:
+            self._celery_result = result
+        self._next_seq += 1
+        return entry
+
+    def end(self) -> None:
+        """Resolve `ended`, because the last event is in Redis."""
+        if self.celery_end is not None:
+            self.celery_end.result = self._celery_result
+        if self.failure is None:
+            self.ended.set_result(True)
+        else:
+            self.ended.set_exception(self.failure)
+
+    def rest(self) -> Iterator[OutputEvent]:
+        """Yield the events that are still gathered."""
+        for index in list(self._gathered):
+            yield self._join(index)
+
+    def _gather(self, event: OutputEvent) -> Iterator[OutputEvent]:
+        """Gather an event, and yield the joined events that are complete.
+
+        An event without tokens completes the gathered ones, because its text belongs to tokens before it.
+        """
+        index = event.get("index", 0)
+        if index in self._gathered and self._gathered[index][0]["type"] != event["type"]:
+            yield self._join(index)
+        gathered = self._gathered.setdefault(index, [])
+        gathered.append(event)
+        if not event["tokens"] or sum(len(each["tokens"]) for each in gathered) >= STRIDE:
+            yield self._join(index)
+
+    def _drop_gathered(self, line: int) -> None:
+        """Drop the gathered events of a line that has ended, because its result contains them."""
+        for index in outputs_of_line(line):
+            self._gathered.pop(index, None)
+
+    def _join(self, index: int) -> OutputEvent:
+        parts = self._gathered.pop(index)
+        joined = parts[0].copy()
+        joined["tokens"] = [token for part in parts for token in part["tokens"]]
+        if joined["type"] != "reasoning_end":
+            joined["text"] = "".join(part["text"] for part in parts if part["type"] != "reasoning_end")
+        if "logprobs" in joined:
+            joined["logprobs"] = [entry for part in parts for entry in part.get("logprobs", [])]
+        if "mirostat_mu" in parts[-1]:
+            joined["mirostat_mu"] = parts[-1]["mirostat_mu"]
+        return joined
+
+
+def unsigned(text: str) -> str:
+    """Return the signature of reasoning without a middleware that signs it."""
+    return ""
 
 
 class Publisher:
@@ -70,11 +226,11 @@ class Publisher:
         celery_end: CeleryEnd | None = None,
         sign: dict[str, Callable[[str], str]] | None = None,
     ) -> AttemptStream:
-        """Take the events of an attempt from now on.
+        """Start to accept the events of an attempt.
 
-        `control` is interrupted if the job has another attempt or an end, if its events can't be written, or if it
-        must continue from its journal, of which Redis has lost the last events. `on_token` is called, on the
-        publisher's thread, with each token that is in Redis.
+        `control` is interrupted if the job has another attempt or has ended, if an event can't be written, or if Redis
+        has lost the last events, so that the job must resume from its journal. `on_token` is called on the publisher
+        thread for each event with tokens that is in Redis.
         """
         stream = AttemptStream(
             attempt=attempt,
@@ -90,17 +246,17 @@ class Publisher:
         return stream
 
     def listener(self, model_id: str) -> Callable[[tuple[EngineEvent, ...]], None]:
-        """What an engine calls once per step; the conversion is left to the publisher's thread."""
+        """Return a listener for an engine, which calls it once per step. The publisher thread converts the events."""
         return lambda engine_events: self._inbox.put(
-            lambda: [made for event in engine_events if (made := self._convert(model_id, event)) is not None]
+            lambda: [each for event in engine_events if (each := self._convert(model_id, event)) is not None]
         )
 
     def hurry(self) -> None:
-        """The worker stops: what Redis does not take in `CLOSING_ATTEMPTS` is given up, and computed elsewhere."""
+        """Limit the failed writes to `MAX_CLOSING_WRITES`, because the worker stops and others resume its jobs."""
         self._closing.set()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write what is there, then end the thread. False if Redis did not take it in time."""
+        """Write the remaining events and stop the thread. Returns whether it stopped within the timeout."""
         self.hurry()
         self._inbox.put(None)
         self._thread.join(timeout_s)
@@ -114,24 +270,26 @@ class Publisher:
                 self.pulse.rest()
             self.pulse.close()
         except Exception as error:
-            log.critical("events can't be published any more", exc_info=True)
+            log.critical("publisher failed", exc_info=True, detail="the worker exits; other workers resume its jobs")
             self.pulse.die(f"{type(error).__name__}: {error}")
 
     def _take(self, make: Callable[[], list[Publication]] | None) -> bool:
-        """Publish this and what came after it; False once the last of all was among that."""
+        """Publish this item of the inbox and those that have arrived after it. Returns False after the last item."""
         publications: list[Publication] = []
         while make is not None:
             self.pulse.beat("events", self._streams.keys())
             publications += make()
-            if self._inbox.empty() or len(publications) >= MAX_BATCH:  # a slow Redis must not make it slower still
+            if self._inbox.empty() or len(publications) >= MAX_BATCH:  # so that no batch grows while Redis is slow
                 break
             make = self._inbox.get()
         self._publish(publications)
         return make is not None
 
     def _convert(self, model_id: str, event: EngineEvent) -> Publication | None:
-        """An engine's event in the words of the contract, or the failure of its attempt or line; None if the contract
-        has no event for it."""
+        """Convert an engine's event, or return the failure of its attempt or line if the conversion fails.
+
+        Returns None if the contract has no such event.
+        """
         run_id, mark, line = event.request_id.partition(LINE_MARK)
         if isinstance(event, Finished):
             self._middlewares.after_request(run_id, model_id, event)
@@ -139,8 +297,8 @@ class Publisher:
         sign = unsigned if stream is None else stream.signer(line)
         try:
             if mark:
-                of_line = line_event_of(event, int(line), model_id, sign)
-                return None if of_line is None else Publication(run_id, of_line)
+                line_event = line_event_of(event, int(line), model_id, sign)
+                return None if line_event is None else Publication(run_id, line_event)
             fingerprint = "" if stream is None else stream.details.get("fingerprint", "")
             return Publication(
                 run_id,
@@ -149,7 +307,7 @@ class Publisher:
                 contexts=contexts_of(event, fingerprint),
             )
         except Exception as error:
-            failure = _unforeseen(run_id, error)
+            failure = _failure_of(run_id, error)
             if mark:
                 return Publication(run_id, _line_failed(int(line), failure))
             return Publication(run_id, failure=failure)
@@ -163,11 +321,11 @@ class Publisher:
                 if stream is not None:
                     stream.ended.set_result(False)
 
-    def _entries_of(self, publication: Publication) -> list[Numbered]:
-        """What is written: nothing yet, or several entries; if the event can't be encoded, its failure."""
+    def _entries_of(self, publication: Publication) -> list[RunEntry]:
+        """Return the entries to write. If the event can't be encoded, its failure is the entry."""
         stream = self._streams.get(publication.run_id)
         if stream is None or stream.closed:
-            return []  # it is superseded, continues elsewhere, or has failed
+            return []  # the attempt was superseded or handed back, or has failed
         event, entries = publication.event, []
         try:
             if publication.is_last:
@@ -182,7 +340,7 @@ class Publisher:
                 else:
                     entries.append(stream.entry(each))
         except Exception as error:
-            failure = _unforeseen(publication.run_id, error)
+            failure = _failure_of(publication.run_id, error)
             if event is not None and event["type"] == "line":
                 entries.append(stream.entry(_line_failed(event["line"], failure)))
             else:
@@ -190,13 +348,13 @@ class Publisher:
                 entries.append(stream.entry(error_event(failure)))
         return [(publication.run_id, entry) for entry in entries]
 
-    def _write(self, entries: list[Numbered]) -> None:
-        """Write until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
-        failures_while_closing = 0
+    def _write(self, entries: list[RunEntry]) -> None:
+        """Write entries, and retry until Redis accepts them. Entries have ids, so writing them twice is harmless."""
+        num_closing_writes = 0
         with redis_waits.of("the publisher of events") as waits:
-            while entries and failures_while_closing < CLOSING_ATTEMPTS:
+            while entries and num_closing_writes < MAX_CLOSING_WRITES:
                 try:
-                    self.pulse.rest()  # the time that Redis takes is no fault of this thread
+                    self.pulse.rest()  # the watchdog must not count the time that Redis takes
                     superseded, gaps = self._ledger.write([entry for _, entry in entries])
                     self.pulse.beat("events", self._streams.keys())
                     return self._settle(entries, superseded, gaps)
@@ -204,38 +362,42 @@ class Publisher:
                     if not is_passing(error):
                         return self._write_one_by_one(entries, error)
                     waits(error)
-                failures_while_closing += self._closing.is_set()
+                num_closing_writes += self._closing.is_set()
                 time.sleep(RETRY_S)
         if entries:
-            log.error("%d events were not written: Redis did not accept them before the worker ended", len(entries))
+            log.error(
+                "events not written",
+                num_events=len(entries),
+                detail="Redis did not accept them before the worker stopped; other workers resume the jobs",
+            )
             for run_id in {run_id for run_id, _ in entries}:
-                self._give_up(run_id, Interruption.SUPERSEDED)
+                self._abandon(run_id, Interruption.SUPERSEDED)
         return None
 
-    def _write_one_by_one(self, entries: list[Numbered], error: RedisError) -> None:
-        """An event that Redis refuses delays no other."""
+    def _write_one_by_one(self, entries: list[RunEntry], error: RedisError) -> None:
+        """Write the entries separately, so that an event that Redis refuses ends only its own attempt."""
         if len(entries) == 1:
-            log.error("Redis refuses an event of run %s: %s", entries[0][0], error)
-            self._give_up(entries[0][0], Interruption.SUPERSEDED)
+            log.error("event refused by Redis", run=entries[0][0], detail=f"{error}; the attempt is abandoned")
+            self._abandon(entries[0][0], Interruption.SUPERSEDED)
         else:
             for each in entries:
                 self._write([each])
 
-    def _settle(self, entries: list[Numbered], superseded: set[int], gaps: set[int]) -> None:
-        """The entries are written, except for those at these places."""
-        for place, (run_id, entry) in enumerate(entries):
+    def _settle(self, entries: list[RunEntry], superseded: set[int], gaps: set[int]) -> None:
+        """Handle written entries. Redis has refused those with an index in `superseded` or `gaps`."""
+        for index, (run_id, entry) in enumerate(entries):
             stream = self._streams.get(run_id)
             if stream is None:
                 continue
-            if place in superseded:
-                log.warning("run %s is superseded: its job has another attempt, or an end", run_id)
-                self._give_up(run_id, Interruption.SUPERSEDED)
-            elif place in gaps:
-                log.warning("Redis has lost events of run %s: the job continues from those that it has", run_id)
-                self._give_up(run_id, Interruption.HANDED_BACK)
+            if index in superseded:
+                log.warning("attempt superseded", run=run_id, detail="the job has another attempt, or has ended")
+                self._abandon(run_id, Interruption.SUPERSEDED)
+            elif index in gaps:
+                log.warning("journal has gaps", run=run_id, detail="Redis lost events; the job resumes from the rest")
+                self._abandon(run_id, Interruption.HANDED_BACK)
             elif entry.event_class == "terminal":
                 del self._streams[run_id]
-                stream.end()  # first: who is interrupted asks for it
+                stream.end()  # before the interruption, after which the job's thread reads `ended`
                 if stream.failure is not None:
                     stream.control.interrupt(Interruption.FAILED)
             elif entry.event_class == "progress":
@@ -243,16 +405,16 @@ class Publisher:
                 if entry.event["type"] == "line":
                     stream.on_line(entry.event["line"])
 
-    def _give_up(self, run_id: str, reason: Interruption) -> None:
+    def _abandon(self, run_id: str, reason: Interruption) -> None:
         stream = self._streams.pop(run_id, None)
         if stream is not None:
-            stream.control.interrupt(reason)  # before conclusions are drawn from the end
+            stream.control.interrupt(reason)  # before `ended`, after which the job's thread reads the reason
             stream.ended.set_result(False)
 
 
-def _pages(entries: list[Numbered]) -> Iterator[list[Numbered]]:
-    """The entries in their order, in pages that Redis takes in one call."""
-    page: list[Numbered] = []
+def _pages(entries: list[RunEntry]) -> Iterator[list[RunEntry]]:
+    """Split entries into pages that fit into one call of Redis."""
+    page: list[RunEntry] = []
     num_bytes = 0
     for each in entries:
         if page and (len(page) == MAX_BATCH or num_bytes + each[1].num_bytes > MAX_BATCH_BYTES):
@@ -264,11 +426,11 @@ def _pages(entries: list[Numbered]) -> Iterator[list[Numbered]]:
         yield page
 
 
-def _unforeseen(run_id: str, error: Exception) -> JobFailed:
+def _failure_of(run_id: str, error: Exception) -> JobFailed:
     if isinstance(error, JobFailed):
         return error
-    log.error("an event of run %s can't be written", run_id, exc_info=error)
-    return JobFailed("internal_error", f"an event could not be written: {type(error).__name__}: {error}")
+    log.error("event not encoded", run=run_id, exc_info=error)
+    return JobFailed("internal_error", f"an event could not be written ({type(error).__name__}: {error})")
 
 
 def _line_failed(line: int, failure: JobFailed) -> LineEvent:

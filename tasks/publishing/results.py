@@ -21,9 +21,9 @@ from cellama.tasks.state.history import Output, Past, outputs_of_line
 Sign = Callable[[str], str]  # the signature of reasoning
 USAGE = tuple(field.name for field in fields(engine.Usage))
 TIMINGS = tuple(field.name for field in fields(engine.Timings))
-CALL_ID_CHARS = 9  # what Mistral's templates insist on
-MAX_WARNINGS = 32  # of a result: more than a person reads
-MAX_WARNING_CHARS = 300  # of each: names of properties may be long
+CALL_ID_CHARS = 9  # the length that Mistral's templates require
+MAX_WARNINGS = 32  # per result, more than anyone reads
+MAX_WARNING_CHARS = 300  # per warning, because names of properties may be long
 
 
 def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Event:
@@ -38,8 +38,8 @@ def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Even
             details["mirostat_mu"] = event.mirostat_mu
         if event.kind == "reasoning_end":
             return events.reasoning_end(sign(event.text), list(event.tokens), **details)
-        tell = events.token if event.kind == "text" else events.reasoning
-        return tell(event.text, list(event.tokens), **details)
+        make_event = events.token if event.kind == "text" else events.reasoning
+        return make_event(event.text, list(event.tokens), **details)
     return _terminal_event(event)
 
 
@@ -65,12 +65,12 @@ def _terminal_event(event: Finished) -> TerminalEvent:
 
 
 def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResult:
-    """The result of a generation job: its first completion, and all of them as `choices` if there are several.
+    """Return the result of a generation: the first completion, and all completions as `choices` if there are several.
 
-    What only chats have stands beside the text until `with_messages` puts it into the message.
+    Fields that only chats have are next to the text, until `with_messages` moves them into the message.
     """
     with_tokens = completion.context_tokens is not None
-    made: Any = {
+    fields_of_result: Any = {
         **_choice(completion, sign, with_tokens),
         "usage": _usage(completion),
         "timings": _timings(completion),
@@ -81,10 +81,10 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
         "cache_hit_kind": completion.usage.cache_hit_kind,
     }
     if completion.context_tokens is not None:
-        made["context_tokens"] = list(completion.context_tokens)
+        fields_of_result["context_tokens"] = list(completion.context_tokens)
     if completion.warnings:
-        made["warnings"] = _warnings(completion)
-    result = cast(GenerateResult, made)
+        fields_of_result["warnings"] = _warnings(completion)
+    result = cast(GenerateResult, fields_of_result)
     if completion.alternatives:
         result["choices"] = [
             cast(CompletionChoice, {"index": choice.index, **_choice(choice, sign, with_tokens)})
@@ -94,7 +94,7 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
 
 
 def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResult | None:
-    """Return the result that comes with the end of a request that did not fail; None with any other event."""
+    """Return the result of a request that has finished, or None if the event is not such an end."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
         return None
@@ -102,18 +102,20 @@ def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResu
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
-    """Return the contexts of a request's completions by key, to be kept with its end. They share a prompt, which is
-    kept once."""
+    """Return the contexts of a request's completions by key, to store with its end.
+
+    The completions share a prompt, which is stored only once.
+    """
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.context is None:
         return ()
     first = completion.context
-    kept = {first.key: pack(KeptContext(fingerprint, first.identity, first.tokens))}
+    packed = {first.key: pack(KeptContext(fingerprint, first.identity, first.tokens))}
     for other in (choice.context for choice in completion.alternatives):
-        if other is not None and other.key not in kept:
+        if other is not None and other.key not in packed:
             context = KeptContext(fingerprint, other.identity, other.tokens)
-            kept[other.key] = pack_after(context, first.key, len(other.prompt))
-    return tuple(kept.items())
+            packed[other.key] = pack_after(context, first.key, len(other.prompt))
+    return tuple(packed.items())
 
 
 def _choice(completion: Completion, sign: Sign, with_tokens: bool) -> dict[str, Any]:
@@ -136,19 +138,19 @@ def _choice(completion: Completion, sign: Sign, with_tokens: bool) -> dict[str, 
 
 
 def _warnings(completion: Completion) -> list[str]:
-    """Return the first warnings: a schema may have thousands of keywords that are not enforced."""
-    shown = [valid_text(warning[:MAX_WARNING_CHARS]) for warning in completion.warnings[:MAX_WARNINGS]]
-    more = len(completion.warnings) - len(shown)
-    return [*shown, f"and {more} more"] if more else shown
+    """Return the first warnings, because a schema may have thousands of keywords that are not enforced."""
+    first = [valid_text(warning[:MAX_WARNING_CHARS]) for warning in completion.warnings[:MAX_WARNINGS]]
+    num_more = len(completion.warnings) - len(first)
+    return [*first, f"and {num_more} more"] if num_more else first
 
 
 def _tool_calls(completion: Completion) -> list[ToolCall]:
-    """Return the calls in OpenAI's format. Their ids depend on the output alone, so event and result have the same."""
+    """Return the calls in OpenAI's format. Ids depend only on the output, so they are the same in event and result."""
     calls: list[ToolCall] = []
-    for place, call in enumerate(completion.tool_calls):
-        name = hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS]
+    for index, call in enumerate(completion.tool_calls):
+        call_id = hashlib.sha256(f"{completion.seed} {index} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS]
         function: Function = {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}
-        calls.append({"id": name, "type": "function", "function": function})
+        calls.append({"id": call_id, "type": "function", "function": function})
         if call.is_partial:
             calls[-1]["partial"] = True
     return calls
@@ -168,7 +170,7 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
 
 
 def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> Event | None:
-    """Return the slice's event for an engine's event of one of its lines; None if there is none."""
+    """Return the event of a chunk for an engine's event of one of its lines, or None if there is no such event."""
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):
@@ -180,12 +182,12 @@ def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> E
 
 
 def error_of(failure: JobFailed | InvalidJob) -> Failure:
-    """Return the failure as the event of a line has it."""
+    """Return a failure in the format of a line's event."""
     return {"code": failure.code, "message": str(failure), "retryable": failure.retryable}
 
 
 def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
-    """Return what an engine needs to resume where earlier attempts of a job, or of a line, ended."""
+    """Return the tokens of earlier attempts at a job or line, from which an engine resumes; empty if there are none."""
     outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
     if not any(output.tokens for output in outputs):
         return ()
@@ -196,7 +198,7 @@ def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
 
 def _logprob(entry: Logprob) -> TokenLogprob:
     top = tuple((int(t), float(p)) for t, p in entry["top"])
-    texts = entry.get("text", ""), tuple(entry.get("top_texts", ()))  # a journal may be from before there were any
+    texts = entry.get("text", ""), tuple(entry.get("top_texts", ()))  # journals of older versions have no texts
     return TokenLogprob(entry["token"], entry["logprob"], top, *texts)
 
 

@@ -1,5 +1,5 @@
-"""Spans of jobs for OpenTelemetry, and how their context travels (docs/adr/024-traces.md).
+"""Create the spans of jobs for OpenTelemetry, and pass their context on in headers (docs/adr/024-traces.md).
 
-`carrier`, `gate` and `attributes` need no package beside Python's; the others are imported once the setting `traces` is
-on (`cellama[otel]`). May use: `contract`.
+`gate` and `conventions` have no dependencies. `tracing` needs the extra `cellama[otel]`, and is imported only if the
+setting `traces` is true. May use `contract`.
 """

@@ -1,4 +1,4 @@
-"""Whether this process makes spans, and the one that a sending of jobs has."""
+"""Create the spans of producers, if the setting `traces` is true, and read the context of the current span."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from celery import current_task
 
 from cellama.config import SettingsError, get_settings
 
-from .carrier import NAMES, TRACEPARENT, carried
+from .conventions import NAMES, TRACEPARENT, carried
 
 if TYPE_CHECKING:
     from .tracing import Tracing
 
-REMEDY = "traces is on and needs OpenTelemetry: `pip install 'cellama[otel]'`, or turn it off"
+REMEDY = "traces: true needs OpenTelemetry; run `pip install 'cellama[otel]'`, or set traces to false"
 
 
 def tracing() -> Tracing | None:
-    """What this process makes spans with; None: the setting `traces` is off. Raises SettingsError."""
+    """Return the tracing of this process, or None if the setting `traces` is false. Raises SettingsError."""
     settings = get_settings()
     return _tracing(settings.trace_contents) if settings.traces else None
 
@@ -36,10 +36,11 @@ def _tracing(contents: bool) -> Tracing:
 
 @contextlib.contextmanager
 def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """A span of the sending of these jobs, whose messages have its context as headers; nothing without `traces`.
+    """Create a span that covers sending these jobs, and add its context to the headers of their messages.
 
-    `options` are Celery's, with `task_id` and `headers`. Above it is what the caller says in the headers of the first
-    job, else the span that is current here, else the job that runs here, whose next step this is.
+    `options` are Celery's options of each job, with `task_id` and `headers`. The parent of the span is the context in
+    the headers of the first job, else the current span, else the job that runs on this thread and sends its next task.
+    Does nothing if the setting `traces` is false.
     """
     traces = tracing() if options else None
     if traces is None:
@@ -47,8 +48,8 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         return
     request = getattr(current_task, "request", None)
     running = {name: getattr(request, name, None) for name in NAMES}
-    above = carried(options[0]["headers"])
-    with traces.sending(options, above=above, else_above=carried(running)) as headers:
+    context = carried(options[0]["headers"])
+    with traces.sending(options, context, fallback=carried(running)) as headers:
         for each in options:
             each["headers"].update(headers)
         yield
@@ -56,24 +57,27 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spanning(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """A span over all that is sent in here, below the context of these headers, else the current span; with what
-    carries its own context elsewhere. Nothing without `traces`."""
+    """Create a span for the body of the `with` statement, and yield the headers that carry its context.
+
+    Its parent is the context in `headers`, else the current span. If the setting `traces` is false, there is no span,
+    and the headers are empty.
+    """
     traces = tracing()
     if traces is None:
         yield {}
         return
-    above = carried(headers)
-    with traces.tracer.start_as_current_span(name, context=traces.parent(above) if above else None) as span:
+    context = carried(headers)
+    with traces.tracer.start_as_current_span(name, context=traces.parent(context) if context else None) as span:
         yield traces.headers_of(span)
 
 
 def headers_here() -> dict[str, str]:
-    """What carries the context of the current span elsewhere; nothing without `traces`, or without a span."""
+    """Return the headers that carry the context of the current span, or an empty dict without a span."""
     traces = tracing()
     return {} if traces is None else traces.headers_of()
 
 
 def trace_id_here() -> str:
-    """As logs have it; empty if there is none."""
+    """Return the id of the current trace as logs have it, or "" without a trace."""
     traceparent = headers_here().get(TRACEPARENT, "")
     return traceparent.split("-")[1] if traceparent else ""

@@ -1,4 +1,4 @@
-"""A worker process: its models, and the threads that look after jobs and after the worker itself.
+"""The models of a worker process, and the threads that maintain jobs and the worker itself.
 
-May use: `publishing`, `app`, and what is above these; the engine. In workers only.
+May use `publishing`, `middleware`, `app` and lower layers, and the engine. Imported in workers only.
 """

@@ -1,8 +1,8 @@
-"""Celery's remote control of a worker: load, unload and change models and adapters. Imported in workers only.
+"""Remote control commands of a worker, which load, unload and change models and adapters. Imported in workers only.
 
-Commands run on the worker's main thread. Each returns at once, and the worker's registry entry reports its result. When
-a command is done, the desired state is changed (docs/adr/012-pools.md): that of the worker's pool, so that its other
-workers follow, or with `whole_pool` false that of this worker alone.
+Commands run on the worker's main thread. Each returns immediately, and the worker's registry entry reports its result.
+A command that succeeds also changes the desired state (docs/adr/012-pools.md). It changes that of the worker's pool, so
+that the other workers follow, or that of this worker alone if `whole_pool` is false.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .desired_state import (
 )
 from .model_loading import STOP_INTAKE_S, ModelLoader
 
-Reply = dict[str, Any]  # what was started, and when by this worker's clock; or an error
-WRITE_RETRY_S = 1.0  # while Redis is away
+Reply = dict[str, Any]  # the summary of the command and the time by this worker's clock, or an error
+WRITE_RETRY_S = 1.0  # seconds between two writes while Redis is unreachable
 
 
 class ModelChanges:
-    """What commands change on this worker, and in the desired state of the worker or of its pool."""
+    """Changes the models of this worker, and the desired state of the worker or of its pool."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ModelChanges:
         record: DesiredStateRecord,
         num_waiting: Callable[[str], int],
     ) -> None:
-        """`num_waiting` counts the jobs of a queue that have no slot."""
+        """`num_waiting` counts the jobs of a queue that wait for a slot."""
         self._manager = manager
         self._consumer = consumer
         self._loader = loader
@@ -59,7 +59,7 @@ class ModelChanges:
         self._num_waiting = num_waiting
 
     def _start(self, key: Key, action: Callable[[], object], override: Override | None, *, whole_pool: bool) -> None:
-        """Run an action in the background, and change the desired state once it is done, unless that has changed."""
+        """Run an action in the background, then write the override, unless the entry has changed meanwhile."""
         before = self._record.text_of(key, whole_pool=whole_pool)
 
         def act() -> None:
@@ -68,10 +68,10 @@ class ModelChanges:
                 self._write(key, override, whole_pool=whole_pool, before=before)
             self._record.end_load(key)
 
-        self._loader.start_anew(key_text(key), act)
+        self._loader.start_command(key_text(key), act)
 
     def _write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
-        """Write an entry of the desired state as soon as Redis accepts it, because what it says is already done."""
+        """Write an entry of the desired state, and retry until Redis accepts it, because the change is made already."""
         with redis_waits.of("the desired state") as waits:
             while True:
                 try:
@@ -83,7 +83,7 @@ class ModelChanges:
                     time.sleep(WRITE_RETRY_S)
 
     def load(self, model: dict[str, Any], *, whole_pool: bool = True) -> None:
-        """Start to load a model, given as a `[[models]]` table. Its jobs are taken once it is loaded."""
+        """Start to load a model from the fields of a `[[models]]` table. Its jobs are taken once it is loaded."""
         settings = ModelSettings(**model)
         key = model_key(settings.id)
         override, loaded = override_in(self._record.read(), key), self._loader.models().get(settings.id)
@@ -93,11 +93,11 @@ class ModelChanges:
                 return
         elif desired is not None and whole_pool:
             raise IdTaken(
-                f"model {settings.id!r} was loaded by command from {desired.source!r}; choose another id, or unload it "
-                "first"
+                f"model id {settings.id!r} is taken by a model loaded from {desired.source!r}; choose another id, or "
+                "unload that model first"
             )
         is_loaded = loaded is not None and loads_the_same(desired or loaded, settings)
-        is_of_settings = is_loaded and override is None  # it needs no entry
+        is_in_settings = is_loaded and override is None
 
         def load() -> None:
             if not is_loaded:
@@ -106,13 +106,13 @@ class ModelChanges:
                 self._write(DEFAULT_KEY, Override(default=settings.id), whole_pool=whole_pool)
                 self._manager.set_default(settings.id)
 
-        self._start(key, load, None if is_of_settings else Override(model=settings), whole_pool=whole_pool)
+        self._start(key, load, None if is_in_settings else Override(model=settings), whole_pool=whole_pool)
 
     def unload(self, model_id: str, timeout_s: float, *, whole_pool: bool = True) -> None:
-        """Take no more jobs of a model, and start to unload it after its last job.
+        """Stop taking jobs of a model, and unload it in the background after its last job. Raises UnknownModel.
 
-        A model that is desired and not loaded is not desired any more; if its load runs just now, it is unloaded
-        afterwards. Raises UnknownModel.
+        If the model is desired and not loaded, it is only removed from the desired state. If it is loading, it is
+        unloaded afterwards.
         """
         key = model_key(model_id)
         override = override_in(self._record.read(), key)
@@ -123,15 +123,15 @@ class ModelChanges:
                 self._loader.failed.pop(key_text(key), None)
                 self._record.write(key, Override(gone=True), whole_pool=whole_pool)
                 return
-        self._manager.get(model_id)  # raises UnknownModel
+        self._manager.get(model_id)
         queues = self._loader.stop_intake(model_id)
         drain = partial(self._loader.drain, model_id, queues, timeout_s)
         self._start(key, drain, Override(gone=True), whole_pool=whole_pool)
 
     def evict(self, model_id: str) -> None:
-        """Unload an idle model to make room, on the thread of the load that needs it. Raises ModelBusy."""
+        """Unload an idle model to free memory, on the thread of the load that needs it. Raises ModelBusy."""
         if self._num_waiting(queue_name(model_id)):
-            raise ModelBusy(f"jobs wait for model {model_id!r}")
+            raise ModelBusy(f"model {model_id!r} is needed by waiting jobs")
         key = model_key(model_id)
         self._loader.busy.add(key_text(key))
         try:
@@ -148,7 +148,8 @@ class ModelChanges:
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
         """Serve jobs for `:default` from this model. Raises UnknownModel."""
         self._manager.get(model_id)
-        self._record.write(DEFAULT_KEY, Override(default=model_id), whole_pool=whole_pool)  # before it is reconciled
+        # The entry first, else reconciling could undo the change.
+        self._record.write(DEFAULT_KEY, Override(default=model_id), whole_pool=whole_pool)
         self._manager.set_default(model_id)
         self._consumer.add_task_queue(queue_name(DEFAULT_MODEL))
         self._loader.on_change()
@@ -157,26 +158,27 @@ class ModelChanges:
         """Start to load a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         override, adapter = override_in(self._record.read(), key), AdapterSettings(source=source, scale=scale)
-        is_coming = key_text(key) in self._loader.busy or self._loader.adapters().get(key) == adapter
-        if override is not None and override.adapter == adapter and is_coming:
+        is_loaded_soon = key_text(key) in self._loader.busy or self._loader.adapters().get(key) == adapter
+        if override is not None and override.adapter == adapter and is_loaded_soon:
             return
         model.engine.adapters.check_new(name, scale)
         load = partial(model.load_adapter, name, source, scale)
         self._start(key, load, Override(adapter=adapter), whole_pool=whole_pool)
 
     def set_adapter_scale(self, model_id: str, name: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Set the scale of an adapter for jobs that do not choose one. Raises UnknownModel, UnknownAdapter, …"""
+        """Set the scale of an adapter for jobs that choose no adapters. Raises UnknownModel, UnknownAdapter."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         model.engine.adapters.check_scale(name, scale)
         adapter = AdapterSettings(source=self._loader.adapters()[key].source, scale=scale)
-        self._record.write(key, Override(adapter=adapter), whole_pool=whole_pool)  # before it is reconciled
+        self._record.write(key, Override(adapter=adapter), whole_pool=whole_pool)  # first, as in `set_default`
         model.set_adapter_scale(name, scale)
         self._loader.on_change()
 
     def unload_adapter(self, model_id: str, name: str, timeout_s: float, *, whole_pool: bool = True) -> None:
-        """Give an adapter to no more jobs, and start to unload it after the last one that has it.
+        """Refuse new jobs for an adapter, and unload it in the background after its last job.
 
-        An adapter that is desired and not loaded is not desired any more. Raises UnknownModel, UnknownAdapter.
+        If the adapter is desired and not loaded, it is only removed from the desired state. Raises UnknownModel,
+        UnknownAdapter.
         """
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         override = override_in(self._record.read(), key)
@@ -190,13 +192,13 @@ class ModelChanges:
 
 
 def _register(command: str, change: Callable[..., None], /, **arguments: type) -> None:
-    """Make a method of `ModelChanges` a command of Celery's remote control, with these arguments and `whole_pool`."""
+    """Register a method of `ModelChanges` as a remote control command with these arguments and `whole_pool`."""
     summary = (change.__doc__ or "").partition("\n")[0]
 
     @control_command(name=command, args=list(arguments.items()), help=summary)  # type: ignore[untyped-decorator]
-    def run(state: Any, whole_pool: bool = True, **given: Any) -> Reply:
+    def run(state: Any, whole_pool: bool = True, **options: Any) -> Reply:
         try:
-            values = {argument: given[argument] for argument in arguments}
+            values = {argument: options[argument] for argument in arguments}
             change(state.app.runtime.changes, **values, whole_pool=whole_pool)
         except EngineError as error:
             return {"error": str(error), "code": error.code}

@@ -1,15 +1,14 @@
-"""The desired state of a worker: the models of its settings, changed by what commands asked for at run time.
+"""The desired state of a worker: the models of its settings, and the changes that commands made at run time.
 
 Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each is a hash from a
-key (a model, an adapter of a model, or the default model) to the settings that the key must have, or to the note that
-it must be gone. An entry for the worker overrides the entry for its pool, which overrides the settings. The functions
-are pure, and `DesiredStateRecord` reads and writes Redis. docs/adr/012-pools.md has the reasons.
+key (a model, an adapter of a model, or the default model) to the settings that the key must have, or to a note that it
+must be absent. An entry for the worker overrides the entry for its pool, which overrides the settings. The functions
+are pure, and `DesiredStateRecord` reads and writes Redis. docs/adr/012-pools.md gives the reasons.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
+from cellama.config.logging import event_logger
 from cellama.config.settings import AdapterSettings
 from cellama.engine import ModelLoadFailed
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
@@ -27,15 +27,17 @@ from cellama.tasks.contract.keys import trials_key, wanted_key
 from cellama.tasks.contract.names import failure_key
 from cellama.tasks.state.scripts import run_script
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Key = tuple[str, ...]  # ("model", id), ("adapter", id of its model, name) or ("default",)
 Origin = Literal["settings", "pool", "worker"]
 DEFAULT_KEY: Key = ("default",)
-NUM_PARTS = {"model": 2, "adapter": 3, "default": 1}  # of the keys of each kind
-KEPT_S = 30 * 86400  # a record without workers, or a note that something is gone: longer than a machine is away
-MAX_LOADS = 3  # that end the process, in a row: one crash may have another cause, such as a lack of memory
-LOADS_KEPT_S = 86400  # then the load is tried again, because the file or the machine may be another one by then
+NUM_PARTS = {"model": 2, "adapter": 3, "default": 1}  # length of the keys of each kind
+# Seconds to keep the record of a pool without workers, or a note that something is absent. Machines are rarely switched
+# off for longer.
+RECORD_TTL_S = 30 * 86400
+MAX_CRASHED_LOADS = 3  # consecutive loads that crash the process; one crash may have another cause, such as low memory
+CRASHED_LOADS_TTL_S = 86400  # then the load is retried, because the file or the machine may have changed
 
 
 def model_key(model_id: str) -> Key:
@@ -47,39 +49,39 @@ def adapter_key(model_id: str, name: str) -> Key:
 
 
 def key_text(key: Key) -> str:
-    """Return the name of a key in a worker's failures."""
+    """Return the name under which a worker reports failures of a key."""
     return failure_key(*key[1:]) if len(key) > 1 else key[0]
 
 
 def field_of(key: Key) -> bytes:
-    """Return the field of a key in Redis."""
+    """Return the name of a key's field in Redis."""
     return json.dumps(key, separators=(",", ":")).encode()
 
 
 def key_of(name: bytes) -> Key:
-    """Return the key of a field in Redis. Raises ValueError."""
+    """Return the key of a field in Redis. Raises ValueError if the field is not a key."""
     parts = json.loads(name)
     if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
-        raise ValueError("it is not a list of strings")
+        raise ValueError("the key is not a list of strings")
     key = tuple(parts)
     if NUM_PARTS.get(key[0] if key else "") != len(key) or field_of(key) != name:
-        raise ValueError("it is not a key of a model, of an adapter or of the default model")
+        raise ValueError("the key does not name a model, an adapter or the default model")
     return key
 
 
 class Override(BaseModel):
-    """The entry of a key: one of `model`, `adapter` and `default` is what the key must have, or it must be `gone`."""
+    """The entry of a key, which sets exactly one of `model`, `adapter`, `default` and `gone`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    at: float = Field(default=0.0, allow_inf_nan=False)  # unix seconds by Redis' clock
-    gone: bool = False
+    at: float = Field(default=0.0, allow_inf_nan=False)  # unix time in seconds, by Redis' clock
+    gone: bool = False  # whether the model or the adapter must be absent
     model: ModelSettings | None = None
     adapter: AdapterSettings | None = None
     default: str | None = None
 
     def text(self) -> str:
-        """Return its JSON without the model's token of the hub, because the file is in the hub's cache."""
+        """Return the entry as JSON, without the model's `hub_token`, because the file is in the hub's cache."""
         fields = self.model_dump(mode="json", exclude={"model"}, exclude_defaults=True)
         if self.model is not None:
             fields["model"] = self.model.model_dump(mode="json", exclude={"hub_token", "default"}, exclude_unset=True)
@@ -87,17 +89,17 @@ class Override(BaseModel):
 
 
 def override_of(key: Key, text: bytes | str) -> Override:
-    """Return the entry of a key from its JSON. Raises ValueError."""
+    """Parse the entry of a key from JSON. Raises ValueError."""
     override = Override.model_validate_json(text)
     given = [kind for kind in NUM_PARTS if getattr(override, kind) is not None]
     if given != ([] if override.gone else [key[0]]):
-        raise ValueError(f"it must have `{key[0]}`, or `gone`, and nothing else")
+        raise ValueError(f"the entry must set either `{key[0]}` or `gone`")
     if override.model is not None and override.model.id != key[1]:
-        raise ValueError(f"it is of another model, {override.model.id!r}")
+        raise ValueError(f"the entry belongs to another model, {override.model.id!r}")
     return override
 
 
-Overrides = Mapping[Key, tuple[Override, Origin]]  # the entries that count for a worker
+Overrides = Mapping[Key, tuple[Override, Origin]]  # the entries that apply to a worker
 
 
 def override_in(overrides: Overrides, key: Key) -> Override | None:
@@ -106,16 +108,16 @@ def override_in(overrides: Overrides, key: Key) -> Override | None:
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """What a worker must have. `origins` tells by whom each model and adapter is desired."""
+    """The models and adapters that a worker must have."""
 
-    models: Mapping[str, ModelSettings]  # with all their adapters
+    models: Mapping[str, ModelSettings]  # by id, with all their adapters
     adapters: Mapping[Key, AdapterSettings]
-    origins: Mapping[Key, Origin]
-    default: str | None  # None: the manager chooses
+    origins: Mapping[Key, Origin]  # the settings or the record that desire each model and adapter
+    default: str | None  # id of the default model; None leaves the choice to the manager
 
 
 def desired_state(settings: Settings, overrides: Overrides) -> DesiredState:
-    """Return what a worker with these settings must have."""
+    """Apply overrides to the settings of a worker."""
     models = {model.id: model for model in settings.models}
     origins: dict[Key, Origin] = {model_key(model_id): "settings" for model_id in models}
     for key, (override, origin) in overrides.items():
@@ -143,7 +145,7 @@ def desired_state(settings: Settings, overrides: Overrides) -> DesiredState:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """One action that brings a worker nearer to its desired state."""
+    """One action that brings a worker closer to its desired state."""
 
     action: Literal["load", "unload", "scale"]
     key: Key
@@ -152,16 +154,16 @@ class Correction:
 def corrections(
     desired: DesiredState, models: Mapping[str, ModelSettings], adapters: Mapping[Key, AdapterSettings]
 ) -> Iterator[Correction]:
-    """Yield what is to be done on a worker with these models and adapters: first what frees memory, then the loads.
+    """Yield the actions that a worker with these models and adapters needs. Those that free memory come first.
 
-    The adapters in `models` don't count, because `adapters` has them as they are now.
+    The adapters in `models` are ignored, because `adapters` has the current ones.
     """
     for model_id, model in models.items():
         if model_id not in desired.models or not loads_the_same(desired.models[model_id], model, adapters=False):
             yield Correction("unload", model_key(model_id))
     for key, adapter in adapters.items():
         if key[1] not in desired.models:
-            continue  # it is unloaded with its model
+            continue  # the adapter is unloaded with its model
         if key not in desired.adapters or desired.adapters[key].source != adapter.source:
             yield Correction("unload", key)
         elif desired.adapters[key].scale != adapter.scale:
@@ -175,47 +177,47 @@ def corrections(
 
 
 def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool = True) -> bool:
-    """Return whether both settings load the same model, with the same adapters unless these don't count."""
+    """Return whether both settings load the same model, and with `adapters` also the same adapters."""
     ignored = {"id", "default", "hub_token", *(() if adapters else ("adapters",))}
     return one.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
 
 
 class DesiredStateRecord:
-    """The records in Redis of a worker and of its pool. Safe from any thread. Each method may raise RedisError."""
+    """The records of a worker and of its pool in Redis. Any thread may use it. Each method may raise RedisError."""
 
     def __init__(self, redis: Redis, pool: str, worker: str) -> None:
         self._redis = redis
-        self._pool, self._own = wanted_key("pool", pool), wanted_key("worker", worker)
+        self._pool, self._worker = wanted_key("pool", pool), wanted_key("worker", worker)
         self._loads = trials_key(worker)
-        self._fields: dict[str, dict[bytes, bytes]] = {self._pool: {}, self._own: {}}  # as they were read last
-        self._logged: set[bytes] = set()  # fields that are not keys
+        self._fields: dict[str, dict[bytes, bytes]] = {self._pool: {}, self._worker: {}}  # as read last
+        self._logged: set[bytes] = set()  # unreadable fields
         self._lock = threading.Lock()
 
     def read(self) -> Overrides:
-        """Read both records, and remove notes of what has been gone for long.
+        """Read both records, and remove old notes that something must be absent.
 
-        If Redis has lost a whole record, the one that was read last is written again.
+        If Redis has lost a whole record, it is restored from the last read.
         """
         with self._lock:
             with self._redis.pipeline(transaction=False) as pipeline:
                 pipeline.time()
-                for record in (self._pool, self._own):
+                for record in (self._pool, self._worker):
                     pipeline.hgetall(record)
-                    pipeline.expire(record, KEPT_S)
-                time, pool, _, own, _ = pipeline.execute()
+                    pipeline.expire(record, RECORD_TTL_S)
+                time, of_pool, _, of_worker, _ = pipeline.execute()
             overrides: dict[Key, tuple[Override, Origin]] = {}
             records: list[tuple[str, dict[bytes, bytes], Origin]]
-            records = [(self._pool, pool, "pool"), (self._own, own, "worker")]
+            records = [(self._pool, of_pool, "pool"), (self._worker, of_worker, "worker")]
             for record, found, origin in records:
                 self._fields[record] = fields = self._restored(record, found)
                 for name, text in list(fields.items()):
                     try:
                         key = key_of(name)
                         override = override_of(key, text)
-                    except (ValueError, RecursionError) as error:  # of another version, for example
+                    except (ValueError, RecursionError) as error:  # written by another version, for example
                         self._log_once(record, name, error)
                         continue
-                    if override.gone and seconds_of(time) - override.at > KEPT_S:
+                    if override.gone and seconds_of(time) - override.at > RECORD_TTL_S:
                         self._redis.hdel(record, name)
                         del fields[name]
                     else:
@@ -226,35 +228,36 @@ class DesiredStateRecord:
         known = self._fields[record]
         if found or not known:
             return found
-        log.warning("desired state: Redis has lost %s (num_entries=%d); it is written again", record, len(known))
+        log.warning("desired state restored", record=record, num_entries=len(known), detail="Redis had lost the record")
         self._redis.hset(record, mapping=known)  # type: ignore[arg-type]
         return dict(known)
 
     def _log_once(self, record: str, name: bytes, error: Exception) -> None:
         if name not in self._logged:
             self._logged.add(name)
-            log.error("desired state: can't read the field %r of %s, which is ignored: %s", name[:80], record, error)
+            log.error("desired state entry ignored", record=record, field=name[:80], detail=error)
 
     def text_of(self, key: Key, *, whole_pool: bool) -> bytes:
-        """Return the entry of the pool, or of the worker, as it was read last; b"" if there was none."""
-        return self._fields[self._pool if whole_pool else self._own].get(field_of(key), b"")
+        """Return the JSON of an entry as it was read last, or b"" if there was none."""
+        return self._fields[self._pool if whole_pool else self._worker].get(field_of(key), b"")
 
     def write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
-        """Write an entry, unless it has changed since it was `before`, from `text_of` (None is not compared).
+        """Write an entry for the pool or for this worker.
 
-        An entry for the pool replaces the one of this worker. The adapters of a model that is gone are forgotten.
+        With `before`, which comes from `text_of`, nothing is written if the entry has changed since. An entry for the
+        pool replaces the entry for this worker. If a model must be absent, the entries of its adapters are removed.
         """
         name = field_of(key)
         text = override.model_copy(update={"at": redis_time(self._redis)}).text()
-        record = self._pool if whole_pool else self._own
+        record = self._pool if whole_pool else self._worker
         if before is None:
             self._redis.hset(record, mapping={name: text})
         elif not run_script(self._redis, "replace_field", [record], [name, before, text]):
             return
         if whole_pool:
-            self._remove(self._own, [name])
+            self._remove(self._worker, [name])
         if override.gone and key[0] == "model":
-            for each in {record, self._own}:
+            for each in {record, self._worker}:
                 self._remove(each, [field for field in self._fields[each] if _is_adapter_of(key[1], field)])
 
     def _remove(self, record: str, names: list[bytes]) -> None:
@@ -264,27 +267,27 @@ class DesiredStateRecord:
                 for name in names:
                     del self._fields[record][name]
 
-    # Loads that end the process
+    # Loads that crash the process
 
-    def begin_load(self, key: Key) -> None:
-        """Count a load that begins. Raises ModelLoadFailed if the last ones ended the process."""
+    def start_load(self, key: Key) -> None:
+        """Count a load that starts. Raises ModelLoadFailed if the last loads crashed the process."""
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
-        if num_loads > MAX_LOADS:
+        if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
-                f"the last {MAX_LOADS} loads ended the worker's process, so it is not loaded for a day; see the "
-                "workers' logs, and load it by command to try again now"
+                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next one is a day later; see the "
+                "workers' logs, and load the model by command to retry now"
             )
-        self._redis.expire(self._loads, LOADS_KEPT_S)
+        self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 
     def end_load(self, key: Key | None) -> None:
-        """Note that a load has ended, well or not; None stands for all loads of this worker. Never raises."""
+        """Note that a load has succeeded or failed. None stands for all loads of this worker. Never raises."""
         try:
             if key is None:
                 self._redis.delete(self._loads)
             else:
                 self._redis.hdel(self._loads, field_of(key))
         except RedisError as error:
-            log.warning("desired state: can't note the end of a load: %s; it counts as one that failed", error)
+            log.warning("end of a model load not recorded", detail=f"{error}; the load counts as a crash")
 
 
 def _is_adapter_of(model_id: str, name: bytes) -> bool:

@@ -1,7 +1,7 @@
-"""The metrics of a worker, and the port where a Prometheus reads them (docs/adr/023-metrics.md).
+"""Count the metrics of a worker, and serve them to Prometheus (docs/adr/023-metrics.md).
 
-Attempts and requests are counted when they end. What engines, embedders and rerankers count anyway is read off at a
-scrape; nothing waits for that.
+Attempts and requests are counted when they end. The counts of engines, embedders and rerankers are read from their
+snapshots at each scrape, which delays no engine.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from cellama.tasks.middleware import AttemptContext, Middleware
 
 from .telemetry import TelemetryRelay
 
-CELERY_STATES = {"success": "SUCCESS", "failure": "FAILURE", "revoked": "REVOKED"}  # of ends that are a job's
-VLLM_REASONS = {"cancelled": "abort", "timeout": "abort"}  # vLLM has stop, length, abort, error
-ENGINE = "0"  # vLLM's index of an engine of one model
-READ_OFF = [row for row in TABLE.values() if row.field]
-OF_ENGINES = [row for row in READ_OFF if "part" not in row.labels]
-OF_TEXTS = [row for row in READ_OFF if "part" in row.labels]
+CELERY_STATES = {"success": "SUCCESS", "failure": "FAILURE", "revoked": "REVOKED"}  # by the ends that end the job
+VLLM_REASONS = {"cancelled": "abort", "timeout": "abort"}  # vLLM only has stop, length, abort and error
+ENGINE = "0"  # vLLM's index of the only engine of a model
+SNAPSHOT_ROWS = [row for row in TABLE.values() if row.field]
+ENGINE_ROWS = [row for row in SNAPSHOT_ROWS if "part" not in row.labels]
+TEXT_ROWS = [row for row in SNAPSHOT_ROWS if "part" in row.labels]
 TIERS = ("slot", "copy", "ram", "disk")
-GAPS_S = tuple(sorted({*TOKEN_S, *FINE_S}))  # the buckets of both histograms of gaps
-Loaded = Callable[[], Mapping[str, Model]]
+GAPS_S = tuple(sorted({*TOKEN_S, *FINE_S}))  # bucket bounds of both histograms of gaps, in seconds
+LoadedModels = Callable[[], Mapping[str, Model]]
 
 
 class Metrics(Middleware):
-    """Everything that a worker counts."""
+    """The metrics of one worker, and the server for their port."""
 
-    def __init__(self, host: str, port: int, relay: TelemetryRelay, loaded: Loaded) -> None:
-        """Serve from now on. Raises InvalidRequest if the port is taken."""
+    def __init__(self, host: str, port: int, relay: TelemetryRelay, models: LoadedModels) -> None:
+        """Start to serve the metrics. Raises InvalidRequest if the port is not available."""
         self._relay = relay
-        self._loaded = loaded
+        self._loaded_models = models
         self._meter = Meter()
-        self._models = Bounded()  # of the label `model`; names of tasks are those that Celery knows, so they are few
-        self._steps: dict[str, StepCounts] = {}  # by model id: of the engine that it had last
+        self._models = Bounded()  # values of the label `model`; names of tasks are few
+        self._steps: dict[str, StepCounts] = {}  # by model id: counts of its current or last engine
         try:
             self._server = MetricsServer(host, port, self.figures)
         except OSError as error:
             raise InvalidRequest(
-                f"metrics_port {port} on metrics_host {host!r} can't be had: {error}; "
-                "each worker of a machine needs a port of its own"
+                f"metrics_port: {port} on metrics_host {host!r} is not available ({error}); "
+                "choose a different port for each worker of a machine"
             ) from None
 
     @property
@@ -66,11 +66,11 @@ class Metrics(Middleware):
         self._server.close()
 
     def figures(self) -> Figures:
-        """All, as they are now. Any thread."""
+        """Return the current values of all metrics. Any thread."""
         figures = Figures()
         self._meter.add_to(figures)
-        for model_id, model in self._loaded().items():  # those of a model that is unloaded go with it
-            _of_model(figures, self._models.of(model_id), model, self._steps.get(model_id))
+        for model_id, model in self._loaded_models().items():  # figures of unloaded models are not reported
+            _add_model(figures, self._models.of(model_id), model, self._steps.get(model_id))
         figures.add("cellama_telemetry_dropped_total", self._relay.num_dropped)
         figures.add("cellama_label_values_dropped_total", self._models.num_dropped, "model")
         return figures
@@ -80,7 +80,7 @@ class Metrics(Middleware):
             self.count_steps(model_id, model.engine)
 
     def count_steps(self, model_id: str, engine: Engine) -> None:
-        """Count the steps of this engine from now on: only its own thread sees them."""
+        """Start to count the steps of this engine, on its thread."""
         self._steps[model_id] = counts = StepCounts(GAPS_S, STEP_TOKENS)
         engine.count_steps(counts)
 
@@ -110,10 +110,10 @@ class Metrics(Middleware):
         self._meter.count("cellama_requests_total", model, reason)
         self._meter.count("vllm:request_success_total", model, ENGINE, VLLM_REASONS.get(reason, reason))
         if completion is not None:
-            self._times(model, completion)
-            self._tokens(model, completion)
+            self._observe_times(model, completion)
+            self._count_tokens(model, completion)
 
-    def _times(self, model: str, completion: Completion) -> None:
+    def _observe_times(self, model: str, completion: Completion) -> None:
         timings, observe = completion.timings, self._meter.observe
         queue_s = timings.queue_ms / 1e3
         whole_s = max(part.timings.duration_ms for part in (completion, *completion.alternatives)) / 1e3
@@ -122,7 +122,7 @@ class Metrics(Middleware):
         if timings.prefix_wait_ms:
             observe("cellama_prefix_wait_seconds", timings.prefix_wait_ms / 1e3, model)
         if completion.slot is None:
-            return  # it ended without one
+            return  # the request ended before it got a slot
         observe("vllm:request_inference_time_seconds", whole_s - queue_s, model, ENGINE)
         if timings.ttft_ms is None:
             return
@@ -134,7 +134,7 @@ class Metrics(Middleware):
         if timings.generation_rate:
             observe("vllm:request_time_per_output_token_seconds", 1 / timings.generation_rate, model, ENGINE)
 
-    def _tokens(self, model: str, completion: Completion) -> None:
+    def _count_tokens(self, model: str, completion: Completion) -> None:
         usage, labels = completion.usage, (model, ENGINE)
         in_slot = usage.cached_tokens if usage.cache_tier == "device" else 0
         counted = {
@@ -159,27 +159,27 @@ class Metrics(Middleware):
         self._meter.observe("vllm:request_params_n", 1 + len(completion.alternatives), *labels)
 
 
-def _of_model(figures: Figures, name: str, model: Model, counts: StepCounts | None) -> None:
+def _add_model(figures: Figures, name: str, model: Model, counts: StepCounts | None) -> None:
     snapshot = model.snapshot()
     if snapshot.engine is not None:
-        _read_off(figures, OF_ENGINES, snapshot.engine, name)
-        _of_engine(figures, name, snapshot.engine)
+        _add_rows(figures, ENGINE_ROWS, snapshot.engine, name)
+        _add_engine(figures, name, snapshot.engine)
         if counts is not None:
-            _of_steps(figures, name, counts)
-    for part, found in (("embedder", snapshot.embedder), ("reranker", snapshot.reranker)):
-        if found is not None:
-            _read_off(figures, OF_TEXTS, found, name, part)
+            _add_steps(figures, name, counts)
+    for part, part_snapshot in (("embedder", snapshot.embedder), ("reranker", snapshot.reranker)):
+        if part_snapshot is not None:
+            _add_rows(figures, TEXT_ROWS, part_snapshot, name, part)
     figures.add("cellama_model_up", float(snapshot.phase != "stopped"), name)
     figures.add("cellama_model_bytes", model.memory.total_bytes, name)
 
 
-def _read_off(figures: Figures, rows: list[Row], snapshot: EngineSnapshot | EmbedderSnapshot, *labels: str) -> None:
+def _add_rows(figures: Figures, rows: list[Row], snapshot: EngineSnapshot | EmbedderSnapshot, *labels: str) -> None:
     for row in rows:
-        own = (labels[0], ENGINE) if row.labels == VLLM_LABELS else labels
-        figures.add(row.name, getattr(snapshot, row.field), *own)
+        row_labels = (labels[0], ENGINE) if row.labels == VLLM_LABELS else labels
+        figures.add(row.name, getattr(snapshot, row.field), *row_labels)
 
 
-def _of_engine(figures: Figures, name: str, engine: EngineSnapshot) -> None:
+def _add_engine(figures: Figures, name: str, engine: EngineSnapshot) -> None:
     for tier in TIERS:
         figures.add("cellama_prefix_lookups_total", getattr(engine, f"cache_hits_{tier}"), name, tier)
     figures.add("cellama_prefix_lookups_total", engine.cache_misses, name, "miss")
@@ -198,15 +198,15 @@ def _of_engine(figures: Figures, name: str, engine: EngineSnapshot) -> None:
     figures.add("vllm:cache_config_info", 1, name, ENGINE, str(engine.kv_total_tokens), "1", "True")
 
 
-def _of_steps(figures: Figures, name: str, counts: StepCounts) -> None:
+def _add_steps(figures: Figures, name: str, counts: StepCounts) -> None:
     gaps, gaps_s = list(counts.gaps), counts.gaps_s
     for metric, *labels in (("vllm:inter_token_latency_seconds", name, ENGINE), ("cellama_token_gap_seconds", name)):
-        figures.tally(metric, *labels).add(_coarser(gaps, TABLE[metric].bounds), gaps_s)
+        figures.tally(metric, *labels).add(_rebucketed(gaps, TABLE[metric].bounds), gaps_s)
     figures.tally("vllm:iteration_tokens_total", name, ENGINE).add(list(counts.batches), counts.tokens)
 
 
-def _coarser(gaps: Sequence[int], bounds: Sequence[float]) -> list[int]:
-    """Gaps, counted between GAPS_S, in the buckets of a histogram, whose bounds are some of these."""
+def _rebucketed(gaps: Sequence[int], bounds: Sequence[float]) -> list[int]:
+    """Convert counts in the buckets of GAPS_S into the buckets of a histogram, whose bounds are a subset of GAPS_S."""
     counts = [0] * (len(bounds) + 1)
     for bound, count in zip((*GAPS_S, math.inf), gaps, strict=True):
         counts[bisect_left(bounds, bound)] += count

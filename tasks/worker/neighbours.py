@@ -1,9 +1,8 @@
-"""Workers on the same machine, which share its cores: each reads what the others of its machine have in Redis."""
+"""Share the cores of a machine between its workers, each of which reports its use of cores in Redis."""
 
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,17 +11,18 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from cellama.config.logging import event_logger
 from cellama.engine import CoreSharing, Peer
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.keys import machine_key
 from cellama.tasks.state.registry import KEPT_S, STALE_S
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A worker of this machine; `cores` is what its CoreSharing reports, `seen_at` is by Redis' clock."""
+    """A worker of this machine, with the report of its CoreSharing. `seen_at` is a time of Redis' clock."""
 
     name: str
     host: str
@@ -31,9 +31,9 @@ class Neighbour:
 
 
 class Neighbours:
-    """Reports to the sharing of the cores which other workers run on this machine. A chore of the registry thread.
+    """Passes the reports of the machine's other workers to CoreSharing. The registry thread calls `share_cores`.
 
-    A machine has a key of its own, so that the work of a look doesn't grow with the workers of other machines.
+    Each machine has a key of its own, so the cost does not grow with the number of machines.
     """
 
     def __init__(self, redis: Redis, worker: str, cores: CoreSharing) -> None:
@@ -42,8 +42,8 @@ class Neighbours:
         self._cores = cores
         self._key: str | None = None
 
-    def look(self) -> None:
-        """Write this worker's entry and read the others'. Raises RedisError."""
+    def share_cores(self) -> None:
+        """Write the report of this worker and read those of the others. Raises RedisError."""
         own, now = self._cores.report(), redis_time(self._redis)
         self._key = machine_key(own["machine"])
         entry = Neighbour(self._worker, socket.gethostname(), now, own)
@@ -60,16 +60,16 @@ class Neighbours:
         self._cores.meet(peers_of(self._worker, own, others))
 
     def close(self) -> None:
-        """Remove this worker's entry, so that the others use its cores at once."""
+        """Remove this worker's report, so that the others can use its cores immediately."""
         if self._key is not None:
             try:
                 self._redis.hdel(self._key, self._worker)
             except RedisError as error:
-                log.warning("neighbours: can't remove the entry of %s: %s; it expires", self._worker, error)
+                log.warning("report of cores not removed", worker=self._worker, detail=f"{error}; it will expire")
 
 
 def _neighbour_of(data: bytes) -> Neighbour | None:
-    """Return None for an entry that another version of cellama has written."""
+    """Parse a report; None if another version of cellama wrote it in another format."""
     try:
         return Neighbour(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
@@ -77,8 +77,8 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
 
 
 def peers_of(worker: str, own: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
-    """Those that can run on a processor of ours; by name, so that all agree on who gets what can't be divided."""
-    host = socket.gethostname()  # a container's own: those who share it have one limit together
+    """Return the workers that share a processor with this one. The order of names decides who gets a remainder."""
+    host = socket.gethostname()  # workers of the same container share its CPU limit
     return [
         Peer(
             wants=other.cores["wants"],

@@ -1,25 +1,30 @@
-"""Take care of jobs that no worker takes care of. Each worker has a reaper thread, and several may work concurrently.
+"""Renew the leases of a worker's messages, and recover the jobs of workers that do not renew theirs.
 
-- Leases that have ended, because the worker died or is frozen: the message returns to the head of its queue.
-- Jobs whose ETA has come: the message returns to the head of its queue.
-- Jobs that are due: a timeout has passed while no worker runs the job, or a job has ended, and Celery does not have the
-  end, or what follows the job has not been sent. A reaper claims a few jobs at a time, so no two work on the same one.
-- Messages that are lost: a worker that is killed between two commands takes a message with it. The ledger still has the
-  job, which is neither held nor, by the order of its queue, in the queue. A queue is first in, first out, except for
-  messages that returned to its head, so it suffices to read the head, however many jobs wait. A job that is missing for
-  a whole period is queued again. A lock in Redis gives this search to one reaper per period.
+Each worker has a reaper thread, and the reapers of several workers may run concurrently. A reaper handles four cases:
+
+- A lease has expired because its worker has crashed or is frozen. The message returns to the head of its queue.
+- The ETA of a job has come. The message returns to the head of its queue.
+- A job is due: its timeout has passed while no worker runs it, or it has ended and Celery has not received its end, or
+  the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two handle the same one.
+- A message is lost because its worker was killed between two commands. The ledger still has the job, which no worker
+  holds, and which is not in its queue where the order of the queue puts it. Queues are first in, first out, except for
+  messages that returned to the head, so it suffices to read the head. A job that is missing for a whole period is
+  queued again. A lock in Redis assigns this search to one reaper per period.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from celery import states
+from celery.worker import state as celery_state
 from redis import Redis
 from redis.exceptions import RedisError
 
+from cellama.config.logging import event_logger
+from cellama.tasks.broker.holding import forget_lost, taken_of
+from cellama.tasks.broker.message import JobRequest
 from cellama.tasks.connection.redis_loop import RedisLoop
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
@@ -39,28 +44,76 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Ending
 from cellama.tasks.state.scripts import run_script
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-SETTLED_S = 5.0  # a younger job may be on its way into its queue
-HEADS = 500  # messages read at the head of a queue; the first one that no worker has had is usually among the first
-PAGE = 1000  # jobs per command, because Redis serves no other client meanwhile
-DUE_PAGE = 50  # jobs that a reaper claims together; it ends each of them with a few commands
-LOOKS_PER_LEASE = 4  # a message waits at most a quarter of a lease longer than its lease
+SETTLED_S = 5.0  # minimum age in seconds of a missing job; a younger one may be on its way into its queue
+HEADS = 500  # messages read at the head of a queue; the first one that was never delivered is usually among the first
+PAGE = 1000  # jobs per command, during which Redis serves no other client
+DUE_PAGE = 50  # jobs that a reaper claims together; ending each takes a few commands
+RUNS_PER_LEASE = 4  # so that a message is recovered within 1.25 times its lease
+RENEWALS_PER_LEASE = 3  # so that one failed renewal does not lose the message
+LOCK_SHARE = 0.9  # of the period: the lock of a duty expires before the next run
+MISSING_SHARE = 0.8  # of a lease, after which a job that is still missing is lost
 
-REFUSED = "Celery refused its message before anything of it ran; the workers' logs say why"
+REFUSED = "Celery refused the job's message before the job started; see the workers' logs"
 
-Store = Callable[[str, Ending], None]  # stores for Celery how a job ended, and sends what follows it
+Store = Callable[[str, Ending], None]  # stores the end of a job for Celery, and sends the next tasks of its canvas
+
+
+class LeaseKeeper:
+    """Renews the leases of a worker's messages, so that Redis delivers them to no other worker.
+
+    It has a thread and a connection of its own, because Celery's event loop stops while a worker drains. That loop also
+    reconnects only after 2, 4, 6 … s and has no channels until then, so the channels are read each time.
+    """
+
+    def __init__(self, ledger: Ledger, consumer: Any, lease_s: float) -> None:
+        self._ledger = ledger
+        self._consumer = consumer
+        self._lease_s = lease_s
+        # Failures are retried early, because the reapers return messages as soon as Redis is reachable.
+        self._loop = RedisLoop("lease", self.renew, lease_s / RENEWALS_PER_LEASE, retry_s=lease_s / 12)
+        self._loop.start()
+
+    def close(self) -> None:
+        self._loop.close(self._lease_s)
+
+    def renew(self) -> int:
+        """Renew the lease of every message that this worker holds, and return the number of messages.
+
+        Messages that another worker holds by now, because this one was frozen or disconnected, are forgotten.
+        """
+        try:
+            held = {taken_of(message): message for message in self._held()}
+        except (AttributeError, RuntimeError) as error:
+            log.info("leases not renewed", detail=f"the consumer changed meanwhile ({error!r}); retried next period")
+            return 0
+        messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}
+        for lost in self._ledger.renew(list(messages), self._lease_s):
+            log.warning(
+                "lease lost", job_id=lost.job_id, detail="it was not renewed in time; another worker has the job"
+            )
+            forget_lost(messages[lost])
+        return len(messages)
+
+    def _held(self) -> Iterator[Any]:
+        """Yield the messages of running jobs, even while Celery is disconnected, and of prefetched jobs."""
+        for request in list(celery_state.requests.values()):
+            if isinstance(request, JobRequest) and request.holds_message:
+                yield request.message
+        for channel in self._consumer.channels:
+            yield from channel.qos.messages()
 
 
 class Reaper:
-    """Does what is due: once with `look`, or periodically in a thread after `start`."""
+    """Recovers jobs: once in `run_once`, or periodically on a thread after `start`."""
 
     def __init__(self, redis: Redis, ledger: Ledger, store: Store, lease_s: float) -> None:
         self._redis = redis
         self._ledger = ledger
         self._store = store
         self._lease_s = lease_s
-        self._loop = RedisLoop("reaper", self.look, lease_s / LOOKS_PER_LEASE)
+        self._loop = RedisLoop("reaper", self.run_once, lease_s / RUNS_PER_LEASE)
 
     def start(self) -> None:
         self._loop.start()
@@ -68,21 +121,22 @@ class Reaper:
     def close(self) -> None:
         self._loop.close(self._lease_s)
 
-    def look(self) -> None:
-        """Do what is due. Raises RedisError."""
-        if restored := self._ledger.restore(self._lease_s):
-            log.warning("%d messages of workers that died or froze are back in their queues", restored)
+    def run_once(self) -> None:
+        """Handle all four cases. Raises RedisError."""
+        if num_restored := self._ledger.restore(self._lease_s):
+            log.warning("messages requeued", num_messages=num_restored, detail="their workers crashed or are frozen")
         self.settle_due()
-        if self._is_mine("missing", self._lease_s):
+        if self._acquire_duty("missing", self._lease_s):
             self.find_missing()
 
-    def _is_mine(self, duty: str, period_s: float) -> bool:
-        return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=max(1, int(period_s * 900))))
+    def _acquire_duty(self, duty: str, period_s: float) -> bool:
+        """Return whether this reaper got the lock of a duty for this period."""
+        return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=max(1, int(period_s * 1e3 * LOCK_SHARE))))
 
-    # What is due
+    # Jobs that are due
 
     def settle_due(self) -> None:
-        """End jobs that no worker runs and that are cancelled or late, and give Celery the ends that it lacks."""
+        """End jobs that are cancelled or late and that no worker runs, and report missing ends to Celery."""
         while claimed := self._ledger.claim_due(DUE_PAGE, self._lease_s):
             for job_id, state in claimed:
                 self._settle_or_log(job_id, state)
@@ -94,8 +148,8 @@ class Reaper:
             self._settle(job_id, state)
         except RedisError:
             raise
-        except Exception:  # for instance, the user's own broker refuses the next step of a canvas
-            log.exception("reaper: can't settle job %s; it is retried later", job_id)
+        except Exception:  # for example because the user's own broker refuses the next task of a canvas
+            log.exception("job not settled", job_id=job_id, detail="it is retried later")
 
     def _settle(self, job_id: str, state: str) -> None:
         if state in ("queued", "handed_back"):
@@ -108,8 +162,8 @@ class Reaper:
 
     def _end(self, job_id: str) -> None:
         past = read_past(self._redis, job_id)
-        known: Any = self._redis.hmget(job_key(job_id), "task", "refused", "stored")
-        task, is_refused, stored = known
+        fields: Any = self._redis.hmget(job_key(job_id), "task", "refused", "stored")
+        task, is_refused, stored = fields
         event: events.Event
         result = None
         if stored == states.REVOKED.encode() or self._redis.exists(cancel_key(job_id)):
@@ -122,26 +176,26 @@ class Reaper:
             self._store(job_id, Ending(event, result))
             self._ledger.settle(job_id)
 
-    # What is missing
+    # Jobs whose messages are missing
 
     def find_missing(self) -> int:
-        """Queue again what was missing in the last period as well. Returns how many jobs that were."""
+        """Queue the jobs again that were also missing one period ago, and return their number."""
         suspects = dict.fromkeys(self._running_without_lease(), running_key())
         for queue in self._busy_queues():
             for priority in PRIORITIES:
                 suspects |= dict.fromkeys(self._not_in_queue(queue, priority), waiting_key(queue))
         self._clear(suspects)
-        lost = [job_id for job_id, known_by in suspects.items() if self._is_lost(job_id, known_by)]
+        lost = [job_id for job_id, listed_in in suspects.items() if self._requeue_if_lost(job_id, listed_in)]
         for job_id in lost:
-            log.warning("Redis lost the message of job %s; it is queued again", job_id)
+            log.warning("job requeued", job_id=job_id, detail="its message was lost")
         return len(lost)
 
-    def _is_lost(self, job_id: str, known_by: str) -> bool:
+    def _requeue_if_lost(self, job_id: str, listed_in: str) -> bool:
         keys = [job_key(job_id), cancel_key(job_id)]
-        return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * 0.8, known_by]))
+        return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * MISSING_SHARE, listed_in]))
 
     def _clear(self, suspects: dict[str, str]) -> None:
-        """Forget jobs that were missing and are there again."""
+        """Forget jobs that were missing and have been found."""
         missing: Any = self._redis.zrange(missing_key(), 0, -1)
         if found := [raw for raw in missing if raw.decode() not in suspects]:
             self._redis.zrem(missing_key(), *found)
@@ -161,7 +215,7 @@ class Reaper:
         return [queue for queue, is_busy in are_busy.items() if is_busy]
 
     def _not_in_queue(self, queue: str, priority: int) -> Iterator[str]:
-        """Yield the waiting jobs that no worker holds and that are not where the order of the queue puts them."""
+        """Yield the waiting jobs that no worker holds and that are not in the queue where its order puts them."""
         keys = [queue_key(queue, priority), waiting_key(queue)]
         after: bytes = b""
         while True:

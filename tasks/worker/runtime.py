@@ -1,21 +1,22 @@
-"""The runtime of a worker process: what it has besides Celery, which threads there are, and who ends them."""
+"""The runtime of a worker process: its models, its threads, the quarantine of jobs, and the limits of its heap."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
-import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
+from cellama.config.logging import event_logger
 from cellama.engine import STACK_BYTES, HubOptions, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.broker.places import Places
@@ -26,62 +27,126 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.estimates.samples import SampleWriter
 from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
-from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt
 from cellama.tasks.state.registry import Registration
 
 from .commands import ModelChanges
 from .desired_state import DesiredStateRecord, desired_state, loads_the_same
-from .heap import bound_free_heap, trim_heap
-from .lease import LeaseKeeper
 from .middlewares import start_middlewares
-from .model_loading import ModelLoader
-from .model_options import options_of
+from .model_loading import ModelLoader, Reconciler, options_of
 from .neighbours import Neighbours
-from .quarantine import Quarantine
-from .reaper import Reaper, Store
-from .reconciling import Reconciler
+from .reaper import LeaseKeeper, Reaper, Store
+from .signing import Signer
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-SOCKET_TIMEOUT_S = 10  # far more than any script takes: a Redis that is silent for longer counts as away
-LEAST_SAVE_S = 2.0  # for KV states at the end, if jobs took all of `drain_s`
-SWITCH_INTERVAL_S = 0.0005  # an engine that comes out of llama.cpp waits no longer for the GIL; Python's own is 5 ms
+SOCKET_TIMEOUT_S = 10  # a Redis that does not answer for 10 s counts as unreachable; every script is far faster
+MIN_SAVE_S = 2.0  # seconds for saving KV states when a worker stops, even if its jobs took all of `drain_s`
+SWITCH_INTERVAL_S = 0.0005  # maximum wait of an engine for the GIL after a call of llama.cpp; Python's default is 5 ms
+QUARANTINE_POLL_S = 0.1  # seconds between two checks whether a waiting job was interrupted
+# Options of mallopt (malloc.h). By default, glibc raises both thresholds to up to 32 and 64 MB when large blocks are
+# freed. It then keeps this much free memory at the end of the heap of each thread that ever had a large job.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+MAX_FREE_BYTES = 8 << 20  # free bytes at the end of a heap; less would cost fresh pages per token of a large vocabulary
+MAPPED_BYTES = 4 << 20  # size from which a freed block returns to the system immediately
+NUM_HEAPS = 4  # shared by all threads, most of which wait, or hold the GIL and use Python's own allocator
 
 
 def _prepare_process() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    bound_free_heap()
-    threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
-    gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
+    limit_free_heap()
+    threading.stack_size(STACK_BYTES)  # for the pool's threads, which tokenize and compile grammars
+    gc.freeze()  # objects that exist now are never freed, so collecting after an unload can skip them
+
+
+def limit_free_heap(libc: Any = None) -> bool:
+    """Make the C library return most freed memory to the system. Returns False if it can't, or is not glibc."""
+    libc = libc or ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
+        return False
+    options = ((_TRIM_THRESHOLD, MAX_FREE_BYTES), (_MMAP_THRESHOLD, MAPPED_BYTES), (_ARENA_MAX, NUM_HEAPS))
+    refused = [option for option, value in options if not libc.mallopt(option, value)]
+    if refused:
+        log.warning("mallopt options refused", options=refused, detail="the process keeps more free memory")
+    return not refused
+
+
+def trim_heap(libc: Any = None) -> None:
+    """Return free memory between used blocks to the system. Does nothing with a C library other than glibc.
+
+    It takes some milliseconds, during which other threads can't allocate memory.
+    """
+    libc = libc or ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+class Quarantine:
+    """Finds the job that crashes workers, by running each suspected job without other new jobs.
+
+    A job is unproven until its first token, or its end, is in Redis. When a worker crashes, each unproven job is a
+    suspect. The next attempt of a suspect starts when no other job is unproven, and no other job starts until the
+    suspect is proven. If the worker crashes again, the suspect is the cause, and no other job is blamed.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_unproven = 0
+        self._num_suspects = 0  # suspects that wait or are unproven
+
+    @contextlib.contextmanager
+    def passed(self, is_interrupted: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
+        """Wait until the job may start, or is interrupted, and yield a function that marks it as proven.
+
+        A suspect passes `alone`. On leaving the context, the job counts as proven in any case. Any thread.
+        """
+        with self._changed:
+            self._num_suspects += alone
+            while (self._num_unproven if alone else self._num_suspects) and not is_interrupted():
+                self._changed.wait(QUARANTINE_POLL_S)
+            self._num_unproven += 1
+        unproven = True
+
+        def prove() -> None:
+            nonlocal unproven
+            with self._changed:
+                if unproven:
+                    unproven = False
+                    self._num_unproven -= 1
+                    self._num_suspects -= alone
+                    self._changed.notify_all()
+
+        try:
+            yield prove
+        finally:
+            prove()
 
 
 class Runtime:
-    """What a worker process runs on: models, Redis, and these threads, which it starts and ends.
+    """The models and Redis connections of a worker process, and its threads.
 
-    - From the start: those of `manager` (one per engine, embedder and reranker), `publisher` (writes the events of
-      jobs), `watchdog`, and those of `middlewares`, as far as the settings enable them.
-    - From `attach`, once Celery has a consumer: `lease` (renews the leases of messages), and one for each action of the
-      loader, which loads and unloads models.
-    - From `announce`, once the worker receives commands: `reaper`, and `registration`, whose heartbeat does the chores:
-      reconciling, cancelled jobs, neighbours, free memory, samples for estimates.
+    - `__init__` starts the threads of `manager` (one per engine, embedder and reranker), of `publisher`, of `watchdog`,
+      and of the middlewares that the settings enable.
+    - `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader also
+      has a thread.
+    - `announce`, called when the worker receives commands, starts `reaper` and `registration`. The heartbeat of the
+      latter reconciles models, ends cancelled jobs, shares cores, trims the heap and writes samples for estimates.
 
-    The threads of jobs are those of Celery's pool (broker/pool.py). There is one runtime per process, which the
-    lifecycle makes.
+    Jobs run on the threads of Celery's pool (broker/pool.py). The lifecycle makes one runtime per process.
     """
 
     def __init__(self, settings: Settings, worker: str, store: Store) -> None:
-        """Load the models of the settings. `store` is how the reaper gives Celery the ends of jobs.
+        """Load the models of the settings. The reaper reports the ends of jobs to Celery through `store`.
 
-        Raises ModelLoadFailed, InvalidRequest; nothing is left then.
+        Raises ModelLoadFailed and InvalidRequest, after closing everything that was started.
         """
         _prepare_process()
         self.settings = settings
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
         self._worker = worker
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
-        self._trimmed = True  # since the last job began
+        self._trimmed = True  # whether the heap was trimmed since the last job started
         self.quarantine = Quarantine()
         self.signer = Signer(settings.reasoning_key.get_secret_value() if settings.reasoning_key else None)
         self.redis = self._connect()
@@ -89,7 +154,7 @@ class Runtime:
         self.samples = SampleWriter(self.redis)
         self._record = DesiredStateRecord(self.redis, settings.pool, worker)
         self._reaper = Reaper(self.redis, self.ledger, store, settings.lease_s)
-        self._models = self._models_to_start_with()
+        self._models = self._initial_models()
         with contextlib.ExitStack() as on_failure:
             self.manager = ModelManager(settings.memory_budget)
             on_failure.callback(self.manager.close)
@@ -99,7 +164,7 @@ class Runtime:
             on_failure.callback(self.middlewares.close)
             self.publisher = Publisher(self.ledger, worker, self.middlewares)
             on_failure.callback(self.publisher.close)
-            # Twice the lease: the jobs of a worker that is silent for so long run elsewhere already.
+            # After twice the lease, the jobs of a hanging worker run on other workers already.
             self.watchdog = Watchdog(settings.hang_s, last_resort_s=2 * settings.lease_s)
             on_failure.callback(self.watchdog.close)
             self.watchdog.watch(self.publisher.pulse)
@@ -117,12 +182,12 @@ class Runtime:
     def _connect(self) -> Redis:
         return connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
 
-    def _models_to_start_with(self) -> list[ModelSettings]:
+    def _initial_models(self) -> list[ModelSettings]:
         """Return the models of the settings, without those that commands have unloaded or replaced."""
         try:
             desired = desired_state(self.settings, self._record.read()).models
         except RedisError as error:
-            log.warning("the worker starts with the models of its settings, because it can't read Redis: %s", error)
+            log.warning("desired state not read", detail=f"{error}; the worker loads the models of its settings")
             return list(self.settings.models)
         return [
             model
@@ -150,7 +215,7 @@ class Runtime:
         self.middlewares.call(Middleware.on_model_loaded, model.id, loaded)
 
     def describe_slots(self) -> str:
-        """The slots of each model, for people who look at the worker in Flower."""
+        """Describe the slots of each model, for Flower's page of the worker."""
         engines = {
             model_id: model.engine.snapshot()
             for model_id, model in self.manager.models().items()
@@ -163,7 +228,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def running(self, attempt: Attempt, control: JobControl) -> Iterator[None]:
-        """The run of a job, which ends when its job is found to be cancelled, or to run elsewhere."""
+        """Register a running attempt, so that it is interrupted if its job is cancelled."""
         self._trimmed = False
         self._running[attempt.run_id] = (attempt.job_id, control)
         try:
@@ -171,13 +236,13 @@ class Runtime:
         finally:
             del self._running[attempt.run_id]
 
-    def _end_cancelled(self) -> None:
-        """Ends what was cancelled while this worker did not hear of it."""
+    def _interrupt_cancelled(self) -> None:
+        """Interrupt cancelled jobs, in case Celery's revoke did not reach this worker."""
         running = list(self._running.values())
         if running:
-            wanted: Any = self.redis.mget([cancel_key(job_id) for job_id, _ in running])
-            for (_, control), cancelled in zip(running, wanted, strict=True):
-                if cancelled:
+            cancelled: Any = self.redis.mget([cancel_key(job_id) for job_id, _ in running])
+            for (_, control), is_cancelled in zip(running, cancelled, strict=True):
+                if is_cancelled:
                     control.interrupt(Interruption.CANCELLED)
 
     def _trim_when_idle(self) -> None:
@@ -186,10 +251,13 @@ class Runtime:
             trim_heap()
 
     def attach(self, consumer: Any) -> None:
-        """Renew the leases of what this consumer of Celery's takes, and let models be loaded and unloaded."""
+        """Start to renew the leases of this consumer's messages, and to load and unload models. Idempotent.
+
+        Raises RedisError, after which Celery reconnects and calls it again.
+        """
         if self._lease is not None:
             return
-        overrides = self._record.read()  # Celery connects again if this fails
+        overrides = self._record.read()
         loaded = self.manager.models()
         num_jobs = {
             model.id: num_jobs_of(model, loaded[model.id].options.num_slots, loaded[model.id].capabilities)
@@ -205,12 +273,12 @@ class Runtime:
             on_change=self._report_now,
         )
         assumed = sum(num_jobs_of(model) for model in self.settings.models)
-        loader.resize_pool(sum(num_jobs.values()) - assumed)  # tuned models have other slots than were assumed
+        loader.resize_pool(sum(num_jobs.values()) - assumed)  # tuned models may have another number of slots
         missing = [model.id for model in self.settings.models if model.id not in num_jobs]
         for name in [*missing, *([] if self.manager.default else [DEFAULT_MODEL])]:
             consumer.cancel_task_queue(queue_name(name))
         self.changes = ModelChanges(self.manager, consumer, loader, self._record, self.ledger.num_waiting)
-        if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
+        if self.settings.on_full == "evict":  # not earlier, so that the models of the settings don't evict each other
             self.manager.evict_through(self.changes.evict)
         reconciler = Reconciler(self.settings, self.manager, loader, self._record)
         reconciler.start_corrections(overrides, adapters_first=True)
@@ -221,8 +289,8 @@ class Runtime:
             self.manager,
             chores=[
                 reconciler.reconcile,
-                self._end_cancelled,
-                self._neighbours.look,
+                self._interrupt_cancelled,
+                self._neighbours.share_cores,
                 self._trim_when_idle,
                 self.samples.flush,
             ],
@@ -238,30 +306,30 @@ class Runtime:
             self._registration.beat_now()
 
     def announce(self) -> None:
-        """Enter this worker into the registry, because it takes jobs and commands now. Later calls do nothing."""
+        """Register this worker as ready for jobs and commands. Idempotent."""
         if self._registration is not None and not self._registration.is_started:
             self._reaper.start()
             self._registration.start()
 
     def close(self, save_until: float = 0.0) -> None:
-        """End everything in order: the registry names no worker that is gone, and no event is lost.
+        """Stop all threads. The registry is updated first, and the publisher writes all events.
 
-        KV states that are worth it are saved until `save_until` (monotonic s), and for `LEAST_SAVE_S` in any case,
-        because the jobs have gone to other workers by then. 0: none are saved.
+        KV states are saved until `save_until` (monotonic time in seconds), and for at least `MIN_SAVE_S`, because other
+        workers have the jobs by then. With 0 no states are saved.
         """
         if self._registration is not None:
             self._registration.close()
         if self._neighbours is not None:
             self._neighbours.close()
         self._reaper.close()
-        self._record.end_load(None)  # the loads that run end with an orderly end, and did not crash it
+        self._record.end_load(None)  # running loads are aborted by this exit, and must not count as crashes
         if save_until:
-            save_until = max(save_until, time.monotonic() + LEAST_SAVE_S)
+            save_until = max(save_until, time.monotonic() + MIN_SAVE_S)
         self.manager.close(save_until)
         self.middlewares.close()
         self.watchdog.close()
         if not self.publisher.close():
-            log.error("the publisher did not end: Redis does not answer")
+            log.error("publisher did not stop", detail="Redis does not answer; other workers resume the jobs")
         if self._lease is not None:
             self._lease.close()
         self.redis.close()

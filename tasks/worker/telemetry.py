@@ -1,30 +1,29 @@
-"""Telemetry of engines: their steps and requests, for the middlewares that have hooks for them.
+"""Relay the telemetry of engines, which consists of their steps and requests, to the hooks of middlewares.
 
-An engine only puts an event into a list. A thread of its own calls the hooks, so that a hook that is slow, hangs or
-fails costs events, and no token. Two middlewares are here: one calls the function that a setting names, one writes
-lines of JSON to the log.
+An engine only appends an event to a queue, and a separate thread calls the hooks. A hook that is slow, hangs or fails
+therefore loses events, but does not delay tokens. This module also has two middlewares with such hooks: one calls the
+function in the setting `telemetry_hook`, the other logs JSON lines.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal, cast
 
-from cellama.config.logging import telemetry_logger
+from cellama.config.logging import event_logger, telemetry_logger
 from cellama.engine import Engine, InvalidRequest, Model, RequestStats, StepStats
 from cellama.tasks.middleware import Middleware, Middlewares, imported
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-MAX_WAITING = 10_000  # events, a few seconds of a busy worker; later ones are lost until the hooks have caught up
-GATHER_S = 0.05  # seconds between two polls while events come: waking up for each would take the GIL from the engines
-CLOSE_S = 2.0  # seconds that hooks get for the remaining events when the worker stops
-DIGITS = 3  # decimals of numbers in lines
+MAX_EVENTS = 10_000  # in the queue, a few seconds of a busy worker; more are dropped until the hooks have caught up
+GATHER_S = 0.05  # seconds between two polls while events arrive; waking up for each would take the GIL from engines
+CLOSE_S = 2.0  # seconds for the hooks to handle the remaining events when the worker stops
+DIGITS = 3  # decimals of numbers in JSON lines
 
 Stats = StepStats | RequestStats
 Hook = Callable[[Stats], None]
@@ -35,12 +34,14 @@ class TelemetryHook(Middleware):
     """Calls a function with the events of steps and requests (`telemetry_hook`)."""
 
     def __init__(self, hook: Hook | str) -> None:
-        """The hook may be the import path `package.module:name` of a function, or of a class whose objects can be
-        called. Raises InvalidRequest."""
-        found = imported("telemetry_hook", hook) if isinstance(hook, str) else hook
-        if not callable(found):
+        """Use a function, or import it from the path `package.module:name`.
+
+        The path may also name a class whose objects are callable. Raises InvalidRequest.
+        """
+        function = imported("telemetry_hook", hook) if isinstance(hook, str) else hook
+        if not callable(function):
             raise InvalidRequest(f"telemetry_hook {hook!r} can't be called; name a function, or a class with __call__")
-        self._hook = cast(Hook, found)
+        self._hook = cast(Hook, function)
 
     def on_step(self, stats: StepStats) -> None:
         self._hook(stats)
@@ -67,13 +68,13 @@ class StepLog(RequestLog):
 
 
 def telemetry_middlewares(hook: Hook | str | None, logged: Logged) -> list[Middleware]:
-    """What the two settings ask for. Raises InvalidRequest."""
+    """Return the middlewares that the two settings enable. Raises InvalidRequest."""
     logs: dict[Logged, list[Middleware]] = {"off": [], "requests": [RequestLog()], "steps": [StepLog()]}
     return [*([] if hook is None else [TelemetryHook(hook)]), *logs[logged]]
 
 
 class TelemetryRelay(Middleware):
-    """Takes the telemetry of engines to the hooks of middlewares. Without such hooks there is no thread."""
+    """Relays the telemetry of engines to the hooks of middlewares. Without such hooks it starts no thread."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -85,7 +86,7 @@ class TelemetryRelay(Middleware):
         self._thread: threading.Thread | None = None
 
     def start(self, middlewares: Middlewares) -> None:
-        """Call the hooks of these middlewares from now on."""
+        """Start to call the hooks of these middlewares."""
         self._middlewares = middlewares
         if middlewares.have(Middleware.on_step) or middlewares.have(Middleware.on_request):
             self._thread = threading.Thread(target=self._run, name="cellama-telemetry", daemon=True)
@@ -96,38 +97,38 @@ class TelemetryRelay(Middleware):
             self.watch(model.engine)
 
     def watch(self, engine: Engine) -> None:
-        """Report the events of this engine from now on."""
+        """Start to relay the events of this engine."""
         if self._middlewares.have(Middleware.on_request):
-            engine.add_request_listener(self._take)
+            engine.add_request_listener(self._enqueue)
         if self._middlewares.have(Middleware.on_step):
-            engine.add_step_listener(self._take)
+            engine.add_step_listener(self._enqueue)
 
     def close(self) -> None:
-        """Report the remaining events, as far as the hooks take them in time; log how many are lost."""
+        """Relay the remaining events for up to `CLOSE_S`, and log the number of lost events."""
         self._closing.set()
         self._due.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
         if self.num_dropped or self._events:
-            log.warning("telemetry: %d events were lost", self.num_dropped + len(self._events))
+            log.warning("telemetry events lost", num_events=self.num_dropped + len(self._events))
 
-    def _take(self, stats: Stats) -> None:
-        """On an engine's thread."""
-        if len(self._events) < MAX_WAITING:
+    def _enqueue(self, stats: Stats) -> None:
+        """Queue an event, or drop it if the queue is full. Engine threads call this."""
+        if len(self._events) < MAX_EVENTS:
             self._events.append(stats)
             if not self._due.is_set():
                 self._due.set()
             return
         self.num_dropped += 1
         if self.num_dropped == 1:
-            log.warning("telemetry: the hooks are too slow, so events are lost from now on; requests are not affected")
+            log.warning("telemetry event dropped", detail="the hooks are too slow; requests are not affected")
 
     def _run(self) -> None:
-        """The telemetry thread."""
+        """Call the hooks until the relay is closed. This is the telemetry thread."""
         closing = False
         while not closing:
             self._due.wait()
-            closing = self._closing.wait(GATHER_S)  # before the events are taken: none comes after that
+            closing = self._closing.wait(GATHER_S)  # checked first, because no event arrives after closing
             self._due.clear()
             while self._events:
                 stats = replace(self._events.popleft(), worker=self._worker)
@@ -138,7 +139,7 @@ class TelemetryRelay(Middleware):
 
 
 def as_json(stats: Stats) -> str:
-    """One line: `event` is "step" or "request", the other fields are those of the event."""
+    """Format an event as a JSON line with its fields, and with "step" or "request" as `event`."""
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     rounded = {name: round(value, DIGITS) if isinstance(value, float) else value for name, value in values.items()}
     return json.dumps({"event": "step" if isinstance(stats, StepStats) else "request", **rounded})

@@ -1,7 +1,8 @@
-"""Spans of attempts and of requests to engines (docs/adr/024-traces.md).
+"""Create the spans of attempts and of their requests to engines (docs/adr/024-traces.md).
 
-A span of an attempt begins and ends with it. Spans of requests are made when the requests end, from the times that the
-engine reports then. An attempt also makes the spans of earlier ones whose workers could not: they died, or lost Redis.
+The span of an attempt starts and ends with the attempt. Spans of requests are created when the requests end, from the
+times that the engine reports. An attempt also creates the spans of earlier attempts whose workers crashed or lost the
+connection to Redis.
 """
 
 from __future__ import annotations
@@ -21,37 +22,36 @@ from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.middleware import AttemptContext, Middleware
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.state.history import Earlier
-from cellama.tasks.traces.attributes import OPERATIONS, of_message, of_request, of_usage
-from cellama.tasks.traces.carrier import NAMES, carried
+from cellama.tasks.traces.conventions import NAMES, OPERATIONS, carried, of_message, of_request, of_usage
 from cellama.tasks.traces.tracing import Tracing, below, trace_id_of
 
 LOST = "lost"
-LOST_TEXT = "its worker died, or lost Redis, and told no end of it; its times are those of the ledger"
-Part = dict[str, Any]
+LOST_TEXT = "the worker crashed or lost Redis before it reported an end; the times are from the ledger"
+MessagePart = dict[str, Any]
 
 
 @dataclass(slots=True)
 class TracedAttempt:
-    """What is known of an attempt while it runs."""
+    """A running attempt with a sampled span. Times are unix times in nanoseconds."""
 
     span: Span
-    parent: Context  # what the message carries
+    parent: Context  # from the headers of the message
     name: str
-    attributes: dict[str, Any]  # of the span, and of spans of earlier attempts
-    began_ns: int
-    last_request_ns: int | None = None  # when its last request ended
+    attributes: dict[str, Any]  # for its span, and for the spans of earlier attempts
+    started_ns: int
+    last_request_ns: int | None = None  # end of its last request
 
 
 class Traces(Middleware):
-    """Makes the spans of one worker."""
+    """Creates the spans of one worker."""
 
     def __init__(self, tracing: Tracing, worker: str) -> None:
         self._tracing = tracing
         self._worker = worker
-        self._attempts: dict[str, TracedAttempt] = {}  # those that are sampled, by run id
+        self._attempts: dict[str, TracedAttempt] = {}  # by run id
 
     def close(self) -> None:
-        """Export what is left."""
+        """Export the remaining spans."""
         self._tracing.close()
 
     # Attempts
@@ -60,21 +60,23 @@ class Traces(Middleware):
         record, name = attempt.record, f"process {attempt.queue}"
         parent = self._tracing.parent(carried({header: attempt.headers.get(header) for header in NAMES}))
         attributes = {**of_message(attempt.queue, "process", record.job_id), "cellama.task": attempt.task}
-        own = {"cellama.attempt.number": record.number, "cellama.worker": self._worker}
-        began_ns = time.time_ns()
-        span = self._tracing.attempt(record.run, record.job_id, name, parent, attributes={**attributes, **own})
+        attempt_attributes = {"cellama.attempt.number": record.number, "cellama.worker": self._worker}
+        started_ns = time.time_ns()
+        span = self._tracing.attempt(
+            record.run, record.job_id, name, parent, attributes={**attributes, **attempt_attributes}
+        )
         attempt.trace_id = trace_id_of(span)
         if span.is_recording():
             self._attempts[record.run_id] = TracedAttempt(
-                span=span, parent=parent, name=name, attributes=attributes, began_ns=began_ns
+                span=span, parent=parent, name=name, attributes=attributes, started_ns=started_ns
             )
 
     def after_attempt(self, attempt: AttemptContext) -> None:
         traced = self._attempts.pop(attempt.record.run_id, None)
-        if traced is None or attempt.end == "superseded":  # the attempt after that one has a span that tells of it
+        if traced is None or attempt.end == "superseded":  # the span of a superseded attempt comes from the next one
             return
         self._add_earlier(traced, attempt)
-        self._add_rest(traced, attempt, time.time_ns())
+        self._add_result(traced, attempt, time.time_ns())
         traced.span.set_attribute("cellama.attempt.end", str(attempt.end))
         if attempt.end == "failure":
             code = getattr(attempt.error, "code", type(attempt.error).__name__)
@@ -83,14 +85,14 @@ class Traces(Middleware):
         traced.span.end()
 
     def _add_earlier(self, traced: TracedAttempt, attempt: AttemptContext) -> None:
-        """Add how long the job waited, and the attempts before this one that no worker reported, the oldest first."""
-        record, began_ns = attempt.record, traced.began_ns
-        free_ns = began_ns - _ns(record.waited_s)  # since then no worker had it
+        """Add the spans of the waits of the job, and of earlier attempts that no worker reported, the oldest first."""
+        record, started_ns = attempt.record, traced.started_ns
+        free_ns = started_ns - _ns(record.waited_s)  # the time since which no worker has run the job
         previous: Earlier | None = None
         for number, earlier in enumerate(record.before, start=record.number - len(record.before)):
             if earlier.is_lost:
-                at_ns = began_ns - _ns(earlier.began_s)
-                about = {
+                at_ns = started_ns - _ns(earlier.began_s)
+                attributes = {
                     "cellama.attempt.number": number,
                     "cellama.worker": earlier.worker.split()[0],
                     "cellama.attempt.end": LOST,
@@ -100,16 +102,16 @@ class Traces(Middleware):
                     record.job_id,
                     traced.name,
                     traced.parent,
-                    attributes={**traced.attributes, **about},
+                    attributes={**traced.attributes, **attributes},
                     start_time=at_ns,
                 )
                 if previous is not None or number == 1:
                     self._add_wait(traced.parent, lost, free_ns, at_ns)
                 self._link(lost, previous)
                 lost.set_status(Status(StatusCode.ERROR, LOST_TEXT))
-                lost.end(began_ns - _ns(earlier.left_s))
-            free_ns, previous = began_ns - _ns(earlier.left_s), earlier
-        self._add_wait(traced.parent, traced.span, free_ns, began_ns)
+                lost.end(started_ns - _ns(earlier.left_s))
+            free_ns, previous = started_ns - _ns(earlier.left_s), earlier
+        self._add_wait(traced.parent, traced.span, free_ns, started_ns)
         self._link(traced.span, previous)
 
     def _link(self, span: Span, previous: Earlier | None) -> None:
@@ -117,19 +119,18 @@ class Traces(Middleware):
             span.add_link(self._tracing.link_to(previous.run, span).context)
 
     def _add_wait(self, parent: Context, span: Span, from_ns: int, to_ns: int) -> None:
-        """Next to the attempt, below what sent the job; below the attempt if that is not known."""
+        """Add a wait in the queue below the span of the sender, or below the attempt if there is no such span."""
         above = parent if trace.get_current_span(parent).get_span_context().is_valid else below(span)
         self._add(above, "queue", min(from_ns, to_ns), to_ns)
 
-    def _add_rest(self, traced: TracedAttempt, attempt: AttemptContext, now_ns: int) -> None:
-        """Add what the model computed, if no end of a request says that; else how long it took until the end was in
-        Redis."""
+    def _add_result(self, traced: TracedAttempt, attempt: AttemptContext, now_ns: int) -> None:
+        """Add the span of writing the result. If no request of an engine ended, add the model's computation instead."""
         operation, result, last_ns = OPERATIONS.get(attempt.task), attempt.result, traced.last_request_ns
         if last_ns is None and operation is not None and result is not None:
             attributes = of_request(operation, attempt.parameters) | of_usage(result.get("usage", {}))
             model_id = str(result.get("model"))
             attributes["gen_ai.response.model"] = model_id
-            self._add(below(traced.span), f"{operation} {model_id}", traced.began_ns, now_ns, attributes)
+            self._add(below(traced.span), f"{operation} {model_id}", traced.started_ns, now_ns, attributes)
         elif last_ns is not None and attempt.task != TASK_CHUNK:
             self._add(below(traced.span), "result", min(last_ns, now_ns), now_ns)
 
@@ -146,7 +147,7 @@ class Traces(Middleware):
         if line:
             attributes["cellama.line"] = int(line)
         if completion is None:
-            span = self._start(below(traced.span), name, traced.began_ns, attributes)
+            span = self._start(below(traced.span), name, traced.started_ns, attributes)
             span.set_attribute("error.type", str(getattr(end.error, "code", "internal_error")))
             span.set_status(Status(StatusCode.ERROR))
             span.end()
@@ -158,17 +159,17 @@ class Traces(Middleware):
     def _add_completion(
         self, traced: TracedAttempt, base_ns: int, name: str, attributes: dict[str, Any], completion: Completion
     ) -> None:
-        """The engine's times count from `base_ns`."""
-        timings, parts = completion.timings, (completion, *completion.alternatives)
+        """Add the spans of a completed request. The engine's times are relative to `base_ns`."""
+        timings, completions = completion.timings, (completion, *completion.alternatives)
         attributes |= of_usage(asdict(completion.usage))
-        attributes["gen_ai.response.finish_reasons"] = [part.finish_reason for part in parts]
-        given_ns = base_ns + int(min(timings.delivery_ms, timings.queue_ms) * 1e6)
+        attributes["gen_ai.response.finish_reasons"] = [each.finish_reason for each in completions]
+        submitted_ns = base_ns + int(min(timings.delivery_ms, timings.queue_ms) * 1e6)
         admitted_ns = base_ns + int(timings.queue_ms * 1e6)
-        ended_ns = base_ns + int(max(part.timings.duration_ms for part in parts) * 1e6)
-        span = self._start(below(traced.span), name, given_ns, attributes)
+        ended_ns = base_ns + int(max(each.timings.duration_ms for each in completions) * 1e6)
+        span = self._start(below(traced.span), name, submitted_ns, attributes)
         inner = below(span)
-        waited = {"cellama.prefix_wait_ms": timings.prefix_wait_ms} if timings.prefix_wait_ms else {}
-        self._add(inner, "admission", given_ns, admitted_ns, waited)
+        prefix_wait = {"cellama.prefix_wait_ms": timings.prefix_wait_ms} if timings.prefix_wait_ms else {}
+        self._add(inner, "admission", submitted_ns, admitted_ns, prefix_wait)
         if completion.slot is not None:
             first_ns = ended_ns if timings.ttft_ms is None else base_ns + int(timings.ttft_ms * 1e6)
             self._add(inner, "prefill", admitted_ns, first_ns, {"cellama.slot": completion.slot})
@@ -187,15 +188,15 @@ class Traces(Middleware):
 
 
 def _operation_of(attempt: AttemptContext, line: str) -> tuple[str | None, Mapping[str, Any]]:
-    """The operation and the parameters of an attempt's request, or of the request of one of its lines."""
+    """Return the operation and the parameters of a request. With a `line`, they are those of this line of a chunk."""
     if attempt.task != TASK_CHUNK:
         return OPERATIONS.get(attempt.task), attempt.parameters
-    asked = attempt.parameters["lines"][int(line)]
-    return OPERATIONS.get(f"cellama.{asked['kind']}"), {"model": attempt.parameters["model"], **asked["params"]}
+    record = attempt.parameters["lines"][int(line)]
+    return OPERATIONS.get(f"cellama.{record['kind']}"), {"model": attempt.parameters["model"], **record["params"]}
 
 
 def ns_of(monotonic_s: float) -> int:
-    """A time of this machine's monotonic clock as one of its wall clock."""
+    """Convert a monotonic time in seconds into a unix time in nanoseconds."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
 
 
@@ -203,11 +204,11 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-# Prompts and what was generated, as OpenTelemetry's conventions write messages
+# Prompts and generated texts, in the message format of OpenTelemetry's conventions
 
 
 def prompt_of(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """The messages of a chat, or the prompt."""
+    """Return the attributes that hold the messages of a chat, or the prompt."""
     attributes = {}
     if parameters.get("system") is not None:
         attributes["gen_ai.system_instructions"] = json.dumps(_texts(parameters["system"]))
@@ -221,7 +222,7 @@ def prompt_of(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     if message.get("role") == "tool":
         parts.append({"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content})
     elif content is not None:
@@ -232,21 +233,21 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": message.get("role"), "parts": parts}
 
 
-def _texts(content: Any) -> list[Part]:
-    """A text; OpenAI's parts, which have their text under another name; or token ids."""
+def _texts(content: Any) -> list[MessagePart]:
+    """Convert a text, a list of content parts in OpenAI's format, or a list of token ids."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return [{"type": "text", "content": part.get("text")} for part in content]
     return [{"type": "text" if isinstance(content, str) else "tokens", "content": content}]
 
 
 def generated_of(completion: Completion) -> dict[str, str]:
-    """What was generated."""
+    """Return the attribute that holds the generated messages."""
     messages = [_reply(part) for part in (completion, *completion.alternatives)]
     return {"gen_ai.output.messages": json.dumps(messages)}
 
 
 def _reply(completion: Completion) -> dict[str, Any]:
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     if completion.reasoning is not None:
         parts.append({"type": "reasoning", "content": completion.reasoning})
     if completion.text:

@@ -237,7 +237,7 @@ class Delivery:
     def look(self) -> None:
         if self.ticks % 4 == 0:
             self.redis.delete(reaper_key("missing"))
-        self.reaper.look()
+        self.reaper.run_once()
 
     def expire_journal(self, number: int) -> None:
         """The journal of a job that waits expires, is evicted, or is deleted."""

@@ -178,7 +178,7 @@ def test_job_of_a_stopped_worker_waits_for_a_worker_with_the_same_weights(
         first.process.terminate()
         assert first.process.wait(PATIENCE_S) == 0, first.log()
     assert first.process.pid not in [worker.pid for worker in live_workers(redis_client)]
-    wait_until(lambda: f"job {job.id} waits for a worker with the model" in other.log(), "the other worker's turn")
+    wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "the other worker's turn")
     start_worker()
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)

@@ -17,7 +17,7 @@ from cellama.tasks.broker.message import JobRequest
 from cellama.tasks.contract.keys import leases_key
 from cellama.tasks.contract.names import TOKEN_HEADER
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.worker.lease import LeaseKeeper
+from cellama.tasks.worker.reaper import LeaseKeeper
 
 from .ledgers import LEASE_S, submit, take
 

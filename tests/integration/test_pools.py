@@ -145,7 +145,7 @@ def test_worker_applies_commands_sent_while_it_was_stopped(
     wait_until(lambda: states(client, one) == {big: "ready"}, "the model alone")
     assert client.generate(big, STORY, max_tokens=4, **GREEDY).result(PATIENCE_S)["text"] == ", there was a"
     assert client.load_model(big, "bundled://tiny", pool=name, timeout=PATIENCE_S, **OPTIONS) == big  # it is there
-    with pytest.raises(JobFailed, match=f"model '{big}' was loaded by command from 'bundled://tiny'"):
+    with pytest.raises(JobFailed, match=f"model id '{big}' is taken by a model loaded from 'bundled://tiny'"):
         client.load_model(big, "bundled://tiny", pool=name, n_parallel=3)
     redis_client.delete(record)  # lost, not unloaded
     wait_until(lambda: redis_client.hexists(record, field_of(model_key(big)).decode()), "it is written again")

@@ -65,7 +65,7 @@ class World:
 
     def look(self, times: int = 2, reaper: Reaper | None = None) -> None:
         for _ in range(times):
-            (reaper or self.reaper).look()
+            (reaper or self.reaper).run_once()
             self.pass_time(LEASE_S)
 
     def waiting(self) -> list[str]:
@@ -143,7 +143,7 @@ def test_lost_job_is_found_by_any_set_of_workers(world: World) -> None:
 def test_one_of_many_workers_performs_a_duty_per_period(world: World) -> None:
     world.job(age_s=OLD_S, message=False)
     for reaper in [world.another_reaper() for _ in range(5)]:
-        reaper.look()
+        reaper.run_once()
     assert world.redis.exists(reaper_key("missing"))
     assert world.redis.zcard(missing_key()) == 1
     assert world.waiting() == []

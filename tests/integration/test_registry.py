@@ -111,7 +111,7 @@ def test_heartbeat_cost_is_independent_of_workers_on_other_machines(
     redis_client.set(reaper_key("registry"), "another worker", px=60_000)  # its turn
     try:
         neighbours, beats = Neighbours(redis_client, name, CoreSharing(list)), list[int]()
-        with registered(redis_client, name, neighbours.look, lambda: beats.append(1)) as registration:
+        with registered(redis_client, name, neighbours.share_cores, lambda: beats.append(1)) as registration:
             for count in range(1, 11):
                 wait_until(lambda count=count: len(beats) >= count, f"{count} beats")
                 registration.beat_now()
@@ -148,7 +148,7 @@ def test_neighbours_are_the_live_workers_of_the_same_machine(redis_client: Redis
     redis_client.hset(key, names[2], json.dumps(asdict(silent)))
     redis_client.hset(key, "of another version", "{}")
     for each in (first, second, first):
-        each.look()
+        each.share_cores()
     assert len(first._cores._peers) >= 1
     assert {names[0].encode(), names[1].encode()} <= set(redis_client.hkeys(key))
     assert {names[2].encode(), b"of another version"}.isdisjoint(redis_client.hkeys(key))

@@ -137,7 +137,7 @@ def test_invalid_call_is_rejected_before_queueing(
             ["tiny", [{"role": "assistant", "content": "a", "reasoning": "b", "signature": "forged"}]],
             {},
             "invalid_request",
-            r"messages\.0: the signature is not that of its reasoning after",
+            r"messages\.0: the signature does not match the reasoning",
         ),
     ],
 )

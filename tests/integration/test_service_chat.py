@@ -11,7 +11,7 @@ from cellama.api import Client
 from cellama.bench.tiny_model.corpus import WEATHER_TOOL
 from cellama.tasks import apply_chat_template, chat
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.worker.signing import Signer
 
 from ..conftest import PATIENCE_S
 from .conftest import GREEDY

@@ -18,7 +18,7 @@ from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 from cellama.tasks.contract.late import ending_of_late
 from cellama.tasks.contract.shapes.results import CacheHitKind, FinishReason
 from cellama.tasks.publishing.results import MAX_WARNING_CHARS, MAX_WARNINGS, event_of, result_of
-from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.worker.signing import Signer
 
 SIGNER = Signer("a secret")
 

@@ -12,7 +12,7 @@ from cellama.config.settings import DEFAULT_SLOTS
 from cellama.engine import EngineOptions
 from cellama.engine.models.manager import new_id
 from cellama.tasks.app import EMBEDDING_JOBS, concurrency, num_jobs_of
-from cellama.tasks.worker.model_options import NOT_OPTIONS
+from cellama.tasks.worker.model_loading import NOT_OPTIONS
 
 SetVariables = Callable[..., None]
 

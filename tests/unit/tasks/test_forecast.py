@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cellama.tasks.estimates.forecast import HANDLING_S, ServiceTime, WaitEstimate, forecast, service_time
+from cellama.tasks.estimates.position import HANDLING_S, ServiceTime, WaitEstimate, forecast, service_time
 from cellama.tasks.estimates.samples import JobClass, Sample, Samples
 
 KIND = JobClass("q", "generate", is_bulk=False)

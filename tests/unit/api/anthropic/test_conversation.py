@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from cellama.api.anthropic.answers import message_of
 from cellama.api.anthropic.conversation import BILLING, messages_of
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.worker.signing import Signer
 
 HELLO = {"role": "user", "content": "Hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -70,8 +70,8 @@ def run_lines(*params: dict[str, Any]) -> dict[int, str]:
         stream=stream,
         past=Past(),
         runtime=runtime,
-        rests_on=Provenance("sha"),
-        reaching_redis=lambda ask: ask(),
+        provenance=Provenance("sha"),
+        retry_redis=lambda action: action(),
     ).run()
     codes: dict[int, str] = stream.codes()
     return codes

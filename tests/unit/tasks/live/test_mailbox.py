@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from cellama.tasks.live.mailbox import MOST_BYTES, Mailbox, Sign
+from cellama.tasks.live.subscriptions import MAX_UNREAD_BYTES, Mailbox, Sign
 
 SOON_S, LATE_S = 0.001, 60.0
 
@@ -42,7 +42,7 @@ def test_mailbox_wakes_its_reader_for_what_comes() -> None:
 
 def test_mailbox_that_is_full_drops_all_and_says_so_once() -> None:
     async def body(box: Mailbox) -> None:
-        for _ in range(MOST_BYTES // 1000 + 1):
+        for _ in range(MAX_UNREAD_BYTES // 1000 + 1):
             box.put(b"x" * 1000)
         box.put(b"later")
         assert await box.get(LATE_S) is Sign.LAGGED
@@ -54,7 +54,7 @@ def test_mailbox_that_is_full_drops_all_and_says_so_once() -> None:
 
 def test_mailbox_takes_no_message_that_is_too_large_for_it() -> None:
     async def body(box: Mailbox) -> None:
-        box.put(b"x" * (MOST_BYTES + 1))
+        box.put(b"x" * (MAX_UNREAD_BYTES + 1))
         assert await box.get(LATE_S) is Sign.LAGGED
 
     with_mailbox(body)
@@ -64,7 +64,7 @@ def test_mailbox_says_that_it_is_subscribed_again_whatever_lay_in_it() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"old")
         box.subscribed()
-        for _ in range(MOST_BYTES // 1000 + 1):
+        for _ in range(MAX_UNREAD_BYTES // 1000 + 1):
             box.put(b"x" * 1000)
         box.put(b"new")
         assert await box.get(LATE_S) is Sign.SUBSCRIBED

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id
-from cellama.tasks.live import mailbox, subscriptions
+from cellama.tasks.live import subscriptions
 from cellama.tasks.live.streams import Streams
 from cellama.tasks.state import reader
 from cellama.tasks.state.reader import PAGE
@@ -97,7 +97,7 @@ def test_stream_brings_each_event_once_in_order_whatever_happens(actions: list[s
         assert await reading == list(range(after + 1, server.num_events))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox, "MOST_BYTES", 1000)  # a few events
+        patch.setattr(subscriptions, "MAX_UNREAD_BYTES", 1000)  # a few events
         patch.setattr(reader, "QUIET_S", 0.01)
         with_server(body)
 
@@ -111,7 +111,7 @@ def test_slow_reader_keeps_a_bounded_part_of_what_it_has_not_read() -> None:
         for _ in range(10):
             await server.tell(PAGE)
             await settle()
-            assert sum(map(len, box._messages)) <= mailbox.MOST_BYTES
+            assert sum(map(len, box._messages)) <= subscriptions.MAX_UNREAD_BYTES
         await server.tell(ends=True)
         assert await seqs(stream) == list(range(1, server.num_events))
 
@@ -247,17 +247,17 @@ def test_closed_streams_end_their_readers_with_an_error() -> None:
 def test_look_into_a_journal_that_is_closed_before_it_has_begun_gets_the_error_too() -> None:
     async def body(server: Server) -> None:
         journals = server.streams._journals
-        looking = asyncio.create_task(journals.look(JOB, "-"))
+        reading = asyncio.create_task(journals.read(JOB, "-"))
         await asyncio.sleep(0)
         await journals.close()
-        await settle(looking.done)
-        assert looking.done()
+        await settle(reading.done)
+        assert reading.done()
         with pytest.raises(RuntimeError, match="the client was closed"):
-            await looking
+            await reading
 
     with_server(body)
 
 
 def test_tick_is_long_enough_for_a_busy_loop() -> None:
     """A loop that computes for a while must not take its own connection for dead."""
-    assert subscriptions.TICK_S * subscriptions.MOST_SILENT_TICKS >= 10
+    assert subscriptions.TICK_S * subscriptions.MAX_SILENT_TICKS >= 10

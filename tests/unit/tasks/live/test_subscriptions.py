@@ -10,8 +10,7 @@ import pytest
 from redis.exceptions import AuthenticationError, ConnectionError as RedisConnectionError, NoPermissionError
 
 from cellama.tasks.live import subscriptions as module
-from cellama.tasks.live.mailbox import Mailbox, Sign
-from cellama.tasks.live.subscriptions import Subscriptions
+from cellama.tasks.live.subscriptions import Mailbox, Sign, Subscriptions
 
 from .wires import ScriptedWire, Wires, settle
 

@@ -17,8 +17,7 @@ from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.connection.refusals import RefusedForNow
 from cellama.tasks.contract import events
-from cellama.tasks.publishing.attempt_stream import STRIDE
-from cellama.tasks.publishing.publisher import LINE_MARK
+from cellama.tasks.publishing.publisher import LINE_MARK, STRIDE
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.records import CeleryState

@@ -7,8 +7,7 @@ from typing import Any
 from cellama.engine import Finished, Text
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.publishing.publisher import LINE_MARK
-from cellama.tasks.publishing.signing import Signer
-from cellama.tasks.worker.sign_reasoning import SignReasoning
+from cellama.tasks.worker.signing import Signer, SignReasoning
 
 from ..attempt_contexts import context
 from .memory_ledger import COMPLETION, MemoryLedger, publisher_of

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 from kombu.utils.json import dumps as celery_dumps
 
-from cellama.tasks.attempt.vector_json import as_base64, as_list
+from cellama.tasks.attempt.vectors import as_base64, as_list
 from cellama.tasks.state.encoding import Encoded, encode
 from cellama.tasks.state.records import MAX_ENTRY_BYTES, Entry
 

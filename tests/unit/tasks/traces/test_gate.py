@@ -13,9 +13,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, mess
 from opentelemetry.semconv.schemas import Schemas
 
 from cellama.config import SettingsError
-from cellama.tasks.traces import gate, provider
-from cellama.tasks.traces.attributes import NUMBERS, OPERATIONS, SCHEMA, USAGE, of_message, of_request
-from cellama.tasks.traces.carrier import carried
+from cellama.tasks.traces import gate, tracing as spans
+from cellama.tasks.traces.conventions import NUMBERS, OPERATIONS, SCHEMA, USAGE, carried, of_message, of_request
 from cellama.tasks.traces.gate import headers_here, sending, spanning, trace_id_here, tracing
 
 from .conftest import ABOVE, Spans
@@ -53,15 +52,15 @@ def test_setting_without_the_packages_says_what_to_install(
     settings_environment(traces="true")
     monkeypatch.delitem(sys.modules, "cellama.tasks.traces.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(SettingsError, match=r"traces is on .*pip install 'cellama\[otel\]'"):
+    with pytest.raises(SettingsError, match=r"traces: true needs OpenTelemetry; run `pip install 'cellama\[otel\]'"):
         tracing()
 
 
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"OTEL_TRACES_EXPORTER": "zipkin"}, r"exports spans as 'zipkin'.*cellama\[otel\]"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json.*known: http/protobuf, grpc"),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, r"'zipkin' is not installed.*cellama\[otel\]"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json.*http/protobuf or grpc"),
         ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, "'otlp_proto_grpc'"),
     ],
 )
@@ -71,14 +70,14 @@ def test_exporter_that_is_not_there_is_told(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=told):
-        provider.make_provider()
+        spans.make_provider()
 
 
 def test_service_has_our_name_unless_it_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
-    assert provider.make_provider().resource.attributes["service.name"] == "cellama"
+    assert spans.make_provider().resource.attributes["service.name"] == "cellama"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    assert provider.make_provider().resource.attributes["service.name"] == "mine"
+    assert spans.make_provider().resource.attributes["service.name"] == "mine"
 
 
 def test_jobs_of_one_sending_have_its_context(spans: Spans) -> None:

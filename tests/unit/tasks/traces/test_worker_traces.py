@@ -18,14 +18,13 @@ from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.contract.kinds.embed import TASK_EMBED
 from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 from cellama.tasks.middleware import AttemptContext
-from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.history import Earlier
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import Attempt
 from cellama.tasks.traces import gate
-from cellama.tasks.traces.provider import run_span_id
-from cellama.tasks.traces.tracing import Tracing
+from cellama.tasks.traces.tracing import Tracing, run_span_id
 from cellama.tasks.worker.middlewares import start_middlewares
+from cellama.tasks.worker.signing import Signer
 from cellama.tasks.worker.traces import Traces
 
 from ..attempt_contexts import context, running

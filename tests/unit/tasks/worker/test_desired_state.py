@@ -15,8 +15,8 @@ from cellama.engine import ModelLoadFailed
 from cellama.tasks.contract.keys import wanted_key
 from cellama.tasks.worker.desired_state import (
     DEFAULT_KEY,
-    KEPT_S,
-    MAX_LOADS,
+    MAX_CRASHED_LOADS,
+    RECORD_TTL_S,
     Correction,
     DesiredStateRecord,
     Key,
@@ -164,7 +164,7 @@ def test_entries_that_cannot_be_read_are_ignored_and_old_notes_of_what_is_gone_a
         b"[" * 9999: "x",
         field_of(model_key("deep")): "[" * 9999,
         field_of(model_key("of_tomorrow")): '{"at":1,"model":{"id":"of_tomorrow","source":1}}',
-        field_of(model_key("old")): Override(at=now - KEPT_S - 60, gone=True).text(),
+        field_of(model_key("old")): Override(at=now - RECORD_TTL_S - 60, gone=True).text(),
         field_of(model_key("new")): Override(at=now, gone=True).text(),
     }
     redis.hset(POOL, mapping=fields)
@@ -184,11 +184,11 @@ def test_entries_of_adapters_go_with_their_model() -> None:
 def test_load_that_ends_the_process_again_and_again_is_not_begun_once_more() -> None:
     redis = fakeredis.FakeRedis()
     key = model_key("second")
-    for _ in range(MAX_LOADS):
-        DesiredStateRecord(redis, "p", "one").begin_load(key)
+    for _ in range(MAX_CRASHED_LOADS):
+        DesiredStateRecord(redis, "p", "one").start_load(key)
     record = DesiredStateRecord(redis, "p", "one")
-    with pytest.raises(ModelLoadFailed, match=r"ended the worker's process"):
-        record.begin_load(key)
-    DesiredStateRecord(redis, "p", "two").begin_load(key)  # counted for each worker
+    with pytest.raises(ModelLoadFailed, match=r"crashed the worker"):
+        record.start_load(key)
+    DesiredStateRecord(redis, "p", "two").start_load(key)  # counted for each worker
     record.end_load(key)
-    record.begin_load(key)
+    record.start_load(key)

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from cellama.tasks.worker.heap import KEPT_BYTES, MAPPED_BYTES, NUM_HEAPS, bound_free_heap, trim_heap
+from cellama.tasks.worker.runtime import MAPPED_BYTES, MAX_FREE_BYTES, NUM_HEAPS, limit_free_heap, trim_heap
 
 
 class Glibc:
@@ -31,13 +31,13 @@ class Glibc:
 
 def test_heap_is_told_how_much_it_may_keep() -> None:
     libc = Glibc()
-    assert bound_free_heap(libc)
-    assert sorted(libc.asked.values()) == sorted((KEPT_BYTES, MAPPED_BYTES, NUM_HEAPS))
+    assert limit_free_heap(libc)
+    assert sorted(libc.asked.values()) == sorted((MAX_FREE_BYTES, MAPPED_BYTES, NUM_HEAPS))
 
 
 def test_heap_that_refuses_an_option_is_told_the_others(caplog: pytest.LogCaptureFixture) -> None:
     libc = Glibc(-1)
-    assert not bound_free_heap(libc)
+    assert not limit_free_heap(libc)
     assert len(libc.asked) == 3
     assert "[-1]" in caplog.text
 
@@ -49,11 +49,11 @@ def test_heap_is_trimmed() -> None:
 
 
 def test_heap_of_another_c_library_is_left_alone() -> None:
-    assert not bound_free_heap(object())
+    assert not limit_free_heap(object())
     trim_heap(object())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the options are glibc's")
 def test_glibc_takes_the_options() -> None:
-    assert bound_free_heap()
+    assert limit_free_heap()
     trim_heap()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cellama.config import ModelSettings, Settings, SettingsError, get_settings
-from cellama.tasks.worker.model_options import check_models, options_of
+from cellama.tasks.worker.model_loading import check_models, options_of
 
 
 @pytest.mark.parametrize(

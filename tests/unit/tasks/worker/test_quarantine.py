@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cellama.tasks.worker.quarantine import Quarantine
+from cellama.tasks.worker.runtime import Quarantine
 
 PATIENCE_S = 30
 

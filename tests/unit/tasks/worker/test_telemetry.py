@@ -105,7 +105,7 @@ def test_hook_that_fails_is_logged_once_per_kind_of_event_and_costs_no_token(
 def test_hook_that_hangs_loses_events_and_costs_no_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(telemetry, "MAX_WAITING", 3)
+    monkeypatch.setattr(telemetry, "MAX_EVENTS", 3)
     monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
     entered, end = threading.Event(), threading.Event()
     relay = relay_to(lambda stats: (entered.set(), end.wait())[0])
@@ -117,7 +117,7 @@ def test_hook_that_hangs_loses_events_and_costs_no_token(
     end.set()
     assert relay.num_dropped > 0
     assert caplog.text.count("the hooks are too slow") == 1
-    assert "events were lost" in caplog.text
+    assert "telemetry events lost" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -123,5 +123,5 @@ def test_port_that_is_taken_is_told_with_its_setting(metrics: Metrics) -> None:
     other = Metrics("127.0.0.1", 0, relay, dict)
     assert value(other.figures(), "cellama_telemetry_dropped_total") == 3
     other.close()
-    with pytest.raises(InvalidRequest, match=f"metrics_port {metrics.port} .*a port of its own"):
+    with pytest.raises(InvalidRequest, match=f"metrics_port: {metrics.port} .*a different port"):
         Metrics("127.0.0.1", metrics.port, relay, dict)

@@ -1,6 +1,6 @@
-"""What spans say of messages and of models, in the names of OpenTelemetry's semantic conventions.
+"""The names that traces use: headers of W3C Trace Context, and attributes of OpenTelemetry's semantic conventions.
 
-Those for generative AI may still change; these are of semantic-conventions 0.66b (schema 1.44.0).
+The conventions for generative AI may still change. These names are from semantic-conventions 0.66b (schema 1.44.0).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from cellama.tasks.contract.all_kinds import KINDS
 
 SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
 PROVIDER = "cellama"
-# By task, if a model computes for it. The conventions know only `text_completion`, `chat` and `embeddings`.
+# By task, for tasks that a model computes. The conventions define only `text_completion`, `chat` and `embeddings`.
 OPERATIONS = {task: kind.operation for task, kind in KINDS.items() if kind.operation is not None}
-NUMBERS = {  # parameters of jobs
+NUMBERS = {  # attributes by parameter of a job
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
@@ -25,7 +25,7 @@ NUMBERS = {  # parameters of jobs
     "n": "gen_ai.request.choice.count",
     "stream": "gen_ai.request.stream",
 }
-USAGE = {  # of results
+USAGE = {  # attributes by field of a result's usage
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
@@ -33,7 +33,7 @@ USAGE = {  # of results
 
 
 def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
-    """Return the attributes of a span about the message of a job; without an id, about the messages of several jobs."""
+    """Return the attributes of a span about the message of a job, or without an id about messages of several jobs."""
     attributes: dict[str, Any] = {
         "messaging.system": "celery",
         "messaging.destination.name": queue,
@@ -44,7 +44,7 @@ def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]
 
 
 def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a request to a model. `parameters` are those of the call, validated or not."""
+    """Return the attributes of a request to a model. The parameters of the call need not be validated."""
     attributes: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if isinstance(parameters.get("model"), str):
         attributes["gen_ai.request.model"] = parameters["model"]
@@ -59,5 +59,16 @@ def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of tokens of the prompt, of the completion, and from a cache."""
+    """Return the attributes with the numbers of prompt tokens, completion tokens and cached tokens."""
     return {attribute: usage[name] for name, attribute in USAGE.items() if name in usage}
+
+
+TRACEPARENT = "traceparent"
+NAMES = (TRACEPARENT, "tracestate")
+MAX_HEADER_CHARS = 512  # the length that the standard requires all implementations to accept
+
+
+def carried(headers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers that carry the context of a trace, or an empty dict if it is missing or malformed."""
+    found = {name: headers[name] for name in NAMES if isinstance(headers.get(name), str)}
+    return found if TRACEPARENT in found and all(len(text) <= MAX_HEADER_CHARS for text in found.values()) else {}
