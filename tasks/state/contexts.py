@@ -1,7 +1,7 @@
 """The tokens behind a `finish_key`, in Redis: a worker that never had a context goes on after it all the same.
 
 A context is written with the end of its job, and lives as long as a result. It is found under its key, and counts only
-if its tokens have that key for the one who asks (`tasks/attempt/engine_request.py`): a key of another scope finds nothing.
+if its tokens have that key for the job that asks (attempt/engine_request.py). A key of another scope finds nothing.
 """
 
 from __future__ import annotations
