@@ -10,7 +10,7 @@ from redis import Redis
 from cellama.tasks.contract.keys import running_key
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
 from cellama.tasks.estimates.position import (
-    MOST_RUNNING,
+    MAX_RUNNING,
     ListedJob,
     Waiting,
     eta_by_class,
@@ -41,7 +41,7 @@ def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -
         figures.add("cellama_queue_workers", serving[model], model)
     _add_running(figures, models, running)
     _add_estimates(redis, figures, workers, running, waiting)
-    return len(known) > MOST_QUEUES or len(models) > MOST_ESTIMATES or redis.zcard(running_key()) > MOST_RUNNING
+    return len(known) > MOST_QUEUES or len(models) > MOST_ESTIMATES or redis.zcard(running_key()) > MAX_RUNNING
 
 
 def _add_waiting(redis: Redis, figures: Figures, waiting: dict[str, dict[str, Waiting]]) -> None:

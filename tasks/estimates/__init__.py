@@ -1,4 +1,4 @@
-"""How long a job waits for a slot: workers note what jobs took, and clients add up the jobs before one.
+"""Estimate how long a job waits for a slot, from samples of the work of earlier jobs (docs/adr/013-estimates.md).
 
-May use: `state`, `connection`, `contract`. docs/adr/013-estimates.md says why.
+Workers write the samples, and clients read them. May use `state`, `connection` and `contract`.
 """

@@ -1,4 +1,8 @@
-"""When a slot becomes free for a job, from how long the jobs before it are likely to take. Pure."""
+"""Find the position of a job in its queue, and estimate when it gets a slot.
+
+`forecast` computes when a slot becomes free, from the likely service times of the jobs ahead. It is pure. The other
+functions read these jobs, and the samples of their service times, from Redis.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,21 @@ from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 from .samples import JobClass, Samples, class_of, read_samples
 
-# Standard deviations from the estimate to each end of the range. In the simulation of tests/unit/tasks/test_forecast.py
-# the range holds for 82 % of the jobs or more in each case; with 1.4 deviations it holds for 74 % in the worst case.
+# Standard deviations between the estimate and each end of its range. In the simulation of test_forecast.py, the range
+# contains at least 82 % of the waits in each case. With 1.4 deviations it contains 74 % in the worst case.
 NUM_DEVIATIONS = 1.7
-SPEED_DEVIATION = 0.15  # of the estimate: heartbeats report the speed of a single second, which varies
-GUESS_DEVIATION = 0.5  # of the estimate, while no job of these classes has ended and lengths are guessed
-HANDLING_S = 1.0  # seconds that queue, worker and engine may need in addition
+SPEED_DEVIATION = 0.15  # fraction of the estimate; heartbeats report the speed of a single second, which varies
+ASSUMED_DEVIATION = 0.5  # fraction of the estimate while there are no samples, so that lengths are assumed
+HANDLING_S = 1.0  # additional seconds that queue, worker and engine may need
+MAX_AHEAD = 200  # jobs ahead that are read; a sample of more errs by about 7 % if lengths vary as much as their mean
+MAX_RUNNING = 2000  # running jobs that are read, those of several hundred workers
+ASSUMED_LENGTHS = (0.1, 0.3, 0.6, 0.9, 1.0)  # fractions of the requested tokens, while there are no samples
+TEXT_SLOTS = 16  # concurrent jobs of a model without an engine
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceTime:
-    """Seconds that a job occupies slots, in all, as a mean and a variance; `num_slots` of them at the same time."""
+    """Slot time that a job needs: its mean and variance in slot-seconds, spread over `num_slots` concurrent slots."""
 
     mean_s: float
     variance: float
@@ -40,25 +48,25 @@ class ServiceTime:
 
 @dataclass(frozen=True, slots=True)
 class WaitEstimate:
-    """Seconds until a job gets a slot: the estimate and its range, and the number of ended jobs that it rests on.
+    """Seconds until a job gets a slot: the estimate, its range, and the number of samples behind it.
 
-    `eta_s` and `most_s` are absent (None) if it is unknown how long such jobs take.
+    `eta_s` and `max_s` are None if the service time of such jobs is unknown.
     """
 
     eta_s: float | None = None
-    least_s: float = 0.0
-    most_s: float | None = None
-    learnt_from: int = 0
+    min_s: float = 0.0
+    max_s: float | None = None
+    num_samples: int = 0
 
 
 def service_time(seconds: Sequence[float], elapsed_s: float = 0.0, num_slots: int = 1) -> ServiceTime:
-    """Return the time that remains of a job that may take any of these `seconds`, of which `elapsed_s` have passed.
+    """Return the remaining time of a job that takes one of these equally likely `seconds`, after `elapsed_s`.
 
-    A job that has taken longer than all of them is taken to need another tenth.
+    A job that has already taken longer than all of them is assumed to need another 10 %.
     """
-    left = [each - elapsed_s for each in seconds if each > elapsed_s] or [0.1 * elapsed_s]
-    mean_s = sum(left) / len(left)
-    return ServiceTime(mean_s, sum((each - mean_s) ** 2 for each in left) / len(left), num_slots)
+    remaining = [each - elapsed_s for each in seconds if each > elapsed_s] or [0.1 * elapsed_s]
+    mean_s = sum(remaining) / len(remaining)
+    return ServiceTime(mean_s, sum((each - mean_s) ** 2 for each in remaining) / len(remaining), num_slots)
 
 
 def forecast(
@@ -66,11 +74,11 @@ def forecast(
     running: Sequence[ServiceTime],
     ahead: Sequence[ServiceTime],
     num_ahead: int,
-    learnt_from: int = 0,
+    num_samples: int = 0,
 ) -> WaitEstimate:
-    """Return when the job behind all these gets a slot.
+    """Estimate when the job behind all these jobs gets a slot.
 
-    Each job takes its mean time in the slot that is free first. `ahead` are the jobs that wait before it, or an even
+    Each job takes its mean time in the slot that becomes free first. `ahead` are the waiting jobs before it, or an even
     sample of these `num_ahead` jobs.
     """
     free_at = sorted(job.mean_s / job.num_slots for job in running for _ in range(job.num_slots))[-num_slots:]
@@ -78,21 +86,17 @@ def forecast(
     for job in ahead:
         for _ in range(job.num_slots):
             heapq.heapreplace(free_at, free_at[0] + job.mean_s / job.num_slots)
-    left_out = num_ahead / len(ahead) - 1 if ahead else 0.0  # jobs that each of the sample stands for, besides itself
-    eta_s = free_at[0] + left_out * sum(job.mean_s for job in ahead) / num_slots
+    num_omitted = num_ahead / len(ahead) - 1 if ahead else 0.0  # omitted jobs per job of the sample
+    eta_s = free_at[0] + num_omitted * sum(job.mean_s for job in ahead) / num_slots
     if not eta_s:
-        return WaitEstimate(0.0, least_s=0.0, most_s=HANDLING_S, learnt_from=learnt_from)
-    variance = sum(job.variance for job in running) + (1 + left_out) * sum(job.variance for job in ahead)
-    relative = SPEED_DEVIATION if learnt_from else GUESS_DEVIATION
+        return WaitEstimate(0.0, min_s=0.0, max_s=HANDLING_S, num_samples=num_samples)
+    variance = sum(job.variance for job in running) + (1 + num_omitted) * sum(job.variance for job in ahead)
+    relative = SPEED_DEVIATION if num_samples else ASSUMED_DEVIATION
     spread_s = NUM_DEVIATIONS * math.hypot(math.sqrt(variance) / num_slots, relative * eta_s) + HANDLING_S
-    return WaitEstimate(eta_s, least_s=max(0.0, eta_s - spread_s), most_s=eta_s + spread_s, learnt_from=learnt_from)
+    return WaitEstimate(eta_s, min_s=max(0.0, eta_s - spread_s), max_s=eta_s + spread_s, num_samples=num_samples)
 
 
 JobState = Literal["waiting", "running", "done"]
-MAX_AHEAD = 200  # jobs that are read, or an even sample of more: it errs by about 7 % if lengths vary like their mean
-MOST_RUNNING = 2000  # jobs that are read: those of some hundred workers
-GUESSED = (0.1, 0.3, 0.6, 0.9, 1.0)  # parts of the tokens asked for, as long as no job of the class has ended
-TEXT_SLOTS = 16  # jobs at the same time of a model without an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Position:
     """The position of a job in its queue, and an estimate of its wait.
 
     The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80 % of the cases. `eta_s` and
-    `eta_most_s` are None if no worker serves the model, and while the duration of such jobs is unknown.
+    `eta_most_s` are None if no worker serves the model, or while the duration of such jobs is unknown.
     """
 
     job_id: str  # id of the job
@@ -111,13 +115,13 @@ class Position:
     error: str | None = None  # message of a failed job
     eta_least_s: float = 0.0  # lower end of the range of the estimate
     eta_most_s: float | None = 0.0  # upper end of this range
-    learnt_from: int = 0  # number of jobs from which the range was learned; 0: it is assumed
+    learnt_from: int = 0  # number of finished jobs behind the range; 0 if it is based on assumptions
     served: bool = True  # whether a worker serves the model
 
 
 @dataclass(frozen=True, slots=True)
 class ListedJob:
-    """A job that waits, or has run on `worker` for `elapsed_s`."""
+    """A job that waits, or has run on `worker` for `elapsed_s` seconds."""
 
     kind: JobClass
     work: JobWork
@@ -132,7 +136,7 @@ def position_of(redis: Redis, job_id: str) -> Position:
     state, ahead = ledger.state(job_id), ledger.place(job_id)
     if state is None:
         raise UnknownJob(
-            f"there is no job {job_id}, or not any more; a job that plain Celery sent is known once it runs"
+            f"job {job_id} is unknown or has expired; a job sent by plain Celery is only known once it runs"
         )
     if state == "done":
         ending = ledger.ending(job_id)
@@ -153,9 +157,9 @@ def position_of(redis: Redis, job_id: str) -> Position:
         "waiting",
         ahead=ahead,
         eta_s=None if found.eta_s is None else round(found.eta_s, 3),
-        eta_least_s=round(found.least_s, 3),
-        eta_most_s=None if found.most_s is None else round(found.most_s, 3),
-        learnt_from=found.learnt_from,
+        eta_least_s=round(found.min_s, 3),
+        eta_most_s=None if found.max_s is None else round(found.max_s, 3),
+        learnt_from=found.num_samples,
         served=served,
     )
 
@@ -168,18 +172,18 @@ def estimate(
     ahead: int,
     priority: int,
 ) -> WaitEstimate:
-    """Return when a job of that priority gets a slot if `ahead` jobs wait before it. Raises RedisError."""
+    """Estimate when a job with this priority gets a slot if `ahead` jobs wait before it. Raises RedisError."""
     serving = _serving(workers, queue)
     if not serving:
         return WaitEstimate()
     num_slots = sum(_num_slots(model) for _, model in serving)
     names, queues = {worker.name for worker, _ in serving}, _queues_of(serving, queue)
     running = [job for job in running_now if job.kind.queue in queues and job.worker and job.priority <= priority]
-    waiting = [job for job in running if job.worker not in names]  # their worker has died: they start first
+    waiting = [job for job in running if job.worker not in names]  # jobs of crashed workers, which restart first
     running = [job for job in running if job.worker in names]
     waiting += _waiting(redis, queue, ahead)
     if sum(job.work.pieces for job in (*running, *waiting)) < num_slots:
-        return WaitEstimate(0.0, least_s=0.0, most_s=HANDLING_S)
+        return WaitEstimate(0.0, min_s=0.0, max_s=HANDLING_S)
     samples = read_samples(redis, {job.kind for job in (*running, *waiting)})
     speed = _speed(serving, samples)
     times = [_service_time(job, samples, speed, num_slots) for job in (*running, *waiting)]
@@ -191,17 +195,18 @@ def estimate(
 
 
 def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
-    """Return how long a job takes from now on; None if that can't even be guessed."""
+    """Return the remaining service time of a job; None if neither samples nor a speed are known."""
     seconds = amounts = samples.amounts(job.kind, job.work.asked)
     if job.work.counts_tokens:
-        amounts = amounts or [job.work.asked * part for part in ((1.0,) if job.work.is_exact else GUESSED)]
+        lengths = (1.0,) if job.work.is_exact else ASSUMED_LENGTHS
+        amounts = amounts or [job.work.asked * length for length in lengths]
         seconds = [amount / speed for amount in amounts] if speed else []
     pieces = min(job.work.pieces, num_slots)
     return service_time(seconds, job.elapsed_s * pieces, pieces) if seconds else None
 
 
 def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
-    """Return the workers that serve a queue, each with the model that does."""
+    """Return the workers that serve a queue, each with the model that serves it."""
     is_default = queue == queue_name(DEFAULT_MODEL)
     return [
         (worker, model)
@@ -216,36 +221,36 @@ def _num_slots(model: WorkerModel) -> int:
 
 
 def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -> set[str]:
-    """Return the queues whose jobs run in the same slots as those of `queue`."""
+    """Return the queues that share slots with `queue`."""
     default = {queue_name(DEFAULT_MODEL)} if any(model["default"] for _, model in serving) else set()
     return {queue, *(queue_name(model["id"]) for _, model in serving), *default}
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
-    """Return the tokens per second and slot that the engines report, or while none generates those of the last jobs."""
+    """Return the tokens per second and slot that engines report, or the speed of the latest jobs if none generates."""
     engines = [model["engine"] for _, model in serving if model["engine"] is not None]
     num_decoding = sum(engine["slots_decoding"] for engine in engines)
     rate = sum(engine["generation_rate"] for engine in engines)
-    if not engines:  # jobs of models without an engine are counted in seconds
+    if not engines:  # the work of these models is counted in seconds
         return 1.0
     return rate / num_decoding if num_decoding and rate > 0 else samples.speed
 
 
 def running_jobs(redis: Redis) -> list[ListedJob]:
-    """Return the jobs that have a slot, MOST_RUNNING at most. Raises RedisError."""
+    """Return up to MAX_RUNNING running jobs. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
-    pipeline.zrange(running_key(), 0, MOST_RUNNING - 1, withscores=True)
+    pipeline.zrange(running_key(), 0, MAX_RUNNING - 1, withscores=True)
     time, entries = pipeline.execute()
     since = {raw.decode(): seconds_of(time) - score for raw, score in entries}
     return [replace(job, elapsed_s=max(0.0, since[job_id])) for job_id, job in _jobs(redis, list(since))]
 
 
 def _waiting(redis: Redis, queue: str, ahead: int) -> list[ListedJob]:
-    """Return the jobs before a place in a queue, or an even sample of many."""
+    """Return the first `ahead` jobs of a queue, or an even sample of up to MAX_AHEAD of them."""
     pipeline = redis.pipeline(transaction=False)
-    for place in range(0, ahead, max(1, -(-ahead // MAX_AHEAD))):
-        pipeline.zrange(waiting_key(queue), place, place)
+    for rank in range(0, ahead, max(1, -(-ahead // MAX_AHEAD))):
+        pipeline.zrange(waiting_key(queue), rank, rank)
     ids = [raw.decode() for found in pipeline.execute() for raw in found]
     return [replace(job, worker="") for _, job in _jobs(redis, ids)]
 
@@ -257,9 +262,9 @@ def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, ListedJob
     for job_id, found in zip(job_ids, pipeline.execute(), strict=True):
         queue, work, priority, worker = ((value or b"").decode() for value in found)
         if queue:
-            asked, urgency = work_of_text(work), int(priority or PRIORITY_INTERACTIVE)
-            kind = class_of(queue, asked, urgency)
-            yield job_id, ListedJob(kind, work=asked, priority=urgency, worker=worker.partition(" ")[0])
+            job_work, job_priority = work_of_text(work), int(priority or PRIORITY_INTERACTIVE)
+            kind = class_of(queue, job_work, job_priority)
+            yield job_id, ListedJob(kind, work=job_work, priority=job_priority, worker=worker.partition(" ")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,24 +276,24 @@ class Waiting:
 
 
 def waiting_by_class(redis: Redis, models: Iterable[str]) -> dict[str, dict[str, Waiting]]:
-    """Return the waiting jobs by model and class, all at the same moment of Redis' clock. Raises RedisError."""
+    """Return the waiting jobs by model and class, all at the same time. Raises RedisError."""
     counted, pipeline = [], redis.pipeline(transaction=False)
     pipeline.time()
     for model in models:
         key = waiting_key(queue_name(model))
         for name, priorities in CLASSES.items():
             for priority in priorities:
-                least, below = priority * PRIORITY_WEIGHT, f"({(priority + 1) * PRIORITY_WEIGHT:.0f}"
-                pipeline.zcount(key, least, below)
-                pipeline.zrangebyscore(key, least, below, start=0, num=1, withscores=True)
-                counted.append((model, name, least))
+                min_score, end_score = priority * PRIORITY_WEIGHT, f"({(priority + 1) * PRIORITY_WEIGHT:.0f}"
+                pipeline.zcount(key, min_score, end_score)
+                pipeline.zrangebyscore(key, min_score, end_score, start=0, num=1, withscores=True)
+                counted.append((model, name, min_score))
     time, *found = pipeline.execute()
     now = seconds_of(time)
     waiting: dict[str, dict[str, Waiting]] = {}
-    for (model, name, least), count, first in zip(counted, found[::2], found[1::2], strict=True):
+    for (model, name, min_score), count, first in zip(counted, found[::2], found[1::2], strict=True):
         classes = waiting.setdefault(model, {})
         before = classes.get(name, Waiting(0, 0.0))
-        age_s = now - (first[0][1] - least) if first else 0.0  # the first entry of a priority is its oldest
+        age_s = now - (first[0][1] - min_score) if first else 0.0  # the first entry of a priority is its oldest
         classes[name] = Waiting(before.num_jobs + count, max(before.oldest_s, age_s))
     return waiting
 
@@ -300,9 +305,9 @@ def eta_by_class(
     model: str,
     waiting: Mapping[str, Waiting],
 ) -> dict[str, float | None]:
-    """Return the seconds until a new job of each class would get a slot.
+    """Return the seconds until a new job of each class would get a slot. Raises RedisError.
 
-    None where no worker serves the model, or nothing is known yet about how long such jobs take. Raises RedisError.
+    The value is None if no worker serves the model, or while the duration of such jobs is unknown.
     """
     ahead, etas = 0, {}
     for name, priorities in CLASSES.items():

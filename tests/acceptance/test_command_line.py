@@ -120,7 +120,7 @@ def test_status_shows_the_state_of_a_job(machine: Machine) -> None:
     assert machine.run("status", done["job_id"]).stdout == f"job {done['job_id']} is done\n"
     unknown = machine.run("status", "nothing")
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "there is no job nothing" in unknown.stderr
+    assert "job nothing is unknown" in unknown.stderr
 
 
 def test_dead_list_shows_dead_jobs(machine: Machine) -> None:

@@ -151,7 +151,7 @@ def test_too_large_job_is_rejected_with_its_size_and_the_limit() -> None:
 def test_stream_of_an_unknown_job_raises_unknown_job() -> None:
     with Client() as client, pytest.raises(UnknownJob, match="there is no job nothing"):
         list(client.stream("nothing"))
-    with Client() as client, pytest.raises(UnknownJob, match="there is no job nothing"):
+    with Client() as client, pytest.raises(UnknownJob, match="job nothing is unknown"):
         client.position("nothing")
 
 

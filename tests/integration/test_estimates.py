@@ -25,7 +25,7 @@ from cellama.tasks.contract.keys import took_key, workers_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.estimates.position import Position
-from cellama.tasks.estimates.samples import KEPT_SAMPLES, SampleWriter, class_of
+from cellama.tasks.estimates.samples import MAX_SAMPLES, SampleWriter, class_of
 from cellama.tasks.state import scripts
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Attempt, Entry, Message, Submission, TaskCall, work_of
@@ -254,7 +254,7 @@ def test_estimates_adapt_to_a_slower_machine_and_survive_in_redis(cluster: Clust
         assert job.said is not None
         assert job.said.eta_least_s <= job.waited_s <= (job.said.eta_most_s or 0)
     key = took_key(QUEUE, "generate", "interactive")
-    assert 0 < redis.llen(key) <= KEPT_SAMPLES
+    assert 0 < redis.llen(key) <= MAX_SAMPLES
     assert redis.ttl(key) > 86400
 
 

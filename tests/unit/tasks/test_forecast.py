@@ -22,7 +22,7 @@ def test_free_slot_means_no_wait() -> None:
 def test_slots_take_the_jobs_ahead_in_turn() -> None:
     found = forecast(2, [ServiceTime(8.0, 0.0), ServiceTime(2.0, 0.0)], [ServiceTime(3.0, 0.0)], 1)
     assert found.eta_s == 5.0
-    assert found.least_s < 5.0 < (found.most_s or 0.0)
+    assert found.min_s < 5.0 < (found.max_s or 0.0)
 
 
 def test_pieces_of_a_job_take_several_slots_and_a_sample_stands_for_all() -> None:
@@ -37,7 +37,7 @@ def test_job_that_takes_longer_than_any_before_is_about_to_end() -> None:
 
 def test_range_is_wider_while_lengths_are_guessed() -> None:
     guessed, learnt = (forecast(1, [ServiceTime(10.0, 0.0)], [], 0, learnt_from) for learnt_from in (0, 1))
-    assert guessed.least_s < learnt.least_s < (learnt.most_s or 0.0) < (guessed.most_s or 0.0)
+    assert guessed.min_s < learnt.min_s < (learnt.max_s or 0.0) < (guessed.max_s or 0.0)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Queue:
                 job = waiting.pop(0)
                 heapq.heappush(running, (now + lengths[job][1] / self.speed, job))
                 if (told := estimates.get(job)) is not None:
-                    hits.append(told.least_s <= now - arrived[job] <= (told.most_s or 0.0))
+                    hits.append(told.min_s <= now - arrived[job] <= (told.max_s or 0.0))
         return hits
 
     def _estimate(

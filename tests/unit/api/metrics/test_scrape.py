@@ -145,7 +145,7 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 
-@pytest.mark.parametrize(("room", "name"), [(module, "MOST_RUNS"), (module, "MOST_KEYS"), (queues, "MOST_RUNNING")])
+@pytest.mark.parametrize(("room", "name"), [(module, "MOST_RUNS"), (module, "MOST_KEYS"), (queues, "MAX_RUNNING")])
 def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatch, room: Any, name: str) -> None:
     monkeypatch.setattr(room, name, 2)
     for number in range(3):
