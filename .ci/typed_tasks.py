@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Write what follows from the modules in tasks/contract/kinds.
+"""Write what follows from the modules in tasks/contract/kinds and from `ModelSettings`.
 
 - `tasks/contract/all_kinds.py`: the table of kinds, and the union of their results;
 - `tasks/typed_tasks.py`: the tasks as type checkers see them;
-- the names of these that `cellama.tasks` and `cellama.api` export.
+- the names of these that `cellama.tasks` and `cellama.api` export;
+- `config/model_options.py`: the options of a model as type checkers see them.
 
 With `--check` the script writes nothing, and fails if a file would change.
 """
@@ -19,9 +20,9 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 sys.modules["cellama.tasks"] = types.ModuleType("cellama.tasks")
 sys.modules["cellama.tasks"].__path__ = [str(ROOT / "tasks")]
 
+from cellama.config.settings import AdapterSettings, AutoInt, CacheType, Capability, ModelSettings  # noqa: E402
 from cellama.tasks.contract import kinds as package  # noqa: E402
 from cellama.tasks.contract.fields import TypedAs  # noqa: E402
 from cellama.tasks.contract.kind import Kind  # noqa: E402
@@ -59,6 +61,24 @@ from .contract.shapes.parameters import (
 )
 '''
 
+OPTIONS_HEADER = '''"""The options of a model as type checkers see them.
+
+.ci/typed_tasks.py writes this file from `ModelSettings`. Do not edit it; run the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from .settings import CacheType, Capability
+
+
+class ModelOptions(TypedDict, total=False):
+    """The settings of a model except `id`, `source` and `default`. None lets cellama choose the value."""
+'''
 
 ALL_HEADER = '''"""All kinds of jobs, and the union of their results.
 
@@ -78,6 +98,7 @@ def main() -> int:
     types_of_tasks, tasks = [f"{base_name(kind.payload)}Task" for kind in kinds], list(map(short, kinds))
     texts = {
         ROOT / "tasks/contract/all_kinds.py": all_kinds(every),
+        ROOT / "config/model_options.py": model_options(),
         ROOT / "tasks/typed_tasks.py": "\n\n".join([HEADER, *parts(kinds), all_of([*shapes, *types_of_tasks, *tasks])]),
         ROOT / "tasks/__init__.py": exporting(ROOT / "tasks/__init__.py", ".typed_tasks", [*shapes, *tasks]),
         ROOT / "api/__init__.py": exporting(ROOT / "api/__init__.py", "cellama.tasks.typed_tasks", shapes),
@@ -88,7 +109,7 @@ def main() -> int:
         if "--check" not in sys.argv:
             file.write_text(text)
         elif not file.exists() or file.read_text() != text:
-            print(f"{file.relative_to(ROOT)} does not match tasks/contract/kinds; run .ci/typed_tasks.py")
+            print(f"{file.relative_to(ROOT)} does not match the code; run .ci/typed_tasks.py")
             status = 1
     return status
 
@@ -105,6 +126,36 @@ def all_kinds(kinds: dict[str, Kind]) -> str:
     imports = [f"from .kinds.{module_of(kind)} import {name}, {kind.result.__name__}" for name, kind in kinds.items()]
     table = f"KINDS: dict[str, Kind] = {{kind.task: kind for kind in ({', '.join(kinds)})}}"
     return "\n".join([ALL_HEADER, *imports, "", table, f"Result = ({' | '.join(results)})"])
+
+
+def model_options() -> str:
+    """Return the source of `ModelOptions`, with a field for each option of `ModelSettings`."""
+    types_of_options = get_type_hints(ModelSettings, include_extras=True)
+    options = [name for name in ModelSettings.model_fields if name not in ("id", "source", "default")]
+    return "\n".join([OPTIONS_HEADER, *(f"    {name}: {option_type(types_of_options[name])}" for name in options)])
+
+
+def option_type(annotation: Any) -> str:
+    """Return the type that callers may pass for an option, as source text."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    for alias, text in (
+        (AutoInt, 'int | Literal["auto"] | None'),
+        (CacheType, "CacheType"),
+        (Capability, "Capability"),
+    ):
+        if annotation == alias:
+            return text
+    if origin is Annotated:
+        return option_type(inner[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(option_type, inner))
+    if origin is tuple:
+        return f"Sequence[{option_type(inner[0])}]"
+    if origin is dict:
+        return f"Mapping[str, {option_type(inner[1])}]"
+    if annotation is AdapterSettings:
+        return "str | Mapping[str, object]"
+    return "object" if annotation is JsonValue else source(annotation)
 
 
 def module_of(kind: Kind) -> str:

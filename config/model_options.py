@@ -1,4 +1,7 @@
-"""The options of a model as type checkers see them; `ModelSettings` checks them, and a test compares the two."""
+"""The options of a model as type checkers see them.
+
+.ci/typed_tasks.py writes this file from `ModelSettings`. Do not edit it; run the script.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .settings import CacheType, Capability
 
 
 class ModelOptions(TypedDict, total=False):
-    """What a `[[models]]` table may say beside id, source and default. None stands for "choose for me"."""
+    """The settings of a model except `id`, `source` and `default`. None lets cellama choose the value."""
 
     hub_cache_dir: str | None
     hub_token: str | None

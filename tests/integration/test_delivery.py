@@ -192,6 +192,6 @@ def test_log_contains_no_prompts_or_texts(worker: WorkerProcess) -> None:
     prompt = "Once upon a time, a secretive hedgehog"
     job = generate.delay("tiny", prompt, max_tokens=30, **GREEDY)
     result = job.get(timeout=PATIENCE_S)
-    wait_until(lambda: f"{job.id} on tiny" in worker.log(), "the end of the job in the log")
+    wait_until(lambda: f"job finished (job_id={job.id}" in worker.log(), "the end of the job in the log")
     assert "secretive" not in worker.log()
     assert result["text"][:20] not in worker.log()

@@ -51,7 +51,10 @@ def test_worker_does_not_end_its_job_when_a_restored_redis_denies_ownership(
         job = generate.delay(model, STORY, **RESUMED)
         wait_for_token(redis_client, job.id)
         redis_client.hset(job_key(job.id), "holder", "another one")  # its run is the job's as before
-        wait_until(lambda: f"{job.id} on {model}: cancelled" in worker.log(), "the run given up")
+        wait_until(
+            lambda: f"job finished (job_id={job.id}, model={model}, finish_reason=cancelled" in worker.log(),
+            "the run given up",
+        )
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)
 

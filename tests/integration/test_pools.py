@@ -162,7 +162,7 @@ def test_worker_applies_earlier_commands_when_redis_becomes_reachable(tmp_path: 
     models = json.dumps([{"id": own, "source": "bundled://tiny", **OPTIONS}])
     settings = {"CELLAMA_POOL": name, "CELLAMA_MODELS": models}
     worker = WorkerProcess(tmp_path, server.url, name=f"{name}-one", **settings)
-    wait_until(lambda: "can't read Redis" in worker.log(), "it begins with what its settings say")
+    wait_until(lambda: "desired state not read" in worker.log(), "it begins with what its settings say")
     with RedisServer.start(folder, port=server.port), Client(server.url) as client:
         try:
             wait_until(lambda: states(client, f"{name}-one") == {big: "ready"}, "the model of its pool")

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from kombu.transport.redis import Transport
 
-from cellama.api import AsyncClient, AsyncJob, BatchParams, Client, Job, ModelOptions, RedisUnreachable
+from cellama.api import AsyncClient, AsyncJob, BatchParams, Client, Job, RedisUnreachable
 from cellama.api.batch.options import BatchOptions
-from cellama.config import ModelSettings
 from cellama.tasks import app
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.embed import EmbedJob
@@ -50,10 +49,6 @@ def test_keywords_of_a_bulk_run_are_its_options_and_parameters_of_lines() -> Non
     own = set(BatchOptions.__dataclass_fields__) - {"input", "output", "params"}
     lines = ChatJob.model_fields.keys() | EmbedJob.model_fields.keys()
     assert BatchParams.__optional_keys__ == own | (lines - {"messages", "texts"})
-
-
-def test_keywords_of_a_load_are_those_of_a_model() -> None:
-    assert ModelOptions.__optional_keys__ == ModelSettings.model_fields.keys() - {"id", "source", "default"}
 
 
 def test_client_of_a_url_speaks_to_that_redis() -> None:
