@@ -1,10 +1,8 @@
 #!/usr/bin/env python3
 """Write what follows from the modules in tasks/contract/kinds and from `ModelSettings`.
 
-- `tasks/contract/all_kinds.py` has the table of kinds, and the union of their results.
-- `tasks/typed_tasks.py` has the tasks as type checkers see them.
-- `tasks/__init__.py` and `api/__init__.py` export the names in that module.
-- `config/model_options.py` has the options of a model as type checkers see them.
+The table of kinds is `tasks/contract/all_kinds.py`. The tasks as type checkers see them are `tasks/typed_tasks.py`, and
+`cellama.tasks` and `cellama.api` export their names. The options of a model are `config/model_options.py`.
 
 With `--check` the script writes nothing, and fails if a file would change.
 """
