@@ -1,4 +1,5 @@
-"""JSON Schemas as llguidance takes them: what it can't enforce is rewritten, refused, or ignored with a warning.
+"""Rewrite JSON Schemas for llguidance. Keywords that it can't enforce are rewritten, rejected, or ignored with a
+warning.
 
 May use: `errors`, the table of limits, and `grammar.matcher` for llguidance's limits. Pure.
 """

@@ -1,4 +1,4 @@
-"""A JSON Schema as text → its schemas by path, checked, and where references lead. Pure."""
+"""Parse a JSON Schema from text, check its keywords, find the schemas in it by path, and resolve references. Pure."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from cellama.engine.errors import InvalidRequest
 
 from .keywords import KEYWORDS, show
 
-_MAX_SHOWN = 200  # characters of a path in a message
-_MAX_PATH_CHARS = 5_000_000  # of all paths: some MB of memory and some ms
+_MAX_SHOWN = 200  # characters of a path in messages
+_MAX_PATH_CHARS = 5_000_000  # of all paths, which limits memory to a few MB and time to a few ms
 
 
-class Node(NamedTuple):
+class SchemaNode(NamedTuple):
     """A schema within the document."""
 
     schema: Mapping[str, Any] | bool
-    path: str  # JSON pointer as a fragment: `#/properties/a`
-    base: str  # URI that references are relative to
+    path: str  # a JSON pointer as a fragment, such as `#/properties/a`
+    base: str  # the URI to which references are relative
 
 
-class Document:
-    """All schemas of a text. A schema is known by its index in `nodes`; `NOTHING` is one that allows no value."""
+class SchemaDocument:
+    """All schemas of a text. A schema is identified by its index in `nodes`. `NOTHING` is one that allows no value."""
 
     NOTHING = 0
     ROOT = 1
 
     def __init__(self, text: str, where: str) -> None:
-        """Raises InvalidRequest, which calls the text `where`."""
+        """Parse and check the text. Raises InvalidRequest, which calls the text `where`."""
         self._where = where
         self.root = self._parse(text)
-        self.nodes = [Node(False, "#", "")]
+        self.nodes = [SchemaNode(False, "#", "")]
         self._by_path: dict[str, int] = {}
         self._by_uri: dict[str, str] = {}  # URI of a resource or an anchor → path
         self._path_chars = 0
-        self._dynamic: Counter[str] = Counter()  # names → how many $dynamicAnchor have them
-        self._known(self.root, "#", "")
+        self._dynamic: Counter[str] = Counter()  # name → number of $dynamicAnchor with this name
+        self._add_schemas(self.root, "#", "")
 
     def refused(self, path: str, reason: str) -> InvalidRequest:
+        """Return the error for a schema at this path."""
         shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
         return InvalidRequest(f"{self._where} at {shown}{reason}")
 
     def child(self, node: int, *names: str | int) -> int:
-        """The schema at these keys of another one."""
+        """Return the schema at these keys of another one."""
         return self._by_path["/".join([self.nodes[node].path, *(_escaped(str(name)) for name in names)])]
 
-    def add(self, schema: Mapping[str, Any], like: int) -> int:
-        """Make a schema that isn't in the document, with the path of another one for messages."""
-        self.nodes.append(self.nodes[like]._replace(schema=schema))
+    def add(self, schema: Mapping[str, Any], template: int) -> int:
+        """Add a schema that is not in the document, with the path of another one for messages."""
+        self.nodes.append(self.nodes[template]._replace(schema=schema))
         return len(self.nodes) - 1
 
     def target(self, node: int, keyword: str) -> int:
-        """Where the reference of a schema leads. Raises InvalidRequest."""
+        """Return the schema to which a reference leads. Raises InvalidRequest."""
         schema, path, base = self.nodes[node]
         assert isinstance(schema, Mapping)
         reference = schema[keyword]
@@ -69,8 +70,8 @@ class Document:
         if uri not in self._by_uri:
             raise self.refused(
                 path,
-                f"/{keyword} is {show(reference)}; only references within the schema are followed, so put its target "
-                "into $defs",
+                f"/{keyword} is {show(reference)}; only references within the schema are supported; move the "
+                "target into $defs",
             )
         found = self._at(self._by_uri[uri], fragment) if fragment[:1] in ("", "/") else self._by_uri.get(full)
         if found is None:
@@ -78,7 +79,9 @@ class Document:
         return self._by_path[found]
 
     def is_dynamic(self, node: int) -> bool:
-        """True if it depends on the way to a schema where its $dynamicRef leads. Raises InvalidRequest."""
+        """Return whether the target of a schema's $dynamicRef depends on how the schema is reached. Raises
+        InvalidRequest.
+        """
         schema = self.nodes[node].schema
         if not isinstance(schema, Mapping) or "$dynamicRef" not in schema:
             return False
@@ -92,18 +95,20 @@ class Document:
                 f"{self._where} has {len(text)} characters; shorten it to {limits.MAX_SCHEMA_CHARS} or fewer"
             )
         try:
-            parsed = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
+            parsed = json.loads(
+                text, parse_constant=_finite_number, parse_float=_finite_number, object_pairs_hook=_unique_keys
+            )
         except RecursionError:
             raise InvalidRequest(f"{self._where} is nested too deeply; flatten it") from None
         except ValueError as error:
             raise InvalidRequest(f"{self._where} is not valid JSON: {error}") from None
-        self._check_texts(parsed)
+        self._check_values(parsed)
         if not isinstance(parsed, dict | bool):
             raise self.refused("#", f" is {show(parsed)}; it must be a schema (an object or a boolean)")
         return parsed
 
-    def _check_texts(self, parsed: Any) -> None:
-        """No text has half of a surrogate pair, and nothing is nested deeper than json and llguidance read."""
+    def _check_values(self, parsed: Any) -> None:
+        """Raise InvalidRequest for unpaired surrogates, and for nesting that json or llguidance can't handle."""
         todo = [(parsed, 0)]
         while todo:
             value, depth = todo.pop()
@@ -114,10 +119,10 @@ class Document:
             elif isinstance(value, list):
                 todo += [(each, depth + 1) for each in value]
             elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
-                raise InvalidRequest(f"{self._where} is not valid JSON: {show(value)} has half of a surrogate pair")
+                raise InvalidRequest(f"{self._where} is not valid JSON: {show(value)} contains an unpaired surrogate")
 
-    def _known(self, schema: Any, path: str, base: str) -> None:
-        """Note a schema with all schemas within it. Raises InvalidRequest for values that its keywords can't have."""
+    def _add_schemas(self, schema: Any, path: str, base: str) -> None:
+        """Add a schema and all schemas within it. Raises InvalidRequest if a keyword has an invalid value."""
         todo = [(schema, path, base, 0)]
         while todo:
             schema, path, base, depth = todo.pop()
@@ -129,13 +134,13 @@ class Document:
                 raise self.refused(path, f" is {show(schema)}; it must be a schema (an object or a boolean)")
             if isinstance(schema, Mapping):
                 self._check(schema, path)
-                base = self._named(schema, path, base)
-                todo += [(inner, f"{path}/{at}", base, depth + 1) for at, inner in _inner(schema)]
+                base = self._base_of(schema, path, base)
+                todo += [(inner, f"{path}/{at}", base, depth + 1) for at, inner in _schemas_within(schema)]
             self._path_chars += len(path)
             if self._path_chars > _MAX_PATH_CHARS:
-                raise InvalidRequest(f"{self._where} has too many schemas below too long names; shorten the names")
+                raise InvalidRequest(f"{self._where} has too many schemas with long paths; shorten the names")
             self._by_path[path] = len(self.nodes)
-            self.nodes.append(Node(schema, path, base))
+            self.nodes.append(SchemaNode(schema, path, base))
         self._by_uri.setdefault("", "#")
 
     def _check(self, schema: Mapping[str, Any], path: str) -> None:
@@ -144,25 +149,25 @@ class Document:
             if problem:
                 raise self.refused(path, f"/{_escaped(name)} is {show(value)}; it {problem}")
 
-    def _named(self, schema: Mapping[str, Any], path: str, base: str) -> str:
-        """The URI that references of the schema are relative to."""
-        named = schema.get("$id", "")
-        if named and not named.startswith("#"):
+    def _base_of(self, schema: Mapping[str, Any], path: str, base: str) -> str:
+        """Register the URI and the anchors of a schema. Return the URI to which its references are relative."""
+        uri = schema.get("$id", "")
+        if uri and not uri.startswith("#"):
             try:
-                base = urljoin(base, named).partition("#")[0]
+                base = urljoin(base, uri).partition("#")[0]
             except ValueError:
-                raise self.refused(path, f"/$id is {show(named)}; it must be a URI") from None
+                raise self.refused(path, f"/$id is {show(uri)}; it must be a URI") from None
             self._by_uri.setdefault(base, path)
         elif path == "#":
             self._by_uri[base] = path
-        names = [named[1:]] if named.startswith("#") else []  # the spelling of $anchor until draft 7
-        for name in (*names, *(schema[key] for key in ("$anchor", "$dynamicAnchor") if key in schema)):
+        anchors = [uri[1:]] if uri.startswith("#") else []  # $anchor until draft 7
+        for name in (*anchors, *(schema[key] for key in ("$anchor", "$dynamicAnchor") if key in schema)):
             self._by_uri.setdefault(f"{base}#{name}", path)
         self._dynamic.update([schema["$dynamicAnchor"]] if "$dynamicAnchor" in schema else [])
         return base
 
     def _at(self, path: str, pointer: str) -> str | None:
-        """The path of what a JSON pointer below another path leads to."""
+        """Return the path of the schema to which a JSON pointer leads from another path, or None."""
         found: Any = self.root
         steps = [*path.split("/")[1:], *map(unquote, pointer.split("/")[1:])]
         at = "#"
@@ -176,12 +181,12 @@ class Document:
                 return None
             at = f"{at}/{_escaped(key)}"
         if at not in self._by_path:
-            self._known(found, at, self.nodes[self._by_path[path]].base)
+            self._add_schemas(found, at, self.nodes[self._by_path[path]].base)
         return at
 
 
-def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas of a schema's keywords, with their paths from it."""
+def _schemas_within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas in the keywords of a schema, with their paths relative to it."""
     for name, value in schema.items():
         where = KEYWORDS[name].inner if name in KEYWORDS else ""
         if where.startswith("one") and not isinstance(value, list):
@@ -196,13 +201,13 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _finite(text: str) -> float:
+def _finite_number(text: str) -> float:
     if not math.isfinite(float(text)):
-        raise ValueError(f"{text[:20]} is too large, or not a number")
+        raise ValueError(f"{text[:20]} is too large or not a number")
     return float(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]

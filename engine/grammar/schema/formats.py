@@ -1,4 +1,4 @@
-"""Patterns of the values of `format`, in spellings that Python, JavaScript and the usual validators read. Pure."""
+"""Patterns for `format`, in a subset that Python, JavaScript and the usual validators accept. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIZE = "(?:0|[1-9][0-9]{0,3})"
 _SECONDS = rf"{_SIZE}S"
 _MINUTES = rf"{_SIZE}M(?:{_SECONDS})?"
 _HOURS = rf"{_SIZE}H(?:{_MINUTES})?"
-_OF_A_DAY = rf"T(?:{_HOURS}|{_MINUTES}|{_SECONDS})"
+_TIME_OF_DURATION = rf"T(?:{_HOURS}|{_MINUTES}|{_SECONDS})"
 _DAYS = rf"{_SIZE}D"
 _MONTHS = rf"{_SIZE}M(?:{_DAYS})?"
 _YEARS = rf"{_SIZE}Y(?:{_MONTHS})?"
@@ -20,7 +20,7 @@ _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _GROUP = "[0-9a-fA-F]{1,4}"
 _HEX = "[0-9a-fA-F]"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,2}}"  # shorter than the 253 characters that a name may have
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,2}}"  # shorter than the limit of 253 characters
 _URL_CHAR = "(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
 _WORD = "[A-Za-z0-9_+-]"
 
@@ -30,7 +30,7 @@ FORMATS: dict[str, str] = {
         "date": _DAY,
         "time": _TIME,
         "date-time": rf"{_DAY}T{_TIME}",
-        "duration": rf"P(?:(?:{_YEARS}|{_MONTHS}|{_DAYS})(?:{_OF_A_DAY})?|{_OF_A_DAY}|{_SIZE}W)",
+        "duration": rf"P(?:(?:{_YEARS}|{_MONTHS}|{_DAYS})(?:{_TIME_OF_DURATION})?|{_TIME_OF_DURATION}|{_SIZE}W)",
         "email": rf"{_WORD}{{1,20}}(?:\.{_WORD}{{1,20}}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,20}}",
         "hostname": _HOST,
         "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
@@ -42,7 +42,7 @@ FORMATS: dict[str, str] = {
     }.items()
 }
 
-# Patterns that llguidance has no means for, and that every value of the format matches: Zod 4 writes them.
+# Patterns of Zod 4 that llguidance can't compile, but that every value of the format matches.
 IMPLIED = frozenset(
     {
         (
@@ -58,7 +58,9 @@ IMPLIED = frozenset(
 
 
 def portable(pattern: str) -> str:
-    """The pattern as llguidance reads it the way ECMA-262 does: a class has neither classes nor operators in it."""
+    """Return the pattern for llguidance with its meaning in ECMA-262, where classes have no nested classes or
+    operators.
+    """
     parts, at, in_class = [], 0, False
     while at < len(pattern):
         char = pattern[at]

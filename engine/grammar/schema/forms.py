@@ -1,4 +1,4 @@
-"""Shapes → forms that a grammar can be made of: what has no place in a grammar becomes alternatives. Pure."""
+"""Turn shapes into forms, for which a grammar can be written. Other conditions become alternatives. Pure."""
 
 from __future__ import annotations
 
@@ -11,62 +11,78 @@ from dataclasses import dataclass, replace
 from .formats import FORMATS
 from .patterns import Patterns
 from .policy import Policy
-from .reader import Reader
-from .shapes import ANYTHING, NOTHING, Array, Boolean, Goal, Null, Number, Object, Shape, String, both, goal_of, merged
+from .reader import SchemaReader
+from .shapes import (
+    ANYTHING,
+    NOTHING,
+    Array,
+    Boolean,
+    Condition,
+    Null,
+    Number,
+    Object,
+    Shape,
+    String,
+    both,
+    intersection,
+    property_condition,
+)
 
 MAX_ALTERNATIVES = 256
-MAX_ITEMS = 1_000  # of an array; they are written out in the grammar
-_MAX_DISTINCT = 12  # values of items that have to differ
-_MAX_SHUFFLED = 5  # values that may come in any order
-_MAX_POSITIONS = 4  # of an item that an array has to contain
+MAX_ITEMS = 1_000  # of an array, because the grammar contains each of them
+_MAX_DISTINCT = 12  # different values of unique items
+_MAX_SHUFFLED = 5  # values of unique items that may have any order
+_MAX_POSITIONS = 4  # positions of an item that an array must contain
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """An array: these first, then any number of others."""
+class ArrayForm:
+    """An array that starts with the items of `prefix`, followed by any number of others."""
 
-    prefix: tuple[Goal, ...]
-    rest: Goal
-    low: int | None  # None: all of the prefix
-    high: int | None
+    prefix: tuple[Condition, ...]
+    rest: Condition
+    min_items: int | None  # None: the whole prefix
+    max_items: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
-    """An object. Only one whose `properties` are all required has `low` and `high`."""
+class ObjectForm:
+    """An object. It may have `min_properties` and `max_properties` only if all `properties` are required."""
 
-    properties: tuple[tuple[str, Goal], ...]
+    properties: tuple[tuple[str, Condition], ...]
     required: frozenset[str]
-    patterns: tuple[tuple[str, Goal, str], ...]
-    additional: Goal
-    low: int
-    high: int | None
+    patterns: tuple[tuple[str, Condition, str], ...]
+    additional: Condition
+    min_properties: int
+    max_properties: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
-    """What another goal has."""
+class SameForm:
+    """A value that matches another condition."""
 
-    goal: Goal
-
-
-Form = Null | Boolean | Number | String | Items | Members | Same
+    condition: Condition
 
 
-class Former:
-    def __init__(self, reader: Reader, policy: Policy, patterns: Patterns) -> None:
+Form = Null | Boolean | Number | String | ArrayForm | ObjectForm | SameForm
+
+
+class FormBuilder:
+    """Builds the forms of conditions."""
+
+    def __init__(self, reader: SchemaReader, policy: Policy, patterns: Patterns) -> None:
         self._reader = reader
         self._patterns = patterns
         self._policy = policy
 
-    def forms(self, goal: Goal) -> list[Form]:
-        """The alternatives that a goal has."""
-        alternatives = self._reader.alternatives(goal)
+    def forms(self, condition: Condition) -> list[Form]:
+        """Return the alternative forms of a condition."""
+        alternatives = self._reader.alternatives(condition)
         if alternatives is not None:
-            return [Same(each) for each in alternatives]
-        shapes = self._reader.shapes(goal)
-        if any(shape.said for shape in shapes):
-            shapes = tuple(shape for shape in shapes if shape.said)
+            return [SameForm(each) for each in alternatives]
+        shapes = self._reader.shapes(condition)
+        if any(shape.is_explicit for shape in shapes):
+            shapes = tuple(shape for shape in shapes if shape.is_explicit)
         found: dict[Form, None] = {}
         for shape in shapes:
             for form in self._forms_of(shape):
@@ -77,249 +93,246 @@ class Former:
     def _forms_of(self, shape: Shape) -> Iterator[Form]:
         match shape:
             case Array():
-                for array in self._containing(shape):
-                    yield from self._distinct(array)
+                for array in self._with_contained_items(shape):
+                    yield from self._with_unique_items(array)
             case Object():
-                yield from self._counted(self._named(shape))
+                yield from self._with_counts(self._with_known_names(shape))
             case Null() | Boolean() | Number() | String():
-                yield replace(shape, said=True)
+                yield replace(shape, is_explicit=True)
 
     # Arrays
 
-    def _containing(self, shape: Array) -> list[Array]:
-        """Alternatives in which an item at one of the first places is the one that the array has to contain."""
+    def _with_contained_items(self, shape: Array) -> list[Array]:
+        """Return alternatives for `contains`, in which one of the first items is the required one."""
         found = [shape]
         for contains in shape.contains:
-            size = max(contains.low - 1, 0) + max(_MAX_POSITIONS, len(shape.prefix))
-            size = size if shape.high is None else min(size, shape.high)
-            if math.comb(size, contains.low) * len(found) > MAX_ALTERNATIVES:
-                self._policy.cannot(contains.path, "contains", "it has too many alternatives")
+            size = max(contains.min_count - 1, 0) + max(_MAX_POSITIONS, len(shape.prefix))
+            size = size if shape.max_items is None else min(size, shape.max_items)
+            if math.comb(size, contains.min_count) * len(found) > MAX_ALTERNATIVES:
+                self._policy.not_enforced(contains.path, "contains", "it has too many alternatives")
                 continue
             found = [
-                self._with(array, places, contains.item)
+                self._with_item_at(array, positions, contains.item)
                 for array in found
-                for places in itertools.combinations(range(size), contains.low)
+                for positions in itertools.combinations(range(size), contains.min_count)
             ]
         return found
 
-    def _with(self, shape: Array, places: tuple[int, ...], item: Goal) -> Array:
-        size = max(places) + 1
+    def _with_item_at(self, shape: Array, positions: tuple[int, ...], item: Condition) -> Array:
+        size = max(positions) + 1
         prefix = tuple(
-            both(shape.at(index), item) if index in places else shape.at(index)
+            both(shape.item(index), item) if index in positions else shape.item(index)
             for index in range(max(size, len(shape.prefix)))
         )
         rest = (ANYTHING if not shape.prefix else None) if shape.rest is None else shape.rest
-        return replace(shape, prefix=prefix, rest=rest, low=max(size, shape.low or 0))
+        return replace(shape, prefix=prefix, rest=rest, min_items=max(size, shape.min_items or 0))
 
-    def _distinct(self, shape: Array) -> Iterator[Items]:
-        form = self._items(shape)
-        if not shape.unique or (form.high is not None and form.high <= 1):
+    def _with_unique_items(self, shape: Array) -> Iterator[ArrayForm]:
+        form = self._array_form(shape)
+        if not shape.unique_path or (form.max_items is not None and form.max_items <= 1):
             yield form
             return
         if form.rest == NOTHING and form.prefix:
             pairs = itertools.combinations(form.prefix, 2)
-            if all(self._reader.hollow(both(one, other)) for one, other in pairs):
+            if all(self._reader.is_unsatisfiable(both(one, other)) for one, other in pairs):
                 yield form
                 return
-        values = None if form.prefix else self._reader.domain(form.rest, _MAX_DISTINCT)
+        values = None if form.prefix else self._reader.finite_values(form.rest, _MAX_DISTINCT)
         if values is None:
-            reason = "it is known for items of a few values only (enum, const, boolean, a small range of integers)"
-            self._policy.cannot(shape.unique, "uniqueItems", reason)
+            reason = "only items with few possible values can be unique (enum, const, boolean, a small integer range)"
+            self._policy.not_enforced(shape.unique_path, "uniqueItems", reason)
             yield form
             return
-        high = min(len(values), len(values) if form.high is None else form.high)
-        low = form.low or 0
-        if low > high:
+        max_items = len(values) if form.max_items is None else min(len(values), form.max_items)
+        min_items = form.min_items or 0
+        if min_items > max_items:
             return
         if len(values) <= _MAX_SHUFFLED:
-            orders = list(itertools.permutations(values, high))
+            orders = list(itertools.permutations(values, max_items))
         else:
-            count = sum(math.comb(len(values), size) for size in range(high + 1))
+            count = sum(math.comb(len(values), size) for size in range(max_items + 1))
             if count > 2 * MAX_ALTERNATIVES:
-                self._policy.cannot(shape.unique, "uniqueItems", "it has too many alternatives; set a smaller maxItems")
-                yield replace(form, high=high)
+                reason = "it has too many alternatives; set a smaller maxItems"
+                self._policy.not_enforced(shape.unique_path, "uniqueItems", reason)
+                yield replace(form, max_items=max_items)
                 return
             orders = [
                 order
-                for size in range(max(low, 1), high + 1)
+                for size in range(max(min_items, 1), max_items + 1)
                 for order in itertools.combinations(values, size)
-                if size == high or order[-1] == values[-1]  # others begin one of these
+                if size == max_items or order[-1] == values[-1]  # any other order is the start of one of these
             ]
         for order in orders:
             prefix = tuple(self._reader.constant(value, 1) for value in order)
-            yield Items(prefix, NOTHING, low, len(order))
+            yield ArrayForm(prefix, NOTHING, min_items=min_items, max_items=len(order))
 
-    def _items(self, shape: Array) -> Items:
-        if shape.low is not None and shape.low > MAX_ITEMS:
-            self._policy.cannot(shape.low_path, "minItems", f"an array has at most {MAX_ITEMS} items")
-            shape = replace(shape, low=MAX_ITEMS, high=MAX_ITEMS)
+    def _array_form(self, shape: Array) -> ArrayForm:
+        if shape.min_items is not None and shape.min_items > MAX_ITEMS:
+            self._policy.not_enforced(shape.min_items_path, "minItems", f"an array has at most {MAX_ITEMS} items")
+            shape = replace(shape, min_items=MAX_ITEMS, max_items=MAX_ITEMS)
         rest = shape.rest
         if rest is None:
-            more = shape.low is not None and shape.low > len(shape.prefix)
-            rest = ANYTHING if more or not shape.prefix else NOTHING
-        high = shape.high
-        if high is not None:
-            high = min(high, max(MAX_ITEMS, len(shape.prefix)))
-            prefix = shape.prefix[:high]
-        else:
-            prefix = shape.prefix
-        return Items(prefix, rest, 0 if shape.low is None and not prefix else shape.low, high)
+            needs_more = shape.min_items is not None and shape.min_items > len(shape.prefix)
+            rest = ANYTHING if needs_more or not shape.prefix else NOTHING
+        max_items, prefix = shape.max_items, shape.prefix
+        if max_items is not None:
+            max_items = min(max_items, max(MAX_ITEMS, len(prefix)))
+            prefix = prefix[:max_items]
+        min_items = 0 if shape.min_items is None and not prefix else shape.min_items
+        return ArrayForm(prefix, rest, min_items=min_items, max_items=max_items)
 
     # Objects
 
-    def _named(self, shape: Object) -> Object:
-        """The object without a condition on names, and with a goal for other properties than the known ones."""
-        known = shape.fixed()
-        extra = tuple((n, goal_of(shape, n, self._patterns.matches)) for n in shape.required if n not in known)
-        shape = replace(shape, properties=(*shape.properties, *extra))
+    def _with_known_names(self, shape: Object) -> Object:
+        """Return the object without a condition on names, and with a condition for all additional properties."""
+        shape = replace(shape, properties=(*shape.properties, *self._missing(shape, shape.required)))
         if shape.additional is None:
-            closed = shape.named and shape.low <= len(shape.properties)
-            shape = replace(shape, additional=NOTHING if closed else ANYTHING)
-        for goal, path in shape.names:
-            shape = self._with_names(shape, goal, path)
-        return self._separate(shape)
+            is_closed = shape.has_properties and shape.min_properties <= len(shape.properties)
+            shape = replace(shape, additional=NOTHING if is_closed else ANYTHING)
+        for condition, path in shape.names:
+            shape = self._with_names(shape, condition, path)
+        return self._without_overlaps(shape)
 
-    def _with_names(self, shape: Object, goal: Goal, path: str) -> Object:
-        strings = [each for each in self._reader.shapes(goal) if isinstance(each, String)]
-        properties = tuple(
-            (name, inner if self._may_be_named(strings, name) else NOTHING) for name, inner in shape.properties
+    def _missing(self, shape: Object, names: tuple[str, ...]) -> tuple[tuple[str, Condition], ...]:
+        """Return the properties with these names that the object doesn't list, with their conditions."""
+        known = dict(shape.properties)
+        return tuple(
+            (name, property_condition(shape, name, self._patterns.matches))
+            for name in dict.fromkeys(names)
+            if name not in known
         )
-        if any(each == String(each.said) for each in strings):
+
+    def _with_names(self, shape: Object, condition: Condition, path: str) -> Object:
+        strings = [each for each in self._reader.shapes(condition) if isinstance(each, String)]
+        if any(each == String(each.is_explicit) for each in strings):
             return shape
+        properties = tuple(
+            (name, inner if self._is_allowed_name(strings, name) else NOTHING) for name, inner in shape.properties
+        )
         shape = replace(shape, properties=properties)
         if shape.additional == NOTHING and not shape.patterns:
             return shape
         if all(each.values is not None for each in strings):
-            names = [name for each in strings for name in each.values or () if self._may_be_named([each], name)]
-            known = shape.fixed()
-            more = tuple(
-                (name, goal_of(shape, name, self._patterns.matches))
-                for name in dict.fromkeys(names)
-                if name not in known
-            )
-            return replace(shape, properties=(*properties, *more), patterns=(), additional=NOTHING)
+            names = tuple(name for each in strings for name in each.values or () if self._is_allowed_name([each], name))
+            properties = (*properties, *self._missing(shape, names))
+            return replace(shape, properties=properties, patterns=(), additional=NOTHING)
         patterns = [_pattern_of(each) for each in strings]
         if None in patterns or shape.patterns:
-            self._policy.cannot(
-                path, "propertyNames", "names are known by one of enum, pattern, format and length only"
-            )
+            reason = "names can be limited by only one of enum, pattern, format and length"
+            self._policy.not_enforced(path, "propertyNames", reason)
             return shape
         pattern = "|".join(f"(?:{each})" for each in patterns) if len(patterns) > 1 else patterns[0]
         assert pattern is not None
         assert shape.additional is not None
         return replace(shape, patterns=((pattern, shape.additional, path),), additional=NOTHING)
 
-    def _may_be_named(self, strings: list[String], name: str) -> bool:
-        """Whether a name fits one of these shapes."""
+    def _is_allowed_name(self, strings: list[String], name: str) -> bool:
+        """Return whether a name has one of these shapes."""
         for each in strings:
-            fitting = merged(each, String(values=(name,)), self._patterns.matches)
+            fitting = intersection(each, String(values=(name,)), self._patterns.matches)
             if isinstance(fitting, String):
                 tests = [*fitting.patterns, *((FORMATS[known], at) for known, at in fitting.formats)]
                 if all(self._patterns.matches(pattern, name, path) for pattern, path in tests):
                     return True
         return False
 
-    def _separate(self, shape: Object) -> Object:
-        """The object without overlapping names: llguidance would merge the schemas of what has them."""
-        shape = self._without_overlap(shape)
-        listed = [name for name, goal in shape.properties if goal != NOTHING]
-        for pattern, goal, path in shape.patterns:
-            if any(self._patterns.matches(pattern, name, path) for name in listed) and not self._is_scalar(goal):
+    def _without_overlaps(self, shape: Object) -> Object:
+        """Return the object without overlapping names, because llguidance would merge their schemas."""
+        shape = self._with_disjoint_patterns(shape)
+        listed = [name for name, condition in shape.properties if condition != NOTHING]
+        for pattern, condition, path in shape.patterns:
+            if any(self._patterns.matches(pattern, name, path) for name in listed) and not self._is_scalar(condition):
                 return replace(shape, patterns=(), additional=NOTHING)
         return shape
 
-    def _is_scalar(self, goal: Goal) -> bool:
-        return not any(isinstance(shape, Array | Object) for shape in self._reader.shapes(goal))
+    def _is_scalar(self, condition: Condition) -> bool:
+        return not any(isinstance(shape, Array | Object) for shape in self._reader.shapes(condition))
 
-    def _without_overlap(self, shape: Object) -> Object:
-        """The object with one pattern instead of several of which one name may match two."""
+    def _with_disjoint_patterns(self, shape: Object) -> Object:
+        """Return the object with a single pattern if a name may match several patterns."""
         if len(shape.patterns) < 2 or self._patterns.disjoint([pattern for pattern, _, _ in shape.patterns]):
             return shape
-        goal = ANYTHING
+        condition = ANYTHING
         for _, each, _ in shape.patterns:
-            goal = both(goal, each)
+            condition = both(condition, each)
         pattern = "|".join(f"(?:{each})" for each, _, _ in shape.patterns)
-        return replace(shape, patterns=((pattern, goal, shape.patterns[0][2]),))
+        return replace(shape, patterns=((pattern, condition, shape.patterns[0][2]),))
 
-    def _counted(self, shape: Object) -> Iterator[Members]:
-        """Alternatives that have as many properties as minProperties and maxProperties demand."""
-        allowed = [name for name, goal in shape.properties if goal != NOTHING]
-        there, must_be = set(allowed), set(shape.required)
-        needed = [name for name in shape.required if name in there]
-        if len(needed) < len(must_be):
+    def _with_counts(self, shape: Object) -> Iterator[ObjectForm]:
+        """Yield alternatives with as many properties as minProperties and maxProperties require."""
+        allowed = {name: None for name, condition in shape.properties if condition != NOTHING}
+        needed = [name for name in shape.required if name in allowed]
+        if len(needed) < len(set(shape.required)):
             return
-        free = [name for name in allowed if name not in must_be]
+        optional = [name for name in allowed if name not in shape.required]
         is_open = shape.additional != NOTHING or bool(shape.patterns)
-        low = max(shape.low - len(needed), 0)
-        high = None if shape.high is None else shape.high - len(needed)
-        if not free:
-            yield from self._map(shape, needed, low, high)
+        low = max(shape.min_properties - len(needed), 0)
+        high = None if shape.max_properties is None else shape.max_properties - len(needed)
+        if not optional:
+            yield from self._map_form(shape, needed, low, high)
             return
-        if high is not None and (is_open or high < len(free)):
+        if high is not None and (is_open or high < len(optional)):
             shape, is_open = replace(shape, additional=NOTHING, patterns=()), False
-        if low == 0 and (high is None or high >= len(free)):
-            yield _members(shape, needed, free, 0, None)
+        if low == 0 and (high is None or high >= len(optional)):
+            yield _object_form(shape, needed, optional, 0, None)
             return
-        if is_open and low > len(free):
-            yield from self._map(shape, [*needed, *free], low - len(free), None)
+        if is_open and low > len(optional):
+            yield from self._map_form(shape, [*needed, *optional], low - len(optional), None)
             return
-        if low > len(free) or (high is not None and high < low):
+        if low > len(optional) or (high is not None and high < low):
             return
-        if high is None or high >= len(free):
-            count = math.comb(len(free), low)
-            chosen = ((must, [name for name in free if name not in must]) for must in itertools.combinations(free, low))
-        else:
-            count = math.comb(len(free), high) * math.comb(high, low)
-            chosen = (
-                (must, [name for name in some if name not in must])
-                for some in itertools.combinations(free, high)
-                for must in itertools.combinations(some, low)
-            )
-        if count > MAX_ALTERNATIVES:
-            keyword, path = ("minProperties", shape.low_path) if low else ("maxProperties", shape.high_path)
-            self._policy.cannot(path, keyword, "it has too many alternatives")
-            yield _members(shape, needed, free, 0, None)
+        if high is None or high >= len(optional):
+            high = len(optional)
+        if math.comb(len(optional), high) * math.comb(high, low) > MAX_ALTERNATIVES:
+            keyword, path = ("minProperties", shape.min_properties_path)
+            if not low:
+                keyword, path = ("maxProperties", shape.max_properties_path)
+            self._policy.not_enforced(path, keyword, "it has too many alternatives")
+            yield _object_form(shape, needed, optional, 0, None)
             return
-        for must, may in chosen:
-            yield _members(shape, [*needed, *must], may, 0, None)
+        for some in itertools.combinations(optional, high):
+            for must in itertools.combinations(some, low):
+                may = [name for name in some if name not in must]
+                yield _object_form(shape, [*needed, *must], may, 0, None)
         if is_open and low == 1:
-            yield _members(shape, needed, [], 1, None)
+            yield _object_form(shape, needed, [], 1, None)
 
-    def _map(self, shape: Object, needed: list[str], low: int, high: int | None) -> Iterator[Members]:
-        """All known properties are required, others are counted."""
+    def _map_form(self, shape: Object, needed: list[str], low: int, high: int | None) -> Iterator[ObjectForm]:
+        """Yield the object in which all listed properties are required, and additional ones are counted."""
         if low > 1:
-            # A key may come twice, so that two pairs can be one property.
-            reason = "only one additional property can be demanded, because a key may occur twice"
-            self._policy.cannot(shape.low_path, "minProperties", reason)
-        yield _members(shape, needed, [], low, high)
+            # A key may occur twice, so two members may be the same property.
+            reason = "only one additional property can be required, because a key may occur twice"
+            self._policy.not_enforced(shape.min_properties_path, "minProperties", reason)
+        yield _object_form(shape, needed, [], low, high)
 
 
-def _members(shape: Object, needed: list[str], free: list[str], low: int, high: int | None) -> Members:
-    """The object with these properties and others; what else it knows it doesn't have."""
-    known = shape.fixed()
-    there = {*needed, *free}
-    properties = tuple((name, goal if name in there else NOTHING) for name, goal in known.items())
+def _object_form(shape: Object, needed: list[str], optional: list[str], low: int, high: int | None) -> ObjectForm:
+    """Return the object with these properties, without the others that it lists, and with `low` to `high` additional.
+
+    `high` is None without a limit.
+    """
+    present = {*needed, *optional}
+    properties = tuple((name, condition if name in present else NOTHING) for name, condition in shape.properties)
     assert shape.additional is not None
-    count = len(needed)
-    return Members(
+    return ObjectForm(
         properties,
-        frozenset(needed),
-        () if high == 0 else shape.patterns,
-        NOTHING if high == 0 else shape.additional,
-        low + count if low else 0,
-        high + count if high else None,
+        required=frozenset(needed),
+        patterns=() if high == 0 else shape.patterns,
+        additional=NOTHING if high == 0 else shape.additional,
+        min_properties=low + len(needed) if low else 0,
+        max_properties=high + len(needed) if high else None,
     )
 
 
 def _pattern_of(shape: String) -> str | None:
-    """A pattern of the texts, if one condition describes them."""
+    """Return a pattern for the strings of this shape, or None if it has several conditions."""
     formats = [FORMATS[name] for name, _ in shape.formats]
     patterns = [pattern for pattern, _ in shape.patterns]
-    sized = shape.low > 0 or shape.high is not None
+    is_sized = shape.min_length > 0 or shape.max_length is not None
     if shape.values is not None:
         listed = "|".join(re.escape(text) for text in shape.values)
-        return None if sized or patterns or formats else f"^(?:{listed})$"
+        return None if is_sized or patterns or formats else f"^(?:{listed})$"
     found = [*formats, *patterns]
-    if sized:
-        found.append(rf"^[\s\S]{{{shape.low},{'' if shape.high is None else shape.high}}}$")
+    if is_sized:
+        found.append(rf"^[\s\S]{{{shape.min_length},{'' if shape.max_length is None else shape.max_length}}}$")
     return found[0] if len(found) == 1 else None

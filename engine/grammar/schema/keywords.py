@@ -1,6 +1,7 @@
-"""Which keywords of JSON Schema are enforced, and which values each may have. Pure.
+"""The keywords of JSON Schema: how each is handled, and which values it may have. Pure.
 
-docs/reference/json-schema.md shows the table. Keywords that it doesn't have are annotations, as the specification says.
+docs/reference/json-schema.md contains the table. Keywords that are not in it are annotations, as the specification
+requires.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from typing import Any, NamedTuple
 
 ENFORCED = "enforced"  # every output conforms
 REWRITTEN = "rewritten"  # every output conforms; the schema is transformed first, and may become narrower
-IGNORED = "ignored"  # an annotation
+IGNORED = "ignored"  # annotations have no effect
 REFUSED = "refused"  # the request fails
 DROPPED = "ignored, with a warning"  # outputs may violate it
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAX_SHOWN = 80  # characters of a value in a message
 
-Problem = str | None  # what a value must be; None: it is right
+Problem = str | None  # the requirement that a value violates; None: it is valid
 Check = Callable[[Any], Problem]
 
 
 class Keyword(NamedTuple):
     group: str
-    strict: str  # the keyword's fate in strict use
-    lenient: str
+    strict: str  # how the keyword is handled in strict use, and ...
+    lenient: str  # ... otherwise
     check: Check
     note: str = ""
-    inner: str = ""  # where it has schemas: itself, in a list, in a map, or in one of several of these
+    inner: str = ""  # position of its schemas: one, list, map, one or list, map or strings
 
 
 def show(value: object) -> str:
@@ -68,27 +69,27 @@ def _items(value: Any) -> Problem:
     return _schema(value)
 
 
-def _texts(value: Any) -> Problem:
+def _strings(value: Any) -> Problem:
     good = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return None if good else "must be a list of texts"
+    return None if good else "must be a list of strings"
 
 
 def _dependencies(value: Any) -> Problem:
     if not isinstance(value, Mapping):
         return "must be an object"
-    bad = (each for each in value.values() if _texts(each) and _schema(each))
-    return next((f"has {show(each)}, which must be a schema or a list of texts" for each in bad), None)
+    bad = (each for each in value.values() if _strings(each) and _schema(each))
+    return next((f"has {show(each)}, which must be a schema or a list of strings" for each in bad), None)
 
 
-def _map_of_texts(value: Any) -> Problem:
-    good = isinstance(value, Mapping) and not any(map(_texts, value.values()))
-    return None if good else "must be an object whose values are lists of texts"
+def _map_of_strings(value: Any) -> Problem:
+    good = isinstance(value, Mapping) and not any(map(_strings, value.values()))
+    return None if good else "must be an object whose values are lists of strings"
 
 
 def _type(value: Any) -> Problem:
     names = value if isinstance(value, list) else [value]
     good = names and all(isinstance(name, str) and name in TYPES for name in names)
-    return None if good else f"must be one or several of {', '.join(TYPES)}"
+    return None if good else f"must be one or more of {', '.join(TYPES)}"
 
 
 def _number(value: Any) -> Problem:
@@ -104,11 +105,11 @@ def _bound(value: Any) -> Problem:
 
 
 def _count(value: Any) -> Problem:
-    return None if is_number(value) and value >= 0 and value == int(value) else "must be a whole number from 0"
+    return None if is_number(value) and value >= 0 and value == int(value) else "must be a whole number of at least 0"
 
 
-def _text(value: Any) -> Problem:
-    return None if isinstance(value, str) else "must be a text"
+def _string(value: Any) -> Problem:
+    return None if isinstance(value, str) else "must be a string"
 
 
 def _boolean(value: Any) -> Problem:
@@ -128,7 +129,8 @@ def _annotation(note: str = "") -> Keyword:
     return Keyword("annotations", IGNORED, IGNORED, _anything, note)
 
 
-_SOME = "At most 256 alternatives may come of it."
+_LIMIT = "The rewrite may need at most 256 alternatives."
+_LENIENT = "lenient use ignores it with a warning."
 KEYWORDS: dict[str, Keyword] = {
     # any type
     "type": Keyword(
@@ -136,62 +138,62 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         ENFORCED,
         _type,
-        "Numbers are written without an exponent: whole ones from -9007199254740991 to 9007199254740991, others within "
-        "±1e15 and with at most 10 decimals, unless their bounds lie beyond. Strings have no `\\u` escapes. Without "
-        "`type`, a schema with keywords of some types describes values of these types only.",
+        "Numbers are written without an exponent. Integers range from -9007199254740991 to 9007199254740991. Other "
+        "numbers lie within ±1e15 and have at most 10 decimals. Wider bounds in the schema extend these ranges. "
+        "Strings have no `\\u` escapes. Without `type`, a schema with keywords for some types allows only values of "
+        "these types.",
     ),
     "enum": Keyword(
         "any type",
         ENFORCED,
         ENFORCED,
         _list,
-        "Values with other control characters than line breaks, tabs, `\\b` and `\\f` can't be written, nor numbers "
-        "beyond ±10^18, with more than 22 decimals or more than 16 digits. They are left out.",
+        "Values that can't be written are removed: strings with control characters other than line breaks, tabs, `\\b` "
+        "and `\\f`, and numbers beyond ±10^18, with more than 22 decimals or with more than 16 digits.",
     ),
-    "const": Keyword("any type", ENFORCED, ENFORCED, _anything, "As `enum`."),
+    "const": Keyword("any type", ENFORCED, ENFORCED, _anything, "The limits of `enum` apply."),
     "nullable": Keyword(
         "any type",
         REWRITTEN,
         REWRITTEN,
         _boolean,
-        "OpenAPI 3.0: null is allowed in addition to the `type`. JSON Schema itself ignores it.",
+        "As in OpenAPI 3.0, null is allowed in addition to the `type`. JSON Schema itself ignores this keyword.",
     ),
     # references
     "$ref": Keyword(
         "references",
         ENFORCED,
         ENFORCED,
-        _text,
-        "References within the schema, also recursive ones. References to other documents are never fetched and always "
-        "refused. Keywords next to `$ref` count in every draft.",
+        _string,
+        "References may lead to any schema of the document and may be recursive. References to other documents are "
+        "always refused, and never fetched. Keywords next to `$ref` apply in every draft.",
     ),
     "$defs": Keyword("references", ENFORCED, ENFORCED, _map_of_schemas, inner="map"),
     "definitions": Keyword(
         "references", ENFORCED, ENFORCED, _map_of_schemas, "The name of `$defs` until draft 7.", "map"
     ),
-    "$id": Keyword("references", ENFORCED, ENFORCED, _text, "As the target of references."),
-    "$anchor": Keyword("references", ENFORCED, ENFORCED, _anchor, "As the target of references."),
-    "$dynamicAnchor": Keyword("references", ENFORCED, ENFORCED, _anchor, "As `$anchor`."),
+    "$id": Keyword("references", ENFORCED, ENFORCED, _string, "It can be the target of references."),
+    "$anchor": Keyword("references", ENFORCED, ENFORCED, _anchor, "It can be the target of references."),
+    "$dynamicAnchor": Keyword("references", ENFORCED, ENFORCED, _anchor, "It is treated as `$anchor`."),
     "$dynamicRef": Keyword(
         "references",
         REWRITTEN,
         REWRITTEN,
-        _text,
-        "Becomes `$ref`. Refused where several `$dynamicAnchor` have its name; "
-        "ignored with a warning without `strict`.",
+        _string,
+        f"It is treated as `$ref`. If several `$dynamicAnchor` have its name, strict use refuses it, and {_LENIENT}",
     ),
-    "$recursiveRef": Keyword("references", REWRITTEN, REWRITTEN, _text, "Becomes `$ref`."),
+    "$recursiveRef": Keyword("references", REWRITTEN, REWRITTEN, _string, "It is treated as `$ref`."),
     # combinations
-    "allOf": Keyword("combinations", REWRITTEN, REWRITTEN, _schemas, "The schemas are merged.", "list"),
+    "allOf": Keyword("combinations", REWRITTEN, REWRITTEN, _schemas, "The schemas are merged into one.", "list"),
     "anyOf": Keyword("combinations", ENFORCED, ENFORCED, _schemas, "", "list"),
     "oneOf": Keyword(
         "combinations",
         REWRITTEN,
         REWRITTEN,
         _schemas,
-        "Alternatives that exclude each other, for instance by a property with different `const`, stay as they are. "
-        "Others exclude each other as with `not`. Refused where that is impossible; "
-        "without `strict` it is `anyOf` there, with a warning.",
+        "Alternatives that exclude each other, for instance by a property with a different `const`, stay unchanged. "
+        "Other alternatives are combined with `not`. Where that is impossible, strict use refuses the keyword, and "
+        "lenient use treats it as `anyOf` with a warning.",
         "list",
     ),
     "not": Keyword(
@@ -199,8 +201,8 @@ KEYWORDS: dict[str, Keyword] = {
         REWRITTEN,
         REWRITTEN,
         _schema,
-        "Becomes alternatives for `type`, `enum`, `const`, `required`, `properties`, bounds, sizes, and combinations "
-        "of these. Refused for others; ignored with a warning without `strict`.",
+        "`type`, `enum`, `const`, `required`, `properties`, bounds, sizes, and combinations of these can be negated. "
+        f"If another keyword is negated, strict use refuses `not`, and {_LENIENT}",
         "one",
     ),
     "if": Keyword(
@@ -208,15 +210,22 @@ KEYWORDS: dict[str, Keyword] = {
         REWRITTEN,
         REWRITTEN,
         _schema,
-        "With `then` and `else`: becomes alternatives, as with `not`.",
+        "Together with `then` and `else`, it becomes alternatives. The limits of `not` apply.",
         "one",
     ),
     "then": Keyword("combinations", REWRITTEN, REWRITTEN, _schema, "See `if`.", "one"),
     "else": Keyword("combinations", REWRITTEN, REWRITTEN, _schema, "See `if`.", "one"),
-    "dependentSchemas": Keyword("combinations", REWRITTEN, REWRITTEN, _map_of_schemas, "Becomes alternatives.", "map"),
-    "dependentRequired": Keyword("combinations", REWRITTEN, REWRITTEN, _map_of_texts, "Becomes alternatives."),
+    "dependentSchemas": Keyword(
+        "combinations", REWRITTEN, REWRITTEN, _map_of_schemas, "It becomes alternatives.", "map"
+    ),
+    "dependentRequired": Keyword("combinations", REWRITTEN, REWRITTEN, _map_of_strings, "It becomes alternatives."),
     "dependencies": Keyword(
-        "combinations", REWRITTEN, REWRITTEN, _dependencies, "Until draft 7: as the two above.", "map or texts"
+        "combinations",
+        REWRITTEN,
+        REWRITTEN,
+        _dependencies,
+        "The name of `dependentSchemas` and `dependentRequired` until draft 7.",
+        "map or strings",
     ),
     # numbers
     "minimum": Keyword("numbers", ENFORCED, ENFORCED, _number),
@@ -232,7 +241,7 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         ENFORCED,
         _above_zero,
-        "Exact in decimals, with at most 9 digits. "
+        "Multiples are exact decimals, and `multipleOf` may have at most 9 digits. "
         "Validators that calculate with doubles reject some multiples of 0.1.",
     ),
     # strings
@@ -242,17 +251,18 @@ KEYWORDS: dict[str, Keyword] = {
         "strings",
         ENFORCED,
         ENFORCED,
-        _text,
-        "With ECMA-262's meaning of `\\d` and `\\w`. Look-around and back references are refused; without `strict` the "
-        "pattern is ignored with a warning. Zod's patterns of emails and durations are enforced by their `format`.",
+        _string,
+        "`\\d` and `\\w` have the meaning of ECMA-262. Strict use refuses look-around and back references, and lenient "
+        "use ignores such patterns with a warning. Zod's patterns for emails and durations are enforced by their "
+        "`format`.",
     ),
     "format": Keyword(
         "strings",
         ENFORCED,
         ENFORCED,
-        _text,
-        "The formats below, in a common spelling. Other formats are annotations. Where `format` and `pattern` can't be "
-        "combined, only `pattern` is enforced.",
+        _string,
+        "The formats below are enforced in a common spelling. Other formats are annotations. Where `format` and "
+        "`pattern` can't be combined, only `pattern` is enforced.",
     ),
     # arrays
     "prefixItems": Keyword(
@@ -260,53 +270,61 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         ENFORCED,
         _schemas,
-        "All of them are written unless `minItems` says otherwise. Without `items` no other items follow.",
+        "All of these items are written unless `minItems` allows fewer. Without `items`, no other items follow.",
         "list",
     ),
     "items": Keyword(
-        "arrays", ENFORCED, ENFORCED, _items, "A list, as until draft 2019-09, is `prefixItems`.", "one or list"
+        "arrays",
+        ENFORCED,
+        ENFORCED,
+        _items,
+        "A list, as in drafts before 2020-12, is treated as `prefixItems`.",
+        "one or list",
     ),
     "additionalItems": Keyword(
-        "arrays", ENFORCED, ENFORCED, _schema, "Until draft 2019-09: the items after a list in `items`.", "one"
+        "arrays", ENFORCED, ENFORCED, _schema, "Before draft 2020-12: the items after a list in `items`.", "one"
     ),
-    "minItems": Keyword("arrays", ENFORCED, ENFORCED, _count, "At most 1000."),
+    "minItems": Keyword("arrays", ENFORCED, ENFORCED, _count, "The maximum is 1000."),
     "maxItems": Keyword(
         "arrays",
         ENFORCED,
         ENFORCED,
         _count,
-        "More than 1000 is taken as 1000, and more than 50 as 50 where the grammar gets too large otherwise.",
+        "Values above 1000 are reduced to 1000. If the grammar would otherwise be too large, values above 50 are "
+        "reduced to 50.",
     ),
     "uniqueItems": Keyword(
         "arrays",
         REWRITTEN,
         REWRITTEN,
         _boolean,
-        "Where the items are of few values: `enum`, `const`, booleans, small ranges of integers. More than five values "
-        f"come in the order of the schema. {_SOME} Refused for other items; ignored with a warning without `strict`.",
+        "The items must have few possible values: `enum`, `const`, booleans or a small range of integers. More than "
+        f"five values are written in the order of the schema. {_LIMIT} For other items, strict use refuses it, and "
+        f"{_LENIENT}",
     ),
     "contains": Keyword(
         "arrays",
         REWRITTEN,
         REWRITTEN,
         _schema,
-        f"One of the first items has to match. {_SOME} Refused with `maxContains`; "
-        "ignored with a warning without `strict`.",
+        f"One of the first items matches. {_LIMIT} With `maxContains`, strict use refuses it, and {_LENIENT}",
         "one",
     ),
     "minContains": Keyword("arrays", REWRITTEN, REWRITTEN, _count, "See `contains`."),
     "maxContains": Keyword("arrays", REFUSED, DROPPED, _count),
-    "unevaluatedItems": Keyword("arrays", REWRITTEN, REWRITTEN, _schema, "Becomes `items`.", "one"),
+    "unevaluatedItems": Keyword("arrays", REWRITTEN, REWRITTEN, _schema, "It is treated as `items`.", "one"),
     # objects
-    "properties": Keyword("objects", ENFORCED, ENFORCED, _map_of_schemas, "Always in the order of the schema.", "map"),
-    "required": Keyword("objects", ENFORCED, ENFORCED, _texts),
+    "properties": Keyword(
+        "objects", ENFORCED, ENFORCED, _map_of_schemas, "They are written in the order of the schema.", "map"
+    ),
+    "required": Keyword("objects", ENFORCED, ENFORCED, _strings),
     "additionalProperties": Keyword(
         "objects",
         ENFORCED,
         ENFORCED,
         _schema,
-        "Additional properties come last. Without this keyword, an object with `properties` or `patternProperties` "
-        "has no others. A key may come twice, both times with a value that conforms.",
+        "Additional properties follow all others. Without this keyword, an object with `properties` or "
+        "`patternProperties` has no additional properties. A key may occur twice, if both values conform.",
         "one",
     ),
     "patternProperties": Keyword(
@@ -314,7 +332,7 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         ENFORCED,
         _map_of_schemas,
-        "Where a key may match several patterns, values have to conform to the schemas of all of them.",
+        "If a key may match several patterns, its value conforms to all of their schemas.",
         "map",
     ),
     "propertyNames": Keyword(
@@ -322,8 +340,8 @@ KEYWORDS: dict[str, Keyword] = {
         REWRITTEN,
         REWRITTEN,
         _schema,
-        "Names by `enum`, `const`, `pattern`, `format` or length. Refused for combinations of these; "
-        "ignored with a warning without `strict`.",
+        "Names can be limited by one of `enum`, `const`, `pattern`, `format` and length. For combinations of these, "
+        f"strict use refuses it, and {_LENIENT}",
         "one",
     ),
     "minProperties": Keyword(
@@ -331,18 +349,18 @@ KEYWORDS: dict[str, Keyword] = {
         REWRITTEN,
         REWRITTEN,
         _count,
-        f"Becomes alternatives of required properties. {_SOME} At most one additional property can be demanded; more "
-        "are refused, or ignored with a warning without `strict`.",
+        f"It becomes alternatives of required properties. {_LIMIT} It can require at most one additional property. For "
+        f"more, strict use refuses it, and {_LENIENT}",
     ),
     "maxProperties": Keyword(
         "objects",
         REWRITTEN,
         REWRITTEN,
         _count,
-        f"Becomes alternatives. {_SOME} Together with optional `properties`, additional ones are left out.",
+        f"It becomes alternatives. {_LIMIT} If `properties` has optional ones, additional properties are not allowed.",
     ),
     "unevaluatedProperties": Keyword(
-        "objects", REWRITTEN, REWRITTEN, _schema, "Becomes `additionalProperties` of every alternative.", "one"
+        "objects", REWRITTEN, REWRITTEN, _schema, "It is treated as `additionalProperties` of each alternative.", "one"
     ),
     # annotations
     "$schema": _annotation("Every schema is read as draft 2020-12, with the older spellings of this table."),
@@ -359,9 +377,6 @@ KEYWORDS: dict[str, Keyword] = {
     "contentEncoding": _annotation(),
     "contentMediaType": _annotation(),
     "contentSchema": _annotation(),
-    "discriminator": _annotation("Of OpenAPI."),
+    "discriminator": _annotation("A keyword of OpenAPI."),
     "x-guidance": _annotation("Options of llguidance have no effect in a request."),
 }
-ANNOTATIONS = frozenset(name for name, keyword in KEYWORDS.items() if keyword.group == "annotations")
-# What says nothing of a value by itself.
-SILENT = ANNOTATIONS | {"$defs", "definitions", "$id", "$anchor", "$dynamicAnchor"}

@@ -1,4 +1,4 @@
-"""Questions about regular expressions that llguidance answers, by its own reading of them. Pure."""
+"""Check schemas and regular expressions with llguidance, so that its interpretation is the one that counts. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..matcher import LIMITS
 from .policy import Policy
 
 UNSATISFIABLE = "nothing conforms to it"
-# How JSON is written: as json.dumps does, and without \u escapes, by which one key could be written in two ways.
+# The layout of JSON: as json.dumps writes it, and without \u escapes, so that each key has only one spelling.
 LAYOUT = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -21,14 +21,17 @@ LAYOUT = {
 }
 
 
-def validated(grammar: str) -> str:
-    """llguidance's message about a grammar that can't be compiled; empty if it can. Needs no vocabulary."""
+def compile_error(grammar: str) -> str:
+    """Return llguidance's message if a grammar can't be compiled, else an empty text. Needs no vocabulary."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if failed else ""
 
 
-def problem_of(schema: Mapping[str, Any], compiled: Callable[[str], str] = validated) -> str:
-    """Why llguidance can't compile a schema; empty if it can. `compiled` returns its message about a grammar."""
+def problem_of(schema: Mapping[str, Any], compiled: Callable[[str], str] = compile_error) -> str:
+    """Return why llguidance can't compile a schema, or an empty text if it can.
+
+    `compiled` compiles a grammar and returns llguidance's message.
+    """
     text = compiled(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LAYOUT})))
     if "Unsatisfiable schema" in text:
         return UNSATISFIABLE
@@ -37,21 +40,23 @@ def problem_of(schema: Mapping[str, Any], compiled: Callable[[str], str] = valid
 
 
 class Patterns:
+    """Answers questions about patterns, and caches the answers."""
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._known: dict[tuple[str, str], bool] = {}
+        self._matches: dict[tuple[str, str], bool] = {}
 
-    def matches(self, pattern: str, text: str, path: str) -> bool:
-        """Whether a pattern of property names at this path matches one."""
-        if (pattern, text) not in self._known:
+    def matches(self, pattern: str, name: str, path: str) -> bool:
+        """Return whether a pattern of property names at this path matches a name."""
+        if (pattern, name) not in self._matches:
             self._policy.spend(16)
-            problem = problem_of({"type": "string", "enum": [text], "pattern": pattern})
+            problem = problem_of({"type": "string", "enum": [name], "pattern": pattern})
             if problem and problem != UNSATISFIABLE:
-                self._policy.cannot(path, "patternProperties", problem)
-            self._known[pattern, text] = not problem
-        return self._known[pattern, text]
+                self._policy.not_enforced(path, "patternProperties", problem)
+            self._matches[pattern, name] = not problem
+        return self._matches[pattern, name]
 
     def disjoint(self, patterns: Sequence[str]) -> bool:
-        """True if no text matches two of them."""
+        """Return whether no text matches two of these patterns."""
         self._policy.spend(16 * len(patterns))
         return not problem_of({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})

@@ -1,22 +1,22 @@
-"""What happens to a keyword that can't be enforced, and how much work a schema may cause. Pure."""
+"""Handle keywords that can't be enforced, and limit the work that a schema causes. Pure."""
 
 from __future__ import annotations
 
 from cellama.engine.errors import InvalidRequest
 
-from .document import Document
+from .document import SchemaDocument
 
-MAX_WORK = 8_000  # shapes and schemas looked at: some 100 ms
+MAX_WORK = 8_000  # shapes and schemas that are processed, about 100 ms
 
 
-class Inexpressible(Exception):
-    """The opposite of a keyword can't be enforced. `str(error)` says why."""
+class NegationUnsupported(Exception):
+    """The negation of a keyword can't be enforced. The message is the reason."""
 
 
 class Policy:
-    """Strict use refuses what can't be enforced; otherwise it is ignored, with a warning."""
+    """Rejects a keyword that can't be enforced in strict use, and otherwise ignores it with a warning."""
 
-    def __init__(self, document: Document, where: str, strict: bool) -> None:
+    def __init__(self, document: SchemaDocument, where: str, strict: bool) -> None:
         self._document = document
         self._where = where
         self.strict = strict
@@ -27,17 +27,17 @@ class Policy:
     def warnings(self) -> tuple[str, ...]:
         return tuple(self._warnings)
 
-    def cannot(self, path: str, keyword: str, reason: str) -> None:
-        """A keyword at this path can't be enforced. Raises InvalidRequest in strict use."""
+    def not_enforced(self, path: str, keyword: str, reason: str) -> None:
+        """Record that a keyword at this path can't be enforced. Raises InvalidRequest in strict use."""
         if self.strict:
             raise self._document.refused(
                 f"{path}/{keyword}",
-                f": {keyword!r} can't be enforced: {reason}; leave it out, or turn off strict so that it is ignored",
+                f": {keyword!r} can't be enforced: {reason}; remove it, or disable strict to ignore it",
             )
         self._warnings[f"{self._where} at {path}: {keyword!r} is not enforced"] = None
 
     def spend(self, count: int = 1) -> None:
-        """Raises InvalidRequest when the schema has caused too much work."""
+        """Count work. Raises InvalidRequest if the schema causes too much."""
         self._work += count
         if self._work > MAX_WORK:
             raise InvalidRequest(

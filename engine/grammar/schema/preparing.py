@@ -1,9 +1,10 @@
-"""A JSON Schema as callers write it → one that llguidance compiles and that never allows more. Pure.
+"""Rewrite a caller's JSON Schema into one that llguidance compiles and that never allows more. Pure.
 
-text ─ Document ─→ schemas by path, checked
-     ─ Reader ───→ shapes: alternatives of one type each; schemas within them are goals
-     ─ Former ───→ forms: what a grammar has no place for became alternatives
-     ─ Writer ───→ JSON Schema in which no keyword looks at the same value as another one
+1. SchemaDocument parses and checks the text, and finds the schemas in it by their paths.
+2. SchemaReader turns each schema into shapes, which are alternatives of one type each. Schemas within a shape stay
+   conditions, so that recursive schemas terminate.
+3. FormBuilder turns shapes into forms. Conditions for which a grammar has no equivalent become alternatives.
+4. SchemaWriter writes the forms as a JSON Schema in which no two keywords apply to the same value.
 """
 
 from __future__ import annotations
@@ -14,32 +15,33 @@ from typing import Any, NamedTuple
 
 from cellama.engine.errors import InvalidRequest
 
-from .document import Document
-from .forms import Former
-from .patterns import LAYOUT, UNSATISFIABLE, Patterns, problem_of, validated
+from .document import SchemaDocument
+from .forms import FormBuilder
+from .patterns import LAYOUT, UNSATISFIABLE, Patterns, compile_error, problem_of
 from .policy import Policy
-from .reader import Reader
+from .reader import SchemaReader
 from .shapes import String
-from .writer import Writer, string_of
+from .writer import SchemaWriter, string_of
 
-_MAX_MENDED = 32  # strings whose patterns are compiled one by one, to find those that can't be
+_MAX_CHECKED = 32  # strings and name patterns that are compiled one by one to find those that can't be
 
 
 class Prepared(NamedTuple):
-    """A schema for llguidance, and what of the caller's schema is not enforced."""
+    """A schema for llguidance, and warnings about keywords of the caller's schema that are not enforced."""
 
     schema: dict[str, Any]
     warnings: tuple[str, ...]
 
 
 def prepare_schema(
-    text: str, *, strict: bool, where: str = "json_schema", compiled: Callable[[str], str] = validated
+    text: str, *, strict: bool, where: str = "json_schema", compiled: Callable[[str], str] = compile_error
 ) -> Prepared:
     """Return the schema for llguidance, with the layout of the JSON text in `x-guidance`.
 
-    Every text that it allows conforms to the schema, except for what the warnings list. `strict` refuses what can't be
-    enforced. `compiled` compiles a grammar and returns llguidance's message, empty on success; the last call is for the
-    schema that is returned. Raises InvalidRequest, which calls the schema `where` and names the path within it.
+    Every text that it allows conforms to the caller's schema, except for what the warnings list. With `strict`,
+    keywords that can't be enforced are rejected instead. `compiled` compiles a grammar and returns llguidance's
+    message, which is empty on success. Its last call is for the returned schema. Raises InvalidRequest, whose message
+    calls the schema `where` and names the path within it.
     """
     try:
         return _prepared(text, strict, where, compiled)
@@ -48,15 +50,15 @@ def prepare_schema(
 
 
 def _prepared(text: str, strict: bool, where: str, compiled: Callable[[str], str]) -> Prepared:
-    document = Document(text, where)
+    document = SchemaDocument(text, where)
     policy = Policy(document, where, strict)
     patterns = Patterns(policy)
-    reader = Reader(document, policy, patterns.matches)
-    writer = Writer(Former(reader, policy, patterns), document, policy, where)
-    root = reader.goal(Document.ROOT)
+    reader = SchemaReader(document, policy, patterns.matches)
+    writer = SchemaWriter(FormBuilder(reader, policy, patterns), document, policy, where)
+    root = reader.condition(SchemaDocument.ROOT)
     schema = writer.write(root)
     problem = problem_of(schema, compiled)
-    if problem and _mend(writer, policy):
+    if problem and _drop_unsupported_patterns(writer, policy):
         schema = writer.write(root)
         problem = problem_of(schema, compiled)
     if "too big" in problem and writer.shorten_arrays():
@@ -67,40 +69,40 @@ def _prepared(text: str, strict: bool, where: str, compiled: Callable[[str], str
     return Prepared({**schema, "x-guidance": LAYOUT}, policy.warnings)
 
 
-def _mend(writer: Writer, policy: Policy) -> bool:
-    """Find the patterns that can't be compiled, and leave them out. Returns whether there were some.
+def _drop_unsupported_patterns(writer: SchemaWriter, policy: Policy) -> bool:
+    """Find the patterns that can't be compiled, and drop them. Return whether there are any.
 
     Raises InvalidRequest in strict use.
     """
-    for form in writer.strings_with_patterns()[:_MAX_MENDED]:
+    for form in writer.strings_with_patterns()[:_MAX_CHECKED]:
         problem = problem_of(writer.string(form) or {})
         if problem:
-            writer.instead[form] = _without_some(form, problem, policy)
-    for pattern, path in writer.patterns_of_names()[:_MAX_MENDED]:
+            writer.replacements[form] = _without_unsupported(form, problem, policy)
+    for pattern, path in writer.name_patterns()[:_MAX_CHECKED]:
         problem = problem_of({"type": "object", "patternProperties": {pattern: True}})
         if problem:
-            policy.cannot(path, "patternProperties", problem)
-            writer.without.add(pattern)
-    return bool(writer.instead or writer.without)
+            policy.not_enforced(path, "patternProperties", problem)
+            writer.dropped_patterns.add(pattern)
+    return bool(writer.replacements or writer.dropped_patterns)
 
 
-def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:
-    """A string with as many of its patterns and formats as can be compiled together; None if no text has them all."""
+def _without_unsupported(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:
+    """Return a string with as many of its patterns and formats as can be compiled, or None if no string has them."""
     paths = {path for _, path in form.patterns}
-    own = tuple(each for each in form.formats if each[1] not in paths)  # in one schema, a format gives way to a pattern
-    if own != form.formats:
-        form = replace(form, formats=own)
+    formats = tuple(each for each in form.formats if each[1] not in paths)  # in one schema, `pattern` replaces `format`
+    if formats != form.formats:
+        form = replace(form, formats=formats)
         problem = problem_of(string_of(form))
         if not problem:
             return string_of(form)
     if problem == UNSATISFIABLE:
         return None
-    kept = replace(form, patterns=())
+    supported = replace(form, patterns=())
     for pattern in form.patterns:
-        more = replace(kept, patterns=(*kept.patterns, pattern))
-        reason = problem_of(string_of(more))
+        attempt = replace(supported, patterns=(*supported.patterns, pattern))
+        reason = problem_of(string_of(attempt))
         if reason and reason != UNSATISFIABLE:
-            policy.cannot(pattern[1], "pattern", reason)
+            policy.not_enforced(pattern[1], "pattern", reason)
         else:
-            kept = more
-    return None if problem_of(string_of(kept)) else string_of(kept)
+            supported = attempt
+    return None if problem_of(string_of(supported)) else string_of(supported)

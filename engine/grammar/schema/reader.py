@@ -1,6 +1,7 @@
-"""Schemas → the shapes of the values that match them, or that don't. Pure.
+"""Read schemas into the shapes of the values that match them, or that do not match them. Pure.
 
-Alternatives are multiplied out until each shape is of one type. Schemas within a shape stay goals, so recursion ends.
+Alternatives are multiplied until each shape has a single type. Schemas within a shape stay conditions, so that
+recursive schemas terminate.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 from cellama.config import limits
 
-from .document import Document
+from .document import SchemaDocument
 from .formats import FORMATS, IMPLIED, portable
-from .keywords import SILENT, TYPES, is_number, show
-from .policy import Inexpressible, Policy
+from .keywords import TYPES, is_number, show
+from .policy import NegationUnsupported, Policy
 from .scalars import constant_of, is_writable
 from .shapes import (
     ANY,
@@ -27,8 +28,8 @@ from .shapes import (
     NOTHING,
     Array,
     Boolean,
+    Condition,
     Contains,
-    Goal,
     Matches,
     Null,
     Number,
@@ -37,18 +38,18 @@ from .shapes import (
     String,
     both,
     exact,
-    goal_of,
+    intersection,
     is_known_step,
-    merged,
+    property_condition,
 )
 
 Shapes = tuple[Shape, ...]
 
-_MAX_TRIED = 16  # opposites within opposites that are looked at ahead
-_MAX_EXCLUDED_CHARS = 2_000  # of texts that a pattern says are not to come
+_MAX_NESTED_NEGATIONS = 16  # of schemas that are checked for whether they can be negated
+_MAX_EXCLUDED_CHARS = 2_000  # of all strings that a pattern excludes
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_ALONE = ("anyOf", "oneOf", "allOf", *_REFERENCES)
-_OF_TYPE = {
+_COMBINING = ("anyOf", "oneOf", "allOf", *_REFERENCES)
+_KEYWORDS_OF_TYPE = {
     "object": (
         *("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
         *("propertyNames", "unevaluatedProperties"),
@@ -62,124 +63,127 @@ _OF_TYPE = {
 }
 
 
-class Reader:
-    """Reads the schemas of a document. What it found is kept: schemas that are referred to are read once."""
+class SchemaReader:
+    """Reads the schemas of a document. Results are cached, so each schema is read once."""
 
-    def __init__(self, document: Document, policy: Policy, matches: Matches) -> None:
+    def __init__(self, document: SchemaDocument, policy: Policy, matches: Matches) -> None:
         self._document = document
         self._policy = policy
         self.matches = matches
         self._found: dict[tuple[int, bool], Shapes] = {}
-        self._of_goal: dict[Goal, Shapes] = {}
+        self._shapes: dict[Condition, Shapes] = {}
         self._reading: list[tuple[int, bool]] = []
-        # Shapes may be narrower than their schema. Those say nothing about whether two schemas exclude each other.
-        self._num_narrowed = 0
-        self._narrower: set[tuple[int, bool] | Goal] = set()
-        self._tried: list[tuple[int, bool]] = []  # opposites that are looked at ahead
-        self._constants: dict[str, int] = {}  # JSON → the schema that was made for it
+        # Shapes may be narrower than their schema. Such shapes do not show whether two schemas exclude each other.
+        self._num_narrowings = 0
+        self._too_narrow: set[tuple[int, bool] | Condition] = set()
+        self._negating: list[tuple[int, bool]] = []  # negations that are being checked
+        self._constants: dict[str, int] = {}  # JSON → the schema that was added for it
 
-    # Goals
+    # Conditions
 
-    def goal(self, node: int, wanted: bool = True) -> Goal:
-        """The simplest goal that a schema stands for."""
+    def condition(self, node: int, must_match: bool = True) -> Condition:
+        """Return the simplest condition that is equivalent to a schema, or to its negation."""
         for _ in range(limits.MAX_SCHEMA_DEPTH):
             schema = self._document.nodes[node].schema
             if isinstance(schema, bool):
-                return ANYTHING if schema is wanted else NOTHING
-            said = [name for name in schema if name not in SILENT]
-            known = [name for name in said if name in _KNOWN]
+                return ANYTHING if schema is must_match else NOTHING
+            known = [name for name in schema if name in _CONSTRAINING]
             if not known:
-                return ANYTHING if wanted else NOTHING
+                return ANYTHING if must_match else NOTHING
             if len(known) > 1:
                 break
             if known[0] == "$dynamicRef" and self._document.is_dynamic(node):
                 break
             if known[0] in _REFERENCES:
                 node = self._document.target(node, known[0])
-            elif known[0] in _ALONE and len(schema[known[0]]) == 1:
+            elif known[0] in _COMBINING and len(schema[known[0]]) == 1:
                 node = self._document.child(node, known[0], 0)
             elif known[0] == "not":
-                node, wanted = self._document.child(node, "not"), not wanted
+                node, must_match = self._document.child(node, "not"), not must_match
             else:
                 break
-        return ((node, wanted),)
+        return ((node, must_match),)
 
-    def alternatives(self, goal: Goal) -> list[Goal] | None:
-        """Goals of which any will do, if the goal says nothing else."""
-        if len(goal) != 1 or not goal[0][1]:
+    def alternatives(self, condition: Condition) -> list[Condition] | None:
+        """Return conditions of which a value must match any, or None if the condition requires more."""
+        if len(condition) != 1 or not condition[0][1]:
             return None
-        node = goal[0][0]
+        node = condition[0][0]
         schema = self._document.nodes[node].schema
-        known = [name for name in schema if name in _KNOWN] if isinstance(schema, Mapping) else []
+        known = [name for name in schema if name in _CONSTRAINING] if isinstance(schema, Mapping) else []
         if known == ["anyOf"]:
-            return [self.goal(each) for each in self._children(node, "anyOf")]
+            return [self.condition(each) for each in self._children(node, "anyOf")]
         if known == ["oneOf"]:
             children = self._children(node, "oneOf")
-            before = self._num_narrowed
+            before = self._num_narrowings
             branches = [self._read(each, True) for each in children]
-            if self._num_narrowed == before and self._all_apart(branches):
-                return [self.goal(each) for each in children]
+            if self._num_narrowings == before and self._all_disjoint(branches):
+                return [self.condition(each) for each in children]
         return None
 
-    def shapes(self, goal: Goal) -> Shapes:
-        """The shapes of what matches all of a goal."""
-        if goal not in self._of_goal:
-            before = self._num_narrowed
+    def shapes(self, condition: Condition) -> Shapes:
+        """Return the shapes of the values that match a condition."""
+        if condition not in self._shapes:
+            before = self._num_narrowings
             found: Shapes = ANY
-            for node, wanted in goal:
+            for node, must_match in condition:
                 try:
-                    found = self._both(found, self._read(node, wanted))
-                except Inexpressible as error:
-                    self._policy.cannot(self._document.nodes[node].path.removesuffix("/not"), "not", str(error))
-            self._of_goal[goal] = found
-            if self._num_narrowed > before:
-                self._narrower.add(goal)
-        elif goal in self._narrower:
-            self._num_narrowed += 1
-        return self._of_goal[goal]
+                    found = self._both(found, self._read(node, must_match))
+                except NegationUnsupported as error:
+                    self._policy.not_enforced(self._document.nodes[node].path.removesuffix("/not"), "not", str(error))
+            self._shapes[condition] = found
+            if self._num_narrowings > before:
+                self._too_narrow.add(condition)
+        elif condition in self._too_narrow:
+            self._num_narrowings += 1
+        return self._shapes[condition]
 
-    def opposites(self, goal: Goal) -> list[Goal]:
-        """Goals of which one at least holds where the goal does not. Raises Inexpressible."""
-        if goal == ANYTHING:
+    def negations(self, condition: Condition) -> list[Condition]:
+        """Return conditions of which at least one holds if this condition does not. Raises NegationUnsupported."""
+        if condition == ANYTHING:
             return [NOTHING]
-        found = [self.goal(node, not wanted) for node, wanted in goal]
+        found = [self.condition(node, not must_match) for node, must_match in condition]
         for key in itertools.chain(*found):
-            if not key[1] and key not in self._tried and len(self._tried) < _MAX_TRIED:
-                reading, self._reading = self._reading, []  # within a property or an item a schema may come again
-                self._tried.append(key)
+            if not key[1] and key not in self._negating and len(self._negating) < _MAX_NESTED_NEGATIONS:
+                reading, self._reading = self._reading, []  # a property or an item may refer to the schema again
+                self._negating.append(key)
                 try:
                     self._read(*key)
                 finally:
                     self._reading = reading
-                    self._tried.pop()
+                    self._negating.pop()
         return found
 
-    def constant(self, value: Any, like: int) -> Goal:
-        """The goal of this very value."""
+    def constant(self, value: Any, like: int) -> Condition:
+        """Return the condition that only this value matches."""
         key = json.dumps(value, sort_keys=True)
         if key not in self._constants:
             self._constants[key] = self._document.add({"const": value}, like)
         return ((self._constants[key], True),)
 
-    def hollow(self, goal: Goal, steps: int = 4) -> bool:
-        """True if it is certain that nothing matches; a few steps into it are looked at."""
-        if goal == NOTHING:
+    def is_unsatisfiable(self, condition: Condition, steps: int = 4) -> bool:
+        """Return whether certainly no value matches. The check looks only `steps` schemas deep."""
+        if condition == NOTHING:
             return True
-        if steps == 0 or goal == ANYTHING:
+        if steps == 0 or condition == ANYTHING:
             return False
-        return all(self._hollow(shape, steps - 1) for shape in self.shapes(goal))
+        return all(self._is_unsatisfiable(shape, steps - 1) for shape in self.shapes(condition))
 
-    def _hollow(self, shape: Shape, steps: int) -> bool:
+    def _is_unsatisfiable(self, shape: Shape, steps: int) -> bool:
         if isinstance(shape, Object):
-            return any(self.hollow(goal_of(shape, name, self.matches), steps) for name in shape.required)
+            return any(
+                self.is_unsatisfiable(property_condition(shape, name, self.matches), steps) for name in shape.required
+            )
         if isinstance(shape, Array):
-            return any(self.hollow(shape.at(index), steps) for index in range(min(shape.low or 0, 16)))
+            return any(
+                self.is_unsatisfiable(shape.item(index), steps) for index in range(min(shape.min_items or 0, 16))
+            )
         return False
 
-    def domain(self, goal: Goal, size: int) -> list[Any] | None:
-        """All values that match, if they are few."""
+    def finite_values(self, condition: Condition, size: int) -> list[Any] | None:
+        """Return all values that match, or None if there are more than `size`."""
         values: list[Any] = []
-        for shape in self.shapes(goal):
+        for shape in self.shapes(condition):
             match shape:
                 case Null():
                     values.append(None)
@@ -189,10 +193,10 @@ class Reader:
                     values += shape.values
                 case Number() if shape.values is not None:
                     values += shape.values
-                case Number() if shape.integer and shape.low is not None and shape.high is not None:
-                    if shape.high - shape.low > 2 * size:
+                case Number() if shape.is_integer and shape.minimum is not None and shape.maximum is not None:
+                    if shape.maximum - shape.minimum > 2 * size:
                         return None
-                    values += [n for n in range(int(shape.low) - 1, int(shape.high) + 2) if shape.has(n)]
+                    values += [n for n in range(int(shape.minimum) - 1, int(shape.maximum) + 2) if shape.has(n)]
                 case _:
                     return None
         unique = {json.dumps(value): value for value in values}
@@ -200,31 +204,31 @@ class Reader:
 
     # Reading
 
-    def _read(self, node: int, wanted: bool) -> Shapes:
-        key = (node, wanted)
+    def _read(self, node: int, must_match: bool) -> Shapes:
+        key = (node, must_match)
         if key in self._found:
-            self._num_narrowed += key in self._narrower
+            self._num_narrowings += key in self._too_narrow
             return self._found[key]
         schema, path, _ = self._document.nodes[node]
         if key in self._reading:
-            raise self._document.refused(path, " refers to itself without anything in between; take the reference out")
+            raise self._document.refused(path, " refers to itself directly; remove the reference")
         if len(self._reading) > limits.MAX_SCHEMA_DEPTH:
-            raise self._document.refused(path, " is reached by too many references; use fewer")
+            raise self._document.refused(path, " is reached through too many references; use fewer")
         self._policy.spend()
         self._reading.append(key)
-        before = self._num_narrowed
+        before = self._num_narrowings
         try:
             if isinstance(schema, bool):
-                found = ANY if schema is wanted else ()
-            elif wanted:
+                found = ANY if schema is must_match else ()
+            elif must_match:
                 found = self._matching(node, schema, path)
             else:
-                found = tuple(map(_unseen, self._differing(node, schema, path)))
+                found = tuple(map(_unevaluated, self._not_matching(node, schema, path)))
         finally:
             self._reading.pop()
         self._found[key] = found
-        if self._num_narrowed > before:
-            self._narrower.add(key)
+        if self._num_narrowings > before:
+            self._too_narrow.add(key)
         return found
 
     def _both(self, ones: Shapes, others: Shapes) -> Shapes:
@@ -234,17 +238,17 @@ class Reader:
         for one, other in itertools.product(ones, others):
             self._policy.spend()
             if one.type == other.type:
-                shape = merged(one, other, self.matches)
+                shape = intersection(one, other, self.matches)
                 if shape is not None:
                     found.append(shape)
                 if isinstance(shape, Object) and shape.patterns:
-                    self._num_narrowed += 1
+                    self._num_narrowings += 1
         return tuple(found)
 
     def _matching(self, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
         parts: list[tuple[int, Callable[[int, Mapping[str, Any], str], Shapes]]] = []
         names = list(schema)
-        if any(name in _TYPED for name in names):
+        if any(name in _TYPE_KEYWORDS for name in names):
             parts.append((names.index("properties") if "properties" in names else -1, self._typed))
         for name, read in {
             **dict.fromkeys(("enum", "const"), self._values),
@@ -267,14 +271,16 @@ class Reader:
             found = self._one_of(node, found, path)
         for name, kind in (("unevaluatedProperties", "object"), ("unevaluatedItems", "array")):
             if name in schema:
-                self._num_narrowed += 1
-                goal = self.goal(self._document.child(node, name))
-                found = tuple(self._closed(shape, goal) if shape.type == kind else shape for shape in found)
+                self._num_narrowings += 1
+                condition = self.condition(self._document.child(node, name))
+                found = tuple(
+                    self._with_unevaluated(shape, condition) if shape.type == kind else shape for shape in found
+                )
         return found
 
     def _referred(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
         if name == "$dynamicRef" and self._document.is_dynamic(node):
-            self._policy.cannot(path, name, "several $dynamicAnchor have its name; use $ref")
+            self._policy.not_enforced(path, name, "several $dynamicAnchor have this name; use $ref")
             return ANY
         return self._read(self._document.target(node, name), True)
 
@@ -299,8 +305,8 @@ class Reader:
     def _not(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
         try:
             return self._read(self._document.child(node, "not"), False)
-        except Inexpressible as error:
-            self._policy.cannot(path, "not", str(error))
+        except NegationUnsupported as error:
+            self._policy.not_enforced(path, "not", str(error))
             return ANY
 
     def _if(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
@@ -313,12 +319,12 @@ class Reader:
         yes = self._both(self._read(test, True), then)
         try:
             return self._either([yes, self._both(self._read(test, False), other)])
-        except Inexpressible as error:
-            either_way = self._both(then, other)  # what matches both conforms, whatever the test says
+        except NegationUnsupported as error:
+            either_way = self._both(then, other)  # conforms with either result of the test
             if either_way:
-                self._num_narrowed += 1
+                self._num_narrowings += 1
                 return self._either([yes, either_way])
-            self._policy.cannot(path, "if", str(error))
+            self._policy.not_enforced(path, "if", str(error))
             return ANY
 
     def _dependent(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
@@ -334,63 +340,65 @@ class Reader:
             found = self._both(found, (*rest, without, *having))
         return found
 
-    # One of several
+    # oneOf
 
     def _one_of(self, node: int, base: Shapes, path: str) -> Shapes:
         children = self._children(node, "oneOf")
-        before = self._num_narrowed
+        before = self._num_narrowings
         branches = [self._both(base, self._read(child, True)) for child in children]
-        is_exact = self._num_narrowed == before
-        if is_exact and self._all_apart(branches):
+        is_exact = self._num_narrowings == before
+        if is_exact and self._all_disjoint(branches):
             return self._either(branches)
-        closed = [tuple(self._without_others(shape) for shape in shapes) for shapes in branches]
+        closed = [tuple(self._closed_object(shape) for shape in shapes) for shapes in branches]
         if is_exact and all(
-            self._apart(closed[a], branches[b]) for a, b in itertools.permutations(range(len(branches)), 2)
+            self._disjoint(closed[a], branches[b]) for a, b in itertools.permutations(range(len(branches)), 2)
         ):
             return self._either(closed)
         exclusive = []
         try:
             for at, shapes in enumerate(branches):
                 for other, child in enumerate(children):
-                    if other != at and not (is_exact and self._apart(branches[at], branches[other])):
+                    if other != at and not (is_exact and self._disjoint(branches[at], branches[other])):
                         shapes = self._both(shapes, self._read(child, False))
                 exclusive.append(shapes)
-        except Inexpressible as error:
-            self._policy.cannot(
+        except NegationUnsupported as error:
+            self._policy.not_enforced(
                 path,
                 "oneOf",
-                f"a value may match several of its schemas ({error}); use anyOf, or tell them apart by a required "
-                "property with different values of const",
+                f"a value may match several of its schemas ({error}); use anyOf, or add a required property with a "
+                "different const to each of them",
             )
             return self._either(branches)
         found = self._either(exclusive)
         if not found and base:
             raise self._document.refused(
-                path, "/oneOf: every value matches several of these schemas or none; use anyOf"
+                path, "/oneOf: every value matches either none or several of these schemas; use anyOf"
             )
         return found
 
-    def _without_others(self, shape: Shape) -> Shape:
-        """The shape as it is written: an object with `properties` has no others unless a keyword allows them."""
-        if not isinstance(shape, Object) or not shape.named or shape.additional is not None:
+    def _closed_object(self, shape: Shape) -> Shape:
+        """Return an object with `properties` without additional properties, unless a keyword allows them."""
+        if not isinstance(shape, Object) or not shape.has_properties or shape.additional is not None:
             return shape
-        known = shape.fixed()
-        more = tuple((name, goal_of(shape, name, self.matches)) for name in shape.required if name not in known)
+        known = dict(shape.properties)
+        more = tuple(
+            (name, property_condition(shape, name, self.matches)) for name in shape.required if name not in known
+        )
         return replace(shape, properties=(*shape.properties, *more), additional=NOTHING)
 
-    def _all_apart(self, branches: list[Shapes]) -> bool:
-        return all(self._apart(one, other) for one, other in itertools.combinations(branches, 2))
+    def _all_disjoint(self, branches: list[Shapes]) -> bool:
+        return all(self._disjoint(one, other) for one, other in itertools.combinations(branches, 2))
 
-    def _apart(self, ones: Shapes, others: Shapes) -> bool:
-        """True if it is certain that no value matches both."""
-        before = self._num_narrowed
+    def _disjoint(self, ones: Shapes, others: Shapes) -> bool:
+        """Return whether certainly no value has a shape of both groups."""
+        before = self._num_narrowings
         for one, other in itertools.product(ones, others):
             self._policy.spend()
             if one.type == other.type:
-                shape = merged(one, other, self.matches)
-                if shape is not None and not self._hollow(shape, 3):
+                shape = intersection(one, other, self.matches)
+                if shape is not None and not self._is_unsatisfiable(shape, 3):
                     return False
-        return self._num_narrowed == before
+        return self._num_narrowings == before
 
     # Types and values
 
@@ -399,7 +407,7 @@ class Reader:
         types = {given} if isinstance(given, str) else set(given)
         if schema.get("nullable") is True and "type" in schema:
             types.add("null")
-        said = "type" in schema
+        is_explicit = "type" in schema
         makers: dict[str, Callable[[int, Mapping[str, Any], str, bool], Shape | None]] = {
             "object": self._object,
             "array": self._array,
@@ -410,100 +418,119 @@ class Reader:
         for shape in ANY:
             kind = shape.type
             if kind in types or (kind == "number" and "integer" in types):
-                has = any(name in schema for name in _OF_TYPE.get(kind, ()))
-                made = makers[kind](node, schema, path, said or has) if has else replace(shape, said=said)
+                has = any(name in schema for name in _KEYWORDS_OF_TYPE.get(kind, ()))
+                made = (
+                    makers[kind](node, schema, path, is_explicit or has)
+                    if has
+                    else replace(shape, is_explicit=is_explicit)
+                )
                 if isinstance(made, Number) and "number" not in types:
-                    made = replace(made, integer=True)
+                    made = replace(made, is_integer=True)
                 if made is not None:
                     found.append(made)
         return tuple(found)
 
-    def _number(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
+    def _number(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
         low, low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
         high, high_open = _bound(schema, "maximum", "exclusiveMaximum", min)
         if low is not None and low > MAX_NUMBER:
-            self._policy.cannot(path, "minimum", "numbers are written up to ±10^18")
+            self._policy.not_enforced(path, "minimum", "numbers are written up to ±10^18")
             low, low_open = None, False
         if high is not None and high < -MAX_NUMBER:
-            self._policy.cannot(path, "maximum", "numbers are written up to ±10^18")
+            self._policy.not_enforced(path, "maximum", "numbers are written up to ±10^18")
             high, high_open = None, False
         step = exact(schema["multipleOf"]) if "multipleOf" in schema else None
         if step is not None and not is_known_step(step):
-            self._policy.cannot(path, "multipleOf", "it has too many digits")
+            self._policy.not_enforced(path, "multipleOf", "it has too many digits")
             step = None
-        number = Number(said, low, low_open, high, high_open, False, step, path)
-        return merged(number, Number(), self.matches)
+        number = Number(
+            is_explicit,
+            minimum=low,
+            is_above_minimum=low_open,
+            maximum=high,
+            is_below_maximum=high_open,
+            step=step,
+        )
+        return intersection(number, Number(), self.matches)
 
-    def _string(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
-        pattern, form = schema.get("pattern"), schema.get("format")
-        return merged(
+    def _string(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
+        pattern, format_ = schema.get("pattern"), schema.get("format")
+        return intersection(
             String(
-                said,
-                int(schema.get("minLength", 0)),
-                int(schema["maxLength"]) if "maxLength" in schema else None,
-                ((portable(pattern), path),) if pattern is not None and (form, pattern) not in IMPLIED else (),
-                ((form, path),) if form in FORMATS else (),
+                is_explicit,
+                min_length=int(schema.get("minLength", 0)),
+                max_length=int(schema["maxLength"]) if "maxLength" in schema else None,
+                patterns=(
+                    ((portable(pattern), path),) if pattern is not None and (format_, pattern) not in IMPLIED else ()
+                ),
+                formats=((format_, path),) if format_ in FORMATS else (),
             ),
             String(),
             self.matches,
         )
 
-    def _array(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
+    def _array(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
         listed = "items" if isinstance(schema.get("items"), list) else "prefixItems"
         after = "additionalItems" if listed == "items" else "items"
-        prefix = tuple(self.goal(child) for child in self._children(node, listed)) if listed in schema else ()
-        rest = self.goal(self._document.child(node, after)) if after in schema else None
+        prefix = tuple(self.condition(child) for child in self._children(node, listed)) if listed in schema else ()
+        rest = self.condition(self._document.child(node, after)) if after in schema else None
         contains: tuple[Contains, ...] = ()
-        low = int(schema.get("minContains", 1))
+        min_count = int(schema.get("minContains", 1))
         if "contains" in schema:
             if "maxContains" in schema:
-                self._policy.cannot(path, "maxContains", "the items that don't match would have to be known")
-            if low:
-                contains = (Contains(self.goal(self._document.child(node, "contains")), low, path),)
-        return merged(
+                self._policy.not_enforced(
+                    path, "maxContains", "the grammar can't require that the other items don't match"
+                )
+            if min_count:
+                item = self.condition(self._document.child(node, "contains"))
+                contains = (Contains(item, min_count=min_count, path=path),)
+        return intersection(
             Array(
-                said,
-                prefix,
-                rest,
-                int(schema["minItems"]) if "minItems" in schema else None,
-                path,
-                int(schema["maxItems"]) if "maxItems" in schema else None,
-                path if schema.get("uniqueItems") else "",
-                contains,
-                None if after in schema else len(prefix),
+                is_explicit,
+                prefix=prefix,
+                rest=rest,
+                min_items=int(schema["minItems"]) if "minItems" in schema else None,
+                min_items_path=path,
+                max_items=int(schema["maxItems"]) if "maxItems" in schema else None,
+                unique_path=path if schema.get("uniqueItems") else "",
+                contains=contains,
+                num_evaluated=None if after in schema else len(prefix),
             ),
             Array(),
             self.matches,
         )
 
-    def _object(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
+    def _object(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
         patterns = tuple(
-            (portable(pattern), self.goal(self._document.child(node, "patternProperties", pattern)), path)
+            (portable(pattern), self.condition(self._document.child(node, "patternProperties", pattern)), path)
             for pattern in schema.get("patternProperties", ())
         )
         properties = {}
         for name in schema.get("properties", ()):
-            goal = self.goal(self._document.child(node, "properties", name))
+            condition = self.condition(self._document.child(node, "properties", name))
             for pattern, other, _ in patterns:
                 if self.matches(pattern, name, path):
-                    goal = both(goal, other)
-            properties[name] = goal
+                    condition = both(condition, other)
+            properties[name] = condition
         more = "additionalProperties"
-        return merged(
+        names: tuple[tuple[Condition, str], ...] = ()
+        if "propertyNames" in schema:
+            names = ((self.condition(self._document.child(node, "propertyNames")), path),)
+        return intersection(
             Object(
-                said,
-                "properties" in schema or bool(patterns),
-                tuple(properties.items()),
-                patterns,
-                self.goal(self._document.child(node, more)) if more in schema else None,
-                tuple(dict.fromkeys(schema.get("required", ()))),
-                int(schema.get("minProperties", 0)),
-                path,
-                int(schema["maxProperties"]) if "maxProperties" in schema else None,
-                path,
-                ((self.goal(self._document.child(node, "propertyNames")), path),) if "propertyNames" in schema else (),
-                None if more in schema else frozenset(properties),
-                frozenset(pattern for pattern, _, _ in patterns),
+                is_explicit,
+                has_properties="properties" in schema or bool(patterns),
+                properties=tuple(properties.items()),
+                patterns=patterns,
+                additional=self.condition(self._document.child(node, more)) if more in schema else None,
+                required=tuple(dict.fromkeys(schema.get("required", ()))),
+                min_properties=int(schema.get("minProperties", 0)),
+                min_properties_path=path,
+                max_properties=int(schema["maxProperties"]) if "maxProperties" in schema else None,
+                max_properties_path=path,
+                names=names,
+                evaluated=None if more in schema else frozenset(properties),
+                evaluated_patterns=frozenset(pattern for pattern, _, _ in patterns),
             ),
             Object(),
             self.matches,
@@ -520,55 +547,55 @@ class Reader:
         scalars += [Number(True, values=numbers)] if numbers else []
         scalars += [Boolean(True, flags)] if flags else []
         scalars += [Null(True)] if None in values else []
-        found = (*scalars, *(self._composed(each, node) for each in values if isinstance(each, dict | list)))
+        found = (*scalars, *(self._container(each, node) for each in values if isinstance(each, dict | list)))
         if not found:
             raise self._document.refused(
                 path,
-                f"/{name} is {show(schema[name])}, which can't be written: control characters other than "
-                "line breaks and tabs, numbers beyond ±10^18 or with too many digits; give other values",
+                f"/{name} is {show(schema[name])}, which can't be written; avoid control characters other than line "
+                "breaks and tabs, and numbers beyond ±10^18 or with too many digits",
             )
         return found
 
-    def _composed(self, value: Any, node: int) -> Shape:
+    def _container(self, value: Any, node: int) -> Shape:
         self._policy.spend(len(value) + 1)
         if isinstance(value, list):
             prefix = tuple(self.constant(each, node) for each in value)
-            return Array(True, prefix, NOTHING, len(value), "", len(value))
+            return Array(True, prefix=prefix, rest=NOTHING, min_items=len(value), max_items=len(value))
         properties = tuple((name, self.constant(each, node)) for name, each in value.items())
-        return Object(True, True, properties, (), NOTHING, tuple(value))
+        return Object(True, has_properties=True, properties=properties, additional=NOTHING, required=tuple(value))
 
-    # What does not match
+    # Negation
 
-    def _differing(self, node: int, schema: Mapping[str, Any], path: str) -> Iterator[Shape]:
-        """Shapes of all values that do not match the schema. Raises Inexpressible."""
+    def _not_matching(self, node: int, schema: Mapping[str, Any], path: str) -> Iterator[Shape]:
+        """Yield shapes of all values that do not match the schema. Raises NegationUnsupported."""
         child = self._document.child
         if "type" in schema:
             given = schema["type"]
             types = {given} if isinstance(given, str) else set(given)
-            if "integer" in types and "number" not in types:  # other numbers than whole ones can't be asked for
+            if "integer" in types and "number" not in types:  # llguidance can't exclude whole numbers
                 types.add("number")
-                self._num_narrowed += 1
-            yield from (replace(shape, said=True) for shape in ANY if shape.type not in types)
-        if any(name in _TYPED for name in schema if name not in ("type", "nullable")):
+                self._num_narrowings += 1
+            yield from (replace(shape, is_explicit=True) for shape in ANY if shape.type not in types)
+        if any(name in _TYPE_KEYWORDS for name in schema if name not in ("type", "nullable")):
             for shape in self._typed(node, {**schema, "type": list(TYPES)}, path):
-                yield from self._opposites_of(shape)
+                yield from self._negations_of(shape)
         for name in ("enum", "const"):
             if name in schema:
-                yield from self._other_values(schema["enum"] if name == "enum" else [schema["const"]])
+                yield from self._without_values(schema["enum"] if name == "enum" else [schema["const"]])
         for name in _REFERENCES:
             if name in schema:
                 if name == "$dynamicRef" and self._document.is_dynamic(node):
-                    raise Inexpressible("several $dynamicAnchor have the name of a $dynamicRef")
+                    raise NegationUnsupported("several $dynamicAnchor have the name of a $dynamicRef")
                 yield from self._read(self._document.target(node, name), False)
         for inner in self._children(node, "allOf") if "allOf" in schema else ():
             yield from self._read(inner, False)
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 children = self._children(node, name)
-                before = self._num_narrowed
-                apart = name == "anyOf" or self._all_apart([self._read(inner, True) for inner in children])
-                if not apart or self._num_narrowed > before:
-                    raise Inexpressible("there is no opposite of 'oneOf' with schemas that overlap")
+                before = self._num_narrowings
+                apart = name == "anyOf" or self._all_disjoint([self._read(inner, True) for inner in children])
+                if not apart or self._num_narrowings > before:
+                    raise NegationUnsupported("'oneOf' can't be negated if its schemas overlap")
                 found: Shapes = ANY
                 for inner in children:
                     found = self._both(found, self._read(inner, False))
@@ -576,9 +603,11 @@ class Reader:
         if "not" in schema:
             yield from self._read(child(node, "not"), True)
         if "if" in schema:
-            for name, wanted in (("then", True), ("else", False)):
+            for name, must_match in (("then", True), ("else", False)):
                 if name in schema:
-                    yield from self._both(self._read(child(node, "if"), wanted), self._read(child(node, name), False))
+                    yield from self._both(
+                        self._read(child(node, "if"), must_match), self._read(child(node, name), False)
+                    )
         for name in ("dependentRequired", "dependentSchemas", "dependencies"):
             for key, needed in schema.get(name, {}).items():
                 if isinstance(needed, list):
@@ -588,106 +617,114 @@ class Reader:
                     yield from self._both((Object(True, required=(key,)),), violating)
         for name in ("unevaluatedProperties", "unevaluatedItems"):
             if name in schema:
-                raise Inexpressible(f"there is no opposite of {name!r}")
+                raise NegationUnsupported(f"{name!r} can't be negated")
 
-    def _opposites_of(self, shape: Shape) -> Iterator[Shape]:
-        """Shapes of the same type that violate at least one condition of a shape."""
+    def _negations_of(self, shape: Shape) -> Iterator[Shape]:
+        """Yield shapes of the same type that violate at least one condition of a shape."""
         match shape:
             case Number():
-                yield from self._opposite_numbers(shape)
+                yield from self._negated_number(shape)
             case String():
                 if shape.patterns or shape.formats:
-                    raise Inexpressible(f"there is no opposite of {'pattern' if shape.patterns else 'format'!r}")
-                if shape.low:
-                    yield String(True, high=shape.low - 1)
-                if shape.high is not None:
-                    yield String(True, low=shape.high + 1)
+                    raise NegationUnsupported(f"{'pattern' if shape.patterns else 'format'!r} can't be negated")
+                if shape.min_length:
+                    yield String(True, max_length=shape.min_length - 1)
+                if shape.max_length is not None:
+                    yield String(True, min_length=shape.max_length + 1)
             case Array():
-                yield from self._opposite_arrays(shape)
+                yield from self._negated_array(shape)
             case Object():
-                yield from self._opposite_objects(shape)
+                yield from self._negated_object(shape)
 
-    def _opposite_numbers(self, shape: Number) -> Iterator[Shape]:
+    def _negated_number(self, shape: Number) -> Iterator[Shape]:
         if shape.step is not None:
-            raise Inexpressible("there is no opposite of 'multipleOf'")
-        if shape.low is not None:
-            yield Number(True, high=shape.low, high_open=not shape.low_open)
-        if shape.high is not None:
-            yield Number(True, low=shape.high, low_open=not shape.high_open)
+            raise NegationUnsupported("'multipleOf' can't be negated")
+        if shape.minimum is not None:
+            yield Number(True, maximum=shape.minimum, is_below_maximum=not shape.is_above_minimum)
+        if shape.maximum is not None:
+            yield Number(True, minimum=shape.maximum, is_above_minimum=not shape.is_below_maximum)
 
-    def _opposite_arrays(self, shape: Array) -> Iterator[Shape]:
-        if shape.unique:
-            raise Inexpressible("there is no opposite of 'uniqueItems'")
+    def _negated_array(self, shape: Array) -> Iterator[Shape]:
+        if shape.unique_path:
+            raise NegationUnsupported("'uniqueItems' can't be negated")
         if shape.rest not in (None, ANYTHING, NOTHING):
             if shape.prefix:
-                raise Inexpressible("there is no opposite of 'items' after 'prefixItems'")
-            for other in self.opposites(shape.rest or ANYTHING):
-                yield Array(True, rest=ANYTHING, contains=(Contains(other, 1, shape.low_path),))
-        if shape.low:
-            yield Array(True, rest=ANYTHING, low=0, high=shape.low - 1)
-        high = len(shape.prefix) if shape.rest == NOTHING and shape.high is None else shape.high
-        if high is not None:
-            yield Array(True, rest=ANYTHING, low=high + 1)
-        for at, goal in enumerate(shape.prefix):
-            for other in self.opposites(goal):
-                yield Array(True, (*(ANYTHING,) * at, other), ANYTHING, at + 1)
+                raise NegationUnsupported("'items' after 'prefixItems' can't be negated")
+            for other in self.negations(shape.rest or ANYTHING):
+                yield Array(True, rest=ANYTHING, contains=(Contains(other, min_count=1, path=shape.min_items_path),))
+        if shape.min_items:
+            yield Array(True, rest=ANYTHING, min_items=0, max_items=shape.min_items - 1)
+        is_tuple = shape.rest == NOTHING and shape.max_items is None
+        max_items = len(shape.prefix) if is_tuple else shape.max_items
+        if max_items is not None:
+            yield Array(True, rest=ANYTHING, min_items=max_items + 1)
+        for at, condition in enumerate(shape.prefix):
+            for other in self.negations(condition):
+                yield Array(True, prefix=(*(ANYTHING,) * at, other), rest=ANYTHING, min_items=at + 1)
         for contains in shape.contains:
-            others = self.opposites(contains.item)
-            if contains.low != 1 or len(others) != 1:
-                raise Inexpressible("there is no opposite of 'contains'")
-            yield Array(True, rest=others[0], low=0)
+            others = self.negations(contains.item)
+            if contains.min_count != 1 or len(others) != 1:
+                raise NegationUnsupported("'contains' can't be negated")
+            yield Array(True, rest=others[0], min_items=0)
 
-    def _opposite_objects(self, shape: Object) -> Iterator[Shape]:
+    def _negated_object(self, shape: Object) -> Iterator[Shape]:
         if shape.patterns or shape.additional not in (None, ANYTHING) or shape.names:
-            raise Inexpressible("there is no opposite of patternProperties, additionalProperties and propertyNames")
-        for name, goal in shape.properties:
-            for other in self.opposites(goal) if goal != ANYTHING else ():
+            raise NegationUnsupported(
+                "'patternProperties', 'additionalProperties' and 'propertyNames' can't be negated"
+            )
+        for name, condition in shape.properties:
+            for other in self.negations(condition) if condition != ANYTHING else ():
                 yield Object(True, properties=((name, other),), required=(name,))
         for name in shape.required:
             yield Object(True, properties=((name, NOTHING),))
-        if shape.low:
-            yield Object(True, high=shape.low - 1, high_path=shape.low_path)
-        if shape.high is not None:
-            yield Object(True, low=shape.high + 1, low_path=shape.high_path)
+        if shape.min_properties:
+            path = shape.min_properties_path
+            yield Object(True, max_properties=shape.min_properties - 1, max_properties_path=path)
+        if shape.max_properties is not None:
+            path = shape.max_properties_path
+            yield Object(True, min_properties=shape.max_properties + 1, min_properties_path=path)
 
-    def _other_values(self, values: list[Any]) -> Iterator[Shape]:
+    def _without_values(self, values: list[Any]) -> Iterator[Shape]:
         if any(isinstance(each, dict | list) for each in values):
-            raise Inexpressible("an enum or const with arrays or objects has no opposite")
+            raise NegationUnsupported("an enum or const with arrays or objects can't be negated")
         yield from ANY[:2]  # objects, arrays
         texts = [each for each in values if isinstance(each, str)]
-        yield String(patterns=((_other_than(texts), ""),)) if texts else String()
+        yield String(patterns=((_pattern_without(texts), ""),)) if texts else String()
         numbers = sorted({each for each in values if is_number(each)})
         for low, high in itertools.pairwise([None, *numbers, None]):
-            yield Number(False, low, low is not None, high, high is not None)
+            yield Number(minimum=low, is_above_minimum=low is not None, maximum=high, is_below_maximum=high is not None)
         flags = tuple(flag for flag in (False, True) if not any(flag is each for each in values))
         if flags:
             yield Boolean(False, flags)
         if None not in values:
             yield Null()
 
-    def _closed(self, shape: Shape, goal: Goal) -> Shape:
-        """A shape whose properties or items must match a goal if no other keyword of the schema looks at them."""
-        if not isinstance(shape, Array | Object) or shape.seen is None:
-            return shape
+    def _with_unevaluated(self, shape: Shape, condition: Condition) -> Shape:
+        """Return a shape whose properties or items match a condition unless other keywords evaluate them."""
         if isinstance(shape, Array):
-            size = max(len(shape.prefix), shape.seen)
+            if shape.num_evaluated is None:
+                return shape
             prefix = tuple(
-                shape.at(index) if index < shape.seen else both(shape.at(index), goal) for index in range(size)
+                shape.item(index) if index < shape.num_evaluated else both(shape.item(index), condition)
+                for index in range(max(len(shape.prefix), shape.num_evaluated))
             )
-            return replace(shape, prefix=prefix, rest=both(shape.rest or ANYTHING, goal), seen=None)
+            return replace(shape, prefix=prefix, rest=both(shape.rest or ANYTHING, condition), num_evaluated=None)
+        if not isinstance(shape, Object) or shape.evaluated is None:
+            return shape
         properties = tuple(
-            (name, each if self._is_seen(shape, name) else both(each, goal)) for name, each in shape.properties
+            (name, each if self._is_evaluated(shape, name) else both(each, condition))
+            for name, each in shape.properties
         )
         patterns = tuple(
-            (pattern, each if pattern in shape.seen_patterns else both(each, goal), path)
+            (pattern, each if pattern in shape.evaluated_patterns else both(each, condition), path)
             for pattern, each, path in shape.patterns
         )
-        additional = both(shape.additional or ANYTHING, goal)
-        return replace(shape, properties=properties, patterns=patterns, additional=additional, seen=None)
+        additional = both(shape.additional or ANYTHING, condition)
+        return replace(shape, properties=properties, patterns=patterns, additional=additional, evaluated=None)
 
-    def _is_seen(self, shape: Object, name: str) -> bool:
-        assert shape.seen is not None
-        return name in shape.seen or any(self.matches(pattern, name, "") for pattern in shape.seen_patterns)
+    def _is_evaluated(self, shape: Object, name: str) -> bool:
+        assert shape.evaluated is not None
+        return name in shape.evaluated or any(self.matches(pattern, name, "") for pattern in shape.evaluated_patterns)
 
     def _children(self, node: int, name: str) -> list[int]:
         schema = self._document.nodes[node].schema
@@ -695,8 +732,8 @@ class Reader:
         return [self._document.child(node, name, at) for at in range(len(schema[name]))]
 
 
-_TYPED = frozenset({"type", "nullable", *itertools.chain(*_OF_TYPE.values())})
-_KNOWN = _TYPED | {
+_TYPE_KEYWORDS = frozenset({"type", "nullable", *itertools.chain(*_KEYWORDS_OF_TYPE.values())})
+_CONSTRAINING = _TYPE_KEYWORDS | {
     *("enum", "const", "allOf", "anyOf", "oneOf", "not", "if", *_REFERENCES),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 }
@@ -713,27 +750,27 @@ def _bound(
     return bound, False
 
 
-def _unseen(shape: Shape) -> Shape:
-    """The shape as unevaluatedProperties and unevaluatedItems see it below a `not`."""
+def _unevaluated(shape: Shape) -> Shape:
+    """Return the shape as unevaluatedProperties and unevaluatedItems treat it below a `not`."""
     if isinstance(shape, Object):
-        return replace(shape, seen=frozenset(), seen_patterns=frozenset())
-    return replace(shape, seen=0) if isinstance(shape, Array) else shape
+        return replace(shape, evaluated=frozenset(), evaluated_patterns=frozenset())
+    return replace(shape, num_evaluated=0) if isinstance(shape, Array) else shape
 
 
-def _other_than(texts: list[str]) -> str:
-    """A pattern of all texts but these."""
+def _pattern_without(texts: list[str]) -> str:
+    """Return a pattern that matches all strings except these."""
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS or max(map(len, texts)) > limits.MAX_SCHEMA_DEPTH:
-        raise Inexpressible("the values are too long")
-    return f"^{_after(sorted(set(texts)), 0)}$"
+        raise NegationUnsupported("the excluded values are too long")
+    return f"^{_pattern_after(sorted(set(texts)), 0)}$"
 
 
-def _after(texts: list[str], at: int) -> str:
-    """A pattern of what follows at this place, where all of these texts begin alike."""
+def _pattern_after(texts: list[str], at: int) -> str:
+    """Return a pattern for the rest of the strings from position `at` on, up to which all of these are equal."""
     inner = {
         char: [text for text in texts if len(text) > at and text[at] == char]
         for char in {t[at] for t in texts if len(t) > at}
     }
     listed = "".join(f"\\{char}" if char in r"\]^-[&~" else char for char in sorted(inner))
     other = rf"[^{listed}][\s\S]*" if inner else r"[\s\S]+"
-    parts = [other, *(f"{re.escape(char)}{_after(inner[char], at + 1)}" for char in sorted(inner))]
+    parts = [other, *(f"{re.escape(char)}{_pattern_after(inner[char], at + 1)}" for char in sorted(inner))]
     return f"(?:{'|'.join(parts)})" + ("" if any(len(text) == at for text in texts) else "?")

@@ -1,4 +1,4 @@
-"""How numbers and texts are written: which ones llguidance writes as they are meant, and within which bounds. Pure."""
+"""Schemas of numbers, and checks of constants: which numbers and strings llguidance writes exactly as given. Pure."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from typing import Any
 
 from .shapes import MAX_NUMBER, Number, exact, is_known_step
 
-MAX_WHOLE = 2**53 - 1  # a JavaScript number holds whole numbers to there
+MAX_WHOLE = 2**53 - 1  # the largest integer that JavaScript numbers represent exactly
 MAX_BOUND = 10**15  # of numbers with decimals
 MAX_DECIMALS = 10
-_MAX_DIGITS_READ = 15  # of a double
-_MAX_DECIMALS_READ = 22  # powers of ten that a double holds
+_MAX_DIGITS_READ = 15  # that a double always represents
+_MAX_DECIMALS_READ = 22  # exponent of the largest power of ten that a double represents exactly
 _ESCAPED = frozenset("\n\r\t\b\f")
 
 Written = dict[str, Any]
 
 
 def is_writable(text: str) -> bool:
-    """Strings have no `\\u` escapes: by them a key could be written in two ways."""
+    r"""Return whether a string can be written without `\u` escapes, with which a key would have two spellings."""
     return all((char >= " " and char != "\x7f") or char in _ESCAPED for char in text)
 
 
 def number_of(form: Number) -> Written | None:
-    """A number that a double holds and that ends: llguidance knows no bounds for digits, but multiples."""
+    """Return the schema of a number that a double represents and that has an end, or None if there is no such number.
+
+    llguidance can't limit the number of digits, so bounds and multipleOf limit them instead.
+    """
     if form.values is not None:
         values = [value for each in form.values if (value := constant_of(each)) is not None]
         return {"enum": values} if values else None
-    if form.integer or (form.step is not None and form.step.denominator == 1):
-        return _whole(form)
-    low, high, step = form.low, form.high, form.step
+    if form.is_integer or (form.step is not None and form.step.denominator == 1):
+        return _integer(form)
+    low, high, step = form.minimum, form.maximum, form.step
     ends = [abs(each) for each in (low, high) if each is not None]
     if low is None or low < -MAX_BOUND:
         low, low_open = (-MAX_BOUND if high is None or high > -MAX_BOUND else -MAX_NUMBER), False
     else:
-        low_open = form.low_open
+        low_open = form.is_above_minimum
     if high is None or high > MAX_BOUND:
         high, high_open = (MAX_BOUND if low < MAX_BOUND else MAX_NUMBER), False
     else:
-        high_open = form.high_open
-    if low == 0 and low_open:  # llguidance takes -0 for a number below 0
+        high_open = form.is_below_maximum
+    if low == 0 and low_open:  # llguidance treats -0 as a number below 0
         low, low_open = float(step or Fraction(1, 10**MAX_DECIMALS)), False
     if high == 0 and high_open:
         high, high_open = -float(step or Fraction(1, 10**MAX_DECIMALS)), False
     decimals = MAX_DECIMALS
-    if form.low_open or form.high_open:  # a bound that is not allowed must not be what a value is rounded to
+    if form.is_above_minimum or form.is_below_maximum:  # readers must not round a value to an excluded bound
         decimals = max(0, min(decimals, 15 - len(str(int(max(ends, default=0))))))
     if step is None:
         step = Fraction(1, 10**decimals)
@@ -67,16 +70,16 @@ def number_of(form: Number) -> Written | None:
     }
 
 
-def _whole(form: Number) -> Written | None:
+def _integer(form: Number) -> Written | None:
     step = 1 if form.step is None else form.step
     step = step if isinstance(step, int) else Fraction(math.lcm(step.numerator, step.denominator), step.denominator)
-    low = -MAX_WHOLE if form.low is None else math.ceil(form.low)
-    high = MAX_WHOLE if form.high is None else math.floor(form.high)
-    low += form.low_open and low == form.low
-    high -= form.high_open and high == form.high
-    if form.low is None and high < low:
+    low = -MAX_WHOLE if form.minimum is None else math.ceil(form.minimum)
+    high = MAX_WHOLE if form.maximum is None else math.floor(form.maximum)
+    low += form.is_above_minimum and low == form.minimum
+    high -= form.is_below_maximum and high == form.maximum
+    if form.minimum is None and high < low:
         low = -MAX_NUMBER
-    if form.high is None and high < low:
+    if form.maximum is None and high < low:
         high = MAX_NUMBER
     low, high = _inward(max(low, -MAX_NUMBER), math.inf), _inward(min(high, MAX_NUMBER), -math.inf)
     if low > high or not is_known_step(Fraction(step)) or -(-low // step) > high // step:
@@ -85,7 +88,7 @@ def _whole(form: Number) -> Written | None:
 
 
 def _inward(value: int, towards: float) -> int:
-    """The nearest whole number that a double holds."""
+    """Return the nearest integer in this direction that a double represents."""
     near = float(value)
     if near != value and (near < value) == (towards > 0):
         near = math.nextafter(near, towards)
@@ -93,6 +96,7 @@ def _inward(value: int, towards: float) -> int:
 
 
 def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step: Fraction) -> bool:
+    """Return whether there is a multiple of `step` between these bounds."""
     first, last = math.ceil(exact(low) / step), math.floor(exact(high) / step)
     first += low_open and first * step == exact(low)
     last -= high_open and last * step == exact(high)
@@ -100,7 +104,7 @@ def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step
 
 
 def constant_of(value: float) -> float | None:
-    """A number as it can be written without an exponent, or None."""
+    """Return the number as it is written without an exponent, or None if it can't be."""
     if isinstance(value, int) or value == int(value):
         whole = int(value)
         return whole if abs(whole) <= MAX_NUMBER and int(float(whole)) == whole else None
@@ -108,13 +112,13 @@ def constant_of(value: float) -> float | None:
 
 
 def _is_read_exactly(value: float) -> bool:
-    """Whether llguidance reads the double that was meant: it divides the digits by a power of ten."""
+    """Return whether llguidance reads the same double. It divides the digits by a power of ten."""
     _, digits, exponent = Decimal(repr(value)).as_tuple()
     return int("".join(map(str, digits))) <= 2**53 and -_MAX_DECIMALS_READ <= int(exponent) <= _MAX_DECIMALS_READ
 
 
 def _rounded(bound: float, rounding: str) -> float:
-    """A bound that llguidance reads exactly, further inward if necessary."""
+    """Return a bound that llguidance reads exactly, rounded inward if necessary."""
     if isinstance(bound, int) or _is_read_exactly(bound):
         return bound
     near = Decimal(repr(bound))

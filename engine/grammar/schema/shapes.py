@@ -1,44 +1,44 @@
-"""What values of one type may be, and what is left when two such shapes both have to hold. Pure.
-
-A goal is the schemas that a value within a shape has to match, or not to match: all of them at the same time.
-"""
+"""Shapes of values: the conditions that schemas set for values of one type, and how two shapes combine. Pure."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-Goal = tuple[tuple[int, bool], ...]  # index of a schema in its document, and whether a value has to match it; sorted
-ANYTHING: Goal = ()
-NOTHING: Goal = ((0, True),)
+# The schemas that a value within a shape must match, or must not match, all at the same time. Each item has the index
+# of a schema in its document, and whether a value must match it. The items are sorted.
+Condition = tuple[tuple[int, bool], ...]
+ANYTHING: Condition = ()
+NOTHING: Condition = ((0, True),)
 
 
-def both(one: Goal, other: Goal) -> Goal:
-    """The goal that demands both."""
+def both(one: Condition, other: Condition) -> Condition:
+    """Return the condition that requires both."""
     if not one or not other or one == other:
         return one or other
-    merged = tuple(sorted({*one, *other}))
-    impossible = merged[0] == NOTHING[0] or len({index for index, _ in merged}) < len(merged)
-    return NOTHING if impossible else merged
+    combined = tuple(sorted({*one, *other}))
+    is_contradiction = len({index for index, _ in combined}) < len(combined)
+    return NOTHING if combined[0] == NOTHING[0] or is_contradiction else combined
 
 
 MAX_NUMBER = 10**18  # llguidance's bounds are 64-bit integers
-_MAX_STEP = 10**9  # a multipleOf without its point; llguidance has 32 bits
+_MAX_STEP = 10**9  # a multipleOf without its decimal point; llguidance stores 32 bits
 _MAX_STEP_DECIMALS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Null:
-    said: bool = False  # a schema names the type, or says something of its values
+    is_explicit: bool = False  # a schema names the type, or has keywords for its values
 
     type = "null"
 
 
 @dataclass(frozen=True, slots=True)
 class Boolean:
-    said: bool = False
+    is_explicit: bool = False
     values: tuple[bool, ...] = (False, True)
 
     type = "boolean"
@@ -46,33 +46,33 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    said: bool = False
-    low: float | None = None
-    low_open: bool = False  # the bound itself is not allowed
-    high: float | None = None
-    high_open: bool = False
-    integer: bool = False
-    step: Fraction | None = None  # values are multiples of it
-    step_path: str = ""
+    is_explicit: bool = False
+    minimum: float | None = None
+    is_above_minimum: bool = False  # the minimum itself is not allowed
+    maximum: float | None = None
+    is_below_maximum: bool = False  # the maximum itself is not allowed
+    is_integer: bool = False
+    step: Fraction | None = None  # multipleOf
     values: tuple[float, ...] | None = None
 
     type = "number"
 
     def has(self, value: float) -> bool:
-        if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
+        """Return whether a number has this shape, except for `values`."""
+        if self.minimum is not None and (value < self.minimum or (self.is_above_minimum and value == self.minimum)):
             return False
-        if self.high is not None and (value > self.high or (self.high_open and value == self.high)):
+        if self.maximum is not None and (value > self.maximum or (self.is_below_maximum and value == self.maximum)):
             return False
-        if self.integer and value != int(value):
+        if self.is_integer and value != int(value):
             return False
         return self.step is None or (exact(value) / self.step).denominator == 1
 
 
 @dataclass(frozen=True, slots=True)
 class String:
-    said: bool = False
-    low: int = 0
-    high: int | None = None
+    is_explicit: bool = False
+    min_length: int = 0
+    max_length: int | None = None
     patterns: tuple[tuple[str, str], ...] = ()  # pattern, path
     formats: tuple[tuple[str, str], ...] = ()  # name, path
     values: tuple[str, ...] | None = None
@@ -82,49 +82,47 @@ class String:
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    item: Goal
-    low: int
+    item: Condition
+    min_count: int
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    said: bool = False
-    prefix: tuple[Goal, ...] = ()
-    rest: Goal | None = None  # None: no schema says what follows
-    low: int | None = None
-    low_path: str = ""
-    high: int | None = None
-    unique: str = ""  # path of uniqueItems
+    is_explicit: bool = False
+    prefix: tuple[Condition, ...] = ()
+    rest: Condition | None = None  # of the items after the prefix; None: no schema has a condition for them
+    min_items: int | None = None
+    min_items_path: str = ""
+    max_items: int | None = None
+    unique_path: str = ""  # the path of uniqueItems, or empty
     contains: tuple[Contains, ...] = ()
-    seen: int | None = 0  # items that unevaluatedItems of the same schema leaves alone; None: all
+    num_evaluated: int | None = 0  # items that unevaluatedItems of the same schema skips; None: all
 
     type = "array"
 
-    def at(self, index: int) -> Goal:
+    def item(self, index: int) -> Condition:
+        """Return the condition of an item."""
         return self.prefix[index] if index < len(self.prefix) else self.rest or ANYTHING
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    said: bool = False
-    named: bool = False  # a schema has `properties` or `patternProperties`
-    properties: tuple[tuple[str, Goal], ...] = ()
-    patterns: tuple[tuple[str, Goal, str], ...] = ()  # pattern, goal, path
-    additional: Goal | None = None  # None: no schema says anything of other properties
+    is_explicit: bool = False
+    has_properties: bool = False  # a schema has `properties` or `patternProperties`
+    properties: tuple[tuple[str, Condition], ...] = ()
+    patterns: tuple[tuple[str, Condition, str], ...] = ()  # pattern, condition, path
+    additional: Condition | None = None  # of other properties; None: no schema has a condition for them
     required: tuple[str, ...] = ()
-    low: int = 0
-    low_path: str = ""
-    high: int | None = None
-    high_path: str = ""
-    names: tuple[tuple[Goal, str], ...] = ()  # what names have to match, and the path of each
-    seen: frozenset[str] | None = frozenset()  # names that unevaluatedProperties leaves alone; None: all
-    seen_patterns: frozenset[str] = frozenset()
+    min_properties: int = 0
+    min_properties_path: str = ""
+    max_properties: int | None = None
+    max_properties_path: str = ""
+    names: tuple[tuple[Condition, str], ...] = ()  # conditions of the names, with their paths
+    evaluated: frozenset[str] | None = frozenset()  # names that unevaluatedProperties skips; None: all
+    evaluated_patterns: frozenset[str] = frozenset()
 
     type = "object"
-
-    def fixed(self) -> dict[str, Goal]:
-        return dict(self.properties)
 
 
 Shape = Null | Boolean | Number | String | Array | Object
@@ -133,65 +131,71 @@ Matches = Callable[[str, str, str], bool]  # pattern, text, path of the pattern
 
 
 def exact(value: float) -> Fraction:
-    """The number that the JSON text says, 0.1 for instance."""
+    """Return the number that the JSON text states, such as exactly 0.1."""
     return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
 
 
 def is_known_step(step: Fraction) -> bool:
-    """Whether llguidance finds the decimals of a multipleOf: it multiplies a double by ten until that is whole."""
+    """Return whether llguidance finds the decimals of a multipleOf. It multiplies a double by ten until it is whole."""
     value, decimals = float(step), 0
     while value % 1 and value < _MAX_STEP:
         value, decimals = value * 10, decimals + 1
     return value <= _MAX_STEP and decimals <= _MAX_STEP_DECIMALS and Fraction(int(value), 10**decimals) == step
 
 
-def goal_of(shape: Object, name: str, matches: Matches) -> Goal:
-    """What the value of a property has to match."""
-    for known, goal in shape.properties:
+def property_condition(shape: Object, name: str, matches: Matches) -> Condition:
+    """Return the condition of a property's value."""
+    for known, condition in shape.properties:
         if known == name:
-            return goal
-    found = [goal for pattern, goal, path in shape.patterns if matches(pattern, name, path)]
+            return condition
+    found = [condition for pattern, condition, path in shape.patterns if matches(pattern, name, path)]
     if not found:
         return shape.additional or ANYTHING
-    goal = ANYTHING
-    for each in found:
-        goal = both(goal, each)
-    return goal
+    combined = ANYTHING
+    for condition in found:
+        combined = both(combined, condition)
+    return combined
 
 
-def merged(one: Shape, other: Shape, matches: Matches) -> Shape | None:
-    """What both shapes allow, or None if that is nothing. Narrower only where patterns of names overlap."""
-    said = one.said or other.said
+def intersection(one: Shape, other: Shape, matches: Matches) -> Shape | None:
+    """Return the shape of the values that have both shapes, or None if there are none.
+
+    The result may be too narrow, but only if patterns of property names overlap.
+    """
+    is_explicit = one.is_explicit or other.is_explicit
     match one, other:
         case Null(), Null():
-            return Null(said)
+            return Null(is_explicit)
         case Boolean(), Boolean():
             values = tuple(value for value in one.values if value in other.values)
-            return Boolean(said, values) if values else None
+            return Boolean(is_explicit, values) if values else None
         case Number(), Number():
-            return _numbers(one, other, said)
+            return _numbers(one, other, is_explicit)
         case String(), String():
-            return _strings(one, other, said)
+            return _strings(one, other, is_explicit)
         case Array(), Array():
-            return _arrays(one, other, said)
+            return _arrays(one, other, is_explicit)
         case Object(), Object():
-            return _objects(one, other, said, matches)
+            return _objects(one, other, is_explicit, matches)
     return None
 
 
-def _numbers(one: Number, other: Number, said: bool) -> Number | None:
-    low, low_open = _stricter((one.low, one.low_open), (other.low, other.low_open), max)
-    high, high_open = _stricter((one.high, one.high_open), (other.high, other.high_open), min)
-    step = other.step if one.step is None else one.step if other.step is None else _common(one.step, other.step)
+def _numbers(one: Number, other: Number, is_explicit: bool) -> Number | None:
+    minimum, is_above = _stricter(
+        (one.minimum, one.is_above_minimum), (other.minimum, other.is_above_minimum), choose=max
+    )
+    maximum, is_below = _stricter(
+        (one.maximum, one.is_below_maximum), (other.maximum, other.is_below_maximum), choose=min
+    )
+    steps = [step for step in (one.step, other.step) if step is not None]
     number = Number(
-        said,
-        low,
-        low_open,
-        high,
-        high_open,
-        one.integer or other.integer,
-        step,
-        one.step_path or other.step_path,
+        is_explicit,
+        minimum=minimum,
+        is_above_minimum=is_above,
+        maximum=maximum,
+        is_below_maximum=is_below,
+        is_integer=one.is_integer or other.is_integer,
+        step=functools.reduce(_common_multiple, steps) if steps else None,
     )
     if one.values is not None or other.values is not None:
         values = other.values if one.values is None else one.values
@@ -199,95 +203,116 @@ def _numbers(one: Number, other: Number, said: bool) -> Number | None:
         allowed = values if other.values is None else other.values
         values = tuple(value for value in values if value in allowed and number.has(value))
         return replace(number, values=values) if values else None
-    if low is not None and high is not None and (low > high or (low == high and (low_open or high_open))):
-        return None
-    return number
+    if minimum is None or maximum is None:
+        return number
+    is_empty = minimum > maximum or (minimum == maximum and (is_above or is_below))
+    return None if is_empty else number
 
 
 def _stricter(
     one: tuple[float | None, bool], other: tuple[float | None, bool], choose: Callable[..., float]
 ) -> tuple[float | None, bool]:
+    """Return the stricter of two bounds, each with whether the bound itself is excluded."""
     if one[0] is None or other[0] is None:
         return other if one[0] is None else one
     bound = choose(one[0], other[0])
-    return bound, any(is_open for value, is_open in (one, other) if value == bound)
+    return bound, any(is_excluded for value, is_excluded in (one, other) if value == bound)
 
 
-def _common(one: Fraction, other: Fraction) -> Fraction:
-    """The smallest number that is a multiple of both."""
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    """Return the smallest number that is a multiple of both."""
     denominator = math.lcm(one.denominator, other.denominator)
     return Fraction(math.lcm(int(one * denominator), int(other * denominator)), denominator)
 
 
-def _strings(one: String, other: String, said: bool) -> String | None:
-    low, high = max(one.low, other.low), _least(one.high, other.high)
+def _strings(one: String, other: String, is_explicit: bool) -> String | None:
+    min_length, max_length = max(one.min_length, other.min_length), _smaller(one.max_length, other.max_length)
     values = other.values if one.values is None else one.values
     if values is not None:
         allowed = values if other.values is None else other.values
         if len(allowed) < len(values):
             values, allowed = allowed, values
         values = tuple(
-            text for text in values if text in allowed and low <= len(text) and (high is None or len(text) <= high)
+            text
+            for text in values
+            if text in allowed and min_length <= len(text) and (max_length is None or len(text) <= max_length)
         )
-    if values == () or (high is not None and low > high):
+    if values == () or (max_length is not None and min_length > max_length):
         return None
-    patterns = tuple(dict.fromkeys((*one.patterns, *other.patterns)))
-    return String(said, low, high, patterns, tuple(dict.fromkeys((*one.formats, *other.formats))), values)
-
-
-def _arrays(one: Array, other: Array, said: bool) -> Array | None:
-    size = max(len(one.prefix), len(other.prefix))
-    prefix = tuple(both(one.at(index), other.at(index)) for index in range(size))
-    rest = None if one.rest is None and other.rest is None else both(one.rest or ANYTHING, other.rest or ANYTHING)
-    lows = [low for low in (one.low, other.low) if low is not None]
-    low, high = max(lows, default=None), _least(one.high, other.high)
-    if low is not None and high is not None and low > high:
-        return None
-    seen = None if one.seen is None or other.seen is None else max(one.seen, other.seen)
-    contains = (*one.contains, *other.contains)
-    path = one.low_path or other.low_path
-    return Array(said, prefix, rest, low, path, high, one.unique or other.unique, contains, seen)
-
-
-def _objects(one: Object, other: Object, said: bool, matches: Matches) -> Object | None:
-    ones, others = one.fixed(), other.fixed()
-    properties = {name: both(goal, goal_of(other, name, matches)) for name, goal in ones.items()}
-    for name, goal in others.items():
-        if name not in ones:
-            properties[name] = both(goal_of(one, name, matches), goal)
-    low, high = max(one.low, other.low), _least(one.high, other.high)
-    required = tuple(dict.fromkeys((*one.required, *other.required)))
-    if high is not None and max(low, len(required)) > high:
-        return None
-    if any(properties.get(name) == NOTHING for name in required):
-        return None
-    none = one.additional is None and other.additional is None
-    return Object(
-        said,
-        one.named or other.named,
-        tuple(properties.items()),
-        _patterns(one, other),
-        None if none else both(one.additional or ANYTHING, other.additional or ANYTHING),
-        required,
-        low,
-        one.low_path if one.low >= other.low else other.low_path,
-        high,
-        one.high_path or other.high_path,
-        (*one.names, *(each for each in other.names if each not in one.names)),
-        None if one.seen is None or other.seen is None else one.seen | other.seen,
-        one.seen_patterns | other.seen_patterns,
+    return String(
+        is_explicit,
+        min_length=min_length,
+        max_length=max_length,
+        patterns=tuple(dict.fromkeys((*one.patterns, *other.patterns))),
+        formats=tuple(dict.fromkeys((*one.formats, *other.formats))),
+        values=values,
     )
 
 
-def _patterns(one: Object, other: Object) -> tuple[tuple[str, Goal, str], ...]:
-    """The patterns of both; one that only one of them has is among the additional properties of the other."""
-    found: dict[str, tuple[Goal, str]] = {}
-    for this, that in ((one, other), (other, one)):
-        theirs = {pattern: goal for pattern, goal, _ in that.patterns}
-        for pattern, goal, path in this.patterns:
-            found.setdefault(pattern, (both(goal, theirs.get(pattern, that.additional or ANYTHING)), path))
-    return tuple((pattern, goal, path) for pattern, (goal, path) in found.items())
+def _arrays(one: Array, other: Array, is_explicit: bool) -> Array | None:
+    size = max(len(one.prefix), len(other.prefix))
+    has_rest = one.rest is not None or other.rest is not None
+    minima = [minimum for minimum in (one.min_items, other.min_items) if minimum is not None]
+    min_items, max_items = max(minima, default=None), _smaller(one.max_items, other.max_items)
+    if min_items is not None and max_items is not None and min_items > max_items:
+        return None
+    is_all_evaluated = one.num_evaluated is None or other.num_evaluated is None
+    return Array(
+        is_explicit,
+        prefix=tuple(both(one.item(index), other.item(index)) for index in range(size)),
+        rest=both(one.rest or ANYTHING, other.rest or ANYTHING) if has_rest else None,
+        min_items=min_items,
+        min_items_path=one.min_items_path or other.min_items_path,
+        max_items=max_items,
+        unique_path=one.unique_path or other.unique_path,
+        contains=(*one.contains, *other.contains),
+        num_evaluated=None if is_all_evaluated else max(one.num_evaluated or 0, other.num_evaluated or 0),
+    )
 
 
-def _least(one: int | None, other: int | None) -> int | None:
+def _objects(one: Object, other: Object, is_explicit: bool, matches: Matches) -> Object | None:
+    ones, others = dict(one.properties), dict(other.properties)
+    properties = {name: both(condition, property_condition(other, name, matches)) for name, condition in ones.items()}
+    for name, condition in others.items():
+        if name not in ones:
+            properties[name] = both(property_condition(one, name, matches), condition)
+    min_properties = max(one.min_properties, other.min_properties)
+    max_properties = _smaller(one.max_properties, other.max_properties)
+    required = tuple(dict.fromkeys((*one.required, *other.required)))
+    if max_properties is not None and max(min_properties, len(required)) > max_properties:
+        return None
+    if any(properties.get(name) == NOTHING for name in required):
+        return None
+    has_additional = one.additional is not None or other.additional is not None
+    has_larger_minimum = one.min_properties >= other.min_properties
+    return Object(
+        is_explicit,
+        has_properties=one.has_properties or other.has_properties,
+        properties=tuple(properties.items()),
+        patterns=_patterns(one, other),
+        additional=both(one.additional or ANYTHING, other.additional or ANYTHING) if has_additional else None,
+        required=required,
+        min_properties=min_properties,
+        min_properties_path=one.min_properties_path if has_larger_minimum else other.min_properties_path,
+        max_properties=max_properties,
+        max_properties_path=one.max_properties_path or other.max_properties_path,
+        names=(*one.names, *(each for each in other.names if each not in one.names)),
+        evaluated=None if one.evaluated is None or other.evaluated is None else one.evaluated | other.evaluated,
+        evaluated_patterns=one.evaluated_patterns | other.evaluated_patterns,
+    )
+
+
+def _patterns(one: Object, other: Object) -> tuple[tuple[str, Condition, str], ...]:
+    """Return the patterns of both. A name with a pattern of only one shape is an additional property of the other."""
+    found: dict[str, tuple[Condition, str]] = {}
+    for shape, second in ((one, other), (other, one)):
+        conditions = {pattern: condition for pattern, condition, _ in second.patterns}
+        for pattern, condition, path in shape.patterns:
+            of_second = conditions.get(pattern, second.additional or ANYTHING)
+            found.setdefault(pattern, (both(condition, of_second), path))
+    return tuple((pattern, condition, path) for pattern, (condition, path) in found.items())
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    """Return the smaller of two maxima, of which None means no limit."""
     return min((each for each in (one, other) if each is not None), default=None)

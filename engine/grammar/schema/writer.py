@@ -1,4 +1,4 @@
-"""Forms → the JSON Schema for llguidance, in which schemas never overlap, so that it merges none. Pure."""
+"""Write forms as a JSON Schema for llguidance, in which schemas never overlap, so that llguidance merges none. Pure."""
 
 from __future__ import annotations
 
@@ -8,197 +8,210 @@ from collections.abc import Callable, Mapping
 
 from cellama.engine.errors import InvalidRequest
 
-from .document import Document
+from .document import SchemaDocument
 from .formats import FORMATS
-from .forms import MAX_ITEMS, Form, Former, Items, Members, Same
+from .forms import MAX_ITEMS, ArrayForm, Form, FormBuilder, ObjectForm, SameForm
 from .policy import Policy
 from .scalars import MAX_BOUND, MAX_DECIMALS, Written, number_of
-from .shapes import ANYTHING, NOTHING, Boolean, Goal, Null, Number, String
+from .shapes import ANYTHING, NOTHING, Boolean, Condition, Null, Number, String
 
-MAX_DEPTH = 128  # schemas that lead to each other: llguidance's stack holds some 500
-_FEWER_ITEMS = 50  # of each array, if the grammar is too large otherwise
-_MAX_INLINE = 12  # schemas in schemas, before one gets a name
-_MAX_FREE_DEPTH = 16  # of values that no schema describes
+MAX_DEPTH = 128  # schemas that refer to each other; llguidance's stack overflows at about 500
+_FEWER_ITEMS = 50  # per array, if the grammar is too large otherwise
+_MAX_INLINE = 12  # nested schemas, before one gets a name
+_MAX_FREE_DEPTH = 16  # nesting of values without a schema
 _ANY = "any"
 
 
-class Writer:
-    """Writes what a goal allows, with what its goals lead to."""
+class SchemaWriter:
+    """Writes the schema of a condition, including the schemas of all conditions within it."""
 
-    def __init__(self, former: Former, document: Document, policy: Policy, where: str) -> None:
+    def __init__(self, builder: FormBuilder, document: SchemaDocument, policy: Policy, where: str) -> None:
         self._document = document
-        self._former = former
+        self._builder = builder
         self._policy = policy
         self._where = where
-        self.instead: dict[String, Written | None] = {}  # strings that are written in another way, or can't be
-        self.without: set[str] = set()  # patterns of names that are left out
+        self.replacements: dict[String, Written | None] = {}  # strings to write differently, or None for no value
+        self.dropped_patterns: set[str] = set()  # patterns of property names
         self._max_items = MAX_ITEMS
-        self._forms: dict[Goal, list[Form]] = {}
+        self._forms: dict[Condition, list[Form]] = {}
 
-    def write(self, root: Goal) -> Written:
-        """Raises InvalidRequest if nothing matches."""
+    def write(self, root: Condition) -> Written:
+        """Return the schema of a condition. Raises InvalidRequest if no value matches."""
         self._explore(root)
-        self._alive = self._productive(self._can)
-        self._whole = self._productive(self._can_in_full)
-        if root not in self._alive:
+        self._satisfiable = self._conditions_that(self._has_value)
+        self._complete = self._conditions_that(self._has_complete_value)
+        if root not in self._satisfiable:
             raise self._document.refused(
-                self._culprit(root), ": no value conforms to this schema; its conditions contradict each other"
+                self._contradiction(root), ": no value conforms to this schema; its conditions contradict each other"
             )
         self._check_depth(root)
-        self._uses: dict[Goal, int] = {root: 1}
-        for goal, forms in self._forms.items():
-            for form in forms if goal in self._alive else ():
-                for inner in self._children(form):
+        self._uses: dict[Condition, int] = {root: 1}
+        for condition, forms in self._forms.items():
+            for form in forms if condition in self._satisfiable else ():
+                for inner in self._satisfiable_within(form):
                     self._uses[inner] = self._uses.get(inner, 0) + 1
-        self._names: dict[Goal, str] = {}
-        self._todo: deque[Goal] = deque()
+        self._names: dict[Condition, str] = {}
+        self._todo: deque[Condition] = deque()
         self._has_any = False
-        written = self._goal(root, 0) if root != ANYTHING else self._any()
+        written = self._condition(root, 0) if root != ANYTHING else self._any()
         definitions = {}
         while self._todo:
-            goal = self._todo.popleft()
-            definitions[self._names[goal]] = self._body(goal, 0)
+            condition = self._todo.popleft()
+            definitions[self._names[condition]] = self._body(condition, 0)
         if self._has_any:
             definitions.update(_ANYTHING)
         return {**written, "$defs": definitions} if definitions else written
 
     def shorten_arrays(self) -> bool:
-        """Write fewer items of arrays with a large maxItems from now on. Returns whether there are some."""
+        """Write arrays with a large maxItems with fewer items from now on. Return whether there are any."""
         self._max_items = _FEWER_ITEMS
-        forms = (form for forms in self._forms.values() for form in forms if isinstance(form, Items))
-        return any(form.high is not None and form.high > _FEWER_ITEMS for form in forms)
+        forms = (form for forms in self._forms.values() for form in forms if isinstance(form, ArrayForm))
+        return any(form.max_items is not None and form.max_items > _FEWER_ITEMS for form in forms)
 
     def strings_with_patterns(self) -> list[String]:
-        """Those with a pattern or a format."""
+        """Return the strings that have a pattern or a format."""
         found = (form for forms in self._forms.values() for form in forms if isinstance(form, String))
         return list(dict.fromkeys(form for form in found if form.patterns or form.formats))
 
-    def patterns_of_names(self) -> list[tuple[str, str]]:
-        """The patterns that are keys of patternProperties, with their paths."""
-        found = (form for forms in self._forms.values() for form in forms if isinstance(form, Members))
+    def name_patterns(self) -> list[tuple[str, str]]:
+        """Return the patterns in patternProperties, with their paths."""
+        found = (form for forms in self._forms.values() for form in forms if isinstance(form, ObjectForm))
         return list(dict.fromkeys((pattern, path) for form in found for pattern, _, path in form.patterns))
 
-    def _explore(self, root: Goal) -> None:
+    def string(self, form: String) -> Written | None:
+        """Return the schema of a string, or None if no string matches."""
+        return self.replacements[form] if form in self.replacements else string_of(form)
+
+    def _explore(self, root: Condition) -> None:
+        """Build the forms of all conditions that can be reached."""
         todo = deque([root])
         while todo:
-            goal = todo.popleft()
-            if goal in self._forms or goal in (ANYTHING, NOTHING):
+            condition = todo.popleft()
+            if condition in self._forms or condition in (ANYTHING, NOTHING):
                 continue
             self._policy.spend()
-            self._forms[goal] = self._former.forms(goal)
-            todo += [inner for form in self._forms[goal] for inner in _inner(form)]
+            self._forms[condition] = self._builder.forms(condition)
+            todo += [inner for form in self._forms[condition] for inner in _conditions_within(form)]
 
-    def _productive(self, can: Callable[[Form, Mapping[Goal, None]], bool]) -> dict[Goal, None]:
-        """The goals that a finite value can match. `can` says whether a form has one if some goals have."""
-        users: dict[Goal, set[Goal]] = {}
-        for goal, forms in self._forms.items():
+    def _conditions_that(self, has_value: Callable[[Form, Mapping[Condition, None]], bool]) -> dict[Condition, None]:
+        """Return the conditions that a finite value can match.
+
+        `has_value` returns whether a form has a value if these conditions have one.
+        """
+        users: dict[Condition, set[Condition]] = {}
+        for condition, forms in self._forms.items():
             for form in forms:
-                for inner in _inner(form):
-                    users.setdefault(inner, set()).add(goal)
-        alive: dict[Goal, None] = {ANYTHING: None}
+                for inner in _conditions_within(form):
+                    users.setdefault(inner, set()).add(condition)
+        found: dict[Condition, None] = {ANYTHING: None}
         todo = deque(self._forms)
         while todo:
-            goal = todo.popleft()
-            if goal not in alive and any(can(form, alive) for form in self._forms[goal]):
-                alive[goal] = None
-                todo += users.get(goal, ())
-        return alive
+            condition = todo.popleft()
+            if condition not in found and any(has_value(form, found) for form in self._forms[condition]):
+                found[condition] = None
+                todo += users.get(condition, ())
+        return found
 
-    def _culprit(self, goal: Goal) -> str:
-        """The path of the innermost schema that makes a goal impossible, if it is the only one."""
+    def _contradiction(self, condition: Condition) -> str:
+        """Return the path of the innermost schema that makes a condition unsatisfiable, if there is only one."""
         path, seen = "#", set()
-        while goal not in seen and goal not in (ANYTHING, NOTHING):
-            seen.add(goal)
-            path = self._document.nodes[goal[-1][0]].path
-            forms = self._forms[goal]
+        while condition not in seen and condition not in (ANYTHING, NOTHING):
+            seen.add(condition)
+            path = self._document.nodes[condition[-1][0]].path
+            forms = self._forms[condition]
             if len(forms) != 1:
                 break
-            needed = _needed(forms[0])
-            goal = next((inner for inner in needed if inner not in self._alive), NOTHING)
+            required = _required_conditions(forms[0])
+            condition = next((inner for inner in required if inner not in self._satisfiable), NOTHING)
         return path
 
-    def _can(self, form: Form, alive: Mapping[Goal, None]) -> bool:
+    def _has_value(self, form: Form, satisfiable: Mapping[Condition, None]) -> bool:
         match form:
-            case Same():
-                return form.goal in alive
-            case Items():
-                low = form.low or 0
-                return all(goal in alive for goal in form.prefix[:low]) and (
-                    low <= len(form.prefix) or form.rest in alive
+            case SameForm():
+                return form.condition in satisfiable
+            case ArrayForm():
+                min_items = form.min_items or 0
+                return all(condition in satisfiable for condition in form.prefix[:min_items]) and (
+                    min_items <= len(form.prefix) or form.rest in satisfiable
                 )
-            case Members():
-                if not all(goal in alive for name, goal in form.properties if name in form.required):
+            case ObjectForm():
+                if not all(condition in satisfiable for condition in _required_conditions(form)):
                     return False
-                more = form.additional in alive or any(goal in alive for _, goal, _ in form.patterns)
-                return form.low <= len(form.required) or more
+                has_more = form.additional in satisfiable or any(
+                    condition in satisfiable for _, condition, _ in form.patterns
+                )
+                return form.min_properties <= len(form.required) or has_more
             case Number():
                 return number_of(form) is not None
             case String():
                 return self.string(form) is not None
         return True
 
-    def _can_in_full(self, form: Form, alive: Mapping[Goal, None]) -> bool:
-        """As `_can`, where tuples have all of their items."""
-        if isinstance(form, Items) and form.low is None:
-            return all(goal in alive for goal in self._possible(form))
-        return self._can(form, alive)
+    def _has_complete_value(self, form: Form, complete: Mapping[Condition, None]) -> bool:
+        """Return whether a form has a value in which tuples have all of their items."""
+        if isinstance(form, ArrayForm) and form.min_items is None:
+            return all(condition in complete for condition in self._satisfiable_prefix(form))
+        return self._has_value(form, complete)
 
-    def _possible(self, form: Items) -> list[Goal]:
-        """The first items, up to one that nothing matches."""
-        return list(itertools.takewhile(lambda goal: goal in self._alive, form.prefix))
+    def _satisfiable_prefix(self, form: ArrayForm) -> list[Condition]:
+        """Return the conditions of the first items, up to one that no value matches."""
+        return list(itertools.takewhile(lambda condition: condition in self._satisfiable, form.prefix))
 
-    def _children(self, form: Form) -> list[Goal]:
-        return [goal for goal in _inner(form) if goal in self._alive]
+    def _satisfiable_within(self, form: Form) -> list[Condition]:
+        return [condition for condition in _conditions_within(form) if condition in self._satisfiable]
 
-    def _check_depth(self, root: Goal) -> None:
-        """llguidance follows references one in another, in the order of the schema, each of them once."""
-        seen: set[Goal] = set()
+    def _check_depth(self, root: Condition) -> None:
+        """Raise InvalidRequest if references are nested too deeply for llguidance.
+
+        llguidance follows references recursively in the order of the schema, each of them once.
+        """
+        seen: set[Condition] = set()
         todo = [(root, 0)]
         while todo:
-            goal, depth = todo.pop()
-            if goal in seen or goal == ANYTHING:
+            condition, depth = todo.pop()
+            if condition in seen or condition == ANYTHING:
                 continue
-            seen.add(goal)
+            seen.add(condition)
             if depth > MAX_DEPTH:
                 raise InvalidRequest(
-                    f"{self._where} has more than {MAX_DEPTH} schemas that lead from one to the next; flatten it"
+                    f"{self._where} has a chain of more than {MAX_DEPTH} schemas that refer to each other; flatten it"
                 )
-            inner = [each for form in self._forms[goal] for each in self._children(form)]
+            inner = [each for form in self._forms[condition] for each in self._satisfiable_within(form)]
             todo += [(each, depth + 1) for each in reversed(inner)]
 
     # Writing
 
-    def _goal(self, goal: Goal, depth: int) -> Written:
-        if goal == ANYTHING:
+    def _condition(self, condition: Condition, depth: int) -> Written:
+        if condition == ANYTHING:
             return self._any()
-        if self._uses.get(goal, 0) > 1 and not self._is_small(goal):
-            return self._reference(goal)
-        return self._reference(goal) if depth > _MAX_INLINE else self._body(goal, depth)
+        if self._uses.get(condition, 0) > 1 and not self._is_small(condition):
+            return self._reference(condition)
+        return self._reference(condition) if depth > _MAX_INLINE else self._body(condition, depth)
 
-    def _is_small(self, goal: Goal) -> bool:
-        forms = self._forms[goal]
+    def _is_small(self, condition: Condition) -> bool:
+        forms = self._forms[condition]
         return len(forms) == 1 and isinstance(forms[0], Null | Boolean | Number | String)
 
-    def _reference(self, goal: Goal) -> Written:
-        if goal not in self._names:
-            self._names[goal] = f"s{len(self._names)}"
-            self._todo.append(goal)
-        return {"$ref": f"#/$defs/{self._names[goal]}"}
+    def _reference(self, condition: Condition) -> Written:
+        if condition not in self._names:
+            self._names[condition] = f"s{len(self._names)}"
+            self._todo.append(condition)
+        return {"$ref": f"#/$defs/{self._names[condition]}"}
 
     def _any(self) -> Written:
         self._has_any = True
         return {"$ref": f"#/$defs/{_ANY}"}
 
-    def _body(self, goal: Goal, depth: int) -> Written:
-        forms = [form for form in self._forms[goal] if self._can(form, self._alive)]
+    def _body(self, condition: Condition, depth: int) -> Written:
+        forms = [form for form in self._forms[condition] if self._has_value(form, self._satisfiable)]
         written = [self._form(form, depth + 1) for form in forms]
         unique = [each for at, each in enumerate(written) if each not in written[:at]] if len(written) < 20 else written
         return unique[0] if len(unique) == 1 else {"anyOf": unique}
 
     def _form(self, form: Form, depth: int) -> Written:
         match form:
-            case Same():
-                return self._goal(form.goal, depth)
+            case SameForm():
+                return self._condition(form.condition, depth)
             case Null():
                 return {"type": "null"}
             case Boolean():
@@ -207,100 +220,97 @@ class Writer:
                 return number_of(form) or {}
             case String():
                 return self.string(form) or {}
-            case Items():
-                return self._items(form, depth)
-            case Members():
-                return self._members(form, depth)
+            case ArrayForm():
+                return self._array(form, depth)
+            case ObjectForm():
+                return self._object(form, depth)
 
-    def _items(self, form: Items, depth: int) -> Written:
-        possible = self._possible(form)
-        prefix = [self._goal(goal, depth) for goal in possible]
-        high = form.high if len(prefix) == len(form.prefix) else len(prefix)
-        if high is not None:
-            high = min(high, max(self._max_items, len(prefix), form.low or 0))
-        low = form.low
-        if low is None:
-            low = len(prefix) if all(goal in self._whole for goal in possible) else 0
+    def _array(self, form: ArrayForm, depth: int) -> Written:
+        conditions = self._satisfiable_prefix(form)
+        prefix = [self._condition(condition, depth) for condition in conditions]
+        max_items = form.max_items if len(prefix) == len(form.prefix) else len(prefix)
+        if max_items is not None:
+            max_items = min(max_items, max(self._max_items, len(prefix), form.min_items or 0))
+        min_items = form.min_items
+        if min_items is None:
+            min_items = len(prefix) if all(condition in self._complete for condition in conditions) else 0
         written: Written = {"type": "array"}
         if prefix:
             written["prefixItems"] = prefix
-        has_rest = form.rest in self._alive and (high is None or high > len(prefix))
-        written["items"] = self._goal(form.rest, depth) if has_rest else False
+        has_rest = form.rest in self._satisfiable and (max_items is None or max_items > len(prefix))
+        written["items"] = self._condition(form.rest, depth) if has_rest else False
         if not has_rest:
-            high = len(prefix)
-        if low:
-            written["minItems"] = low if high is None else min(low, high)
-        if high is not None:
-            written["maxItems"] = high
+            max_items = len(prefix)
+        if min_items:
+            written["minItems"] = min_items if max_items is None else min(min_items, max_items)
+        if max_items is not None:
+            written["maxItems"] = max_items
         return written
 
-    def _members(self, form: Members, depth: int) -> Written:
+    def _object(self, form: ObjectForm, depth: int) -> Written:
         written: Written = {"type": "object"}
         if form.properties:
-            # Those that can't be there stay: their names are none of the additional properties'.
-            written["properties"] = {
-                name: self._goal(goal, depth) if goal in self._alive else False for name, goal in form.properties
-            }
+            # Impossible properties are written as well, because an additional property must not have their names.
+            written["properties"] = {name: self._or_false(each, depth) for name, each in form.properties}
         required = [name for name, _ in form.properties if name in form.required]
         if required:
             written["required"] = required
         patterns = {
-            pattern: self._goal(goal, depth) if goal in self._alive else False
-            for pattern, goal, _ in form.patterns
-            if pattern not in self.without
+            pattern: self._or_false(condition, depth)
+            for pattern, condition, _ in form.patterns
+            if pattern not in self.dropped_patterns
         }
         if patterns:
             written["patternProperties"] = patterns
-        is_open = form.additional in self._alive
-        written["additionalProperties"] = self._goal(form.additional, depth) if is_open else False
-        if form.low:
-            written["minProperties"] = form.low
-        if form.high is not None:
-            written["maxProperties"] = form.high
+        written["additionalProperties"] = self._or_false(form.additional, depth)
+        if form.min_properties:
+            written["minProperties"] = form.min_properties
+        if form.max_properties is not None:
+            written["maxProperties"] = form.max_properties
         return written
 
-    def string(self, form: String) -> Written | None:
-        if form in self.instead:
-            return self.instead[form]
-        return string_of(form)
+    def _or_false(self, condition: Condition, depth: int) -> Written | bool:
+        """Return the schema of a condition, which is false if no value matches."""
+        return self._condition(condition, depth) if condition in self._satisfiable else False
 
 
 def string_of(form: String) -> Written:
-    """A string with these patterns and formats, and with the form's values or length."""
-    every = [*(pattern for pattern, _ in form.patterns), *(FORMATS[name] for name, _ in form.formats)]
+    """Return the schema of a string with these patterns and formats, and with its values or lengths."""
+    patterns = [*(pattern for pattern, _ in form.patterns), *(FORMATS[name] for name, _ in form.formats)]
     if form.values is not None:
         first: Written = {"enum": list(form.values)}
     else:
         first = {"type": "string"}
-        if every:
-            first["pattern"] = every.pop(0)
-        if form.low:
-            first["minLength"] = form.low
-        if form.high is not None:
-            first["maxLength"] = form.high
-    return {"allOf": [first, *({"type": "string", "pattern": each} for each in every)]} if every else first
+        if patterns:
+            first["pattern"] = patterns.pop(0)
+        if form.min_length:
+            first["minLength"] = form.min_length
+        if form.max_length is not None:
+            first["maxLength"] = form.max_length
+    return {"allOf": [first, *({"type": "string", "pattern": each} for each in patterns)]} if patterns else first
 
 
-def _needed(form: Form) -> list[Goal]:
-    """The goals without which nothing has the form."""
+def _required_conditions(form: Form) -> list[Condition]:
+    """Return the conditions that must be satisfiable for any value to have the form."""
     match form:
-        case Same():
-            return [form.goal]
-        case Items():
-            return list(form.prefix[: form.low or 0])
-        case Members():
-            return [goal for name, goal in form.properties if name in form.required]
+        case SameForm():
+            return [form.condition]
+        case ArrayForm():
+            return list(form.prefix[: form.min_items or 0])
+        case ObjectForm():
+            return [condition for name, condition in form.properties if name in form.required]
     return []
 
 
-def _inner(form: Form) -> list[Goal]:
+def _conditions_within(form: Form) -> list[Condition]:
     match form:
-        case Same():
-            return [form.goal]
-        case Items():
+        case SameForm():
+            return [form.condition]
+        case ArrayForm():
             return [*form.prefix, form.rest]
-        case Members():
-            return [*(goal for _, goal in form.properties), *(goal for _, goal, _ in form.patterns), form.additional]
+        case ObjectForm():
+            named = [condition for _, condition in form.properties]
+            return [*named, *(condition for _, condition, _ in form.patterns), form.additional]
     return []
 
 
@@ -315,6 +325,7 @@ _SCALAR: Written = {
 
 
 def _free(depth: int) -> Written:
+    """Return the schema of any value that is nested at most `depth` levels deep."""
     if depth == 0:
         return {"$ref": f"#/$defs/{_ANY}-scalar"}
     inner = {"$ref": f"#/$defs/{_ANY}-{depth - 1}"}
