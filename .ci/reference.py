@@ -62,7 +62,7 @@ def update_pages(only_check: bool) -> list[str]:
 
 
 def find(name: str) -> Any:
-    """What a dotted name stands for, for instance `cellama.config.Settings`."""
+    """Return the object with a dotted name, for instance `cellama.config.Settings`."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -79,48 +79,48 @@ def _cell(text: str) -> str:
 
 
 def fields(name: str) -> str:
-    """The fields of a pydantic model: type, default, range, description. Of a payload, those of its base come apart."""
+    """Return the fields of a pydantic model. Those that a payload inherits are in the table of its base."""
     model: type[BaseModel] = find(name)
     schema = model.model_json_schema()
     inherited = set(model.__mro__[1].model_fields) if name.endswith("Job") else set()  # type: ignore[attr-defined]
     rows = [
-        (f"`{field}`", _type(told, schema), _default(field, told, schema), told.get("description", ""))
-        for field, told in schema["properties"].items()
+        (f"`{field}`", spec.get("description", ""), _type(spec, schema), _default(field, spec, schema))
+        for field, spec in schema["properties"].items()
         if field not in inherited
     ]
-    return table(("name", "type", "default", "description"), rows)
+    return table(("name", "description", "type", "default"), rows)
 
 
-def _type(told: dict[str, Any], schema: dict[str, Any]) -> str:
-    """A JSON schema in words: `integer`, 1 to 256."""
-    if "$ref" in told:
-        return _type(schema["$defs"][told["$ref"].rpartition("/")[2]], schema)
+def _type(spec: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Return a JSON schema in words, for instance `integer, from 1 to 256`."""
+    if "$ref" in spec:
+        return _type(schema["$defs"][spec["$ref"].rpartition("/")[2]], schema)
     for several in ("anyOf", "oneOf"):
-        if several in told:
-            kinds = dict.fromkeys(_type(one, schema) for one in told[several] if one.get("type") != "null")
+        if several in spec:
+            kinds = dict.fromkeys(_type(one, schema) for one in spec[several] if one.get("type") != "null")
             return " or ".join(kinds)
-    if "enum" in told:
-        return ", ".join(f"`{value}`" for value in told["enum"])
-    if "const" in told:
-        return f"`{told['const']}`"
-    if told.get("type") == "array":
-        inner = told.get("items")
+    if "enum" in spec:
+        return ", ".join(f"`{value}`" for value in spec["enum"])
+    if "const" in spec:
+        return f"`{spec['const']}`"
+    if spec.get("type") == "array":
+        inner = spec.get("items")
         return "list" + (f" of {_type(inner, schema)}" if inner else "")
-    return {"number": "number", "object": "object"}.get(told.get("type", ""), told.get("type", "any")) + _range(told)
+    return {"number": "number", "object": "object"}.get(spec.get("type", ""), spec.get("type", "any")) + _range(spec)
 
 
-def _range(told: dict[str, Any]) -> str:
-    low = f"above {told['exclusiveMinimum']:g}" if "exclusiveMinimum" in told else ""
-    low = low or (f"from {told['minimum']:,.12g}" if "minimum" in told else "")
-    high = f"to {told['maximum']:,.12g}" if "maximum" in told else ""
+def _range(spec: dict[str, Any]) -> str:
+    low = f"above {spec['exclusiveMinimum']:g}" if "exclusiveMinimum" in spec else ""
+    low = low or (f"from {spec['minimum']:,.12g}" if "minimum" in spec else "")
+    high = f"to {spec['maximum']:,.12g}" if "maximum" in spec else ""
     return f", {low} {high}".rstrip() if low or high else ""
 
 
-def _default(field: str, told: dict[str, Any], schema: dict[str, Any]) -> str:
+def _default(field: str, spec: dict[str, Any], schema: dict[str, Any]) -> str:
     if field in schema.get("required", ()):
         return "required"
-    value = told.get("default", "")
-    if value is None and "auto:" in told.get("description", ""):
+    value = spec.get("default", "")
+    if value is None and "auto:" in spec.get("description", ""):
         return "`auto`"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"`{value[0].get('id')}={value[0].get('source')}`"
@@ -128,13 +128,13 @@ def _default(field: str, told: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def commands(_: str = "") -> str:
-    """Every command of the command line, as its own help has it."""
+    """Return every command of the command line with its help."""
     root = typer.main.get_command(find("cellama.api.cli.app"))
     return "\n".join(_command(path, command) for path, command in leaves("cellama", root))
 
 
 def leaves(path: str, command: click.Command) -> Iterable[tuple[str, click.Command]]:
-    """All commands below one, with their full names."""
+    """Yield all commands below a group, with their full names."""
     inner = getattr(command, "commands", None)
     if inner is None:
         yield path, command
@@ -176,7 +176,7 @@ def _shown(parameter: click.Parameter) -> str:
 
 
 def members(name: str) -> str:
-    """A class with its public methods, or a function: signatures and docstrings."""
+    """Return signatures and docstrings of a class with its public methods, or of a function."""
     thing = find(name)
     if not inspect.isclass(thing):
         return _signature(name.rpartition(".")[2], thing)
@@ -197,14 +197,14 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
 
 
 def dataclass_fields(name: str) -> str:
-    """The fields of a dataclass or TypedDict with the comments behind them."""
+    """Return the fields of a dataclass or TypedDict with their comments."""
     kind = find(name)
     rows = [(f"`{field}`", f"`{type_}`", comment) for field, type_, comment in declared(kind)]
     return f"{inspect.getdoc(kind)}\n\n" + table(("field", "type", "description"), rows)
 
 
 def declared(kind: Any) -> Iterable[tuple[str, str, str]]:
-    """Name, type and comment of each field, those of the bases first."""
+    """Yield name, type and comment of each field, those of the bases first."""
     for base in get_original_bases(kind) if is_typeddict(kind) else kind.__bases__:
         if is_typeddict(base) or dataclasses.is_dataclass(base):
             yield from declared(base)
@@ -212,7 +212,7 @@ def declared(kind: Any) -> Iterable[tuple[str, str, str]]:
 
 
 def events(_: str = "") -> str:
-    """The types of events: their fields, and what they tell."""
+    """Return the types of events with their fields and meanings."""
     rows = []
     for kind in get_args(find("cellama.tasks.contract.events.Event")):
         fields = get_type_hints(kind, include_extras=True)
@@ -224,7 +224,7 @@ def events(_: str = "") -> str:
 
 
 def codes(_: str = "") -> str:
-    """The one table of error codes, with the exit code that the command line has for each."""
+    """Return the table of error codes, with the exit code of the command line for each."""
     rows = [
         (
             f"`{row.code}`",
@@ -239,7 +239,7 @@ def codes(_: str = "") -> str:
 
 
 def json_schema() -> str:
-    """Keywords of JSON Schema by group: what becomes of each, in strict and in lenient use."""
+    """Return the keywords of JSON Schema by group, with their handling in strict and in lenient use."""
     keywords = find("cellama.engine.grammar.schema.keywords.KEYWORDS")
     return "\n".join(
         f"### {group.capitalize()}\n\n"
@@ -252,13 +252,13 @@ def json_schema() -> str:
 
 
 def json_schema_formats() -> str:
-    """The values of `format` that are enforced."""
+    """Return the values of `format` that are enforced."""
     formats = find("cellama.engine.grammar.schema.formats.FORMATS")
     return "- " + "\n- ".join(f"`{name}`" for name in formats) + "\n"
 
 
 def measured(path: str) -> str:
-    """Which kept results the figures of a page are from."""
+    """Return the kept results that the figures of a page come from."""
     results = find("cellama.bench.harness.kept.Results")()
     found = find("cellama.bench.harness.kept.figures")((ROOT / path).read_text(encoding="utf-8"))
     lines = {(f.name, line["model"], line["commit"], line["machine"]) for f in found if (line := f.source(results))}
@@ -266,13 +266,13 @@ def measured(path: str) -> str:
 
 
 def include(path: str) -> str:
-    """A file of the repository, with its links as they are seen from docs/."""
+    """Return a file of the repository, with links relative to docs/."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return LINK_OUT.sub(r"](\1)", text.partition("\n")[2])
 
 
 def openai() -> str:
-    """What becomes of OpenAI's parameters, by endpoint."""
+    """Return the handling of OpenAI's parameters, by endpoint."""
     tables = {
         **find("cellama.api.openai.parameters.PARAMETERS"),
         "/v1/responses": find("cellama.api.openai.responses.parameters.RULES"),
@@ -281,32 +281,32 @@ def openai() -> str:
         f"`{url}`:\n\n"
         + table(
             ("parameter", "handling", "details"),
-            [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())],
+            [(f"`{name}`", rule.fate, _handling(rule)) for name, rule in sorted(rules.items())],
         )
         for url, rules in tables.items()
     )
 
 
 def anthropic() -> str:
-    """What becomes of Anthropic's parameters."""
+    """Return the handling of Anthropic's parameters."""
     rules = find("cellama.api.anthropic.parameters.PARAMETERS")
-    rows = [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())]
+    rows = [(f"`{name}`", rule.fate, _handling(rule)) for name, rule in sorted(rules.items())]
     return table(("parameter", "handling", "details"), rows)
 
 
 def metrics(source: str) -> str:
-    """The metrics of one source: name, type, help and labels; of histograms the bounds of their buckets."""
+    """Return the metrics of a source: name, type, help, labels and, for histograms, the range of buckets."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
-    return table(("metric", "type", "meaning"), ((f"`{row.name}`", row.kind, _said(row)) for row in rows))
+    return table(("metric", "type", "meaning"), ((f"`{row.name}`", row.kind, _meaning(row)) for row in rows))
 
 
-def _said(row: Any) -> str:
+def _meaning(row: Any) -> str:
     labels = ", ".join(f"`{label}`" for label in row.labels)
     bounds = row.bounds and f"{len(row.bounds)} buckets from {row.bounds[0]:g} to {row.bounds[-1]:g}."
     return " ".join(filter(None, (row.help, labels and f"By {labels}.", bounds)))
 
 
-def _of_rule(rule: Any) -> str:
+def _handling(rule: Any) -> str:
     job = f"`{rule.to}`" if rule.to else ""
     return f"{job}: {rule.note}" if job and rule.note else job or rule.note
 
