@@ -1,4 +1,4 @@
-"""The settings of every process of cellama, from the environment and a file."""
+"""Settings, limits and logs for all processes of cellama."""
 
 from .model_ids import MODEL_ID, MODEL_ID_RULE, id_of_source
 from .redis_url import mask_url

@@ -1,4 +1,4 @@
-"""Where other programs of the same user find the password of the Redis that `cellama up` runs."""
+"""Find the password of the Redis server that `cellama up` runs, for other programs of the same user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .redis_url import RedisUrl, parse_redis_url
 
-URL_FILE = "url"  # in the directory of the server's data: its URL, with its password
+URL_FILE = "url"  # file with the server's URL, including its password, in its data directory
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -18,7 +18,7 @@ def redis_dir(data_dir: Path) -> Path:
 
 
 def kept_url(directory: Path) -> RedisUrl | None:
-    """Return the URL of the server that last ran in this directory; None if there was none, or none with a password."""
+    """Return the URL of the server that last ran in this directory, or None if the file is missing or invalid."""
     with contextlib.suppress(OSError, ValueError):
         return parse_redis_url((directory / URL_FILE).read_text(encoding="utf-8").strip())
     return None

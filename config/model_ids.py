@@ -1,4 +1,4 @@
-"""What models may be called, and the names of those that were given none."""
+"""Check the ids of models, and derive ids for models without one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
-# Any text in one line, blanks at neither end; what begins with a colon is a word of ours (`:default`).
+# Any line of text without spaces at its ends. Names that start with a colon are reserved (`:default`).
 MODEL_ID = rf"^[^:\s{_CONTROL}](?:[^{_CONTROL}]*[^\s{_CONTROL}])?$"
-MODEL_ID_RULE = "ids of models hold no control characters, begin with no colon, and have no blanks at either end"
+MODEL_ID_RULE = "a model id must not contain control characters, start with a colon, or start or end with a space"
 
 
 def id_of_source(source: str, taken: Collection[str] = ()) -> str:
-    """The name of a source's file, in the form of an id, with a number if that is taken."""
+    """Return an id made from the name of a source's file, with a number if the id is taken."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf")
     name = re.sub(f"[{_CONTROL}]", "", name).strip().lstrip(": ") or "model"
     number = 1
@@ -25,7 +25,7 @@ def id_of_source(source: str, taken: Collection[str] = ()) -> str:
 
 
 def with_ids(models: Any) -> Any:
-    """The models of the settings; those without an id have one made from their source."""
+    """Return the models of the settings, where models without an id get one from their source."""
     if not isinstance(models, list | tuple):
         return models
     taken = {model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)}
@@ -39,7 +39,7 @@ def with_ids(models: Any) -> Any:
 
 
 def parse_models(text: str) -> list[dict[str, Any]]:
-    """Models from `tiny=bundled://tiny,/models/big.gguf` or a JSON list. Raises ValueError."""
+    """Parse models such as `tiny=bundled://tiny,/models/big.gguf`, or a JSON list. Raises ValueError."""
     if text.lstrip().startswith("["):
         parsed = json.loads(text)
         return list(parsed)
@@ -51,5 +51,5 @@ def parse_models(text: str) -> list[dict[str, Any]]:
         elif "/" in entry or entry.endswith(".gguf"):
             models.append({"source": entry})
         else:
-            raise ValueError(f"{entry!r} is no ID=SOURCE, and no source; write for instance tiny=bundled://tiny")
+            raise ValueError(f"{entry!r} is neither ID=SOURCE nor a source; write for example tiny=bundled://tiny")
     return models

@@ -1,4 +1,4 @@
-"""Where Redis is, from one URL: a server, a server with TLS, a unix socket, or a master that sentinels know."""
+"""Parse and mask the URL of Redis, which may be a server, a server with TLS, a Unix socket, or sentinels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS: dict[str, Kind] = {
 }
 _TLS_OPTIONS = {"ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 _OPTIONS: dict[Kind, set[str]] = {
-    "server": _TLS_OPTIONS,  # without effect, as redis-py has it
+    "server": _TLS_OPTIONS,  # accepted without effect, as in redis-py
     "tls": _TLS_OPTIONS,
     "socket": {"db", "virtual_host"},
     "sentinel": {"master_name", "sentinel_username", "sentinel_password"},
@@ -29,36 +29,36 @@ FORMS = (
 )
 _SECRET = re.compile(r"([?&]\w*password=)[^&#]*", re.IGNORECASE)
 _IN_SERVER = re.compile(r"(//[^:@/?#]*):[^/?#]*@")
-_IN_EACH_PLACE = re.compile(r"((?://|;)[^:@/;?#]*):[^/;?#]*@")
+_IN_EACH_ADDRESS = re.compile(r"((?://|;)[^:@/;?#]*):[^/;?#]*@")
 _SCHEME = re.compile(r"\s*[A-Za-z][\w+.-]*://")
 _NO_PORT = re.compile(r"(//[^:/]*):(?!\d+(?:/|$))[^/]*")
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What the setting `redis_url` says. Made by `parse_redis_url`."""
+    """The parts of the setting `redis_url`, made by `parse_redis_url`."""
 
     kind: Kind
-    hosts: tuple[tuple[str, int], ...] = ()  # of the server, or of the sentinels
-    path: str = ""  # of the socket
+    hosts: tuple[tuple[str, int], ...] = ()  # host and port of the server or of each sentinel
+    path: str = ""  # path of the socket
     db: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     master_name: str = ""
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
-    tls: tuple[tuple[str, str], ...] = ()  # options by name; ssl_cert_reqs is always among those of kind tls
+    tls: tuple[tuple[str, str], ...] = ()  # names and values of options; kind "tls" always has ssl_cert_reqs
 
     @property
     def credentials(self) -> str:
-        """USER:PASSWORD@ as it stands in a URL; nothing without a password."""
+        """Return USER:PASSWORD@ in the format of a URL, or "" without credentials."""
         if self.username is None and self.password is None:
             return ""
         return f"{quote(self.username or '', safe='')}:{quote(self.password or '', safe='')}@"
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """The parts of a URL. Raises ValueError, which says what is wrong and shows no secret."""
+    """Parse a URL of Redis. Raises ValueError, whose message contains no secret."""
     scheme, found, rest = url.strip().partition("://")
     kind = _KINDS.get(scheme.lower())
     if not found or kind is None:
@@ -67,24 +67,24 @@ def parse_redis_url(url: str) -> RedisUrl:
         if kind == "sentinel":
             return _sentinel(rest)
         return _socket(rest) if kind == "socket" else _server(kind, rest)
-    except _Wrong as error:
+    except _InvalidUrl as error:
         raise ValueError(str(error)) from None
-    except ValueError:  # of urllib; its text may hold a part of the password
-        raise ValueError(f"it can't be read; {FORMS}. Write /, @, :, ? and # in a password as %2F, %40, …") from None
+    except ValueError:  # from urllib, whose message may contain a part of the password
+        raise ValueError(f"it can't be parsed; {FORMS}. Write /, @, :, ? and # in a password as %2F, %40, …") from None
 
 
-class _Wrong(ValueError):
-    """Says what is wrong with a URL, in words that show no secret."""
+class _InvalidUrl(ValueError):
+    """A mistake in a URL, with a message that contains no secret."""
 
 
 def _server(kind: Kind, rest: str) -> RedisUrl:
     parts = urlsplit(f"//{rest}")
     if not parts.hostname:
-        raise _Wrong(FORMS)
+        raise _InvalidUrl(FORMS)
     options = _options(kind, parts)
     checks = options.get("ssl_cert_reqs", "required").lower().removeprefix("cert_")
     if checks not in _CHECKS:
-        raise _Wrong(f"ssl_cert_reqs is {checks!r}; it must be required, optional or none")
+        raise _InvalidUrl(f"ssl_cert_reqs is {checks!r}; it must be required, optional or none")
     tls = {**options, "ssl_cert_reqs": checks} if kind == "tls" else {}
     username, password = _credentials(parts)
     port = parts.port or 6379
@@ -103,21 +103,21 @@ def _socket(rest: str) -> RedisUrl:
     parts = urlsplit(f"//{rest}")
     options = _options("socket", parts)
     if parts.hostname or len(parts.path) < 2:
-        raise _Wrong("the path of the socket must be absolute: unix:///run/redis.sock, with three slashes")
+        raise _InvalidUrl("the path of the socket must be absolute: unix:///run/redis.sock, with three slashes")
     username, password = _credentials(parts)
     db = _db(options.get("db") or options.get("virtual_host") or "")
     return RedisUrl(kind="socket", hosts=(), path=unquote(parts.path), db=db, username=username, password=password)
 
 
 def _sentinel(rest: str) -> RedisUrl:
-    places, tail = _split_places(rest.replace("sentinel://", ""))  # Celery writes it before each one
-    parts = [urlsplit(f"//{place}") for place in places]
+    addresses, tail = _split_addresses(rest.replace("sentinel://", ""))  # Celery writes the scheme before each address
+    parts = [urlsplit(f"//{address}") for address in addresses]
     last = urlsplit(f"//h{tail}")
     options = _options("sentinel", last)
     if not all(part.hostname and "," not in part.hostname for part in parts):
-        raise _Wrong("between two sentinels stands a semicolon: sentinel://HOST:PORT;HOST:PORT/DB?master_name=NAME")
+        raise _InvalidUrl("sentinels must be separated by semicolons: sentinel://HOST:PORT;HOST:PORT/DB?master_name=NAME")
     if not options.get("master_name"):
-        raise _Wrong("it does not say which master the sentinels shall name; add ?master_name=NAME")
+        raise _InvalidUrl("the name of the master is missing; add ?master_name=NAME")
     username, password = next(filter(any, map(_credentials, parts)), (None, None))
     return RedisUrl(
         "sentinel",
@@ -131,12 +131,12 @@ def _sentinel(rest: str) -> RedisUrl:
     )
 
 
-def _split_places(rest: str) -> tuple[list[str], str]:
-    """The places of the sentinels, and what follows the last one; each may have a database of its own behind it."""
+def _split_addresses(rest: str) -> tuple[list[str], str]:
+    """Return the addresses of the sentinels, and the rest after the last one. Other addresses may have a database."""
     chunks = rest.split(";")
     end = min((at for at in map(chunks[-1].find, "/?") if at >= 0), default=len(chunks[-1]))
-    places = [chunk.partition("/")[0] for chunk in chunks[:-1]] + [chunks[-1][:end]]
-    return places, chunks[-1][end:]
+    addresses = [chunk.partition("/")[0] for chunk in chunks[:-1]] + [chunks[-1][:end]]
+    return addresses, chunks[-1][end:]
 
 
 def _credentials(parts: SplitResult) -> tuple[str | None, str | None]:
@@ -149,7 +149,7 @@ def _options(kind: Kind, parts: SplitResult) -> dict[str, str]:
     unknown = sorted(set(options) - _OPTIONS[kind])
     if unknown:
         known = ", ".join(sorted(_OPTIONS[kind]))
-        raise _Wrong(f"there is no option {unknown[0]!r} for this form of URL; known: {known}")
+        raise _InvalidUrl(f"unknown option {unknown[0]!r} in this kind of URL; choose from {known}")
     return options
 
 
@@ -158,22 +158,22 @@ def _db(text: str) -> int:
     if not number:
         return 0
     if not number.isdecimal():
-        raise _Wrong("the database must be a number, as in redis://HOST:PORT/0")
+        raise _InvalidUrl("the database must be a number, as in redis://HOST:PORT/0")
     return int(number)
 
 
 def mask_url(url: str) -> str:
-    """The URL for people and logs: with `***` in place of its passwords, whatever it looks like."""
+    """Return the URL with `***` instead of its passwords, for people and logs. It need not be valid."""
     url = _SECRET.sub(r"\1***", url)
     try:
         kind = parse_redis_url(url).kind
     except ValueError:
         return _mask_roughly(url)
-    return (_IN_EACH_PLACE if kind == "sentinel" else _IN_SERVER).sub(r"\1:***@", url)
+    return (_IN_EACH_ADDRESS if kind == "sentinel" else _IN_SERVER).sub(r"\1:***@", url)
 
 
 def _mask_roughly(url: str) -> str:
-    """Hides more than is needed: in what can't be read, a password may end anywhere."""
+    """Mask everything that could be a password in an invalid URL."""
     scheme = _SCHEME.match(url)
     _, at, host = url.rpartition("@")
     if at:

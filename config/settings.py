@@ -1,4 +1,4 @@
-"""The one settings class: environment `CELLAMA_*` over the file `cellama.toml` over defaults."""
+"""Read the settings from environment variables `CELLAMA_*`, which override the file `cellama.toml`."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
 
 PREFIX = "CELLAMA_"
-CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
+CONFIG_VARIABLE = "CELLAMA_CONFIG"  # path of the file (default: cellama.toml in the working directory)
 DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
 OnFull = Literal["refuse", "evict"]
-DEFAULT_SLOTS = 8  # of a model that leaves n_parallel to us, and was never tuned
+DEFAULT_SLOTS = 8  # for models without n_parallel that were never tuned
 MIN_METRICS_TOKEN_CHARS = 16
 SECRETS = {"gateway_metrics_token", "reasoning_key", "hub_token"}
-# Browsers write origins in small letters; extensions and desktop apps have schemes of their own.
+# Browsers send origins in lower case. Extensions and desktop apps have custom schemes.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[a-z0-9.\-\[\]:]+", re.ASCII)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
 class SettingsError(Exception):
-    """The settings are wrong; the message lists every problem with its remedy."""
+    """The settings are invalid. The message lists every problem with its remedy."""
 
 
 class AdapterSettings(BaseModel):
-    """A LoRA adapter of a model; its source alone will do where the scale is 1."""
+    """A LoRA adapter of a model. A string is its source, with scale 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,13 +69,13 @@ def _from_auto(value: Any) -> Any:
 
 
 DEFAULT_KEY_PREFIX = "cellama"
-AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None: choose for me
+AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None let cellama choose
 
 
 class ModelSettings(BaseModel):
-    """One model that a worker loads, and how its engine is set up. None stands for "choose for me".
+    """A model that a worker loads, and the options of its engine. None lets cellama choose the value.
 
-    n_parallel, n_ubatch, threads and kv_layout are then as `cellama tune` found them best, if it was run.
+    `cellama tune` determines the best n_parallel, n_ubatch, threads and kv_layout, which are then used instead of None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -154,7 +154,7 @@ class ModelSettings(BaseModel):
         "logprobs, n and stop.",
     )
     logits_processors: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
-        default=(), description="own logits processors by import path, package.module:name, in the order of use"
+        default=(), description="Import paths of custom logits processors, package.module:name, in the order of use."
     )
     batch_strategy: str = Field(
         default="adaptive",
@@ -163,12 +163,13 @@ class ModelSettings(BaseModel):
     )
 
 
-# A second thread makes so small a model slower when anything else runs: llama.cpp's threads wait for each other.
+# With a second thread this small model would be slower on a busy machine, because llama.cpp's threads wait for each
+# other.
 TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16, threads=1)
 
 
 class Settings(BaseSettings):
-    """Everything that can be configured. Made by `get_settings()`."""
+    """All settings of cellama, made by `get_settings()`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
@@ -214,7 +215,7 @@ class Settings(BaseSettings):
     lease_s: int = Field(
         default=6,
         ge=3,
-        description="Lease in seconds, the same for all workers. A worker silent for so long loses its jobs.",
+        description="Lease of jobs in seconds, equal for all workers. A worker that fails to renew it loses its jobs.",
     )
     drain_s: int = Field(
         default=30, ge=0, description="Seconds for a stopping worker to finish its jobs before it hands them over."
@@ -222,8 +223,8 @@ class Settings(BaseSettings):
     hang_s: int = Field(
         default=10,
         ge=0,
-        description="Watchdog timeout in seconds. A worker exits if a shared thread, such as that of an engine, makes "
-        "no progress for so long, and for 30 times as long as usual. 0 disables it.",
+        description="Watchdog timeout in seconds. A worker exits if a step of a shared thread, such as that of an "
+        "engine, takes longer than this and than 30 times the usual duration. 0 disables it.",
     )
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job, as JSON, in bytes.")
     show_prompts: bool = Field(default=False, description="Show prompts and texts in Flower and in the logs.")
@@ -241,15 +242,15 @@ class Settings(BaseSettings):
     result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that a result is kept.")
     middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
         default_factory=list,
-        description="package.module:Class of each middleware that workers run (docs/how-to/middleware.md)",
+        description="Middlewares that workers run, each as package.module:Class (docs/how-to/middleware.md).",
     )
     telemetry_hook: str | None = Field(
         default=None,
         pattern=r"^[\w.]+:\w+$",
-        description="Function that workers call with each event: package.module:name.",
+        description="Function that workers call with each telemetry event, as package.module:name.",
     )
     telemetry_log: Literal["off", "requests", "steps"] = Field(
-        default="off", description="Events that are logged as JSON lines; steps includes those of requests."
+        default="off", description="Telemetry events that are logged as JSON lines. steps includes requests."
     )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
@@ -266,7 +267,7 @@ class Settings(BaseSettings):
     )
     traces: bool = Field(
         default=False,
-        description="Send spans of jobs to OpenTelemetry, from workers, gateways and producers. Its own variables "
+        description="Send spans of jobs from workers, gateways and producers to OpenTelemetry. Its variables "
         "(`OTEL_EXPORTER_OTLP_ENDPOINT`, …) set the destination.",
     )
     trace_contents: bool = Field(default=False, description="Add prompts and generated texts to spans.")
@@ -276,7 +277,7 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         le=65535,
-        description="Port of a worker's `/metrics` (default: none), one per worker of a machine.",
+        description="Port of a worker's `/metrics` (default: none). Each worker of a machine needs its own.",
     )
     metrics_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address of that port. No key is needed to read from it."
@@ -308,8 +309,8 @@ class Settings(BaseSettings):
     gateway_head_timeout_s: int = Field(
         default=10,
         ge=1,
-        description="Timeout in seconds for the head of a request, after which the connection is closed. Only "
-        "`cellama gateway` has it; a mounted app leaves this to its server.",
+        description="Timeout in seconds for the head of a request, after which the connection is closed. It applies "
+        "to `cellama gateway` only, because a mounted app leaves this to its server.",
     )
     gateway_body_timeout_s: int = Field(
         default=30, ge=1, description="Seconds that a body may be slower than 8 KiB per second before it gets 408."
@@ -341,7 +342,7 @@ class Settings(BaseSettings):
         default=200 << 20, ge=1024, description="Maximum size of a batch file in bytes."
     )
     gateway_tenant_files: int = Field(
-        default=1000,  # each upload counts them: some 5 ms of Redis' time for as many
+        default=1000,  # each upload counts the files, which takes Redis about 5 ms for 1000
         ge=1,
         description="Maximum number of a tenant's files, including the results of its batches. More uploads get 429.",
     )
@@ -350,13 +351,13 @@ class Settings(BaseSettings):
     )
     gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="Maximum number of requests in a batch.")
     gateway_batches_at_once: int = Field(
-        default=4, ge=0, description="Number of batches that a gateway runs at a time. 0 leaves them to others."
+        default=4, ge=0, description="Number of batches that a gateway runs at a time. 0 leaves them to other gateways."
     )
     gateway_lease_s: int = Field(
         default=30,
         ge=3,
         le=50,
-        description="Lease in seconds. Another gateway resumes the batches of one silent for so long.",
+        description="Lease of batches in seconds. If a gateway fails to renew it, others resume its batches.",
     )
     gateway_open_batches: int = Field(
         default=100, ge=1, description="Maximum number of a tenant's unfinished batches. More batches get 429."
@@ -383,7 +384,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Environment first; what the file says comes in as init arguments (see `get_settings`)."""
+        """Give environment variables priority over the file, whose values `get_settings` passes as arguments."""
         return (env_settings, init_settings)
 
     @field_validator("redis_url")
@@ -406,7 +407,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_token(cls, token: SecretStr | None) -> SecretStr | None:
         if token is not None and len(token) < MIN_METRICS_TOKEN_CHARS:
-            raise ValueError(f"it has {len(token)} characters; it must have {MIN_METRICS_TOKEN_CHARS} or more")
+            raise ValueError(f"the token has {len(token)} characters; use at least {MIN_METRICS_TOKEN_CHARS}")
         return token
 
     @field_validator("gateway_cors_origins", mode="before")
@@ -419,36 +420,36 @@ class Settings(BaseSettings):
         try:
             return json.loads(value)
         except ValueError as error:
-            raise ValueError(f"it begins as a JSON list, and is none: {error}") from None
+            raise ValueError(f"the JSON list is invalid: {error}") from None
 
     @field_validator("gateway_cors_origins")
     @classmethod
     def _check_origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin; write it as https://chat.example.org, without a path")
+                raise ValueError(f"{origin!r} is not an origin; write it as https://chat.example.org, without a path")
         if "*" in origins and len(origins) > 1:
-            raise ValueError('"*" is every origin; leave the others out')
+            raise ValueError('"*" allows every origin; remove the others')
         return origins
 
     @model_validator(mode="after")
     def _check_models(self) -> Settings:
         ids = [model.id for model in self.models]
-        twice = sorted({model_id for model_id in ids if ids.count(model_id) > 1})
-        if twice:
-            raise ValueError(f"models: {', '.join(map(repr, twice))} stand(s) there more than once; ids must differ")
+        duplicates = sorted({model_id for model_id in ids if ids.count(model_id) > 1})
+        if duplicates:
+            raise ValueError(f"models: duplicate id {', '.join(map(repr, duplicates))}; give each model its own id")
         if sum(model.default for model in self.models) > 1:
-            raise ValueError("models: more than one has default = true; choose one")
+            raise ValueError("models: several models have default = true; choose one")
         return self
 
     @property
     def default_model(self) -> ModelSettings:
-        """The model that says so, else the first."""
+        """Return the model with `default = true`, or the first one."""
         return next((model for model in self.models if model.default), self.models[0])
 
     @property
     def redis_url_masked(self) -> str:
-        """The URL for people and logs: without its password."""
+        """Return `redis_url` without its password, for people and logs."""
         return mask_url(self.redis_url)
 
 
@@ -458,7 +459,7 @@ def _default_data_dir() -> Path:
 
 @functools.cache
 def get_settings() -> Settings:
-    """The settings of this process, read once. Raises SettingsError with all problems at once."""
+    """Return the settings of this process, which are read once. Raises SettingsError, which lists all problems."""
     values = _read_file()
     problems = _unknown_names(values, Settings.model_fields, "in the settings file")
     environment = {name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX)}
@@ -470,15 +471,15 @@ def get_settings() -> Settings:
         return Settings(**values)
     except ValidationError as error:
         message = "\n".join(explain(problem) for problem in error.errors())
-    raise SettingsError(message)  # not within the `except`: see parse_job
+    raise SettingsError(message)  # outside of the `except`, for the reason given in parse_job
 
 
 def _read_file() -> dict[str, Any]:
-    named = os.environ.get(CONFIG_VARIABLE)
-    path = Path(named or DEFAULT_FILE)
+    configured = os.environ.get(CONFIG_VARIABLE)
+    path = Path(configured or DEFAULT_FILE)
     if not path.exists():
-        if named:
-            raise SettingsError(f"{CONFIG_VARIABLE} names {named!r}, but there is no such file; correct or unset it")
+        if configured:
+            raise SettingsError(f"{CONFIG_VARIABLE}: {configured!r} does not exist; correct or unset the variable")
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -501,7 +502,7 @@ def _hint(name: str, known: Any, prefix: str = "") -> str:
 
 
 def explain(problem: Any) -> str:
-    """One line for one problem of pydantic: setting, value, what it must be."""
+    """Describe a problem found by pydantic in one line, with the setting, its value and the requirement."""
     where = ".".join(str(part) for part in problem["loc"]) or "settings"
     if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][-1])
@@ -525,7 +526,7 @@ def _parse_budget(value: Any) -> Any:
         return value
     size = _parse_size(str(value))
     if not size:
-        raise ValueError("it must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000")
+        raise ValueError("the budget must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000")
     return size
 
 

@@ -1,15 +1,13 @@
 """Run one attempt at a job in a worker. Whatever happens, the job's stream ends once, and Celery gets the right end.
 
-| outcome                             | end of the stream       | Celery state              |
-|-------------------------------------|-------------------------|---------------------------|
-| job finished, or `timeout` reached  | done                    | SUCCESS                   |
-| job revoked, or cancelled in Redis  | done, `cancelled`       | REVOKED                   |
-| soft or hard time limit reached     | done, `timeout`         | FAILURE                   |
-| wrong payload, engine error, bug    | error                   | FAILURE with JobFailed    |
-| job crashed its workers repeatedly  | error, `dead`           | FAILURE with JobFailed    |
-| worker stops                        | from another attempt    | none, message is requeued |
-| job missing in the ledger           | error                   | FAILURE with JobFailed    |
-| another attempt has started         | from that attempt       | from that attempt         |
+A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS.
+A job that is revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
+A job at its soft or hard time limit ends with `done` (`timeout`), and the state is FAILURE.
+A job with an invalid payload, an engine error or a bug ends with `error`, and the state is FAILURE with JobFailed.
+A job that has crashed its workers repeatedly ends with `error` (`dead`), and the state is FAILURE with JobFailed.
+A job that is missing in the ledger ends with `error`, and the state is FAILURE with JobFailed.
+If the worker stops, the message is queued again, and another attempt ends the stream and sets the state.
+If another attempt has started, that attempt ends the stream and sets the state.
 
 `JobAttempt.execute` is the whole attempt: it passes the quarantine, starts the attempt in the ledger, calls the handler
 for the kind of job (`HANDLERS`), and ends the attempt. Everything except callbacks of interruptions runs on the job's

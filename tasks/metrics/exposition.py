@@ -1,9 +1,8 @@
-"""Figures as text, and a small HTTP server for them: one thread, one request at a time, `GET /metrics` only."""
+"""Format metrics as text for Prometheus, and serve them over HTTP on one thread, which answers only `GET /metrics`."""
 
 from __future__ import annotations
 
 import io
-import logging
 import socket
 import threading
 import time
@@ -18,12 +17,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from cellama.config.logging import event_logger
+
 from .figures import Figures
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLIENT_TIMEOUT_S = 5.0  # until a client has sent its request, and again until it has read the answer
+CLIENT_TIMEOUT_S = 5.0  # for a client to send its request, and again to read the response
 Collect = Callable[[], Figures]
 
 
@@ -32,14 +33,14 @@ class _Figures(Collector):
         self._figures = figures
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # a registry checks names; the table has done that
+        return ()  # skips the registry's check of names, which the table makes unnecessary
 
     def collect(self) -> Iterable[Metric]:
         return self._figures.families()
 
 
 def text_of(figures: Figures) -> bytes:
-    """In Prometheus' text format, with `process_*`: memory, processor time and open files of this process."""
+    """Format metrics in the text format of Prometheus, including memory, CPU time and open files of this process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Figures(figures))
@@ -47,29 +48,30 @@ def text_of(figures: Figures) -> bytes:
 
 
 class MetricsServer:
-    """Serves what `collect` says from the time it is made. Raises OSError if the port can't be had."""
+    """Serves the metrics that `collect` returns at each scrape."""
 
     def __init__(self, host: str, port: int, collect: Collect) -> None:
+        """Start to serve. Raises OSError if the port is not available."""
         self._server = _Server((host, port), collect)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="cellama-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """The port is free afterwards. Waits for a client that is answered just now."""
+        """Finish the current response, and free the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 class _Server(TCPServer):
-    """A client that is slow holds up others for twice CLIENT_TIMEOUT_S, and no more than this thread.
+    """Answers one client at a time, so that a slow client delays others by at most twice CLIENT_TIMEOUT_S.
 
-    Not an HTTPServer: that one asks the name service for its own name.
+    It is not an HTTPServer, because that class looks up its own host name.
     """
 
     request_queue_size = 16
-    allow_reuse_address = True  # else the port of a worker that has just ended is taken for a minute
+    allow_reuse_address = True  # else the port of a stopped worker is unavailable for a minute
 
     def __init__(self, address: tuple[str, int], collect: Collect) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -77,47 +79,47 @@ class _Server(TCPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a scrape by %s was not answered", client_address, exc_info=True)
+        log.debug("scrape not answered", client=client_address, exc_info=True)
 
 
-class _UntilDeadline(io.RawIOBase):
-    """What a client sends, in CLIENT_TIMEOUT_S for all of it: a byte now and then does not hold a connection."""
+class _DeadlineReader(io.RawIOBase):
+    """Reads a request within CLIENT_TIMEOUT_S in total, so that a slow sender can't keep its connection open."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._until = time.monotonic() + CLIENT_TIMEOUT_S
+        self._deadline = time.monotonic() + CLIENT_TIMEOUT_S
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left_s = self._until - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the request was not sent in time")
-        self._connection.settimeout(left_s)
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the client did not send its request in time")
+        self._connection.settimeout(remaining_s)
         return self._connection.recv_into(buffer)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """HTTP/1.0: a connection per scrape, so none is held."""
+    """Answers a scrape with HTTP/1.0, which closes the connection afterwards."""
 
     server: _Server
 
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_UntilDeadline(self.connection))
+        self.rfile = io.BufferedReader(_DeadlineReader(self.connection))
 
     def do_GET(self) -> None:
-        self.connection.settimeout(CLIENT_TIMEOUT_S)  # for all that is sent
+        self.connection.settimeout(CLIENT_TIMEOUT_S)  # for the whole response
         if self.path.partition("?")[0] != "/metrics":
-            self.send_error(HTTPStatus.NOT_FOUND, "only /metrics is here")
+            self.send_error(HTTPStatus.NOT_FOUND, "this server only has /metrics")
             return
         try:
             body = text_of(self.server.collect())
-        except Exception:  # the thread's boundary: the next scrape may be better
-            log.exception("metrics: a scrape failed")
-            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "the metrics can't be read; the log has the cause")
+        except Exception:  # the boundary of the thread, because the next scrape may succeed
+            log.exception("scrape failed")
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "can't collect the metrics; see the log")
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", CONTENT_TYPE)
@@ -129,4 +131,4 @@ class _Handler(BaseHTTPRequestHandler):
         return "cellama"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a scrape comes every few seconds."""
+        """Log nothing, because there is a scrape every few seconds."""

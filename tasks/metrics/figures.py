@@ -1,4 +1,4 @@
-"""The values of metrics: `Figures` are read off at a scrape, a `Meter` counts until then."""
+"""Hold the values of metrics: a `Meter` counts continuously, and `Figures` are collected at a scrape."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from prometheus_client.utils import floatToGoString
 
 from .table import TABLE, Row
 
-OTHER = "other"  # a label whose value is one too many
-MAX_LABEL_VALUES = 100  # of a label that users choose: far more than the models or keys of one board
+OTHER = "other"  # replaces the values of a label that exceed the limit
+MAX_LABEL_VALUES = 100  # per label that users choose, far more than the models or keys of one board
 Labels = tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Tally:
-    """A histogram's values: how many lie in each bucket (the last one has no bound), and their sum."""
+    """The values of a histogram: the count of each bucket, including the unbounded last one, and the sum."""
 
     counts: list[int]
     total: float = 0.0
@@ -29,35 +29,35 @@ class Tally:
         return cls([0] * (len(row.bounds) + 1))
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Adds those of another one with the same buckets."""
+        """Add the values of another histogram with the same buckets."""
         self.counts = [old + new for old, new in zip(self.counts, counts, strict=True)]
         self.total += total
 
 
 @dataclass(slots=True)
 class Figures:
-    """What a collector has found, by name and values of labels, in the order of the table's labels."""
+    """Collected values by name of the metric and values of its labels, in the order of the table."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=dict)
     tallies: dict[str, dict[Labels, Tally]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        """Adds to a number; of several that share their labels (`other`) it is the sum."""
+        """Add to a number. Numbers with equal labels, such as `other`, are summed."""
         values = self.numbers.setdefault(name, {})
         values[labels] = values.get(labels, 0.0) + value
 
     def tally(self, name: str, *labels: str) -> Tally:
-        """That of a histogram, to be added to; it is empty at first."""
+        """Return the values of a histogram, to which the caller can add."""
         tallies = self.tallies.setdefault(name, {})
         if (tally := tallies.get(labels)) is None:
             tally = tallies[labels] = Tally.of(TABLE[name])
         return tally
 
     def families(self) -> Iterable[Metric]:
-        """In the order of the table. Raises KeyError for a name that is not in it."""
+        """Yield the metrics in the order of the table. Raises KeyError for a name that is not in the table."""
         unknown = (self.numbers.keys() | self.tallies.keys()) - TABLE.keys()
         if unknown:
-            raise KeyError(f"{', '.join(sorted(unknown))}: not in the table of metrics")
+            raise KeyError(f"metrics missing in the table: {', '.join(sorted(unknown))}")
         for row in TABLE.values():
             if row.name in self.numbers:
                 yield _numbers(row, self.numbers[row.name])
@@ -82,7 +82,7 @@ def _tallies(row: Row, values: Mapping[Labels, Tally]) -> Metric:
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> Iterable[tuple[str, float]]:
-    """Each with all below it, as Prometheus wants them."""
+    """Yield the cumulative counts that Prometheus expects, by upper bound."""
     below = 0
     for bound, count in zip((*bounds, float("inf")), counts, strict=True):
         below += count
@@ -91,24 +91,24 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> Iterable[tuple[s
 
 def _checked(row: Row, labels: Labels) -> Labels:
     if len(labels) != len(row.labels):
-        raise KeyError(f"{row.name} has the labels {row.labels}, and was given {len(labels)} values")
+        raise KeyError(f"{row.name}: {len(labels)} values do not match the labels {row.labels}")
     return labels
 
 
 class Meter:
-    """One lock for all, held for a few additions: each happens once per request, attempt or answer, not per token."""
+    """Counts values on any thread, under one lock. It is called per request, attempt or response, and not per token."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._figures = Figures()
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
-        """Adds to a counter."""
+        """Add to a counter."""
         with self._lock:
             self._figures.add(name, by, *labels)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Adds a value to a histogram; one that is below 0 (clocks) counts as 0."""
+        """Add a value to a histogram. A negative value, which different clocks can cause, counts as 0."""
         value = max(0.0, value)
         with self._lock:
             tally = self._figures.tally(name, *labels)
@@ -116,7 +116,7 @@ class Meter:
             tally.total += value
 
     def add_to(self, figures: Figures) -> None:
-        """Puts all that was counted into these. Any thread."""
+        """Add all counted values to these figures."""
         with self._lock:
             for name, values in self._figures.numbers.items():
                 for labels, value in values.items():
@@ -127,18 +127,18 @@ class Meter:
 
 
 class Bounded:
-    """The first values stay for the life of the process, so that no counter goes down. Any thread."""
+    """Limits the number of values of a label, on any thread. Accepted values stay, so that no counter decreases."""
 
-    def __init__(self, most: int = MAX_LABEL_VALUES) -> None:
-        self._most = most
+    def __init__(self, max_values: int = MAX_LABEL_VALUES) -> None:
+        self._max_values = max_values
         self._known: set[str] = set()
         self._lock = threading.Lock()
-        self.num_dropped = 0  # how often there was no room for one
+        self.num_dropped = 0  # number of calls that returned OTHER
 
     def of(self, value: str) -> str:
-        """The value, or OTHER if there were too many others."""
+        """Return the value, or OTHER if the limit is reached and the value is new."""
         with self._lock:
-            if value not in self._known and len(self._known) >= self._most:
+            if value not in self._known and len(self._known) >= self._max_values:
                 self.num_dropped += 1
                 return OTHER
             self._known.add(value)

@@ -1,4 +1,4 @@
-"""The one table of all metrics: docs/reference/metrics.md, families, board and alerts are held to it."""
+"""Define all metrics in one table, with which tests compare the reference page, the board and the alerts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 MetricKind = Literal["counter", "gauge", "histogram"]
 Source = Literal["engine", "step", "request", "attempt", "worker", "redis", "gateway"]
 
-# vLLM's (vllm/v1/metrics/loggers.py), so that its boards show ours.
+# Buckets of vLLM (vllm/v1/metrics/loggers.py), so that its boards can show the metrics of cellama.
 TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -23,7 +23,7 @@ REQUEST_S = (
 STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 REQUEST_TOKENS = tuple(float(step * power) for power in (1, 10, 100, 1000, 10_000, 100_000) for step in (1, 2, 5))
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
-# Ours: from a millisecond to an hour, about threefold each.
+# Buckets of cellama: from a millisecond to an hour, two or three per decade.
 FINE_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
     *(1800.0, 3600.0),
@@ -32,15 +32,15 @@ FINE_S = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric: its full name (counters end in `_total`), its help, its labels, and the part that counts it."""
+    """A metric with its full name, its help, its labels, and the part of cellama that counts it."""
 
     name: str
     kind: MetricKind
     help: str
     labels: tuple[str, ...]
     source: Source
-    bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, but the last one's
-    field: str = ""  # of a snapshot, if it is read off there
+    bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, except the last, which has none
+    field: str = ""  # field of the snapshot that has the value, if any
 
 
 ENGINE = ("model_name", "engine")  # vLLM's labels
@@ -48,7 +48,7 @@ MODEL = ("model",)
 
 
 def _of(kind: MetricKind, source: Source, labels: tuple[str, ...], *metrics: tuple[str, ...]) -> tuple[Row, ...]:
-    """Rows of name, help and perhaps a snapshot's field."""
+    """Return a row for each metric, given as its name, its help, and optionally the field of a snapshot."""
     return tuple(Row(name, kind, text, labels, source, field="".join(field)) for name, text, *field in metrics)
 
 

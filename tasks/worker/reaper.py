@@ -2,14 +2,18 @@
 
 Each worker has a reaper thread, and the reapers of several workers may run concurrently. A reaper handles four cases:
 
-- A lease has expired because its worker has crashed or is frozen. The message returns to the head of its queue.
-- The ETA of a job has come. The message returns to the head of its queue.
-- A job is due: its timeout has passed while no worker runs it, or it has ended and Celery has not received its end, or
-  the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two handle the same one.
-- A message is lost because its worker was killed between two commands. The ledger still has the job, which no worker
-  holds, and which is not in its queue where the order of the queue puts it. Queues are first in, first out, except for
-  messages that returned to the head, so it suffices to read the head. A job that is missing for a whole period is
-  queued again. A lock in Redis assigns this search to one reaper per period.
+1. A lease has expired because its worker has crashed or is frozen. The message returns to the head of its queue.
+
+2. The ETA of a job has come. The message returns to the head of its queue.
+
+3. A job is due because its timeout has passed while no worker runs it. Or it has ended, and Celery has not received its
+   end, or the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle
+   the same job.
+
+4. A message is lost because its worker was killed between two commands. The ledger still has the job, which no worker
+   holds, and which is not in its queue where the order of the queue puts it. Queues are first in, first out, except for
+   messages that returned to the head, so it suffices to read the head. A job that is missing for a whole period is
+   queued again. A lock in Redis assigns this search to one reaper per period.
 """
 
 from __future__ import annotations

@@ -126,12 +126,14 @@ class Quarantine:
 class Runtime:
     """The models and Redis connections of a worker process, and its threads.
 
-    - `__init__` starts the threads of `manager` (one per engine, embedder and reranker), of `publisher`, of `watchdog`,
-      and of the middlewares that the settings enable.
-    - `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader also
-      has a thread.
-    - `announce`, called when the worker receives commands, starts `reaper` and `registration`. The heartbeat of the
-      latter reconciles models, ends cancelled jobs, shares cores, trims the heap and writes samples for estimates.
+    `__init__` starts the threads of `manager` (one per engine, embedder and reranker), `publisher`, `watchdog`, and
+    of the middlewares that the settings enable.
+
+    `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader has
+    its own thread.
+
+    `announce`, called when the worker receives commands, starts `reaper` and `registration`. The latter's heartbeat
+    reconciles models, ends cancelled jobs, shares cores, trims the heap and writes samples for estimates.
 
     Jobs run on the threads of Celery's pool (broker/pool.py). The lifecycle makes one runtime per process.
     """

@@ -34,9 +34,9 @@ def test_origins_of_the_environment_are_a_json_list_or_have_commas(
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("gateway_cors_origins", "[https://a.example]", "it begins as a JSON list, and is none"),
+        ("gateway_cors_origins", "[https://a.example]", "the JSON list is invalid"),
         ("gateway_cors_origins", "a.example", "write it as https://chat.example.org"),
-        ("gateway_metrics_token", "mine", "it has 4 characters; it must have 16 or more"),
+        ("gateway_metrics_token", "mine", "the token has 4 characters; use at least 16"),
     ],
 )
 def test_mistake_is_told_in_one_line(settings_environment: SetVariables, name: str, value: str, told: str) -> None:

@@ -77,8 +77,8 @@ def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: S
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
         ({"telemetry_hook": "mine"}, "telemetry_hook is 'mine'"),
         ({"telemetry_log": "all"}, "telemetry_log is 'all': .*'off', 'requests' or 'steps'"),
-        ({"models": "tiny"}, "'tiny' is no ID=SOURCE, and no source; write for instance tiny=bundled://tiny"),
-        ({"models": "a=x,a=y"}, "'a' stand"),
+        ({"models": "tiny"}, "'tiny' is neither ID=SOURCE nor a source; write for example tiny=bundled://tiny"),
+        ({"models": "a=x,a=y"}, "duplicate id 'a'"),
         ({"models": '[{"id":"a","source":"x","adapters":{"p":{"source":"y","scale":"much"}}}]'}, "scale is 'much'"),
         (
             {"models": '[{"id":"a","source":"x","n_paralel":4}]'},
@@ -88,7 +88,7 @@ def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: S
         ({"models": '[{"id":":a","source":"x"}]'}, r"models\.0\.id is ':a'"),
         ({"models": '[{"id":"a ","source":"x"}]'}, r"models\.0\.id is 'a '"),
         ({"models": '[{"id":"","source":"x"}]'}, r"models\.0\.id is ''"),
-        ({"config": "nowhere.toml"}, "CELLAMA_CONFIG names 'nowhere.toml', but there is no such file"),
+        ({"config": "nowhere.toml"}, "CELLAMA_CONFIG: 'nowhere.toml' does not exist"),
     ],
 )
 def test_settings_mistake_names_setting_value_and_remedy(

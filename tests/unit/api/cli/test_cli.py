@@ -132,7 +132,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
         ),
         ({"CELLAMA_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, [(["status"], 3, "redis://:***@127.0.0.1:1/0")]),
         ({**NO_REDIS, "CELLAMA_REDIS_ULR": "x"}, [(["status"], 2, "did you mean CELLAMA_REDIS_URL?")]),
-        ({**NO_REDIS, "CELLAMA_CONFIG": "nowhere.toml"}, [(["status"], 2, "there is no such file")]),
+        ({**NO_REDIS, "CELLAMA_CONFIG": "nowhere.toml"}, [(["status"], 2, "does not exist")]),
     ],
 )
 def test_mistake_ends_in_a_message_and_an_exit_code(

@@ -167,7 +167,7 @@ def test_queues_share_no_name_with_other_keys_or_each_other_whatever_models_are_
 
 @pytest.mark.parametrize("model_id", [":other", " a", "a ", "a\x06\x163", "a\n", "a\u2028b", ":"])
 def test_ids_that_could_name_lists_of_other_queues_are_refused(model_id: str) -> None:
-    with pytest.raises(InvalidJob, match="ids of models hold no control characters"):
+    with pytest.raises(InvalidJob, match="a model id must not contain control characters"):
         parse_job(GenerateJob, ("model", "prompt"), (model_id, "p"), {})
     with pytest.raises(ValidationError, match="id"):
         ModelSettings(id=model_id, source="x")
