@@ -115,7 +115,9 @@ def _sentinel(rest: str) -> RedisUrl:
     last = urlsplit(f"//h{tail}")
     options = _options("sentinel", last)
     if not all(part.hostname and "," not in part.hostname for part in parts):
-        raise _InvalidUrl("sentinels must be separated by semicolons: sentinel://HOST:PORT;HOST:PORT/DB?master_name=NAME")
+        raise _InvalidUrl(
+            "sentinels must be separated by semicolons: sentinel://HOST:PORT;HOST:PORT/DB?master_name=NAME"
+        )
     if not options.get("master_name"):
         raise _InvalidUrl("the name of the master is missing; add ?master_name=NAME")
     username, password = next(filter(any, map(_credentials, parts)), (None, None))
