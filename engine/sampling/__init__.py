@@ -1,4 +1,4 @@
-"""How the next token is sampled from logits.
+"""Sampling of the next token from logits, with numpy only.
 
-May use: `errors`, `events`, `options`. numpy only.
+May use: `errors`, `events`, `options`.
 """

@@ -1,7 +1,7 @@
-"""DRY: tokens that would continue a repetition become less likely. Source: llama.cpp, llama-sampler.cpp, by pi6am.
+"""The DRY penalty, which makes tokens less likely that would continue a repetition.
 
-How far the end of a text repeats what came before is kept for every earlier index, and goes on with each token: numpy
-compares a whole context in some microseconds.
+For each earlier index, the sampler keeps how many tokens up to there equal the last tokens of the text. With each token
+numpy updates a whole context in a few microseconds. Source: llama.cpp, llama-sampler.cpp, by pi6am.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from numpy.typing import NDArray
 
 from cellama.engine.request import SamplingParams
 
-_MAX_TAIL = 20  # tokens of a breaker after its first
+_MAX_TAIL = 20  # tokens of a breaker after the first
 _FLOAT_MAX_LOG = 88.7228391
 
 
 @dataclass(frozen=True)
 class Breakers:
-    """First tokens of texts that a repetition does not cross, and the tokens that must follow them; often none."""
+    """Texts that a repetition does not cross: their first tokens, and the tokens that must follow, if any."""
 
     tails: dict[int, tuple[tuple[int, ...], ...]]
 
     def longest(self, tokens: Sequence[int]) -> int:
-        """How many tokens a breaker takes after the first of these, -1 if none begins there."""
+        """Return the length of the longest breaker here, without its first token; -1 if there is none."""
         fitting = [len(tail) for tail in self.tails.get(tokens[0], ()) if tuple(tokens[1 : 1 + len(tail)]) == tail]
         return max(fitting, default=-1)
 
     @functools.cached_property
     def single(self) -> frozenset[int]:
-        """Tokens that are breakers by themselves."""
+        """The tokens that are breakers on their own."""
         return frozenset(token for token, tails in self.tails.items() if () in tails)
 
 
 def find_breaker(text: bytes, pieces: Sequence[bytes], tokenize: Callable[[str], list[int]]) -> Breakers:
-    """The tokens that hold a breaker, or end as it begins, among a whole vocabulary."""
+    """Find the tokens of a vocabulary that contain the breaker, or end with the start of it."""
     tails: dict[int, tuple[tuple[int, ...], ...]] = {}
     heads = [text[:count] for count in range(1, len(text))]
     last_bytes = {head[-1] for head in heads}
@@ -56,33 +56,33 @@ def find_breaker(text: bytes, pieces: Sequence[bytes], tokenize: Callable[[str],
 def _tail(rest: bytes, tokenize: Callable[[str], list[int]]) -> tuple[int, ...]:
     try:
         return tuple(tokenize(rest.decode())[:_MAX_TAIL])
-    except UnicodeDecodeError:  # it would begin within a character
+    except UnicodeDecodeError:  # it would start inside a character
         return ()
 
 
 def joined(breakers: Iterable[Breakers]) -> Breakers:
-    """All of them."""
+    """Return the union of the breakers."""
     tails: dict[int, tuple[tuple[int, ...], ...]] = {}
     for each in breakers:
-        for token, own in each.tails.items():
-            tails[token] = tuple(dict.fromkeys((*tails.get(token, ()), *own)))
+        for token, more in each.tails.items():
+            tails[token] = tuple(dict.fromkeys((*tails.get(token, ()), *more)))
     return Breakers(tails)
 
 
 class Dry:
-    """The penalties of one sequence. Engine thread only."""
+    """The DRY penalty of one sequence. Engine thread only."""
 
     def __init__(self, params: SamplingParams, window: int, breakers: Breakers, history: Sequence[int]) -> None:
-        """`window` is how many tokens it looks back on."""
+        """`window` is the number of recent tokens that count."""
         self._params = params
         self._window = window
         self._breakers = breakers
         self._size = len(history)
         self._tokens = np.zeros(2 * len(history) + 64, np.int64)
         self._tokens[: self._size] = history
-        self._repeats = np.zeros(len(self._tokens), np.int32)  # how far the text up to here is like the text's end
+        self._repeats = np.zeros(len(self._tokens), np.int32)  # tokens up to each index that equal the end of the text
         self._repeats[: self._size] = _repeats(history)
-        self._break = -1  # the last index with a breaker that is older than any tail
+        self._break = -1  # index of the last breaker that is older than any tail
         self._break_length = 0
         for index in range(max(0, self._size - window), self._size - _MAX_TAIL):
             self._note_break(index)
@@ -110,22 +110,22 @@ class Dry:
         limit = self._limit(start)
         if limit < allowed:
             return
-        room = np.arange(1, self._size - start, dtype=np.int32)  # no repetition begins before the window
-        lengths = np.minimum(np.minimum(self._repeats[start : self._size - 1], room), limit)
+        distances = np.arange(1, self._size - start, dtype=np.int32)  # no repetition starts before the window
+        lengths = np.minimum(np.minimum(self._repeats[start : self._size - 1], distances), limit)
         indices = np.flatnonzero(lengths >= allowed)
         tokens, which = np.unique(self._tokens[start + 1 + indices], return_inverse=True)
         longest = np.zeros(len(tokens), np.int64)
         np.maximum.at(longest, which, lengths[indices])
-        kept = np.array([token not in self._breakers.single for token in tokens.tolist()], np.bool_)
-        exponents = (longest - allowed)[kept]
+        penalised = np.array([token not in self._breakers.single for token in tokens.tolist()], np.bool_)
+        exponents = (longest - allowed)[penalised]
         if self._max_exponent:
             exponents = np.minimum(exponents, self._max_exponent)
         with np.errstate(over="ignore"):
             penalties = self._params.dry_multiplier * np.float64(self._params.dry_base) ** exponents
-            logits[tokens[kept]] -= penalties.astype(np.float32)
+            logits[tokens[penalised]] -= penalties.astype(np.float32)
 
     def _limit(self, start: int) -> int:
-        """How long a repetition may be, so that it does not cross the last breaker."""
+        """Return the maximum length of a repetition that does not cross the last breaker."""
         recent = self._tokens[max(start, self._size - _MAX_TAIL) : self._size].tolist()
         for back in range(len(recent)):
             longest = self._breakers.longest(recent[len(recent) - 1 - back :])
@@ -145,7 +145,7 @@ class Dry:
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """For every index how many tokens up to it are like the last ones; 0 for the last. The Z algorithm, backwards."""
+    """Return for each index how many tokens up to it equal the last ones, by the Z algorithm; 0 for the last index."""
     size = len(tokens)
     found = np.zeros(size, np.int32)
     backwards = list(reversed(tokens))

@@ -1,4 +1,4 @@
-"""Logits processors: each changes the logits of one sequence before its next token is chosen.
+"""Logits processors, which change the logits of one sequence before its next token is chosen.
 
 The built-in ones are here and in `dry.py`. The model option `logits_processors` adds others by import path
 (docs/how-to/library.md).
@@ -7,23 +7,25 @@ The built-in ones are here and in `dry.py`. The model option `logits_processors`
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.request import SamplingParams
 
 from .dry import Breakers, Dry
-from .filters import Logits
+
+Logits = NDArray[np.float32]  # one per token of the vocabulary
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one sequence by the tokens that came before. Engine thread only."""
+    """Changes the logits of one sequence according to the earlier tokens. Engine thread only."""
 
     def apply(self, logits: Logits) -> None:
         """Change the logits of the next token in place: float32, one for each token of the vocabulary.
@@ -33,26 +35,26 @@ class LogitsProcessor(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Account the token that was chosen."""
+        """Account the chosen token."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """A sequence at the moment at which its processors are made: at its start, or where it resumes."""
+    """The state of a sequence when its processors are created: at its start, or where it resumes."""
 
     params: SamplingParams
     tokens: Sequence[int]  # the prompt, and the output if the sequence resumes
-    num_sampled: int  # of these tokens, the last ones, which are output
+    num_sampled: int  # number of these tokens, at the end, that are output
     n_vocab: int
     end_tokens: frozenset[int]  # tokens that end a text
 
 
-ProcessorFactory = Callable[[SequenceStart], LogitsProcessor | None]  # None: nothing to do for this sequence
+ProcessorFactory = Callable[[SequenceStart], LogitsProcessor | None]  # None if the sequence needs no processor
 
 
 class LogitBias:
-    """Adds a number to the logits of some tokens."""
+    """Adds constants to the logits of some tokens."""
 
     def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
         ids, values = zip(*biases, strict=True)
@@ -60,13 +62,13 @@ class LogitBias:
         self._values = np.array(values, np.float32)
 
     def apply(self, logits: Logits) -> None:
-        np.add.at(logits, self._ids, self._values)  # a token may be given twice
+        np.add.at(logits, self._ids, self._values)  # a token may occur twice
 
     def accept(self, token: int) -> None: ...
 
 
 class Penalties:
-    """Makes tokens less likely that occurred recently. Source: llama.cpp, llama-sampler.cpp, penalties."""
+    """Makes recent tokens less likely. Source: llama.cpp, llama-sampler.cpp, penalties."""
 
     def __init__(self, params: SamplingParams, tokens: Iterable[int]) -> None:
         self._params = params
@@ -114,8 +116,8 @@ def make_processors(
     """Return the processors of a sequence in the order in which they apply.
 
     The built-in ones are in llama.cpp's order (common/sampling.cpp): biases, penalties, DRY. Those in `added` follow.
-    Bans come last, so that no other processor lifts them. `breakers` and `dry_window` are for DRY: the tokens that a
-    repetition doesn't cross, and how many tokens DRY looks back on.
+    Bans come last, so that no other processor can lift them. `breakers` and `dry_window` are for DRY: the texts that a
+    repetition doesn't cross, and the number of recent tokens that count.
     """
     params, made = start.params, list[LogitsProcessor]()
     if params.logit_bias:
@@ -132,10 +134,9 @@ def make_processors(
 
 @functools.cache
 def load_processor(path: str) -> ProcessorFactory:
-    """Return the class or function of an import path `package.module:name`. Raises InvalidRequest."""
-    module, _, name = path.partition(":")
+    """Return the class or function with the import path `package.module:name`. Raises InvalidRequest."""
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidRequest(f"logits_processors: {path!r} can't be imported: {error}; check the path") from None
     if not callable(factory):

@@ -1,7 +1,7 @@
-"""How the next token is sampled from logits: numpy only, and the same for the same seed and position.
+"""The token sampler, with its filters: it chooses the next token from logits, with numpy only.
 
-The randomness of a token depends on the seed and on the token's place in the output, not on what was drawn before. So
-a sequence goes on exactly anywhere: what is needed is its tokens, and one number with mirostat.
+The randomness of a token depends on the seed and on its position in the output, not on earlier draws. So a sequence can
+be resumed exactly anywhere from its tokens, and one more number with mirostat.
 """
 
 from __future__ import annotations
@@ -16,43 +16,154 @@ from numpy.typing import NDArray
 
 from cellama.engine.request import SamplingParams, TokenLogprob
 
-from .filters import (
-    Ids,
-    Logits,
-    Values,
-    min_p,
-    min_p_candidates,
-    mirostat_top_k,
-    softmax,
-    sorted_candidates,
-    tempered,
-    top_ids,
-    top_p,
-    top_p_candidates,
-    typical,
-)
-from .processors import LogitsProcessor
+from .processors import Logits, LogitsProcessor
 
-_FIRST_LOOK = 256  # candidates that a grammar is asked about before the whole vocabulary
+Ids = NDArray[np.int64]
+Values = NDArray[np.float64]
+_BLOCK = 64  # tokens that share a maximum (docs/adr/009-sampling.md)
+_FIRST_DEPTH = 4.0  # distance below the highest logit at which top-p starts to search
+_NOTHING_BELOW = 800.0  # distance below the highest logit at which a probability is 0
+_ROUNDING = 1e-9  # tolerance for sums of probabilities
+_MIROSTAT_M = 100  # number of tokens from which mirostat 1 estimates
+
+
+def softmax(values: Values) -> Values:
+    """Return the probabilities of logits, in the same order."""
+    exponents: Values = np.exp(values - values.max())
+    exponents /= exponents.sum()
+    return exponents
+
+
+def top_ids(logits: Logits, count: int) -> Ids:
+    """Return at least the `count` likeliest tokens, the likeliest first. Equal tokens are in the order of their ids.
+
+    Impossible tokens may be omitted. The maxima of blocks give a lower bound for the result, so only few tokens are
+    sorted. A block consists of every `width`-th token, because the maxima can then be computed in vector registers,
+    nine times as fast as with adjacent tokens.
+    """
+    if not 0 < count < len(logits):
+        return _sorted(np.arange(len(logits)), logits)
+    width = len(logits) // _BLOCK
+    if count >= width:
+        return _sorted(np.flatnonzero(logits >= np.partition(logits, -count)[-count]), logits)
+    blocks = logits[: width * _BLOCK].reshape(_BLOCK, width)
+    maxima = blocks.max(axis=0)
+    bound = np.partition(maxima, width - count)[width - count]
+    if bound == -np.inf:
+        return _sorted(np.flatnonzero(logits > -np.inf), logits)
+    columns = np.flatnonzero(maxima >= bound)
+    rows, places = np.nonzero(blocks[:, columns] >= bound)
+    rest = np.flatnonzero(logits[width * _BLOCK :] >= bound) + width * _BLOCK
+    return _sorted(np.concatenate([rows * width + columns[places], rest]), logits)
+
+
+def _sorted(ids: Ids, logits: Logits) -> Ids:
+    """Sort by likelihood, the likeliest first. Equal tokens keep their order."""
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def sorted_candidates(logits: Logits, top_k: int) -> tuple[Ids, Values]:
+    ids = top_ids(logits, top_k)
+    ids = ids[:top_k] if top_k else ids
+    values = logits[ids].astype(np.float64)
+    possible = values > -np.inf
+    return ids[possible], values[possible]
+
+
+def min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
+    """Apply `min_p` to all tokens without sorting the vocabulary."""
+    bound = logits.max() + math.log(min_p) if min_p > 0 else np.finfo(np.float32).min
+    ids = np.flatnonzero(logits >= bound)
+    return ids, logits[ids].astype(np.float64)
+
+
+def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Values]:
+    """Apply `top_p` to all tokens, but sort only those that are about as likely as the result."""
+    best = float(logits.max())
+    weights = np.exp(logits - np.float64(best))
+    total, needed, depth = weights.sum(), params.top_p + _ROUNDING, _FIRST_DEPTH
+    ids = np.flatnonzero(logits >= best - depth)
+    while weights[ids].sum() < needed * total and depth < _NOTHING_BELOW:
+        depth *= 1.5
+        ids = np.flatnonzero(logits >= best - depth)
+    ids = _sorted(ids, logits)
+    count = int(((weights[ids] / total).cumsum() < params.top_p).sum()) + 1
+    return ids[:count], logits[ids[:count]].astype(np.float64)
+
+
+def typical(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
+    """Keep tokens whose surprise is near the mean surprise. Meister et al. 2022, arXiv:2202.00666."""
+    if params.typical_p >= 1:
+        return ids, values
+    probabilities = softmax(values)
+    surprise = -np.log(np.maximum(probabilities, 1e-300))
+    order = np.argsort(np.abs(surprise - (probabilities * surprise).sum()), kind="stable")
+    count = int((probabilities[order].cumsum() <= params.typical_p).sum()) + 1
+    chosen = np.sort(order[:count])
+    return ids[chosen], values[chosen]
+
+
+def top_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
+    if params.top_p >= 1:
+        return ids, values
+    count = int((softmax(values).cumsum() < params.top_p).sum()) + 1
+    return ids[:count], values[:count]
+
+
+def min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
+    if params.min_p <= 0:
+        return ids, values
+    likely = values >= values[0] + math.log(params.min_p)
+    return ids[likely], values[likely]
+
+
+def mirostat_top_k(probabilities: Values, mu: float) -> int:
+    """Return the number of tokens that mirostat 1 keeps: (ε·2^μ / (1 - N^-ε))^(1/s).
+
+    It is computed with logarithms, because μ has no upper bound.
+    """
+    head = probabilities[:_MIROSTAT_M]
+    head = head[head > 0]
+    if len(head) < 2:
+        return 1
+    ranks = np.log(np.arange(2, len(head) + 1) / np.arange(1, len(head)))
+    drops = np.log(head[:-1] / head[1:])
+    exponent = max(float((ranks * drops).sum() / (ranks * ranks).sum()), 1e-6)
+    epsilon = exponent - 1
+    if abs(epsilon) < 1e-9:
+        epsilon = 1e-9
+    scale = epsilon / -math.expm1(-epsilon * math.log(len(probabilities)))
+    log_count = (math.log(scale) + mu * math.log(2)) / exponent
+    return len(probabilities) if log_count >= math.log(len(probabilities)) else int(math.exp(log_count))
+
+
+def tempered(values: Values, temperature: float) -> Values:
+    """Apply a temperature to logits, after subtracting the highest one. The temperature may be very close to 0."""
+    with np.errstate(over="ignore"):
+        tempered: Values = (values - values.max()) / temperature
+    return tempered
+
+
+_FIRST_LOOK = 256  # candidates that a grammar checks before the whole vocabulary
 
 
 class TokenConstraint(Protocol):
-    """Allows some tokens and forbids others, depending on what was accepted."""
+    """Allows some tokens and forbids others, depending on the accepted tokens."""
 
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
-        """Which of these tokens may come next."""
+        """Return which of these tokens may come next."""
         ...
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """Which of all tokens may come next; None where `allows` of a few tokens costs much less."""
+        """Return which of all tokens may come next; None if `allows` is much faster for few tokens."""
         ...
 
     def accept(self, token: int) -> None:
-        """An allowed token comes next."""
+        """Account the next token, which is allowed."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """The tokens of a text that there is no choice about."""
+        """Return the tokens of a text that must come next; empty if there is a choice."""
         ...
 
 
@@ -69,9 +180,9 @@ class TokenSampler:
         num_sampled: int = 0,
         mirostat_mu: float | None = None,
     ) -> None:
-        """`processors` have accepted the tokens so far, of which the last `num_sampled` were sampled before.
+        """`processors` have accepted all earlier tokens, of which the last `num_sampled` were sampled.
 
-        `mirostat_mu` is what mirostat had learned by then.
+        `mirostat_mu` is the state of mirostat after these tokens.
         """
         self._params = params
         self._seed = seed
@@ -81,13 +192,13 @@ class TokenSampler:
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
     def constrain(self, constraint: TokenConstraint) -> None:
-        """From now on the constraint holds."""
+        """Apply the constraint from now on."""
         self._constraint = constraint
 
     def sample(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
-        """The next token, which counts as sampled: `forced`, unless that is None or the constraint forbids it.
+        """Sample the next token, or choose `forced` if it is given and the constraint allows it.
 
-        Changes `logits`. Raises NothingAllowed.
+        Modifies `logits`. Raises NothingAllowed.
         """
         top = self._params.logprobs
         raw = logits.copy() if top is not None and self._processors else logits
@@ -105,7 +216,7 @@ class TokenSampler:
         return token, report.of(token) if report else None
 
     def _pick_allowed(self, logits: Logits, constraint: TokenConstraint) -> int:
-        """Chooses among what the constraint allows. Without a mask that is most often seen from the likeliest few."""
+        """Sample among the allowed tokens. Without a mask, the likeliest few are usually enough to find them."""
         mask = constraint.mask()
         if mask is not None:
             return self._pick(logits, "second draw", np.flatnonzero(mask))
@@ -120,13 +231,13 @@ class TokenSampler:
         return self._pick(logits, "second draw", ids[constraint.allows(ids)])
 
     def _pick(self, logits: Logits, purpose: str, among: Ids | None = None) -> int:
-        """A token of all, or of those in `among`, which are in order. Raises NothingAllowed."""
+        """Sample a token of all, or of those in `among`, which are in ascending order. Raises NothingAllowed."""
         if among is not None:
             logits = logits[among]
         if not len(logits):
             raise NothingAllowed
         likeliest = int(logits.argmax())
-        if not logits[likeliest] > -np.inf:  # or there is no number at all
+        if not logits[likeliest] > -np.inf:  # also true if all logits are NaN
             raise NothingAllowed
         if self._params.is_greedy:
             return likeliest if among is None else int(among[likeliest])
@@ -142,7 +253,7 @@ class TokenSampler:
         return int(ids[at])
 
     def candidates(self, logits: Logits) -> tuple[Ids, Values]:
-        """The tokens that are left to draw from, and their logits: after filters and temperature, in llama.cpp's order.
+        """Return the tokens to draw from and their logits, after filters and temperature in llama.cpp's order.
 
         With mirostat, which replaces the filters, temperature comes first.
         """
@@ -160,10 +271,10 @@ class TokenSampler:
         return ids, tempered(values, params.temperature)
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
-        """A place in `ids`, drawn with the probabilities that these logits mean.
+        """Return an index into `ids`, drawn with the probabilities of these logits.
 
-        The Gumbel-max trick, with noise that belongs to the token: when another batch shape changes logits in their
-        last bits, the draw stays the same, unless two tokens come out equal.
+        This is the Gumbel-max trick, with noise that depends on the token. If another batch shape changes the last bits
+        of logits, the draw stays the same unless two tokens come out equal.
         """
         if len(ids) == 1:
             return 0
@@ -171,7 +282,7 @@ class TokenSampler:
         return int((values + noise).argmax())
 
     def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
-        """XTC: now and then leaves out all but the last of the likely tokens."""
+        """Apply XTC, which sometimes removes all likely tokens except the least likely one of them."""
         params = self._params
         if not params.xtc_probability or len(ids) < 2:
             return ids, values
@@ -182,7 +293,7 @@ class TokenSampler:
         return ids[first:], values[first:]
 
     def _mirostat_candidates(self, logits: Logits) -> tuple[Ids, Values]:
-        """Keeps the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966; versions 1 and 2."""
+        """Keep the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966, versions 1 and 2."""
         ids, values = sorted_candidates(logits, 0)
         values = tempered(values, self._params.temperature)
         probabilities = softmax(values)
@@ -210,7 +321,7 @@ class NothingAllowed(Exception):
 
 
 class _LogprobReport:
-    """Log-probabilities of one step, before anything changes the logits."""
+    """The log-probabilities of one token position, from the unmodified logits."""
 
     def __init__(self, logits: Logits, num_top: int) -> None:
         best = float(logits.max())
@@ -224,7 +335,7 @@ class _LogprobReport:
 
 
 def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
-    """A number in (0, 1) for each id, that depends on the arguments alone: splitmix64 of all of them."""
+    """Return a number in (0, 1) for each id, which depends on the arguments alone, by splitmix64."""
     key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
     state = ids.astype(np.uint64) + np.uint64(_mix(key))
     state = state * np.uint64(0x9E3779B97F4A7C15)
@@ -235,7 +346,7 @@ def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
 
 
 def _mix(value: int) -> int:
-    """splitmix64 of one number."""
+    """Apply splitmix64 to one number."""
     mask = (1 << 64) - 1
     value = value + 0x9E3779B97F4A7C15 & mask
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask

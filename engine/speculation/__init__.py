@@ -1,5 +1,5 @@
-"""Draft tokens, which are decoded together with the last token, and kept as far as the model samples the same.
+"""Speculative decoding: draft tokens are decoded with the last token, and accepted while the model samples the same.
 
-May use: `scheduling`, and what is above it. No llama.cpp, no threads, and no clock but in `draft_model`.
-docs/adr/015-speculation.md
+May use: `scheduling`, and the packages above it. No llama.cpp and no threads; only `draft_model` reads a clock.
+See docs/adr/015-speculation.md.
 """

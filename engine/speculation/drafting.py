@@ -1,11 +1,11 @@
-"""Which drafts a step decodes, and what becomes of them."""
+"""Drafting: which drafts a step decodes, and which of their tokens are accepted."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import Chunk
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions
@@ -15,32 +15,31 @@ from cellama.engine.scheduling.slot_layout import SlotLayout
 from cellama.engine.scheduling.strategies import BULK_STEP_S, MIXED_STEP_S
 from cellama.engine.snapshots import SourceDrafts
 
-from .acceptance import AcceptanceRates
 from .draft_model import ANY_BUCKET, NAME, SURE_RATE, DraftModel
 from .gate import MAX_DRAFTS, Candidate, Gate
-from .sources import DraftTokens, Follower, ForcedText, Index, Pool, Pools, Source
+from .sources import AcceptanceRates, DraftTokens, Follower, ForcedText, Index, Pool, Pools, Source
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """What is known of one sequence."""
+    """The drafting state of one sequence."""
 
     sources: list[Source]
     rates: AcceptanceRates
     pool: Pool | None
-    num_tokens: int = -1  # that the sequence had when its draft was made
-    draft: DraftTokens | None = None  # the last one, decoded or not
+    num_tokens: int = -1  # number of tokens of the sequence when its draft was made
+    draft: DraftTokens | None = None  # the last draft, even if it was not decoded
     max_drafts: int = 0
-    num_unverified: int = 0  # positions that the slot holds beyond those that are accounted
+    num_unverified: int = 0  # positions in the slot beyond the accounted ones
 
 
 @dataclass(slots=True)
 class StepAccount:
-    """What a step for which the gate was asked brought."""
+    """The result of a step in which the gate was asked."""
 
-    num_tokens: int = 0  # 0 without drafts: there is nothing to account
+    num_tokens: int = 0  # tokens of the step; 0 if it had no drafts
     seconds: float = 0.0
 
 
@@ -58,32 +57,32 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """The options say whether there are drafts, and of how many rows a decode call has logits."""
+        """The options set whether there are drafts, and the rows of logits of a decode call."""
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
-        self.counts: dict[str, SourceDrafts] = {}  # since the start, by source
+        self.counts: dict[str, SourceDrafts] = {}  # totals by source
         self._cache = cache
         self._layout = layout
         self._max_rows = options.logit_rows
-        self._can_take_back = cache.memory.partial_reuse
-        self.is_active = self._can_take_back and options.speculation != "off"  # else no source is ever asked
+        self._can_truncate = cache.memory.partial_reuse
+        self.is_active = self._can_truncate and options.speculation != "off"
         self._rates = AcceptanceRates()
         self._pools = Pools()
         self._drafted: dict[Sequence, DraftedSequence] = {}
-        self._step: StepAccount | None = None  # of single tokens and drafts as the gate chose; None for other steps
+        self._step: StepAccount | None = None  # a step that the gate has planned; None for other steps
         self._model = model
 
     # Before a decode call
 
     def begin_step(self) -> None:
-        """Account the step before, if it had drafts."""
+        """Account the previous step, if it had drafts."""
         if self._step is not None and self._step.num_tokens and self._step.seconds:
             self.gate.account(self._step.num_tokens, self._step.seconds)
         self._step = None
 
     def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
-        """Split off the work of requests that only check candidates (Engine.verify), with as many as have logits.
+        """Separate the work of requests that only check candidates (Engine.verify), and add their candidates.
 
-        Each of these is a decode call of its own, whatever it costs, because it is what its caller asks for.
+        Each of them gets a decode call of its own at any cost, because that is the purpose of the request.
         """
         checks = {
             work.sequence: check
@@ -97,12 +96,12 @@ class Drafting:
     def _with_candidates(self, work: SlotWork, num_works: int) -> SlotWork | None:
         sequence, chunk = work
         request, memory = sequence.request, self._cache.memory
-        if not (chunk.decode and self._can_take_back):
+        if not (chunk.decode and self._can_truncate):
             return None
-        most = min(self._max_rows - 1, self._max_drafts(sequence))
+        limit = min(self._max_rows - 1, self._max_drafts(sequence))
         if memory.unified:
-            most = min(most, self._cache.cells.free - num_works)
-        tokens = list(request.prediction[sequence.num_output : sequence.num_output + max(0, most)])
+            limit = min(limit, self._cache.cells.free - num_works)
+        tokens = list(request.prediction[sequence.num_output : sequence.num_output + max(0, limit)])
         if not tokens:
             return None
         drafted = self._drafted.setdefault(sequence, DraftedSequence([], AcceptanceRates(self._rates), None))
@@ -110,7 +109,7 @@ class Drafting:
         return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return how many drafts its slot has room for and can take back, up to the end of its output."""
+        """Return how many drafts fit into its slot, can be removed again, and may belong to its output."""
         memory, slot = self._cache.memory, sequence.slot
         assert slot is not None
         if memory.first_cut(slot) > sequence.num_computed:
@@ -118,13 +117,13 @@ class Drafting:
         return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
 
     def plan_calls(self, works: list[SlotWork]) -> list[list[SlotWork]]:
-        """Plan the decode calls for these single tokens, with drafts as far as they pay."""
+        """Plan the decode calls for these single tokens, with drafts if they pay."""
         if len(works) > self._max_rows:
             return [works]
         try:
             return self._calls_with_drafts(works)
-        except Exception:  # the boundary between drafts and the work of requests, which continues without them
-            log.exception("drafting failed; there are no more drafts until the model is loaded again")
+        except Exception:  # the boundary between drafts and requests, which continue without them
+            log.exception("drafting failed", detail="speculation is disabled until the model is loaded again")
             self.is_active = False
             return [works]
 
@@ -153,7 +152,7 @@ class Drafting:
         return [part for part in parts if part]
 
     def _ask_sources(self, sequence: Sequence) -> None:
-        """Note the best draft of all sources, by the acceptance rate of its first token."""
+        """Store the draft of the source with the highest acceptance rate for the first token."""
         drafted = self._drafted.get(sequence) or self._begin(sequence)
         drafted.num_tokens, drafted.draft = len(sequence.tokens), None
         drafted.max_drafts = max(0, min(MAX_DRAFTS, self._max_drafts(sequence)))
@@ -166,7 +165,7 @@ class Drafting:
         sources: list[Source] = []
         if sequence.request.sampling.is_constrained:
             sources.append(ForcedText(sequence))
-        if prediction := sequence.request.prediction[: self._cache.memory.ctx_per_slot]:  # it is indexed in memory
+        if prediction := sequence.request.prediction[: self._cache.memory.ctx_per_slot]:  # the index takes memory
             expected = Follower("prediction", Index(list(prediction)), sequence.tokens)
             if sequence.tokens[sequence.num_prompt :] == list(prediction[: sequence.num_output]):
                 expected.expect(sequence.num_output)
@@ -180,7 +179,7 @@ class Drafting:
         return drafted
 
     def _candidate(self, work: SlotWork) -> Candidate:
-        """Return the candidate of a slot with the draft that it has."""
+        """Return the candidate of a slot with its current draft."""
         drafted, slot = self._drafted[work.sequence], work.chunk.slot
         rates = [] if drafted.draft is None else drafted.rates.of_draft(drafted.draft)
         memory = self._cache.memory
@@ -188,7 +187,7 @@ class Drafting:
         return Candidate(slot, rates, can_pad=can_pad)
 
     def _choose_with_model(self, model: DraftModel, works: Seq[SlotWork], max_s: float) -> Mapping[int, int]:
-        """Return how many drafts of each slot to decode, by slot; those of the draft model are made before."""
+        """Return the number of drafts to decode by slot, after the draft model has made the chosen ones."""
         model.begin_step()
         candidates = [self._offer_of_model(model, work) for work in works]
         lengths = self.gate.choose(candidates, max_s, model.seconds)
@@ -199,34 +198,34 @@ class Drafting:
                 sequences = [work.sequence for work in works if work.chunk.slot in offered]
                 model.refuse([self._rates, *(self._drafted[sequence].rates for sequence in sequences)])
             return lengths
-        asked = {sequence: self._drafted[sequence].rates for sequence in chosen}
-        drafts, seconds = model.draft(asked, max(lengths.values()))
+        rates = {sequence: self._drafted[sequence].rates for sequence in chosen}
+        drafts, seconds = model.draft(rates, max(lengths.values()))
         for sequence, draft in drafts.items():
             drafted = self._drafted[sequence]
             tokens, buckets = draft.tokens[: drafted.max_drafts], draft.buckets[: drafted.max_drafts]
             drafted.draft = draft._replace(tokens=tokens, buckets=buckets)
-        self._step = StepAccount(len(works), seconds)  # the time is spent, whatever is decoded now
+        self._step = StepAccount(len(works), seconds)  # the time is spent, even if nothing is decoded now
         return self.gate.fit([self._candidate(work) for work in works], max_s - seconds)
 
     def _offer_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
-        """Return what the draft model could propose for a slot, if that is likely to be more than what there is."""
+        """Return the draft that the draft model could make for a slot, or the current one if that is likely better."""
         candidate, drafted = self._candidate(work), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
         if is_good or not drafted.max_drafts or not model.is_considered:
             return candidate
-        num_left = max(1.0, self._layout.expected_steps(work.sequence))
-        return model.offer(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, num_left)
+        expected_tokens = max(1.0, self._layout.expected_steps(work.sequence))
+        return model.offer(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, expected_tokens)
 
     def _fit(self, works: Seq[SlotWork], lengths: Mapping[int, int]) -> bool:
-        """Return whether there are cells for all of them. Drafts take none from a sequence."""
+        """Return whether there are enough cells for all drafts without taking any from other sequences."""
         memory = self._cache.memory
         if memory.unified:
             return self._cache.cells.free >= len(works) + sum(lengths.values())
         return all(self._cache.cells.of(slot) + 1 + length <= memory.ctx_per_slot for slot, length in lengths.items())
 
     def _with_draft(self, work: SlotWork, length: int) -> SlotWork:
-        """Return the work with its draft, padded to this length: slots of one pass have equally many rows."""
+        """Return the work with its draft, padded to this length, because slots of one pass have equally many rows."""
         sequence, chunk = work
         if not length:
             return work
@@ -235,10 +234,10 @@ class Drafting:
         padding = [(tokens or chunk.tokens)[-1]] * (length - len(tokens))
         return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens, *padding], num_drafts=len(tokens)))
 
-    # After it
+    # After a decode call
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Account the time of a decode call of single tokens and drafts."""
+        """Account the duration of a decode call of single tokens and drafts."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
         if self._step is not None:
@@ -246,7 +245,7 @@ class Drafting:
         self.gate.observe(seconds)
 
     def begin_verifying(self, work: SlotWork) -> None:
-        """The chunk is decoded, its first token accounted; its drafts lie in the slot behind it."""
+        """Start to verify a decoded chunk. Its first token is accounted, and its drafts follow it in the slot."""
         sequence, chunk = work
         if (drafted := self._drafted.get(sequence)) is None:
             return
@@ -256,13 +255,13 @@ class Drafting:
             self._count(drafted.draft.source, drafted=chunk.num_drafts, drafts=1)
 
     def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
-        """Count in a new dictionary, because other threads read the one that there is."""
+        """Count in a new dictionary, because other threads read the current one."""
         before = self.counts.get(source, SourceDrafts(0, 0, 0))
         now = SourceDrafts(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
         self.counts = {**self.counts, source: now}
 
     def accept(self, sequence: Sequence) -> None:
-        """Account the next draft, which is what the model sampled."""
+        """Account the next draft, which the model has sampled."""
         drafted = self._drafted[sequence]
         assert sequence.slot is not None
         assert drafted.draft is not None
@@ -275,7 +274,7 @@ class Drafting:
         self._cache.extend(sequence.slot, 1)
 
     def end_verifying(self, sequence: Sequence) -> None:
-        """Cut the slot back to what is accounted, and learn from what was sampled."""
+        """Truncate the slot to its accounted positions, and learn from the sampled tokens."""
         if (drafted := self._drafted.get(sequence)) is None:
             return
         if drafted.num_unverified and sequence.slot is not None:
@@ -289,7 +288,7 @@ class Drafting:
             drafted.draft = None
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence ends, and still has its slot, if it had one."""
+        """End a sequence, which still has its slot if it had one."""
         if sequence in self._drafted:
             self.end_verifying(sequence)
             pool = self._drafted.pop(sequence).pool
@@ -299,6 +298,6 @@ class Drafting:
                 self._model.end(sequence)
 
     def forget_idle(self) -> None:
-        """Hold nothing of requests that have ended, except for their outputs in pools."""
+        """Release everything of finished requests, except their outputs in pools."""
         if self._model is not None:
             self._model.forget_idle()

@@ -1,8 +1,8 @@
-"""How many draft tokens a decode call takes along: as many as bring more tokens per second than none. Pure.
+"""The gate, which decides how many draft tokens a decode call has: as many as increase the tokens per second. Pure.
 
-What drafts are worth is their acceptance rate against the measured seconds of their rows. Both may be wrong, so an
-account holds the time that drafts saved and lost: without credit there are none, and trying what is hardly known may
-cost EXPLORING of the time only.
+The benefit of drafts follows from their acceptance rates and the measured duration of their rows. Both may be wrong, so
+an account tracks the time that drafts have saved and lost. Without credit there are no drafts, and trying options that
+are hardly known may cost only EXPLORING of the time.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from typing import NamedTuple
 from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.slot_layout import runs_of
 
-LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts of a slot: with its last token 2, 3, 4, 6 … rows, which kernels compute well
-MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call: the longest of these lengths
-TO_START, TO_CONTINUE = 1.08, 1.02  # times the tokens per second without drafts: two values, so that noise starts none
-EXPLORING = 0.003  # of the time that drafts may lose: "never slower" is measured within 2 %
-FIRST_S = 0.03  # that drafts may lose at first: a few tries on a CPU
-MAX_S = 0.2  # that drafts may lose after they saved much: what turns bad is stopped within some ten steps
-HELD_STEPS = 8  # that a choice holds with as many slots: weighing all choices for 64 slots takes milliseconds
-REST_STEPS = 16  # without drafts before they are looked at again, with as many slots: looking takes time, too
-SIMILAR = 0.7  # times the gain of the worst slot that was chosen, at least, for another slot while a choice holds
+LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts per slot: with the last token 2, 3, 4, 6 … rows, which suit the kernels
+MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call
+TO_START, TO_CONTINUE = 1.08, 1.02  # required gain in tokens per second; to start needs more, so that noise starts none
+EXPLORING = 0.003  # share of the time that drafts may lose: "never slower" is measured within 2 %
+FIRST_S = 0.03  # seconds that drafts may lose at first: a few tries on a CPU
+MAX_S = 0.2  # seconds that drafts may lose after they have saved much: about ten steps, then they stop
+HELD_STEPS = 8  # steps for which a choice is kept while the number of slots is equal: a new one can take milliseconds
+REST_STEPS = 16  # steps without drafts before they are considered again, because considering takes time
+SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative to the worst chosen slot
 
 
 class Candidate(NamedTuple):
-    """A slot that decodes, and the probability of each of its drafts if those before it are accepted; maybe none."""
+    """A decoding slot, with the probability that each of its drafts is accepted if those before it are."""
 
     slot: int
-    rates: Seq[float]
-    is_made: bool = False  # a draft model has to make them first, which takes time …
-    reading_s: float = 0.0  # … as does what it has to read before, once for …
-    num_left: float = 1.0  # … the tokens that are still to come
-    can_pad: bool = False  # without drafts it may get as many rows as others have, to be in one pass with them
+    rates: Seq[float]  # empty without drafts
+    is_made: bool = False  # a draft model has to make the drafts first
+    reading_s: float = 0.0  # seconds that the draft model needs once, to prefill unread tokens
+    expected_tokens: float = 1.0  # tokens that the slot will still generate, which share this time
+    can_pad: bool = False  # without drafts, it may be padded to the rows of other slots
 
 
 class DraftPlan(NamedTuple):
-    """A choice with its expected tokens and seconds."""
+    """A choice of drafts, with its expected tokens and durations."""
 
-    lengths: Mapping[int, int]  # slot → drafts that are decoded
+    lengths: Mapping[int, int]  # drafts to decode by slot
     pass_rows: list[int]
-    num_tokens: float  # expected
-    length: int = 0  # of the drafts of a slot
-    least_gain: float = 0.0  # of a slot that gets drafts
-    is_padded: bool = False  # slots without drafts get as many rows: all are one pass
-    making_s: float = 0.0  # of the draft model, before these passes
-    reading_s: float = 0.0  # of the draft model, once for all steps to come …
-    reading_share_s: float = 0.0  # … and the share of this step
+    num_tokens: float  # expected tokens
+    length: int = 0  # drafts per slot
+    min_gain: float = 0.0  # smallest gain of a slot with drafts
+    is_padded: bool = False  # slots without drafts are padded, so that all slots are in one pass
+    making_s: float = 0.0  # duration of the draft model before these passes
+    reading_s: float = 0.0  # duration of its prefill, which serves all later steps
+    reading_share_s: float = 0.0  # share of this step in reading_s
 
 
-Making = Callable[[int, int], float]  # slots, tokens of each → seconds that a draft model takes for them
+Making = Callable[[int, int], float]  # (slots, tokens per slot) → seconds that a draft model takes
 
 
 class _Offer:
-    """What a step could decode."""
+    """The candidates of a step, and their expected gains."""
 
     def __init__(self, candidates: Seq[Candidate], making: Making) -> None:
         self.candidates = candidates
         self.making = making
         self.slots = [c.slot for c in candidates]
         self.to_pad = [c.slot for c in candidates if c.can_pad and not c.rates]
-        # The expected tokens of 0, 1, 2 … drafts, by slot.
+        # Expected tokens of 0, 1, 2 … drafts by slot.
         self._gains = {c.slot: [0.0, *accumulate(accumulate(c.rates, mul))] for c in candidates if c.rates}
         self.longest = max((len(gains) - 1 for gains in self._gains.values()), default=0)
 
@@ -70,49 +70,49 @@ class _Offer:
         return len(self._gains[slot]) - 1
 
     def gains(self, length: int) -> dict[int, float]:
-        """Return the expected tokens of up to so many drafts, by slot, the most first."""
+        """Return the expected tokens of at most `length` drafts by slot, the largest first."""
         gains = [(slot, sums[min(length, len(sums) - 1)]) for slot, sums in self._gains.items()]
         return dict(sorted(gains, key=lambda pair: -pair[1]))
 
 
 class Gate:
-    """Weighs drafts against their rows. With `unified` cells any rows are one pass, else equal ones of neighbours."""
+    """Compares the gain of drafts with the cost of their rows. See `pass_rows_of` for the passes of a decode call."""
 
     def __init__(self, costs: DecodeCosts, max_rows: int, *, unified: bool) -> None:
-        """`costs` are those of the model's passes, which have at most `max_rows`."""
+        """`costs` are those of passes of the model, which have at most `max_rows` rows."""
         self._costs = costs
         self._max_rows = max_rows
         self._unified = unified
         self._may_lose_s = FIRST_S
-        self._token_s = 0.0  # that a token takes without drafts
-        self._num_slots = 0  # in the last step
-        self._num_rest = 0  # steps for which no source need be asked
-        self._choice = DraftPlan({}, [], 0.0)  # the last one, which …
-        self._num_held = 0  # … holds for so many steps more
+        self._token_s = 0.0  # seconds per token without drafts
+        self._num_slots = 0  # number of slots in the last step
+        self._num_rest = 0  # steps for which no source is asked
+        self._choice = DraftPlan({}, [], 0.0)  # the last choice
+        self._num_held = 0  # steps for which it is kept
 
     def begin_step(self, num_slots: int) -> bool:
-        """Return whether drafts are looked at in this step; they are not for a while after they didn't pay."""
+        """Return whether this step considers drafts. It doesn't for a while after they didn't pay."""
         if num_slots != self._num_slots:
             self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
         self._num_rest -= 1
         return self._num_rest < 0
 
     def observe(self, seconds: float) -> None:
-        """Account the time of a decode call of single tokens and drafts."""
+        """Account the duration of a decode call of single tokens and drafts."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + EXPLORING * seconds)
 
     def account(self, num_tokens: int, seconds: float) -> None:
-        """Account a step with drafts, which brought so many tokens in all, and took so long."""
+        """Account a step with drafts: its number of tokens and its duration."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + num_tokens * self._token_s - seconds)
 
     def choose(
         self, candidates: Seq[Candidate], max_s: float, making: Making = lambda _slots, _length: 0.0
     ) -> Mapping[int, int]:
-        """Return how many drafts of each slot to decode, by slot; slots with none are not in it.
+        """Return the number of drafts to decode by slot, without slots that have none.
 
-        A call with drafts takes no longer than `max_s`, as far as is known. `candidates` are in order of slots.
-        Without `unified` all that have drafts get equally many: what a slot lacks is padded. So are slots without any,
-        if one pass of all takes less than two or more.
+        A call with drafts is expected to take at most `max_s`. `candidates` are in order of slots. Without `unified`
+        cells, all slots with drafts get equally many, by padding. Slots without drafts are also padded if one pass of
+        all slots is faster than several.
         """
         offer = _Offer(candidates, making)
         none = self._plan(offer, 0, [])
@@ -131,12 +131,11 @@ class Gate:
         return self._decide(self._explore(plans, chosen))
 
     def fit(self, candidates: Seq[Candidate], max_s: float) -> Mapping[int, int]:
-        """Return the same for drafts that were made for the last choice: only their rows still cost time."""
+        """Return the same for drafts that were made for the last choice, so that only their rows cost time."""
         offer = _Offer(candidates, lambda _slots, _length: 0.0)
         plans = [plan for plan in self._plans(offer) if self._seconds(plan) <= max_s]
-        return max(
-            [self._plan(offer, 0, []), *plans], key=lambda plan: self._rate(plan, self._costs.optimistic)
-        ).lengths
+        plans = [self._plan(offer, 0, []), *plans]
+        return max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic)).lengths
 
     def _decide(self, plan: DraftPlan) -> Mapping[int, int]:
         self._choice = plan
@@ -146,27 +145,27 @@ class Gate:
         return plan.lengths
 
     def _hold(self, offer: _Offer) -> DraftPlan | None:
-        """Return the last choice for the drafts of this step; None if that is none, or more passes than it had."""
-        length, least_gain = self._choice.length, SIMILAR * self._choice.least_gain
-        chosen = [slot for slot, gain in offer.gains(length).items() if gain >= least_gain]
+        """Return the last choice for the drafts of this step; None if it has no drafts or needs more passes now."""
+        length, min_gain = self._choice.length, SIMILAR * self._choice.min_gain
+        chosen = [slot for slot, gain in offer.gains(length).items() if gain >= min_gain]
         plan = self._plan(offer, length, chosen[: self._max_slots(length)], is_padded=self._choice.is_padded)
         return plan if chosen and len(plan.pass_rows) <= len(self._choice.pass_rows) else None
 
     def _explore(self, plans: Seq[DraftPlan], chosen: DraftPlan) -> DraftPlan:
-        """Return what may well be better than the chosen plan, if the account has what it would lose otherwise."""
-        hopeful = max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic))
-        expected_s = self._seconds(hopeful) + hopeful.making_s + hopeful.reading_s
-        loss_s = expected_s - hopeful.num_tokens / self._rate(chosen, self._costs.expected)
-        if hopeful is chosen or loss_s > self._may_lose_s:
+        """Return a plan that may be better than the chosen one, if the account covers its expected loss."""
+        candidate = max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic))
+        expected_s = self._seconds(candidate) + candidate.making_s + candidate.reading_s
+        loss_s = expected_s - candidate.num_tokens / self._rate(chosen, self._costs.expected)
+        if candidate is chosen or loss_s > self._may_lose_s:
             return chosen
-        self._may_lose_s -= hopeful.reading_s  # which no later token pays if the drafts turn out to be wrong
-        return hopeful
+        self._may_lose_s -= candidate.reading_s  # lost if the drafts turn out to be wrong
+        return candidate
 
     def _max_slots(self, length: int) -> int:
         return (self._max_rows - self._num_slots) // length
 
     def _plans(self, offer: _Offer) -> Iterator[DraftPlan]:
-        """Yield plans for each length, and for all slots with drafts, the better half of them, of these the half …"""
+        """Yield plans for each length: with all slots that have drafts, with the better half of them, and so on."""
         if not offer.longest:
             return
         for length in sorted({*(short for short in LENGTHS if short < offer.longest), min(offer.longest, MAX_DRAFTS)}):
@@ -180,7 +179,7 @@ class Gate:
                 by_gain = by_gain[: len(by_gain) // 2]
 
     def _plan(self, offer: _Offer, length: int, chosen: Seq[int], *, is_padded: bool = False) -> DraftPlan:
-        """Return the plan with so many drafts for these slots, which are the best first."""
+        """Return the plan with `length` drafts for the chosen slots, which are sorted by gain."""
         if self._unified:
             lengths = {slot: min(length, offer.num_drafts(slot)) for slot in chosen}
             pass_rows = [len(offer.slots) + sum(lengths.values())]
@@ -195,7 +194,7 @@ class Gate:
             pass_rows,
             num_tokens,
             length=length,
-            least_gain=gains[chosen[-1]] if chosen else 0.0,
+            min_gain=gains[chosen[-1]] if chosen else 0.0,
             is_padded=is_padded,
         )
         made = [c for c in offer.candidates if c.is_made and c.slot in lengths]
@@ -205,13 +204,13 @@ class Gate:
         return plan._replace(
             making_s=offer.making(len(made), length),
             reading_s=sum([c.reading_s for c in made]),
-            reading_share_s=sum([c.reading_s / c.num_left for c in made]) * tokens_each,
+            reading_share_s=sum([c.reading_s / c.expected_tokens for c in made]) * tokens_each,
         )
 
     def _seconds(self, plan: DraftPlan) -> float:
         return sum([self._costs.expected(rows) for rows in plan.pass_rows])
 
     def _rate(self, plan: DraftPlan, seconds_of: Callable[[int], float]) -> float:
-        """Return tokens per second."""
+        """Return the expected tokens per second."""
         seconds = sum([seconds_of(rows) for rows in plan.pass_rows])
         return plan.num_tokens / max(seconds + plan.making_s + plan.reading_share_s, 1e-9)

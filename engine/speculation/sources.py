@@ -1,33 +1,34 @@
-"""What proposes how a sequence continues: texts that were seen before, and grammars that leave no choice.
+"""Sources of drafts, and how often the tokens of each are accepted.
 
-A text is indexed while it grows, at a constant time for each token and some 32 bytes of memory. A new place of a run of
-tokens replaces an older one in the index, and by chance that of another run, so a place is compared before it is used.
+A source proposes a continuation that was seen before, or the only one that a grammar allows. A growing text is indexed
+at a constant time and about 32 bytes of memory per token. A new position of a run of tokens replaces an older one in
+the index, and sometimes that of another run, so a position is compared before it is used.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from cellama.engine.scheduling.sequence import Sequence
 
-# Lengths of the runs of tokens that are looked up: what follows 8 is seldom wrong, 3 are found more often.
+# Lengths of the runs of tokens that are looked up: the continuation of 8 is seldom wrong, 3 are found more often.
 RUNS = (8, 3)
-MAX_READ = 1024  # tokens that an index reads at once: more would be a gap in every stream
-BUCKET_BOUNDS = (4, 6, 8, 12, 16, 24, 32)  # matched tokens from which on a draft token is in the next bucket
-# The bucket by the number of matched tokens, so that a lookup needs no search.
+MAX_READ = 1024  # tokens that an index adds at once: more would be a gap in every stream
+BUCKET_BOUNDS = (4, 6, 8, 12, 16, 24, 32)  # numbers of matched tokens at which the next bucket starts
+# Buckets by the number of matched tokens, so that a lookup needs no search.
 BUCKETS = [sum(matched >= bound for bound in BUCKET_BOUNDS) for matched in range(BUCKET_BOUNDS[-1] + 1)]
-SURE = len(BUCKET_BOUNDS)  # the bucket of what a grammar leaves no choice about
-POOL_TOKENS = 16384  # of a scope: some 20 answers of 800 tokens
-ALL_POOLS_TOKENS = 65536  # of all scopes together, which take a few MB with their indexes …
-MAX_POOLS = 256  # … which are no more: each takes 2 KB at least, and is looked at with every request that starts
-BREAK = -1  # between the texts of a pool; not a token
+SURE = len(BUCKET_BOUNDS)  # the bucket of tokens that a grammar requires
+POOL_TOKENS = 16384  # tokens of a pool: about 20 answers of 800 tokens
+ALL_POOLS_TOKENS = 65536  # tokens of all pools, which take a few MB with their indexes
+MAX_POOLS = 256  # number of pools, each of which takes at least 2 KB and time when a request starts
+BREAK = -1  # separates the texts of a pool; not a token
 
 
 class DraftTokens(NamedTuple):
-    """Tokens that may come next, and for each the bucket of the source's confidence (acceptance.py)."""
+    """Proposed next tokens, and for each the bucket of the source's confidence (AcceptanceRates)."""
 
     source: str
     tokens: list[int]
@@ -37,31 +38,31 @@ class DraftTokens(NamedTuple):
 class Source(Protocol):
     """Proposes the next tokens of one sequence."""
 
-    def draft(self, most: int) -> DraftTokens | None:
-        """Return up to `most` tokens, as the sequence stands now; None without a proposal."""
+    def draft(self, max_tokens: int) -> DraftTokens | None:
+        """Return at most `max_tokens` tokens for the current end of the sequence; None without a proposal."""
         ...
 
 
 class ForcedText:
-    """A Source: what the grammar of a sequence leaves no choice about.
+    """A source that proposes the text that the grammar of a sequence requires.
 
-    Which bytes come is certain. Which tokens spell them is not, so these are drafts like any others.
+    The bytes are certain, but the tokens that spell them are not, so they are drafts like any others.
     """
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
 
-    def draft(self, most: int) -> DraftTokens | None:
+    def draft(self, max_tokens: int) -> DraftTokens | None:
         sampler = self._sequence.sampler
-        tokens = [] if sampler is None else sampler.forced_tokens()[:most]
+        tokens = [] if sampler is None else sampler.forced_tokens()[:max_tokens]
         return DraftTokens("grammar", tokens, [SURE] * len(tokens)) if tokens else None
 
 
 class Index:
-    """Where runs of tokens ended last in a text that only grows."""
+    """An index of the last position of each run of tokens in a text that only grows."""
 
     def __init__(self, tokens: list[int]) -> None:
-        """`tokens` belongs to its caller."""
+        """The caller owns `tokens`."""
         self.tokens = tokens
         self._num_read = 0
         self._tables: list[array[int]] = []
@@ -72,20 +73,20 @@ class Index:
         size = 1 << max(8, (2 * len(self.tokens)).bit_length())
         self._tables, self._mask, self._num_read = [array("i", [-1]) * size for _ in RUNS], size - 1, 0
 
-    def read(self, most: int = MAX_READ) -> None:
-        """Index what was added to the text, up to so many tokens of it."""
+    def read(self, max_tokens: int = MAX_READ) -> None:
+        """Add at most `max_tokens` new tokens of the text to the index."""
         tokens, mask = self.tokens, self._mask
         if len(tokens) > mask:
             self._resize()
             mask = self._mask
-        end = min(len(tokens), self._num_read + most)
+        end = min(len(tokens), self._num_read + max_tokens)
         for length, table in zip(RUNS, self._tables, strict=True):
             for at in range(max(self._num_read, length), end):
                 table[hash(tuple(tokens[at - length : at])) & mask] = at
         self._num_read = end
 
     def find(self, text: Seq[int]) -> tuple[int, int] | None:
-        """Return the place behind the last tokens of `text`, and how many of these were found; longer runs first."""
+        """Return the position after the last tokens of `text`, and how many were found. Longer runs come first."""
         for length, table in zip(RUNS, self._tables, strict=True):
             tail = list(text[-length:])
             at = table[hash(tuple(tail)) & self._mask] if len(tail) == length else -1
@@ -95,34 +96,34 @@ class Index:
 
 
 class Follower:
-    """A Source: what followed the last tokens of a sequence where they were seen before."""
+    """A source that proposes the tokens that followed the last tokens of a sequence at an earlier position."""
 
     def __init__(self, name: str, index: Index, text: list[int]) -> None:
-        """`text` has the sequence's tokens, and grows; `index` may be of the same list."""
+        """`text` has the growing tokens of the sequence. `index` may be an index of the same list."""
         self.name = name
         self._index = index
         self._text = text
         self._is_own = index.tokens is text
-        self._at = -1  # in the index's text: what should come next
+        self._at = -1  # position of the next expected token in the text of the index
         self._matched = 0
         self._num_seen = len(text)
 
     def expect(self, at: int) -> None:
-        """Propose the tokens from the place `at` of the index on: the text is known to follow it."""
+        """Propose the tokens at the position `at` of the index, because the text is known to follow it."""
         self._at, self._matched = at, RUNS[0]
 
-    def draft(self, most: int) -> DraftTokens | None:
+    def draft(self, max_tokens: int) -> DraftTokens | None:
         self._index.read()
         self._catch_up()
         if self._at < 0 and (found := self._index.find(self._text)) is not None:
             self._at, self._matched = found
-        if self._at < 0 or not (tokens := self._following(most)):
+        if self._at < 0 or not (tokens := self._following(max_tokens)):
             return None
         last = len(BUCKETS) - 1
         return DraftTokens(self.name, tokens, [BUCKETS[min(self._matched + i, last)] for i in range(len(tokens))])
 
     def _catch_up(self) -> None:
-        """Follow the text as far as it went as proposed; else the next draft looks it up again."""
+        """Follow the text as far as it matched the proposal. Otherwise the next draft searches again."""
         known = self._index.tokens
         for token in self._text[self._num_seen :]:
             if not 0 <= self._at < len(known) or known[self._at] != token:
@@ -131,33 +132,33 @@ class Follower:
             self._at, self._matched = self._at + 1, self._matched + 1
         self._num_seen = len(self._text)
 
-    def _following(self, most: int) -> list[int]:
-        tokens = self._index.tokens[self._at : self._at + most]
-        if self._is_own:  # its end repeats itself
-            while tokens and len(tokens) < most:
-                tokens += tokens[: most - len(tokens)]
+    def _following(self, max_tokens: int) -> list[int]:
+        tokens = self._index.tokens[self._at : self._at + max_tokens]
+        if self._is_own:  # a repetition at the end of the text continues
+            while tokens and len(tokens) < max_tokens:
+                tokens += tokens[: max_tokens - len(tokens)]
         return tokens[: tokens.index(BREAK)] if BREAK in tokens else tokens
 
 
 class Pool:
-    """Texts of one scope that were generated lately, one behind the other. A full pool drops its older texts."""
+    """Recently generated texts of one scope, one after another. A full pool drops its older texts."""
 
     def __init__(self) -> None:
         self.index = Index([])
 
     def add(self, text: Seq[int]) -> None:
-        """Add a text, or the end of a long one. A Follower of an older index keeps that index."""
+        """Add a text, or the end of a long one. A Follower keeps its older index."""
         text = text[-POOL_TOKENS // 2 :]
         if len(self.index.tokens) + len(text) >= POOL_TOKENS:
-            kept = self.index.tokens[-POOL_TOKENS // 4 :]
-            self.index = Index([BREAK, *kept, BREAK, *text])
+            recent = self.index.tokens[-POOL_TOKENS // 4 :]
+            self.index = Index([BREAK, *recent, BREAK, *text])
             return
         self.index.tokens.append(BREAK)
         self.index.tokens.extend(text)
 
 
 class Pools:
-    """A pool for each scope that generated something lately: no scope gets drafts from the texts of another one."""
+    """A pool for each scope that has generated text recently. No scope gets drafts from the texts of another one."""
 
     def __init__(self) -> None:
         self._pools: OrderedDict[Hashable, Pool] = OrderedDict()
@@ -171,5 +172,52 @@ class Pools:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all pools."""
+        """The number of tokens in all pools."""
         return sum(len(pool.index.tokens) for pool in self._pools.values())
+
+
+FADING = 0.98  # share of earlier observations of a bucket that remains with each new one: about the last 50 count
+FIRST_TRIALS = 4.0  # weight of the initial rate in observations: a few observations outweigh it
+SEQUENCE_TRIALS = 3.0  # weight of the general rate in observations of one sequence, whose text may differ
+RECOVERY = 0.98  # share of observations that remains when a rejected source is considered: about 100 times forget it
+FIRST_RATES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9)  # initial rates by bucket
+
+
+class AcceptanceRates:
+    """The share of accepted tokens by source and bucket: a running mean that starts with `general` or initial rates."""
+
+    def __init__(self, general: AcceptanceRates | None = None) -> None:
+        self._general = general
+        self._counts: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted, seen
+
+    def of(self, source: str, bucket: int) -> float:
+        """Return the probability that a token of this bucket is accepted if all earlier ones of its draft are."""
+        accepted, seen = self._counts.get((source, bucket), (0.0, 0.0))
+        if self._general is None:
+            initial = FIRST_RATES[min(bucket, len(FIRST_RATES) - 1)]
+            return (accepted + initial * FIRST_TRIALS) / (seen + FIRST_TRIALS)
+        return (accepted + self._general.of(source, bucket) * SEQUENCE_TRIALS) / (seen + SEQUENCE_TRIALS)
+
+    def of_draft(self, draft: DraftTokens) -> list[float]:
+        """Return the probability for each token of a draft."""
+        rates = {bucket: self.of(draft.source, bucket) for bucket in set(draft.buckets)}
+        return [rates[bucket] for bucket in draft.buckets]
+
+    def observe(self, draft: DraftTokens, tokens: Seq[int]) -> None:
+        """Learn from the tokens with which the sequence continued, even if the draft was not decoded."""
+        for drafted, bucket, token in zip(draft.tokens, draft.buckets, tokens, strict=False):
+            self._count(draft.source, bucket, is_accepted=drafted == token)
+            if drafted != token:
+                break
+
+    def _count(self, source: str, bucket: int, *, is_accepted: bool) -> None:
+        counts = self._counts[source, bucket]
+        counts[0] = counts[0] * FADING + is_accepted
+        counts[1] = counts[1] * FADING + 1.0
+        if self._general is not None:
+            self._general._count(source, bucket, is_accepted=is_accepted)
+
+    def recover(self, source: str, bucket: int) -> None:
+        """Reduce the weight of observations, so that a source with a low rate is tried again some day."""
+        counts = self._counts[source, bucket]
+        counts[0], counts[1] = counts[0] * RECOVERY, counts[1] * RECOVERY

@@ -11,9 +11,17 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from cellama.engine import InvalidRequest, SamplingParams
-from cellama.engine.sampling.filters import softmax, sorted_candidates, top_ids, top_p, top_p_candidates
 from cellama.engine.sampling.processors import BannedTokens, Penalties, SequenceStart, make_processors
-from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler, uniforms
+from cellama.engine.sampling.sampler import (
+    NothingAllowed,
+    TokenSampler,
+    softmax,
+    sorted_candidates,
+    top_ids,
+    top_p,
+    top_p_candidates,
+    uniforms,
+)
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))

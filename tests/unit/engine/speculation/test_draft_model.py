@@ -21,9 +21,8 @@ from cellama.engine import (
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.scheduling.sequence import Sequence as Running
-from cellama.engine.speculation.acceptance import AcceptanceRates
 from cellama.engine.speculation.draft_model import MAX_FAILURES, NAME, DraftModel
-from cellama.engine.speculation.sources import DraftTokens
+from cellama.engine.speculation.sources import AcceptanceRates, DraftTokens
 
 from ....eager_gate import Eager
 
@@ -91,7 +90,7 @@ def test_a_draft_model_that_fails_costs_no_text_and_is_not_asked_for_ever() -> N
 def test_a_draft_model_that_cannot_decode_is_no_draft_model() -> None:
     draft = small()
     draft.failures.append(-1)
-    with pytest.raises(ModelLoadFailed, match="leave out draft"):
+    with pytest.raises(ModelLoadFailed, match="remove the option draft"):
         run(asked(), draft)
 
 

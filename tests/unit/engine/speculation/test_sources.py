@@ -6,13 +6,13 @@ from random import Random
 
 from hypothesis import given, settings, strategies as st
 
-from cellama.engine.speculation.acceptance import AcceptanceRates
 from cellama.engine.speculation.sources import (
     ALL_POOLS_TOKENS,
     BREAK,
     MAX_POOLS,
     POOL_TOKENS,
     RUNS,
+    AcceptanceRates,
     DraftTokens,
     Follower,
     Index,
