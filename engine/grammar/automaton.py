@@ -1,4 +1,4 @@
-"""An automaton over the bytes of a grammar, which is built as needed and limits all work.
+"""An automaton that matches the bytes of a grammar. Its states are built on demand, and all work is limited.
 
 A *stack* is a node of the program together with the frames of the rules and loops around it. A *state* is the set of
 stacks after a text. States are numbered, and a table caches the state that follows each byte, so numpy can look up
@@ -113,7 +113,7 @@ class Automaton:
         return number
 
     def step(self, state: int, byte_class: int, work: WorkBudget) -> int:
-        """Return the state after one byte, or a negative number if no text continues this way."""
+        """Return the state after one byte, or a negative number if the grammar does not allow it."""
         following = int(self._table[state, byte_class])
         if following == _UNKNOWN:
             after = self._stacks_after(state, byte_class, work)
@@ -139,7 +139,7 @@ class Automaton:
         return list(sorted_stacks.get(byte_class, ()))
 
     def walk(self, state: int, data: bytes, work: WorkBudget) -> int:
-        """Return the state after these bytes, or a negative number if no text continues this way."""
+        """Return the state after these bytes, or a negative number if the grammar does not allow them."""
         for byte in data:
             state = self.step(state, self.byte_class[byte], work)
             if state < 0:

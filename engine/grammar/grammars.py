@@ -74,7 +74,7 @@ class Grammars:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """Take the arguments of MatcherTokens."""
+        """See MatcherTokens for the arguments."""
         self._pieces = pieces
         self._controls = controls
         self._ends = ends

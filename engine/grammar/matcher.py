@@ -58,7 +58,7 @@ class MatcherTokens:
             texts[token] = _SPECIAL + controls.get(token, texts[token])
         self.ends = ends
         self.num_tokens = len(texts)
-        if not ends:  # llguidance needs one, so add one behind the vocabulary
+        if not ends:  # llguidance needs one, so add one after the vocabulary
             texts.append(_SPECIAL)
         end_ids = sorted(ends) or [len(texts) - 1]
         vocabulary = _Vocabulary(texts, end_ids[0], tokenize)
@@ -107,9 +107,9 @@ class SharedGrammar:
         probe.compute_bitmask()
         if not probe.is_error():
             return False
-        fresh = self.tokens.compile(self._grammar, self._name)
+        renewed = self.tokens.compile(self._grammar, self._name)
         with self._lock:
-            self._first, self._number = fresh, number + 1
+            self._first, self._number = renewed, number + 1
         return True
 
 

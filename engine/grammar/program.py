@@ -97,7 +97,7 @@ class _NullableParts:
         Raises InvalidRequest.
         """
         self._rules: set[str] = set()
-        self._known: dict[int, bool] = {}  # by id of the part
+        self._results: dict[int, bool] = {}  # by id of the part
         users: dict[str, list[str]] = {name: [] for name in rules}
         for name, part in rules.items():
             for inner in set(_references(part)):
@@ -108,20 +108,20 @@ class _NullableParts:
         waiting = list(reversed(rules))
         while waiting:
             name = waiting.pop()
-            self._known.clear()
+            self._results.clear()
             if name not in self._rules and self.has(rules[name]):
                 self._rules.add(name)
                 waiting += users[name]
             if self._num_checks > _MAX_CHECKS:
                 raise bad_grammar("its rules depend on each other in too many ways; simplify it")
-        self._known.clear()
+        self._results.clear()
 
     def has(self, part: GbnfPart) -> bool:
-        known = self._known.get(id(part))
-        if known is None:
+        cached = self._results.get(id(part))
+        if cached is None:
             self._num_checks += 1
-            known = self._known[id(part)] = self._compute(part)
-        return known
+            cached = self._results[id(part)] = self._compute(part)
+        return cached
 
     def _compute(self, part: GbnfPart) -> bool:
         match part:
@@ -226,19 +226,19 @@ class _Compiler:
         sequences = [each for low, high in ranges for each in utf8_sequences(low, high)]
         return self._edges(sequences, after, {})
 
-    def _edges(self, sequences: list[Bytes], after: int, known: dict[tuple[Bytes, ...], int]) -> int:
+    def _edges(self, sequences: list[Bytes], after: int, cached: dict[tuple[Bytes, ...], int]) -> int:
         """Return a node for sequences of byte ranges. Equal remainders of sequences share their nodes."""
         key = tuple(sequences)
-        if key not in known:
+        if key not in cached:
             rests: dict[tuple[int, int], list[Bytes]] = {}
             for sequence in sequences:
                 rests.setdefault(sequence[0], []).append(sequence[1:])
             ranges = [
-                (low, high, self._edges(rest, after, known) if rest[0] else after)
+                (low, high, self._edges(rest, after, cached) if rest[0] else after)
                 for (low, high), rest in rests.items()
             ]
-            known[key] = self._new(Edges(tuple(ranges)))
-        return known[key]
+            cached[key] = self._new(Edges(tuple(ranges)))
+        return cached[key]
 
 
 Bytes = tuple[tuple[int, int], ...]  # a range for each byte of a character

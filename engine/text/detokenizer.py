@@ -57,7 +57,7 @@ class TextStream:
 
 
 def partial_marker_length(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` that is the start of a marker, without being a whole marker."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         tail = text[-length:]

@@ -29,7 +29,7 @@ class SpecialToken:
 
 
 def from_caller(text: str) -> str:
-    """Return the marked form of a caller's text. Space is not replaced, because some tokens drop the space around."""
+    """Return the marked form of a caller's text. Space stays, because some tokens drop the space around them."""
     return re.sub(r"\S", FROM_CALLER, text)
 
 

@@ -59,7 +59,7 @@ def open_reply(format_: ReplyFormat) -> ReplyReader:
 
 
 class ReplyReader(ABC):
-    """Reads one reply and is owned by its sequence."""
+    """Reads one reply. Each sequence of a chat owns a reader."""
 
     def __init__(self, format_: ReplyFormat) -> None:
         self._format = format_

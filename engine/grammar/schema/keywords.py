@@ -24,8 +24,8 @@ Check = Callable[[Any], Problem]
 
 class Keyword(NamedTuple):
     group: str
-    strict: str  # how the keyword is handled in strict use, and ...
-    lenient: str  # ... otherwise
+    strict: str  # handling in strict use
+    lenient: str  # handling in lenient use
     check: Check
     note: str = ""
     inner: str = ""  # position of its schemas: one, list, map, one or list, map or strings

@@ -45,7 +45,7 @@ from .shapes import (
 
 Shapes = tuple[Shape, ...]
 
-_MAX_NESTED_NEGATIONS = 16  # of schemas that are checked for whether they can be negated
+_MAX_NESTED_NEGATIONS = 16  # that are checked in advance for whether they are supported
 _MAX_EXCLUDED_CHARS = 2_000  # of all strings that a pattern excludes
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _COMBINING = ("anyOf", "oneOf", "allOf", *_REFERENCES)
@@ -407,8 +407,7 @@ class SchemaReader:
         types = {given} if isinstance(given, str) else set(given)
         if schema.get("nullable") is True and "type" in schema:
             types.add("null")
-        is_explicit = "type" in schema
-        makers: dict[str, Callable[[int, Mapping[str, Any], str, bool], Shape | None]] = {
+        readers: dict[str, Callable[[int, Mapping[str, Any], str], Shape | None]] = {
             "object": self._object,
             "array": self._array,
             "string": self._string,
@@ -418,19 +417,17 @@ class SchemaReader:
         for shape in ANY:
             kind = shape.type
             if kind in types or (kind == "number" and "integer" in types):
-                has = any(name in schema for name in _KEYWORDS_OF_TYPE.get(kind, ()))
-                made = (
-                    makers[kind](node, schema, path, is_explicit or has)
-                    if has
-                    else replace(shape, is_explicit=is_explicit)
-                )
-                if isinstance(made, Number) and "number" not in types:
-                    made = replace(made, is_integer=True)
-                if made is not None:
-                    found.append(made)
+                if any(name in schema for name in _KEYWORDS_OF_TYPE.get(kind, ())):
+                    typed = readers[kind](node, schema, path)
+                else:
+                    typed = replace(shape, is_explicit="type" in schema)
+                if isinstance(typed, Number) and "number" not in types:
+                    typed = replace(typed, is_integer=True)
+                if typed is not None:
+                    found.append(typed)
         return tuple(found)
 
-    def _number(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
+    def _number(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
         low, low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
         high, high_open = _bound(schema, "maximum", "exclusiveMaximum", min)
         if low is not None and low > MAX_NUMBER:
@@ -444,7 +441,7 @@ class SchemaReader:
             self._policy.not_enforced(path, "multipleOf", "it has too many digits")
             step = None
         number = Number(
-            is_explicit,
+            is_explicit=True,
             minimum=low,
             is_above_minimum=low_open,
             maximum=high,
@@ -453,11 +450,11 @@ class SchemaReader:
         )
         return intersection(number, Number(), self.matches)
 
-    def _string(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
+    def _string(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
         pattern, format_ = schema.get("pattern"), schema.get("format")
         return intersection(
             String(
-                is_explicit,
+                is_explicit=True,
                 min_length=int(schema.get("minLength", 0)),
                 max_length=int(schema["maxLength"]) if "maxLength" in schema else None,
                 patterns=(
@@ -469,7 +466,7 @@ class SchemaReader:
             self.matches,
         )
 
-    def _array(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
+    def _array(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
         listed = "items" if isinstance(schema.get("items"), list) else "prefixItems"
         after = "additionalItems" if listed == "items" else "items"
         prefix = tuple(self.condition(child) for child in self._children(node, listed)) if listed in schema else ()
@@ -486,7 +483,7 @@ class SchemaReader:
                 contains = (Contains(item, min_count=min_count, path=path),)
         return intersection(
             Array(
-                is_explicit,
+                is_explicit=True,
                 prefix=prefix,
                 rest=rest,
                 min_items=int(schema["minItems"]) if "minItems" in schema else None,
@@ -500,7 +497,7 @@ class SchemaReader:
             self.matches,
         )
 
-    def _object(self, node: int, schema: Mapping[str, Any], path: str, is_explicit: bool) -> Shape | None:
+    def _object(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
         patterns = tuple(
             (portable(pattern), self.condition(self._document.child(node, "patternProperties", pattern)), path)
             for pattern in schema.get("patternProperties", ())
@@ -518,7 +515,7 @@ class SchemaReader:
             names = ((self.condition(self._document.child(node, "propertyNames")), path),)
         return intersection(
             Object(
-                is_explicit,
+                is_explicit=True,
                 has_properties="properties" in schema or bool(patterns),
                 properties=tuple(properties.items()),
                 patterns=patterns,
@@ -593,8 +590,8 @@ class SchemaReader:
             if name in schema:
                 children = self._children(node, name)
                 before = self._num_narrowings
-                apart = name == "anyOf" or self._all_disjoint([self._read(inner, True) for inner in children])
-                if not apart or self._num_narrowings > before:
+                is_supported = name == "anyOf" or self._all_disjoint([self._read(inner, True) for inner in children])
+                if not is_supported or self._num_narrowings > before:
                     raise NegationUnsupported("'oneOf' can't be negated if its schemas overlap")
                 found: Shapes = ANY
                 for inner in children:

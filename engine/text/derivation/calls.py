@@ -210,11 +210,11 @@ def _json_at(turn: str, values: Mapping[str, Any], start: int) -> tuple[int, int
     """Return the position of these arguments as a JSON object, or as a string that contains the object."""
     key = next(iter(values))
     at = turn.rfind("{", start, max(start, turn.find(key, start)))
-    for begin in (at, at - 1):
-        if at >= 0 and begin >= start:
-            value, end = _decoded(turn, begin)
+    for position in (at, at - 1):
+        if at >= 0 and position >= start:
+            value, end = _decoded(turn, position)
             if _is_same(value, values):
-                return begin, end
+                return position, end
     return None
 
 

@@ -18,8 +18,8 @@ from cellama.engine.errors import InvalidRequest
 from .argument_values import ArgumentValues
 from .call_format import IN_CHANNELS, ArgumentTags, CallFormat
 from .channels import CHANNEL, END, ENDS, MESSAGE, START
-from .lark import ControlToken, LarkGrammar, LarkPart, LarkRule, LarkText, escaped, shared_parts, text_without
-from .literals import KEY
+from .lark import ControlToken, LarkGrammar, LarkPart, LarkRule, LarkText, escaped, text_without
+from .literals import KEY, num_shared
 
 _MAX_CALLS = 16  # in a row, because models that repeat themselves would call until max_tokens
 _SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, because models write it after reasoning
@@ -95,10 +95,10 @@ class CallGrammar:
             return self.grammar.text(self._constrained(self.constraint))
         return self.grammar.text(self._auto())
 
-    # Forms of replies
+    # Replies
 
     def _auto(self) -> str:
-        """Return a grammar of free text, with calls after a marker."""
+        """Return an expression for free text, with calls after a marker."""
         grammar, markers = self.grammar, self.format.markers
         reserved = self._reserved_starts()
         text = text_without(markers, *reserved)
@@ -118,7 +118,7 @@ class CallGrammar:
         return self._after_reasoning(grammar.rule("reply", *replies), may_stay_open=True)
 
     def _constrained(self, constraint: TextConstraint) -> str:
-        """Return a grammar of a text that meets the constraint, or of calls."""
+        """Return an expression for a text that meets the constraint, or for calls."""
         grammar = self.grammar
         if constraint.kind == "json_schema":
             text = self.json_rule("text", constraint.text, constraint.strict, "json_schema").expression
@@ -166,7 +166,7 @@ class CallGrammar:
         return f"{head} {tool.arguments} {self.grammar.expression(self.grammar.parts(self.format.close.rstrip()))}"
 
     def _in_channels(self) -> str:
-        """Return messages with reasoning, followed by one with text or by a call."""
+        """Return the grammar of messages with reasoning, followed by a message with text or by a call."""
         grammar, text = self.grammar, text_without([*ENDS, START, CHANNEL])
         parts = grammar.parts
         channels = ["analysis"] if self.forced else ["analysis", "commentary"]
@@ -200,7 +200,7 @@ class CallGrammar:
     # Calls
 
     def _calls(self, before: Sequence[LarkPart], opening: str, *, with_middle: bool) -> str:
-        """Return a call, and the calls that may follow it directly.
+        """Return an expression for a call, and for the calls that may follow it directly.
 
         `before` is what precedes the call, and `opening` is the rest of the format's `open`.
         """
@@ -210,13 +210,13 @@ class CallGrammar:
         if not with_middle or format_.middle is None:
             return f"{first} {self.grammar.expression(close)}".rstrip()
         middle = parts(self._closing_space + format_.middle.removeprefix(self._closing_space))
-        shared = shared_parts(close, middle)
+        shared = num_shared(close, middle)
         end = self.grammar.expression(close[:shared])
         more = f"({self._either(middle[shared:])} {end}){{0,{_MAX_CALLS - 1}}}"
         return " ".join(part for part in (first, end, more, self.grammar.expression(close[shared:])) if part)
 
     def _either(self, before: Sequence[LarkPart]) -> str:
-        """Return a call of one of the tools with its arguments."""
+        """Return an expression for a call of one of the tools, including its arguments."""
         calls = []
         for tool in self._tools:
             head = [*before, tool.name, *self.grammar.parts(self._inner, tool.name)]
@@ -293,7 +293,7 @@ class ToolRules:
         return self.owner.json_rule(f"{self.rule}a", schema, self.offered.strict, self.offered.where).expression
 
     def _tagged(self, tags: ArgumentTags) -> str:
-        """Return arguments in the order of the schema.
+        """Return an expression for arguments in the order of the schema.
 
         Rules m0, m1 … apply before the first argument, and rules n0, n1 … after one.
         """
@@ -334,20 +334,20 @@ class ToolRules:
 
     def _not_enforced(self, path: str) -> None:
         """Warn that a keyword of the schema is not enforced. Raises InvalidRequest if the tool is strict."""
-        place = f"{self.offered.where}.{path}"
+        full_path = f"{self.offered.where}.{path}"
         reason = "this model writes arguments as bare text in tags, where the keyword can't be enforced"
         if self.offered.strict:
-            raise InvalidRequest(f"{place}: {reason}; remove it, or send the tool without strict")
-        warning = f"{place} is not enforced: {reason}"
+            raise InvalidRequest(f"{full_path}: {reason}; remove it, or send the tool without strict")
+        warning = f"{full_path} is not enforced: {reason}"
         if warning not in self.owner.warnings:
             self.owner.warnings.append(warning)
 
     def _unconstrained_tagged(self, tags: ArgumentTags) -> str:
-        """Return arguments with any names and values."""
+        """Return an expression for arguments with any names and values."""
         grammar, parts = self.owner.grammar, self.owner.grammar.parts
         keys = list(ArgumentValues(self._schema()).properties) if KEY in tags.close else [None]
         choices: dict[str, list[str]] = {"first": [], "later": []}
-        for place, before in (("first", self.owner.before_first), ("later", tags.gap)):
+        for position, before in (("first", self.owner.before_first), ("later", tags.gap)):
             for key in keys:
                 excluded = escaped('<>"\n' + tags.sep[:1])
                 name: LarkPart = LarkText(f"/[^{excluded}\\s\\/][^{excluded}]{{0,63}}/")
@@ -356,13 +356,13 @@ class ToolRules:
                 ends = [tags.close.replace(KEY, key or "").strip()]
                 opening = [*parts(before + tags.open), named]
                 text = grammar.expression([*opening, *parts(tags.sep), text_without(ends), *close])
-                choices[place].append(text)
+                choices[position].append(text)
                 if tags.sep_of_json != tags.sep:
                     value = f"{self.rule}v"
                     if value not in grammar.rules:
                         self.owner.json_rule(value, "{}", False, self.offered.where)
                     head = grammar.expression([*opening, *parts(tags.sep_of_json)])
-                    choices[place].append(f"{head} {value} {grammar.expression(close)}")
+                    choices[position].append(f"{head} {value} {grammar.expression(close)}")
         if not keys:
             return ""
         first, later = (" | ".join(each) for each in choices.values())
@@ -393,9 +393,9 @@ def _allowed_texts(
             text = LarkText(f"({text.expression} & {regex})", may_be_empty=True)
     if "format" in schema:
         not_enforced(f"properties.{key}.format")
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if least or most is not None:
-        length = f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
+    min_length, max_length = schema.get("minLength", 0), schema.get("maxLength")
+    if min_length or max_length is not None:
+        length = f"/(?s:.{{{int(min_length)},{'' if max_length is None else int(max_length)}}})/"
         text = LarkText(f"({text.expression} & {length})", may_be_empty=True)
     return [text]
 

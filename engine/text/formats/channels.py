@@ -1,6 +1,6 @@
-"""The reply format of GPT-OSS (harmony). A reply is a series of messages, each in a channel. Pure.
+"""The reply format of GPT-OSS (harmony). Pure.
 
-A message with a recipient is a tool call:
+A reply is a series of messages, each in a channel. A message with a recipient is a tool call. Two examples:
 
 <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text<|return|>
 <|channel|>commentary to=functions.name <|constrain|>json<|message|>{"x": 1}<|call|>

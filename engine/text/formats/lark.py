@@ -55,7 +55,7 @@ def containing(texts: Iterable[str]) -> str:
 
 
 def text_without(texts: Iterable[str], *others: str) -> LarkText:
-    """Return any text that contains none of these, and that none of the other expressions matches."""
+    """Return an expression for texts that contain none of `texts` and that none of the other expressions matches."""
     markers = [text for text in texts if text]
     excluded = [*([containing(markers)] if markers else []), *others]
     return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in excluded)]) + ")", may_be_empty=True)
@@ -139,9 +139,3 @@ class LarkGrammar:
 
     def _named(self, expression: str) -> str:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
-
-
-def shared_parts(first: Sequence[LarkPart], second: Sequence[LarkPart]) -> int:
-    """Return the number of parts at the start that both sequences share."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

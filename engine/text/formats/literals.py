@@ -6,7 +6,7 @@ A literal may have slots for text that differs from call to call: the name of th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 SLOTS = frozenset((NAME, ID, INDEX, KEY))
@@ -18,19 +18,19 @@ _HALVES = re.compile(r"start|begin|open|end|close|[^a-z0-9]")
 
 def shared_start(first: str, second: str) -> str:
     """Return the start that both texts share. It ends before a tag that would be cut."""
-    at = _num_shared(first, second)
+    at = num_shared(first, second)
     return first[: min(_outside(first, at)[0], _outside(second, at)[0])]
 
 
 def shared_end(first: str, second: str) -> str:
     """Return the end that both texts share. It starts after a tag that would be cut."""
-    size = _num_shared(first[::-1], second[::-1])
+    size = num_shared(first[::-1], second[::-1])
     sizes = (len(text) - _outside(text, len(text) - size)[1] for text in (first, second))
     return first[len(first) - min(sizes) :]
 
 
-def _num_shared(first: str, second: str) -> int:
-    """Return the number of characters at the start that both texts share."""
+def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of items at the start that both sequences share."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
