@@ -281,7 +281,7 @@ def openai() -> str:
         f"`{url}`:\n\n"
         + table(
             ("parameter", "handling", "details"),
-            [(f"`{name}`", rule.fate, _handling(rule)) for name, rule in sorted(rules.items())],
+            [(f"`{name}`", rule.handling, _handling(rule)) for name, rule in sorted(rules.items())],
         )
         for url, rules in tables.items()
     )
@@ -290,7 +290,7 @@ def openai() -> str:
 def anthropic() -> str:
     """Return the handling of Anthropic's parameters."""
     rules = find("cellama.api.anthropic.parameters.PARAMETERS")
-    rows = [(f"`{name}`", rule.fate, _handling(rule)) for name, rule in sorted(rules.items())]
+    rows = [(f"`{name}`", rule.handling, _handling(rule)) for name, rule in sorted(rules.items())]
     return table(("parameter", "handling", "details"), rows)
 
 

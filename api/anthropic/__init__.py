@@ -1,4 +1,4 @@
-"""Anthropic's forms, without HTTP: bodies of requests → parameters of jobs, results and events → bodies and events.
+"""Anthropic's request and response formats without HTTP: bodies to parameters, results and events to messages.
 
-May use: `tasks.contract`, `openai.parameters` for how a rule is written down, `openai.answers`.
+May use: `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
 """

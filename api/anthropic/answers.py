@@ -1,4 +1,4 @@
-"""Results of jobs → Anthropic's messages, and errors → its envelope."""
+"""Conversion of results into Anthropic's messages, and of errors into its error format."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cellama.api.openai.answers import warnings_of, was_cut_in_thought
+from cellama.api.openai.answers import ended_in_reasoning, warnings_of
 
 _CLOSING = {"{": "}", "[": "]"}
-_MOST = 8  # places to try: the last ones may be behind a name without a value
+_MAX_TRIES = 8  # positions to try from the end: the last ones may follow a name without a value
 
 
 def completed(text: str) -> str:
-    """The text with what is open closed, after the last member that is known: `{"a": [1, {"b": "c` is `{"a": [1, {}]}`.
+    """Close a truncated JSON text after its last complete member: `{"a": [1, {"b": "c` becomes `{"a": [1, {}]}`.
 
-    A text value is only known once it ends. Returns `{}` if nothing is known.
+    A truncated string is dropped. Return `{}` if nothing is complete.
     """
-    places: list[tuple[int, str]] = []  # after which it may be closed, and how
+    positions: list[tuple[int, str]] = []  # where the text may be closed, and the closing brackets
     open_, in_text, at = "", False, 0
     while at < len(text):
         char = text[at]
@@ -32,9 +32,9 @@ def completed(text: str) -> str:
             open_ = open_[:-1]
         at += 1
         if not in_text and (char in '{["]}' or text[at : at + 1] in (",", "]", "}")):
-            places.append((at, open_[::-1]))
-    tried = (text[:at] + closing for at, closing in reversed(places[-_MOST:]))
-    return next((closed for closed in tried if _is_object(closed)), "{}")
+            positions.append((at, open_[::-1]))
+    candidates = (text[:at] + closing for at, closing in reversed(positions[-_MAX_TRIES:]))
+    return next((candidate for candidate in candidates if _is_object(candidate)), "{}")
 
 
 def _is_object(text: str) -> bool:
@@ -45,8 +45,8 @@ def _is_object(text: str) -> bool:
 
 
 CALL_PREFIX = "toolu_"
-NO_THREADS = "thread_unsupported_request"  # for this the client's tool runner sends the whole conversation instead
-TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # as its usage calls them
+NO_THREADS = "thread_unsupported_request"  # with this code, the client's tool runner sends the whole conversation
+TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # our tier → Anthropic's name in the usage
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -64,8 +64,8 @@ _ERRORS = {
 }
 
 
-def envelope(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
-    """The body of an answer that failed, and the data of an event `error` in mid-stream."""
+def error_object(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error response, or the data of an `error` event if the stream has started."""
     error: dict[str, Any] = {"type": _ERRORS.get(status, "api_error"), "message": message}
     if code == NO_THREADS:
         error["details"] = {"error_code": code, "unsupported": ["thread"]}
@@ -73,8 +73,10 @@ def envelope(status: int, message: str, request_id: str, code: str | None = None
 
 
 def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, Any]:
-    """What was read from a cache is not among its input tokens, unlike OpenAI's. Whatever is read is kept as well, and
-    that costs nothing, so no token counts as written."""
+    """Return the token counts. Unlike OpenAI's, `input_tokens` excludes cached tokens.
+
+    All tokens are cached automatically and at no cost, so none count as written.
+    """
     cached = usage["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
@@ -86,7 +88,7 @@ def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, An
 
 
 def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Why a job has ended: of a result, or of the event `done`. What ran out of time is cut off as well."""
+    """Return the stop reason for a result or a `done` event. An answer that timed out counts as cut off."""
     reason, sequence = end["finish_reason"], end.get("stop_sequence")
     if reason == "stop":
         if end.get("tool_calls"):
@@ -96,8 +98,8 @@ def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
 
 
-def begun(message_id: str, model: str, usage: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of which nothing is said yet."""
+def empty_message(message_id: str, model: str, usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without content."""
     return {
         "id": message_id,
         "type": "message",
@@ -117,30 +119,31 @@ def message_of(
     max_tokens: int,
     tier: str,
     thinking_tokens: int = 0,
-    shows_thoughts: bool = True,
+    shows_reasoning: bool = True,
 ) -> dict[str, Any]:
-    """The body of an answer that comes all at once."""
-    said = result["message"]
+    """Return the body of a response that is not streamed."""
+    answer = result["message"]
     content: list[dict[str, Any]] = []
-    if said.get("reasoning") is not None:
-        signature = "" if was_cut_in_thought(result) else said.get("signature") or ""
-        content.append(thought_of(said["reasoning"], signature, shows_thoughts))
-    if said.get("content"):
-        content.append({"type": "text", "text": said["content"]})
-    calls = said.get("tool_calls") or []
+    if answer.get("reasoning") is not None:
+        signature = "" if ended_in_reasoning(result) else answer.get("signature") or ""
+        content.append(thinking_block(answer["reasoning"], signature, shows_reasoning))
+    if answer.get("content"):
+        content.append({"type": "text", "text": answer["content"]})
+    calls = answer.get("tool_calls") or []
     content += calls_of(calls)
     usage = {**usage_of(result["usage"], thinking_tokens), "service_tier": TIERS[tier]}
     end = stop_of({**result, "tool_calls": calls}, max_tokens)
-    return {**begun(message_id, result.get("model", ""), usage), "content": content, **end, **warnings_of([result])}
+    message = empty_message(message_id, result.get("model", ""), usage)
+    return {**message, "content": content, **end, **warnings_of([result])}
 
 
-def thought_of(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
-    """One that is not shown has no signature, which would be that of another text."""
+def thinking_block(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
+    """Return a block of reasoning. If its text is hidden, so is the signature, which would not match an empty text."""
     return {"type": "thinking", "thinking": text if is_shown else "", "signature": signature if is_shown else ""}
 
 
 def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls of tools as blocks."""
+    """Return tool calls as blocks."""
     return [
         {
             "type": "tool_use",
@@ -153,9 +156,9 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
-    """An object: of partial arguments, what is known of them, as Anthropic's SDK reads the deltas of a stream.
+    """Return the arguments of a call as an object. Partial ones are completed as in Anthropic's SDK.
 
-    Arguments that could not be sent as one (1e999, half of a surrogate pair) are left as text.
+    Arguments that can't be sent as JSON (1e999, half of a surrogate pair) are returned as text.
     """
     if is_partial:
         arguments = completed(arguments)

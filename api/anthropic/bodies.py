@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's requests, and their tools → parameters of jobs, as `parameters` says. Raises InvalidJob."""
+"""Conversion of Anthropic's request bodies and tools into parameters of jobs, by `parameters`. Raises InvalidJob."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cellama.api.openai.bodies import given_of, taken_of
+from cellama.api.openai.bodies import set_parameters, unmapped_parameters
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
 from .conversation import messages_of
 from .parameters import COUNTED, PARAMETERS
 
-_OWN_NAMES = {  # of the job's parameter → as Anthropic calls it
+_ANTHROPIC_NAMES = {  # parameter of the job → Anthropic's name
     "stop": "stop_sequences",
     "json_schema": "output_config.format.schema",
     "template_args": "output_config.effort",
@@ -25,55 +25,57 @@ _OWN_NAMES = {  # of the job's parameter → as Anthropic calls it
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """What a body orders. `params` are those of a chat, without model and messages."""
+    """A parsed body. `params` are parameters of a chat, without model and messages."""
 
     messages: list[dict[str, Any]]
     params: dict[str, Any]
-    shows_thoughts: bool  # with their text
+    shows_reasoning: bool
 
 
 def parse_body(body: Mapping[str, Any]) -> ParsedBody:
-    """The order of a message."""
-    given = given_of(body, PARAMETERS)
+    """Parse the body of a request for a message."""
+    given = set_parameters(body, PARAMETERS)
     max_tokens = given.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 1:
-        what = "missing" if max_tokens is None else shorten(max_tokens)
-        raise InvalidJob(f"max_tokens is {what}; it must be a number of at least 1")
+        problem = "missing" if max_tokens is None else shorten(max_tokens)
+        raise InvalidJob(f"max_tokens is {problem}; it must be a number of at least 1")
     _check_stops(given.get("stop_sequences", []))
-    own = taken_of(given, PARAMETERS)
-    own.pop("model", None)
+    unmapped = unmapped_parameters(given, PARAMETERS)
+    unmapped.pop("model", None)
     mapped = _of_conversation(given) | _of_format(given)
     thinking = given.get("thinking", {})
     if thinking.get("type") == "enabled":
         mapped["thinking_budget"] = _budget(thinking, max_tokens)
-    if not thinking and "enable_thinking" in own:
-        del mapped["enable_thinking"]  # only the default
+    if not thinking and "enable_thinking" in unmapped:
+        del mapped["enable_thinking"]  # the default gives way to the explicit parameter
     if "json_schema" in mapped:
-        own.setdefault("strict_schema", False)
-    _refuse_both(own, mapped)
-    return ParsedBody(_messages(given), own | mapped, thinking.get("display") != "omitted")
+        unmapped.setdefault("strict_schema", False)
+    _check_duplicates(unmapped, mapped)
+    return ParsedBody(_messages(given), unmapped | mapped, thinking.get("display") != "omitted")
 
 
 def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
-    """What is read of a conversation: that which its template makes of it."""
+    """Parse the body of a request to count tokens. Only parameters for the chat template are used."""
     for name in body:
         if name not in COUNTED:
-            raise InvalidJob(f"unknown parameter {shorten(name)}; known: {', '.join(COUNTED)}")
-    given = given_of(body, PARAMETERS)
+            raise InvalidJob(f"unknown parameter {shorten(name)}; known parameters: {', '.join(COUNTED)}")
+    given = set_parameters(body, PARAMETERS)
     params = _of_conversation(given)
     params.pop("parallel_tool_calls", None)
     return ParsedBody(_messages(given), params, True)
 
 
 def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return Anthropic's names of a job's parameters, but for those that the body gives by the job's own name."""
-    return {name: own for name, own in _OWN_NAMES.items() if name not in body}
+    """Return Anthropic's names of a job's parameters, except for those that the body gives under the job's name."""
+    return {name: anthropic_name for name, anthropic_name in _ANTHROPIC_NAMES.items() if name not in body}
 
 
-def _refuse_both(own: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
-    """No parameter under its own name and under Anthropic's. Arguments of templates are added up."""
-    for name in own.keys() & mapped.keys() - {"template_args"}:
-        raise InvalidJob(f"{name} is {shorten(own[name])}: {_OWN_NAMES[name]} is given, too; leave one out")
+def _check_duplicates(unmapped: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for a parameter under both of its names. Arguments of templates are merged instead."""
+    for name in unmapped.keys() & mapped.keys() - {"template_args"}:
+        raise InvalidJob(
+            f"{name} is {shorten(unmapped[name])}, but {_ANTHROPIC_NAMES[name]} is also given; leave one out"
+        )
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,14 +105,14 @@ def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinks(thinking: Any) -> bool:
-    """As with Anthropic not without being asked: clients read the text of the first block."""
+    """Return whether to think, by default not, because Anthropic's clients read the text of the first block."""
     if thinking is None:
         return False
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidJob(f"thinking is {shorten(thinking)}; its type must be enabled, adaptive or disabled")
     if thinking.get("display") not in (None, "summarized", "omitted"):
-        raise InvalidJob(f"thinking.display is {shorten(thinking['display'])}; known: summarized, omitted")
+        raise InvalidJob(f"thinking.display is {shorten(thinking['display'])}; it must be summarized or omitted")
     return bool(kind != "disabled")
 
 
@@ -118,7 +120,7 @@ def _budget(thinking: Mapping[str, Any], max_tokens: int) -> int:
     budget = thinking.get("budget_tokens")
     if type(budget) is not int or not 0 < budget < max_tokens:
         raise InvalidJob(
-            f"thinking.budget_tokens is {shorten(budget)}; it must be a number from 1 on and below max_tokens, "
+            f"thinking.budget_tokens is {shorten(budget)}; it must be a positive number below max_tokens, "
             f"which is {max_tokens}"
         )
     return budget
@@ -127,34 +129,36 @@ def _budget(thinking: Mapping[str, Any], max_tokens: int) -> int:
 def _config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     config = given.get("output_config", {})
     if not isinstance(config, dict) or config.keys() - {"effort", "format"}:
-        raise InvalidJob(f"output_config is {shorten(config)}; it may have effort and format")
+        raise InvalidJob(f"output_config is {shorten(config)}; it may only have effort and format")
     return config
 
 
 def _of_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = _config(given).get("format")
-    if wanted is None:
+    output_format = _config(given).get("format")
+    if output_format is None:
         return {}
     if (
-        not isinstance(wanted, dict)
-        or wanted.get("type") != "json_schema"
-        or not isinstance(wanted.get("schema"), dict)
+        not isinstance(output_format, dict)
+        or output_format.get("type") != "json_schema"
+        or not isinstance(output_format.get("schema"), dict)
     ):
-        raise InvalidJob(f"output_config.format is {shorten(wanted)}; it must have type json_schema and a schema")
-    return {"json_schema": wanted["schema"]}
+        raise InvalidJob(
+            f"output_config.format is {shorten(output_format)}; it must have type json_schema and a schema"
+        )
+    return {"json_schema": output_format["schema"]}
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NEEDLESS = ("cache_control", "eager_input_streaming", "input_examples", "type")  # what changes nothing here
-_TAKEN = ("name", "description", "input_schema", "strict")
+_IGNORED_MEMBERS = ("cache_control", "eager_input_streaming", "input_examples", "type")
+_USED_MEMBERS = ("name", "description", "input_schema", "strict")
 _ONLY_DIRECT = ["direct"]
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]]:
-    """Each as a function."""
+    """Return the tools as functions."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {shorten(tools)}; it must be a list")
-    return [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]
+    return [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -163,17 +167,17 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise InvalidJob(
-            f"{where}.type is {shorten(kind)}: only tools of type custom are taken, which you run yourself; "
-            "describe it with an input_schema"
+            f"{where}.type is {shorten(kind)}, but only tools of type custom, which you run yourself, are supported; "
+            "define it with an input_schema"
         )
     for name, value in tool.items():
-        harmless = value is None or name in (*_TAKEN, *_NEEDLESS)
+        harmless = value is None or name in (*_USED_MEMBERS, *_IGNORED_MEMBERS)
         if name == "allowed_callers":
             harmless = value == _ONLY_DIRECT
         elif name == "defer_loading":
             harmless = value is False
         if not harmless:
-            raise InvalidJob(f"{where}.{name} is {shorten(value)}: it is not taken; leave it out")
+            raise InvalidJob(f"{where}.{name} is {shorten(value)}, but it is not supported; leave it out")
     if not isinstance(tool.get("input_schema"), dict):
         raise InvalidJob(f"{where}.input_schema is {shorten(tool.get('input_schema'))}; it must be a JSON Schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
@@ -182,7 +186,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def choice_of(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """`tool_choice` and `parallel_tool_calls` of the job."""
+    """Return the `tool_choice` and `parallel_tool_calls` of the job."""
     if not isinstance(choice, dict):
         raise InvalidJob(f"tool_choice is {shorten(choice)}; it must be an object with a type")
     kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")
@@ -192,10 +196,10 @@ def choice_of(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
     if kind == "tool":
         name = choice.get("name")
         if name not in [tool["function"]["name"] for tool in tools]:
-            raise InvalidJob(f"tool_choice.name is {shorten(name)}; it must be that of one of the tools")
+            raise InvalidJob(f"tool_choice.name is {shorten(name)}; it must be the name of one of the tools")
         return {**params, "tool_choice": {"type": "function", "function": {"name": name}}}
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise InvalidJob(f"tool_choice.type is {shorten(kind)}; known: auto, any, tool, none")
+        raise InvalidJob(f"tool_choice.type is {shorten(kind)}; it must be auto, any, tool or none")
     if kind == "any" and not tools:
-        raise InvalidJob("tool_choice.type is any, and there are no tools; give some")
+        raise InvalidJob("tool_choice.type is any, but there are no tools; add some")
     return {**params, "tool_choice": _CHOICES[kind]}

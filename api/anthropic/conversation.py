@@ -1,5 +1,7 @@
-"""Anthropic's system prompt and turns → messages of jobs. The same turns give the same messages, so that the signature
-of a thought holds when it comes back. Raises InvalidJob."""
+"""Conversion of Anthropic's system prompt and turns into messages of jobs. Raises InvalidJob.
+
+Equal turns give equal messages, so that the signature of reasoning is still valid when a client sends it back.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +11,37 @@ from typing import Any
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_text, shorten
 
-BETWEEN = "\n\n"  # two texts of one turn
-FAILED = "Error: "  # before what a tool said that failed: templates have no place for that
-BILLING = "x-anthropic-billing-header:"  # a line that differs in each request of Anthropic's coding client
-_UNREAD = {
-    "image": "models read text only; images can't be sent",
-    "document": "models read text only; send a document as text",
+SEPARATOR = "\n\n"  # between two texts of one turn
+FAILED = "Error: "  # before the output of a failed tool, because templates have no field for failures
+BILLING = "x-anthropic-billing-header:"  # a line of Anthropic's coding client that differs in each request
+_UNSUPPORTED = {
+    "image": "models can only process text; remove images",
+    "document": "models can only process text; send the document as text",
     "redacted_thinking": "only Anthropic's models can read it; leave it out",
 }
 
 
 def messages_of(system: Any, turns: Any) -> list[dict[str, Any]]:
-    """All messages, that of the system first."""
+    """Return all messages, starting with the system message."""
     if not isinstance(turns, list) or not turns:
         raise InvalidJob(f"messages is {shorten(turns)}; it must be a list of at least one message")
     text = _system_of(system)
     messages = [{"role": "system", "content": text}] if text else []
-    for place, turn in enumerate(turns):
-        messages += _turn(turn, f"messages.{place}")
+    for index, turn in enumerate(turns):
+        messages += _turn(turn, f"messages.{index}")
     if messages[-1]["role"] == "assistant":
         raise InvalidJob(
-            f"messages.{len(turns) - 1} is the assistant's: a begun answer can't be gone on with; "
-            "end with a user's message"
+            f"messages.{len(turns) - 1} is the assistant's, but an answer can't be continued; end with a user's message"
         )
     return messages
 
 
 def _system_of(system: Any) -> str:
-    """Without the billing line: with it no two requests would begin alike."""
+    """Return the system prompt without the billing line, which would prevent requests from sharing a prefix."""
     if system is None:
         return ""
-    texts = [_text(block, f"system.{place}") for place, block in enumerate(_blocks(system, "system"))]
-    return BETWEEN.join(filter(None, map(_without_billing, texts)))
+    texts = [_text(block, f"system.{index}") for index, block in enumerate(_blocks(system, "system"))]
+    return SEPARATOR.join(filter(None, map(_without_billing, texts)))
 
 
 def _without_billing(text: str) -> str:
@@ -54,52 +55,52 @@ def _turn(turn: Any, where: str) -> list[dict[str, Any]]:
         raise InvalidJob(f"{where} is {shorten(turn)}; it must be an object with role and content")
     unknown = turn.keys() - {"role", "content"}
     if unknown:
-        raise InvalidJob(f"{where} has {shorten(min(unknown))}; a message has role and content")
+        raise InvalidJob(f"{where} has {shorten(min(unknown))}; a message may only have role and content")
     role, content = turn.get("role"), turn.get("content")
-    readers = {"user": _user, "assistant": _assistant, "system": _said_by_system}
+    readers = {"user": _user, "assistant": _assistant, "system": _system}
     if not isinstance(role, str) or role not in readers:
-        raise InvalidJob(f"{where}.role is {shorten(role)}; known: user, assistant, system")
+        raise InvalidJob(f"{where}.role is {shorten(role)}; it must be user, assistant or system")
     return readers[role](_blocks(content, f"{where}.content"), f"{where}.content")
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
-    """A text is a block of its own."""
+    """Return the blocks of a content. A text becomes one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise InvalidJob(f"{where} is {shorten(content)}; it must be a text, or a list of blocks")
-    for place, block in enumerate(content):
+        raise InvalidJob(f"{where} is {shorten(content)}; it must be a text or a list of blocks")
+    for index, block in enumerate(content):
         if not isinstance(block, dict):
-            raise InvalidJob(f"{where}.{place} is {shorten(block)}; it must be a block, an object with a type")
+            raise InvalidJob(f"{where}.{index} is {shorten(block)}; it must be a block, which is an object with a type")
     return content
 
 
 def _user(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """What tools said is a message of its own each; the texts between them are the user's."""
+    """Return one message per tool result, and the texts between them as user's messages."""
     messages: list[dict[str, Any]] = []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.get("type") == "tool_result":
-            messages.append(_tool_result(block, f"{where}.{place}"))
+            messages.append(_tool_result(block, f"{where}.{index}"))
             continue
-        text = _text(block, f"{where}.{place}")
+        text = _text(block, f"{where}.{index}")
         if messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += BETWEEN + text
+            messages[-1]["content"] += SEPARATOR + text
         else:
             messages.append({"role": "user", "content": text})
     if not messages:
-        raise InvalidJob(f"{where} is empty; a user's message needs a block")
+        raise InvalidJob(f"{where} is empty; a user's message must have at least one block")
     return messages
 
 
-def _said_by_system(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    texts = [_text(block, f"{where}.{place}") for place, block in enumerate(blocks)]
-    return [{"role": "system", "content": BETWEEN.join(texts)}]
+def _system(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    texts = [_text(block, f"{where}.{index}") for index, block in enumerate(blocks)]
+    return [{"role": "system", "content": SEPARATOR.join(texts)}]
 
 
 def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
     parts = [] if content is None else _blocks(content, f"{where}.content")
-    text = BETWEEN.join(_text(part, f"{where}.content.{place}") for place, part in enumerate(parts))
+    text = SEPARATOR.join(_text(part, f"{where}.content.{index}") for index, part in enumerate(parts))
     failed = block.get("is_error")
     if failed not in (None, True, False):
         raise InvalidJob(f"{where}.is_error is {shorten(failed)}; it must be true or false")
@@ -108,45 +109,45 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """One message, whatever the order of its blocks: templates have one for thoughts, text and calls."""
+    """Return one message, because chat templates have one place each for reasoning, text and calls."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
-    thought: dict[str, Any] = {}
-    for place, block in enumerate(blocks):
-        here = f"{where}.{place}"
+    reasoning: dict[str, Any] = {}
+    for index, block in enumerate(blocks):
+        here = f"{where}.{index}"
         if block.get("type") == "tool_use":
             calls.append(_call(block, here))
         elif block.get("type") == "thinking":
-            if thought:
-                raise InvalidJob(f"{here} is a second thought; a message has one, before its text and calls")
-            thought = _thought(block, here)
+            if reasoning:
+                raise InvalidJob(f"{here} is a second thinking block, but a message may only have one; remove it")
+            reasoning = _reasoning(block, here)
         else:
             texts.append(_text(block, here))
-    message = {"role": "assistant", "content": BETWEEN.join(filter(None, texts)), **thought}
+    message = {"role": "assistant", "content": SEPARATOR.join(filter(None, texts)), **reasoning}
     return [{**message, "tool_calls": calls} if calls else message]
 
 
-def _thought(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Empty for one that was left out of the answer. A signature need not be."""
-    thought = {"reasoning": _string(block, "thinking", where)}
+def _reasoning(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the reasoning and its signature if they are not empty. They are empty if the answer did not show them."""
+    reasoning = {"reasoning": _string(block, "thinking", where)}
     if block.get("signature") is not None:
-        thought["signature"] = _string(block, "signature", where)
-    return {name: value for name, value in thought.items() if value}
+        reasoning["signature"] = _string(block, "signature", where)
+    return {name: value for name, value in reasoning.items() if value}
 
 
 def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = block.get("input")
-    if not isinstance(given, dict):
-        raise InvalidJob(f"{where}.input is {shorten(given)}; it must be an object")
-    function = {"name": _string(block, "name", where), "arguments": given}
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise InvalidJob(f"{where}.input is {shorten(arguments)}; it must be an object")
+    function = {"name": _string(block, "name", where), "arguments": arguments}
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
     kind = block.get("type")
     if kind != "text":
-        why = _UNREAD.get(kind, "") if isinstance(kind, str) else ""
-        raise InvalidJob(f"{where}.type is {shorten(kind)}: {why or 'it is not taken here; send it as text'}")
+        reason = _UNSUPPORTED.get(kind, "") if isinstance(kind, str) else ""
+        raise InvalidJob(f"{where}.type is {shorten(kind)}: {reason or 'it is not supported; send it as text'}")
     return _string(block, "text", where)
 
 

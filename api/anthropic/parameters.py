@@ -1,6 +1,6 @@
-"""How each of Anthropic's parameters is handled: the table from which the documentation is generated.
+"""The handling of each of Anthropic's parameters, from which the documentation is generated.
 
-A parameter that is not in the table is one of jobs (docs/reference/parameters.md), or unknown, and then refused.
+A parameter that is not in the table is a parameter of jobs (docs/reference/parameters.md), or unknown and refused.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from cellama.api.openai.parameters import ParameterRule
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
 PARAMETERS: Mapping[str, ParameterRule] = {
-    "model": ParameterRule("as it is"),
-    "max_tokens": ParameterRule("as it is", "required"),
+    "model": ParameterRule("unchanged"),
+    "max_tokens": ParameterRule("unchanged", "required"),
     "messages": ParameterRule(
         "mapped",
         "blocks `text`, `tool_use`, `tool_result` and `thinking`; texts are joined with an empty line",
@@ -23,11 +23,11 @@ PARAMETERS: Mapping[str, ParameterRule] = {
         "mapped", "a text or blocks; a first line `x-anthropic-billing-header: …` is removed", "messages"
     ),
     "stop_sequences": ParameterRule("renamed", to="stop"),
-    "temperature": ParameterRule("as it is"),
-    "top_p": ParameterRule("as it is"),
-    "top_k": ParameterRule("as it is"),
+    "temperature": ParameterRule("unchanged"),
+    "top_p": ParameterRule("unchanged"),
+    "top_k": ParameterRule("unchanged"),
     "stream": ParameterRule("mapped", "server-sent events"),
-    "tools": ParameterRule("mapped", "type `custom`; tools that Anthropic runs or has trained are refused", "tools"),
+    "tools": ParameterRule("mapped", "type `custom`; tools that Anthropic runs or defines are refused", "tools"),
     "tool_choice": ParameterRule("mapped", "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`", "tool_choice"),
     "thinking": ParameterRule(
         "mapped",

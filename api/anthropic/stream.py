@@ -1,7 +1,7 @@
-"""Events of a job → events of Anthropic's streams. Pure.
+"""Conversion of a job's events into the events of Anthropic's streams.
 
-`message_start`, blocks one after another (`content_block_start`, `_delta`, `_stop`), `message_delta` with the whole
-usage, `message_stop`. A thought comes before the text, calls of tools come whole behind it.
+A stream has `message_start`, the blocks one after another (`content_block_start`, `_delta`, `_stop`), `message_delta`
+with the usage, and `message_stop`. Reasoning comes before the text. Tool calls follow it, each complete.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ from typing import Any
 
 from cellama.api.openai.answers import warnings_of
 
-from .answers import TIERS, begun, calls_of, stop_of, usage_of
+from .answers import TIERS, calls_of, empty_message, stop_of, usage_of
 
 PING = {"type": "ping"}
-_THOUGHTS = ("reasoning", "reasoning_end")
+_REASONING = ("reasoning", "reasoning_end")
 
 
 @dataclass
 class MessageStream:
-    """The events of one message."""
+    """The stream of one message. It has the state after the events that were processed so far."""
 
     message_id: str
     model: str
     tier: str
     max_tokens: int
-    shows_thoughts: bool = True
+    shows_reasoning: bool = True
     thinking_tokens: int = 0
-    _has_begun: bool = False
-    _open: str | None = None  # the type of the block that is open
-    _index: int = -1  # of that block, or the one before
+    _has_started: bool = False
+    _open: str | None = None  # type of the open block
+    _index: int = -1  # of the open block, or else of the last one
     _events: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that an event of the job becomes."""
+        """Process an event of the job. Return the events for it."""
         kind = event["type"]
         if kind == "started":
             self.model = event["model"]
-            self._begin(event["prompt_tokens"])
-        elif kind in _THOUGHTS:
+            self._start(event["prompt_tokens"])
+        elif kind in _REASONING:
             self.thinking_tokens += len(event["tokens"])
             self._think(event)
         elif kind == "token" and event["text"]:
-            self._within("text", {"text": ""})
+            self._open_block("text", {"text": ""})
             self._delta({"type": "text_delta", "text": event["text"]})
         elif kind == "done":
             self._end(event)
         events, self._events = self._events, []
         return events
 
-    def _begin(self, num_read: int = 0) -> None:
-        """Once. How much of the prompt was cached is known at the end only."""
-        if self._has_begun:
+    def _start(self, prompt_tokens: int = 0) -> None:
+        """Start the message, once. The number of cached tokens is only known at the end."""
+        if self._has_started:
             return
-        self._has_begun = True
-        usage = usage_of({"prompt_tokens": num_read, "cached_tokens": 0, "completion_tokens": 0})
-        message = begun(self.message_id, self.model, {**usage, "service_tier": TIERS[self.tier]})
+        self._has_started = True
+        usage = usage_of({"prompt_tokens": prompt_tokens, "cached_tokens": 0, "completion_tokens": 0})
+        message = empty_message(self.message_id, self.model, {**usage, "service_tier": TIERS[self.tier]})
         self._events.append({"type": "message_start", "message": message})
 
     def _think(self, event: Mapping[str, Any]) -> None:
-        self._within("thinking", {"thinking": "", "signature": ""})
-        if not self.shows_thoughts:
+        self._open_block("thinking", {"thinking": "", "signature": ""})
+        if not self.shows_reasoning:
             return
         if event["type"] == "reasoning":
             if event["text"]:
@@ -70,11 +70,11 @@ class MessageStream:
             self._delta({"type": "signature_delta", "signature": event["signature"]})
 
     def _end(self, done: Mapping[str, Any]) -> None:
-        self._begin(done["usage"]["prompt_tokens"])
+        self._start(done["usage"]["prompt_tokens"])
         calls = done.get("tool_calls") or []
         for call, block in zip(calls, calls_of(calls), strict=True):
             self._close()
-            self._within("tool_use", {**block, "input": {}})
+            self._open_block("tool_use", {**block, "input": {}})
             self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
         self._close()
         usage = usage_of(done["usage"], self.thinking_tokens)
@@ -82,9 +82,9 @@ class MessageStream:
         self._events.append({**end, **warnings_of([done])})
         self._events.append({"type": "message_stop"})
 
-    def _within(self, kind: str, block: Mapping[str, Any]) -> None:
-        """A block of that type is open."""
-        self._begin()
+    def _open_block(self, kind: str, block: Mapping[str, Any]) -> None:
+        """Open a block of this type, unless one is open already."""
+        self._start()
         if self._open == kind:
             return
         self._close()

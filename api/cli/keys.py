@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from rich.markup import escape
 
 from cellama.api.keys.entry import KeyEntry, KeyText, new_key, parse_key
-from cellama.api.keys.store import Found, KeyFile, KeyStore
+from cellama.api.keys.store import KeyLookup, KeyFile, KeyStore
 from cellama.config import get_settings
 from cellama.config.settings import explain
 from cellama.tasks.connection.connections import connect_async
@@ -131,7 +131,7 @@ def keys_list_command(json: JsonOption = False) -> None:
     out.print(table)
 
 
-def _cells(key: Found) -> Iterator[str]:
+def _cells(key: KeyLookup) -> Iterator[str]:
     """Return the cells of a key, which wrap in a terminal of 80 columns."""
     entry = key.entry
     assert entry is not None
@@ -166,13 +166,13 @@ def keys_revoke_command(
         out.print(f"the key {revoked.entry.id} of {revoked.entry.tenant} is revoked")
 
 
-async def _revoke(store: KeyStore, key_id: str) -> Found:
-    found = await store.look(key_id)
+async def _revoke(store: KeyStore, key_id: str) -> KeyLookup:
+    found = await store.look_up(key_id)
     if found.entry is None:
         raise typer.BadParameter("there is no API key with that id; `cellama keys list` shows those that there are")
     if found.entry.revoked_at is None:
         await store.write(found.entry.model_copy(update={"revoked_at": await store.now()}))
-    return await store.look(key_id)
+    return await store.look_up(key_id)
 
 
 def as_toml(entry: KeyEntry) -> str:
@@ -191,7 +191,7 @@ def _with_store(ask: Callable[[KeyStore], Awaitable[_T]], file: Path | None = No
     return ask_redis(lambda redis: ask(KeyStore(redis, None if file is None else KeyFile(file))))
 
 
-def _told(found: Found) -> dict[str, Any]:
+def _told(found: KeyLookup) -> dict[str, Any]:
     assert found.entry is not None
     facts = found.entry.model_dump(mode="json", exclude={"digest"})
     used_at = None if found.used_at is None else datetime.fromtimestamp(found.used_at, UTC).isoformat()

@@ -1,7 +1,7 @@
-"""The gateway: HTTP as OpenAI's clients speak it, in front of the queue (docs/adr/016-gateway.md).
+"""The gateway: an HTTP server with OpenAI's and Anthropic's endpoints in front of the queue (docs/adr/016-gateway.md).
 
-May use: `client` and what that may use; nothing of workers and engines. A folder in here is a group of endpoints, and
-knows nothing of the others.
+May use: `client` and the packages that it uses, but nothing of workers and engines. Each package in this directory is a
+group of endpoints, and uses no other group.
 """
 
 from .app import create_app

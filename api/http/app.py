@@ -1,4 +1,4 @@
-"""The app: the routes of all rooms, errors in one envelope, an id for each request."""
+"""The ASGI app of the gateway: all routes, one error format, and an id for each request."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from .keys.access import RATE_HEADER_NAMES
 from .middleware import REQUEST_ID, RequestMiddleware
 from .webhooks import webhooks_of
 
-ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
-READ_BY_CLIENTS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
-GONE = 499  # nginx's: the client did not wait for the answer
+ENDPOINT_MODULES = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
+EXPOSED_HEADERS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
 
 def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
-    """The gateway as an ASGI app, to be run, or mounted into another one. `settings` are those of the process unless
-    given; without `access` it lets in whoever reaches it, as one caller. Raises SettingsError.
+    """Return the gateway as an ASGI app, which can be served or mounted into another app.
 
-    Its lifespan goes on with batches, delivers webhooks, and closes connections at the end. A server does not run that
-    of an app that is mounted: the lifespan of the other app must, by `async with app.router.lifespan_context(app)`.
+    `settings` defaults to the settings of the process. Without `access`, all requests are accepted as one caller.
+    Raises SettingsError.
+
+    The lifespan of the app resumes batches, delivers webhooks, and closes connections at the end. Servers do not run
+    the lifespan of a mounted app, so the outer app must do so: `async with app.router.lifespan_context(app)`.
     """
     settings = settings or get_settings()
-    gateway, runner = Gateway(settings, access or NoKeys()), batches.Runner(settings)
+    gateway, runner = Gateway(settings, access or NoKeys()), batches.BatchRunner(settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -57,10 +59,10 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
         ApiError: _api_error,
         JobError: _job_error,
         HTTPException: _http_error,
-        ClientDisconnect: _gone,
+        ClientDisconnect: _client_closed,
         Exception: _internal_error,
     }
-    routes = [route for room in ROOMS for route in room.ROUTES]
+    routes = [route for module in ENDPOINT_MODULES for route in module.ROUTES]
     app = Starlette(
         routes=routes,
         middleware=_middleware(settings, gateway, routes),
@@ -73,13 +75,15 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
 
 
 def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
-    """The outermost first. Raises SettingsError for traces that can't be written."""
+    """Return the middleware, the outermost first. Raises SettingsError if the exporter of traces is not available."""
     return [Middleware(RequestMiddleware, gateway, routes, tracing()), *_cors(settings)]
 
 
 def _cors(settings: Settings) -> list[Middleware]:
-    """Which pages in browsers may ask; none unless a setting says so. A key travels in a header, never as a cookie, so
-    no page gets more than what it knows itself."""
+    """Return the middleware that allows web pages of `gateway_cors_origins` to send requests; by default none.
+
+    Keys are sent in a header, never in a cookie, so a page can only use a key that it has itself.
+    """
     if not settings.gateway_cors_origins:
         return []
     return [
@@ -88,7 +92,7 @@ def _cors(settings: Settings) -> list[Middleware]:
             allow_origins=settings.gateway_cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=READ_BY_CLIENTS,
+            expose_headers=EXPOSED_HEADERS,
         )
     ]
 
@@ -102,14 +106,14 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Of the router: no such path, or another method."""
+    """Convert errors of the router, such as an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
     return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _internal_error(request: Request, _: Exception) -> Response:
-    return await _api_error(request, ApiError(500, "an error that was not foreseen; the log has its trace"))
+    return await _api_error(request, ApiError(500, "internal error; the log of the gateway has the traceback"))
 
 
-async def _gone(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=GONE)
+async def _client_closed(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_CLOSED)

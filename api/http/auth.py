@@ -1,4 +1,4 @@
-"""Who asks, and what they may: the one seam between the endpoints and whatever keeps keys."""
+"""Authentication and admission of requests: the interface between the endpoints and a store of API keys."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _ADAPTERS: TypeAdapter[tuple[tuple[str, float], ...] | None] = TypeAdapter(Adapt
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a request comes from.
+    """The sender of a request, and its rights.
 
-    `tenant` is the scope of prefixes, keys and ids; None: the one of whoever has no key. `models` are the ids that may
-    be asked for, None: all. `priority` is a service tier (`TIERS`): that of requests that name none, and the most
-    urgent one that they may name; None: "default", and any. `max_tokens` are all that a request may read and generate.
-    `adapters` are the LoRA adapters that a request may name; None: all.
+    - `tenant`: the scope of prefixes, idempotency keys and ids. Callers without a key share the scope None.
+    - `models`: the ids of the models that the caller may use. None allows all.
+    - `priority`: the service tier (`TIERS`) of requests that don't name one, and the most urgent tier that a request
+      may name. None means "default", and allows all tiers.
+    - `max_tokens`: the largest number of tokens that one request may prefill and generate.
+    - `adapters`: the LoRA adapters that a request may name. None allows all.
     """
 
     tenant: str | None = None
@@ -37,24 +39,24 @@ class Caller:
     max_tokens: int | None = None
     adapters: frozenset[str] | None = None
 
-    def may_ask(self, model: str) -> bool:
+    def may_use_model(self, model: str) -> bool:
         return self.models is None or model in self.models
 
     def check_model(self, model: str) -> None:
-        """Raises ApiError (403) for a model that it may not ask for, whether there is one of that name or not."""
-        if not self.may_ask(model):
+        """Raise ApiError (403) for a model that the caller may not use, whether or not that model exists."""
+        if not self.may_use_model(model):
             allowed = ", ".join(sorted(self.models or ()))
             raise ApiError(
                 403,
-                f"this API key may not ask for the model {shorten(model)}; it may ask for: {allowed}",
+                f"model: this API key may not use {shorten(model)}; it may use: {allowed}",
                 code="model_not_allowed",
                 param="model",
             )
 
     def check_adapters(self, choice: Any) -> None:
-        """Raise ApiError (403) if a body's `adapters` name one that is not allowed, whether it is loaded or not.
+        """Raise ApiError (403) if a body's `adapters` name one that is not allowed, whether or not it is loaded.
 
-        A value that is not valid is left to the job's payload, which refuses it by name.
+        Invalid values pass, because the payload of the job rejects them with a message of its own.
         """
         if (name := self.adapter_not_allowed(choice)) is not None:
             allowed = ", ".join(sorted(self.adapters or ())) or "none"
@@ -77,65 +79,70 @@ class Caller:
 
     @property
     def light_priority(self) -> int:
-        """The queue priority of jobs that take no slot: the most urgent one that the caller may ask for."""
+        """The queue priority of jobs that need no slot: the most urgent one that the caller may use."""
         return TIERS[self.priority or "priority"]
 
-    def tier(self, wanted: str | None) -> str:
-        """The service tier that a request gets which names this one, "auto", or none."""
-        if wanted in (None, "auto"):
+    def tier(self, requested: str | None) -> str:
+        """Return the service tier of a request that names this tier, "auto", or none."""
+        if requested in (None, "auto"):
             return self.priority or "default"
-        most = self.priority or "priority"
-        return max(wanted or "", most, key=lambda tier: TIERS[tier])
+        most_urgent = self.priority or "priority"
+        return max(requested or "", most_urgent, key=lambda tier: TIERS[tier])
 
 
 class Admission(Protocol):
-    """A request that is being handled, and was charged. `headers` go with its answer (`x-ratelimit-…`)."""
+    """A request that was admitted and charged. Its response gets these `headers` (`x-ratelimit-…`)."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge what the request's jobs may take: they may read and generate about `num_tokens`; `num_jobs` are its
-        prompts, each as often as it asks for choices. Raises ApiError (429)."""
+        """Charge the estimated tokens and the jobs of the request.
+
+        `num_tokens` estimates the tokens that the jobs prefill and generate. `num_jobs` is the number of prompts times
+        the number of choices. Raises ApiError (429).
+        """
         ...
 
     async def end(self, num_tokens: int | None) -> None:
-        """Called once when its jobs have ended, however they did, with the tokens that they read and generated; None:
-        that can't be known, so as many as they might."""
+        """Settle the charge once, after all jobs of the request have finished, failed or been cancelled.
+
+        `num_tokens` is the number of tokens that they used. None means that it is unknown, so the estimate counts.
+        """
         ...
 
 
 class Access(Protocol):
-    """Lets requests in, or raises ApiError (401, 403, 429)."""
+    """Authenticates and admits requests, or raises ApiError (401, 403, 429)."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Who it is. The names of `headers` are in small letters."""
+        """Return the caller. The names in `headers` are lower case."""
         ...
 
     async def admit(self, caller: Caller) -> Admission:
-        """Charge a request of this caller, before anything of its body is read. Raises ApiError (429)."""
+        """Charge one request to this caller before its body is read. Raises ApiError (429)."""
         ...
 
     async def close(self) -> None:
-        """Gives connections back."""
+        """Close the connections."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unlimited:
-    """The admission of whoever has no limits."""
+    """The admission of callers that have no limits."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Nothing is counted."""
+        """Count nothing."""
 
     async def end(self, num_tokens: int | None) -> None:
-        """Nothing is counted."""
+        """Count nothing."""
 
 
 class NoKeys:
-    """Every request is let in, as one caller without a tenant. For loopback, or behind another app."""
+    """Accepts every request, as one caller without a tenant. For loopback, or behind another app."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         return Caller()
@@ -144,29 +151,31 @@ class NoKeys:
         return Unlimited()
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 _WITHOUT = "without keys only this machine is served, and the request"
-MAKE_ONE = "make a key (`cellama keys create TENANT`)"
+CREATE_KEY = "create a key (`cellama keys create TENANT`)"
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of requests that came through a proxy
 
 
 class LoopbackOnly(NoKeys):
-    """As NoKeys, for requests that were sent to this machine by its own name: a page in a browser that has its own
-    name point to 127.0.0.1 reads nothing. Nor does whoever comes through a proxy that says so."""
+    """Accepts requests that are addressed to this machine by a loopback name, without a proxy in between.
+
+    The check of the name keeps out web pages whose domain resolves to 127.0.0.1 (DNS rebinding).
+    """
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         host = headers.get("host", "")
         if not is_loopback(_name_of(host)):
-            raise ApiError(403, f"{_WITHOUT} was sent to {shorten(host)}; ask 127.0.0.1, or {MAKE_ONE}")
+            raise ApiError(403, f"{_WITHOUT} was addressed to {shorten(host)}; use 127.0.0.1, or {CREATE_KEY}")
         if any(name in headers for name in _FORWARDED):
-            raise ApiError(403, f"{_WITHOUT} came through a proxy; {MAKE_ONE}")
+            raise ApiError(403, f"{_WITHOUT} came through a proxy; {CREATE_KEY}")
         return await super().authenticate(headers)
 
 
 def _name_of(host: str) -> str:
-    """The name in a `Host` header, without its port; "" if that is none."""
+    """Return the name in a `Host` header without its port, or "" if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -174,7 +183,7 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own."""
+    """Return whether a name or an address is a loopback one."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

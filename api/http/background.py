@@ -1,7 +1,7 @@
-"""Work beside the requests: threads for what would block the event loop, and loops that look for work.
+"""Background work of the gateway: thread pools for blocking calls, and loops that poll for work.
 
-Each kind of work has threads of its own, so that disks, name servers and large bodies never delay the queueing of jobs,
-which uses the event loop's default executor.
+Each kind of blocking work has a thread pool of its own, so that disks, name servers and large bodies never delay the
+queueing of jobs, which uses the event loop's default executor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
@@ -18,44 +17,45 @@ from typing import ParamSpec, TypeVar
 
 from redis.exceptions import RedisError
 
+from cellama.config.logging import event_logger
 from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FILES = ThreadPoolExecutor(16, thread_name_prefix="cellama-files")  # a slow disk or bucket keeps only files waiting
+FILES = ThreadPoolExecutor(16, thread_name_prefix="cellama-files")  # a slow disk or bucket delays only files
 NAMES = ThreadPoolExecutor(8, thread_name_prefix="cellama-names")  # a name server may take seconds to answer
-BODIES = ThreadPoolExecutor(1, thread_name_prefix="cellama-bodies")  # one: more of them would only share the GIL
-LOOK_S = 1.0  # pause between two looks: new work waits half a second on average, and an idle gateway costs little
+BODIES = ThreadPoolExecutor(1, thread_name_prefix="cellama-bodies")  # one: more threads would only share the GIL
+POLL_S = 1.0  # pause between two polls: new work waits half a second on average, and an idle gateway costs little
 
 
 async def in_thread(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """As `asyncio.to_thread`, in a thread of this pool."""
+    """Call a function in a thread of this pool, with the context variables of the caller."""
     call = partial(contextvars.copy_context().run, function, *args, **options)
     return await asyncio.get_running_loop().run_in_executor(pool, call)
 
 
-class LookLoop:
-    """Call a function every LOOK_S, from `start` to `close`, in one event loop. An outage is logged once."""
+class PollLoop:
+    """Calls a function every POLL_S, from `start` to `close`, in one event loop. An outage is logged once."""
 
-    def __init__(self, name: str, look: Callable[[], Awaitable[bool]]) -> None:
-        """`look` returns True if it should be called again at once."""
+    def __init__(self, name: str, poll: Callable[[], Awaitable[bool]]) -> None:
+        """Make a loop that does not run yet. `poll` returns True if it should be called again immediately."""
         self._name = name
-        self._look = look
+        self._poll = poll
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._is_reachable = True
 
     def start(self) -> None:
-        """Start looking. Further calls change nothing."""
+        """Start polling. Further calls change nothing."""
         if self._task is None:
             # An empty context: a request that starts the loop must not become the parent span of all later work.
             self._task = asyncio.create_task(self._run(), name=self._name, context=Context())
 
     async def close(self) -> None:
-        """Return when the last look has ended. It is not cancelled, because that could lose a lease it has taken."""
+        """Return when the current poll has finished. It is not cancelled, because it may just have taken a lease."""
         self._closing.set()
         if self._task is not None:
             await self._task
@@ -64,17 +64,21 @@ class LookLoop:
         while not self._closing.is_set():
             is_busy = False
             try:
-                is_busy = await self._look()
+                is_busy = await self._poll()
                 self._log_outage(None)
             except (RedisError, RedisUnreachable, RedisRefused, OSError) as error:
                 self._log_outage(error)
             except Exception:
-                log.exception("%s: unforeseen error; trying again", self._name)
+                log.exception("background loop failed", loop=self._name, detail="unexpected error; it continues")
             if not is_busy:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), LOOK_S)
+                    await asyncio.wait_for(self._closing.wait(), POLL_S)
 
     def _log_outage(self, error: Exception | None) -> None:
-        if (error is None) != self._is_reachable:
-            self._is_reachable = error is None
-            log.warning("%s %s", self._name, "continue" if error is None else f"wait: {error}")
+        if (error is None) == self._is_reachable:
+            return
+        self._is_reachable = error is None
+        if error is None:
+            log.warning("background loop resumed", loop=self._name)
+        else:
+            log.warning("background loop interrupted", loop=self._name, detail=f"{error}; it resumes by itself")

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions, streamed or not."""
+"""The endpoints POST /v1/chat/completions and /v1/completions, streamed or not."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 from .errors import ApiError, wrong
 from .parsing import ParsedRequest, count, flag, read, rest_of_context, tokens_of, within_limit
-from .running import Call, JobsRequest, Placed, RunningJobs, run_jobs
+from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs
 from .sse import DONE, KEEP_ALIVE, frame
 
 MAX_PROMPTS = 128  # of one request: each is a job and a stream
-TEXT_TOKENS = 16  # of a text without max_tokens, as at OpenAI's
-PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}  # of the ids of answers
+TEXT_TOKENS = 16  # default of max_tokens for a completion, as in OpenAI's API
+PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}  # of the ids of responses
 KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
-_OURS = ("stream", "stream_options", "service_tier", "cache_salt")
+_GATEWAY_PARAMETERS = ("stream", "stream_options", "service_tier", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(JobsRequest):
-    """A request for completions: a job for each of the `contents`."""
+    """A request for completions, with one job for each of the `contents`."""
 
     url: str
     contents: tuple[Any, ...]
@@ -50,7 +50,7 @@ class CompletionRequest(JobsRequest):
 
     @property
     def num_jobs(self) -> int:
-        """Of each prompt as many texts as it has choices."""
+        """The number of prompts times the number of choices."""
         return len(self.contents) * self.n
 
     def calls(self, client: AsyncClient) -> list[Call]:
@@ -66,12 +66,14 @@ class CompletionRequest(JobsRequest):
         return wrong(error, self.names)
 
     async def whole(self, running: RunningJobs) -> dict[str, Any]:
-        reasoning_tokens = await running.ended()
-        results: Any = [await running.result(place) for place in range(len(running.jobs))]
+        reasoning_tokens = await running.wait()
+        results: Any = [await running.result(index) for index in range(len(running.jobs))]
         body = body_of(self.kind, self._answer_id(running), results, reasoning_tokens)
         return {**body, "service_tier": self.tier}
 
-    async def frames(self, running: RunningJobs, events: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
+    async def frames(
+        self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]
+    ) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(
             self.kind,
             self._answer_id(running),
@@ -80,14 +82,14 @@ class CompletionRequest(JobsRequest):
             include_usage=self.include_usage,
             shown={"service_tier": self.tier},
         )
-        async for place, event in events:
+        async for index, event in events:
             if event["type"] == "ping":
                 yield KEEP_ALIVE
-            elif event["type"] == "done":  # of several choices only the result has all ends
-                result: Any = await running.result(place) if self.n > 1 else {}
-                yield b"".join(map(frame, chunks.ends(place, event, result.get("choices", ()))))
+            elif event["type"] == "done":  # with several choices, only the result has all finish reasons
+                result: Any = await running.result(index) if self.n > 1 else {}
+                yield b"".join(map(frame, chunks.ends(index, event, result.get("choices", ()))))
             else:
-                yield b"".join(map(frame, chunks.of(place, event)))
+                yield b"".join(map(frame, chunks.of(index, event)))
         yield b"".join(map(frame, chunks.usage())) + DONE
 
     def error_frame(self, error: ApiError) -> bytes:
@@ -98,26 +100,26 @@ class CompletionRequest(JobsRequest):
 
 
 def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> CompletionRequest:
-    """Return what a body asks for. The payloads of its jobs check the rest. Raises ApiError."""
+    """Parse a body. The payloads of its jobs validate the other parameters. Raises ApiError."""
     body = parsed.body
     tier, names = parsed.tier(), callers_names(PARAMETERS[url], body)
     is_stream, include_usage = _stream(body)
-    own = {name: value for name, value in body.items() if name not in _OURS}
+    job_parameters = {name: value for name, value in body.items() if name not in _GATEWAY_PARAMETERS}
     try:
-        params = params_of_body(url, own)
+        params = params_of_body(url, job_parameters)
     except InvalidJob as error:
         raise wrong(error, names) from None
     for name, instead in (("priority", "service_tier"), ("cache_scope", "cache_salt")):
         if name in params:
-            raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
+            raise ApiError(400, f"{name} is not supported here; use {instead}", param=name)
     del params["model"]
     content = params.pop("messages" if url == CHAT else "prompt")
     params |= {"stream": is_stream, **parsed.params_of_caller()}
     contents = _contents(content, url)
     if "max_tokens" not in params:
-        most = TEXT_TOKENS if url == COMPLETIONS else rest_of_context(model, params)
+        max_tokens = TEXT_TOKENS if url == COMPLETIONS else rest_of_context(model, params)
         num_answers = len(contents) * count(params.get("n"), 1)
-        params["max_tokens"] = within_limit(parsed.caller.max_tokens, most, num_answers)
+        params["max_tokens"] = within_limit(parsed.caller.max_tokens, max_tokens, num_answers)
     return CompletionRequest(
         url=url,
         model=parsed.name_of(model),
@@ -132,29 +134,30 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:
-    """One for each job: a completion may have several prompts."""
+    """Return the content of each job. A completion may have several prompts."""
     several = url == COMPLETIONS and isinstance(content, list) and content and not isinstance(content[0], int)
     if not several:
         return (content,)
     if len(content) > MAX_PROMPTS:
         raise ApiError(
             400,
-            f"prompt has {len(content)} entries, and the limit is {MAX_PROMPTS}; send them in several requests, "
-            "or as a batch",
+            f"prompt has {len(content)} entries, and the limit is {MAX_PROMPTS}; send several requests, or a batch",
             param="prompt",
         )
     return tuple(content)
 
 
 def _stream(body: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether it streams, and with the usage at the end."""
+    """Return whether to stream, and whether to stream the usage."""
     is_stream, options = flag(body, "stream"), body.get("stream_options")
     if options is None:
         return is_stream, False
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options is {shorten(options)}; it must be an object", param="stream_options")
     if not is_stream:
-        raise ApiError(400, "stream_options is given, and stream is not true; leave it out", param="stream_options")
+        raise ApiError(
+            400, "stream_options requires stream: true; set it, or remove stream_options", param="stream_options"
+        )
     return True, flag(options, "include_usage")
 
 

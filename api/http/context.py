@@ -1,4 +1,4 @@
-"""The context of a request: who sends it, what it is charged, the memory of its body, how slow the body may be."""
+"""The context of a request: its caller, its charge, the memory of its body, and the time limit of its body."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from starlette.types import Message, Receive
 
 from cellama.tasks.contract.json_values import shorten
 
-from .auth import MAKE_ONE, Admission, Caller, Unlimited
+from .auth import CREATE_KEY, Admission, Caller, Unlimited
 from .errors import ApiError
 from .gateway import BUSY_RETRY_S, Gateway, gateway_of
 
-READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-MIN_BYTES_PER_S = 8 << 10  # of a body: what comes more slowly uses up `gateway_body_timeout_s`
+READ_ONLY_METHODS = ("GET", "HEAD", "OPTIONS")
+MIN_BYTES_PER_S = 8 << 10  # of a body: time spent on slower transfer counts towards `gateway_body_timeout_s`
 
 
 class RequestContext:
-    """What one request holds. The middleware that creates it gives back what is left when the request ends."""
+    """The resources that one request holds. The middleware that creates it releases them when the request ends."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.admission: Admission = Unlimited()
@@ -30,48 +30,51 @@ class RequestContext:
         self._num_bytes = 0
 
     def hold(self, caller: Caller, num_bytes: int) -> None:
-        """Take memory until the request ends. Raises ApiError as BodyMemory.take."""
+        """Reserve memory until the request ends. Raises ApiError like BodyMemory.take."""
         self._holder = caller.key_id or caller.tenant or ""
         self.gateway.body_memory.take(self._holder, num_bytes, self._num_bytes)
         self._num_bytes += num_bytes
 
     def hand_over(self) -> Admission:
-        """Return the charge. The caller of this must settle it."""
+        """Return the admission. The caller of this method must then settle it."""
         admission, self.admission = self.admission, Unlimited()
         return admission
 
     def end(self) -> None:
-        """Give the memory back, and settle a charge that was not handed over."""
+        """Release the memory, and settle an admission that was not handed over."""
         if self._num_bytes:
             self.gateway.body_memory.give_back(self._holder, self._num_bytes)
             self._num_bytes = 0
-        if not isinstance(self.admission, Unlimited):  # no job of it has begun
+        if not isinstance(self.admission, Unlimited):  # none of its jobs was queued
             self.gateway.afterwards(self.hand_over().end(0))
 
 
 def in_time(receive: Receive, timeout_s: float) -> Receive:
-    """Return `receive` that raises ApiError (408) for a body that stays behind MIN_BYTES_PER_S for more than this time.
-    Only waiting for the client counts."""
-    left_s, is_whole = timeout_s, False
+    """Return a `receive` that raises ApiError (408) for a body that arrives too slowly.
+
+    A body may be up to `timeout_s` behind a transfer at MIN_BYTES_PER_S. Only the time spent waiting for the client
+    counts.
+    """
+    remaining_s, is_whole = timeout_s, False
 
     async def receive_in_time() -> Message:
-        nonlocal left_s, is_whole
+        nonlocal remaining_s, is_whole
         if is_whole:
             return await receive()
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(remaining_s):
                 message = await receive()
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body came too slowly: more than {timeout_s:g} s behind {MIN_BYTES_PER_S} bytes per second "
-                "(gateway_body_timeout_s); send it faster, or send less",
+                f"the body arrived too slowly: more than {timeout_s:g} s behind {MIN_BYTES_PER_S} bytes per second "
+                "(gateway_body_timeout_s); send it faster, or send a smaller one",
                 code="slow_body",
                 headers={"connection": "close"},
             ) from None
         earned_s = len(message.get("body", b"")) / MIN_BYTES_PER_S
-        left_s = min(timeout_s, left_s - (time.monotonic() - began_at) + earned_s)
+        remaining_s = min(timeout_s, remaining_s - (time.monotonic() - started_at) + earned_s)
         is_whole = not message.get("more_body", False)
         return message
 
@@ -85,13 +88,13 @@ def context_of(request: Request) -> RequestContext:
 
 
 async def caller_of(request: Request) -> Caller:
-    """Return who sends the request. Raises ApiError: 401, 403, or 503 while there are too many requests."""
+    """Return the sender of the request. Raises ApiError: 401, 403, or 503 if there are too many requests."""
     gateway = gateway_of(request)
     limit = gateway.settings.gateway_max_requests
     if gateway.counts.num_in_flight > limit:
         raise ApiError(
             503,
-            f"{limit} requests are being handled, which is the limit (gateway_max_requests); send this one again soon",
+            f"{limit} requests are in progress, which is the limit (gateway_max_requests); retry soon",
             code="overloaded",
             retry_after_s=BUSY_RETRY_S,
         )
@@ -102,26 +105,28 @@ async def caller_of(request: Request) -> Caller:
 
 
 async def charged(request: Request) -> Caller:
-    """Return who sends the request, once it is charged as one request. Raises ApiError: 401, 403, 429, 503."""
+    """Charge the request to its sender and return the sender. Raises ApiError: 401, 403, 429, 503."""
     caller = await caller_of(request)
     context_of(request).admission = await gateway_of(request).access.admit(caller)
     return caller
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ApiError (403) for a change that a page of another site asks for. Without keys nothing else tells such a
-    request from one of the user's own programs."""
-    if request.method in READING:
+    """Raise ApiError (403) if a web page of another site asks for a change.
+
+    Without keys, nothing else distinguishes such a request from a request of the user's own programs.
+    """
+    if request.method in READ_ONLY_METHODS:
         return
     origin = request.headers.get("origin")
     if "*" in allowed or origin in allowed:
         return
     is_foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host", "").lower()
     if is_foreign or request.headers.get("sec-fetch-site") == "cross-site":
-        page = "a page of another site" if origin is None else f"a page of {shorten(origin)}"
+        page = "another site" if origin is None else shorten(origin)
         raise ApiError(
             403,
-            f"{page} may change nothing on a gateway without keys; name its origin in gateway_cors_origins, "
-            f"or {MAKE_ONE}",
+            f"a page of {page} may not change anything on a gateway without keys; add its origin to "
+            f"gateway_cors_origins, or {CREATE_KEY}",
             code="origin_not_allowed",
         )

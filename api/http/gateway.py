@@ -1,4 +1,4 @@
-"""What the endpoints of an app share: clients, the models that are served, memory for bodies, counts of requests."""
+"""State that the endpoints of an app share: clients, the list of models, memory for bodies, and request counts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError
 
-FRESH_S = 1.0  # age of the list of models: one that is loaded or unloaded is noticed within a second
-WAITS_FRESH_S = 3.0  # age of estimates: computing them takes time, and a queue changes little meanwhile
-START_S = 5.0  # for clients, where no worker runs: about the time that a worker takes to start
-BUSY_RETRY_S = 1.0  # for clients: when another request ends can't be known
+FRESH_S = 1.0  # age of the list of models: one that was loaded or unloaded is noticed within a second
+WAITS_FRESH_S = 3.0  # age of estimated waits: computing them takes time, and a queue changes little within 3 s
+START_S = 5.0  # for clients, if no worker runs: about the time that a worker takes to start
+BUSY_RETRY_S = 1.0  # for clients: the time at which another request ends is unknown
 METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})
 TOKENS = {"prompt": "prompt_tokens", "cached": "cached_tokens", "generated": "completion_tokens"}
 EVERY_MODEL = Caller()
@@ -38,38 +38,41 @@ EVERY_MODEL = Caller()
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
-    """A value that is fetched again when it is older than `fresh_s`, once for all who ask. Meanwhile they get the one
-    before, unless that is twice as old: where requests come all the time, none of them waits."""
+class Cached(Generic[T]):
+    """A value that is fetched again when it is older than `fresh_s`, with one fetch for all concurrent callers.
+
+    During a fetch, callers get the previous value unless it is older than twice `fresh_s`. So under steady traffic, no
+    caller waits.
+    """
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is for tests."""
+        """Make a cache. `clock` is for tests."""
         self._fetch = fetch
         self._clock = clock
         self._fetching: asyncio.Future[T] | None = None
         self._fetched_at = 0.0
-        self._last: tuple[float, T] | None = None  # when it was asked for, and the value
+        self._last: tuple[float, T] | None = None  # start of the last successful fetch, and its value
 
     async def get(self, fresh_s: float = FRESH_S) -> T:
-        """Raises what fetching raises; the next caller fetches again."""
+        """Return the value. Raises the error of the fetch. After an error, the next caller fetches again."""
         now = self._clock()
         if self._fetching is None or (self._fetching.done() and now - self._fetched_at > fresh_s):
             self._fetched_at = now
             self._fetching = asyncio.ensure_future(self._fetch())
-            self._fetching.add_done_callback(partial(self._note, now))
+            self._fetching.add_done_callback(partial(self._store, now))
         if self._last is not None and now - self._last[0] <= 2 * fresh_s:
             return self._last[1]
         return await asyncio.shield(self._fetching)
 
-    def _note(self, asked_at: float, fetching: asyncio.Future[T]) -> None:
+    def _store(self, started_at: float, fetching: asyncio.Future[T]) -> None:
         if not fetching.cancelled() and fetching.exception() is None:
-            self._last = asked_at, fetching.result()
+            self._last = started_at, fetching.result()
         elif self._fetching is fetching:
             self._fetching = None
 
 
 class BodyMemory:
-    """Memory for bodies: of all requests, and of those with the same key. Event loop only."""
+    """Memory for the bodies of requests, limited in total and per key. For the event loop only."""
 
     def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -78,26 +81,29 @@ class BodyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """How much of it is taken."""
+        """The number of bytes in use."""
         return self._of_keys.total()
 
-    def take(self, holder: str, num_bytes: int, own_bytes: int) -> None:
-        """Take memory for a request that has `own_bytes` already. A request that is alone is never refused. Raises
-        ApiError: 429 for a key that has too much, 503 if all of it is taken."""
+    def take(self, holder: str, num_bytes: int, held_bytes: int) -> None:
+        """Reserve memory for a request that holds `held_bytes` already.
+
+        A request that is alone is always admitted. Raises ApiError: 429 if the key has too much, 503 if the total is
+        too large.
+        """
         of_key, of_all = self._of_keys[holder], self.num_bytes
-        if of_key > own_bytes and of_key + num_bytes > self._max_key_bytes:
+        if of_key > held_bytes and of_key + num_bytes > self._max_key_bytes:
             raise ApiError(
                 429,
-                f"the bodies of this key's requests take {of_key} bytes of memory, and the limit is "
-                f"{self._max_key_bytes} (gateway_key_bodies_bytes); send this one when others have ended",
+                f"the bodies of this key's requests use {of_key} bytes of memory, and the limit is "
+                f"{self._max_key_bytes} (gateway_key_bodies_bytes); retry when other requests have finished",
                 code="too_many_bytes",
                 retry_after_s=BUSY_RETRY_S,
             )
-        if of_all > own_bytes and of_all + num_bytes > self._max_bytes:
+        if of_all > held_bytes and of_all + num_bytes > self._max_bytes:
             raise ApiError(
                 503,
-                f"the bodies of all requests take {of_all} bytes of memory, and the limit is {self._max_bytes} "
-                "(gateway_bodies_bytes); send this one again soon",
+                f"the bodies of all requests use {of_all} bytes of memory, and the limit is {self._max_bytes} "
+                "(gateway_bodies_bytes); retry soon",
                 code="overloaded",
                 retry_after_s=BUSY_RETRY_S,
             )
@@ -110,7 +116,7 @@ class BodyMemory:
 
 
 class RequestCounts:
-    """Counts of requests and tokens for Prometheus since the app was created. Event loop only."""
+    """Counts of requests and tokens for Prometheus since the app was created. For the event loop only."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -118,7 +124,7 @@ class RequestCounts:
         self.num_in_flight = 0
 
     def count_request(self, route: str, method: str, status: str, first_byte_s: float | None, whole_s: float) -> None:
-        """Count a request that has ended. `first_byte_s` is None if no byte of an answer was sent."""
+        """Count a request that has ended. `first_byte_s` is None if no byte of the response was sent."""
         known = method if method in METHODS else OTHER
         self._meter.count("cellama_http_requests_total", route, known, status)
         self._meter.observe("cellama_http_request_seconds", whole_s, route)
@@ -126,14 +132,14 @@ class RequestCounts:
             self._meter.observe("cellama_http_first_byte_seconds", first_byte_s, route)
 
     def count_tokens(self, tenant: str | None, usages: Iterable[Mapping[str, Any]]) -> None:
-        """Count the tokens that jobs of a tenant's request have read and generated."""
+        """Count the tokens that the jobs of a tenant's request have prefilled and generated."""
         name = self._tenants.of(tenant or "")
         for usage in usages:
             for kind, field in TOKENS.items():
                 self._meter.count("cellama_tenant_tokens_total", name, kind, by=usage.get(field) or 0)
 
     def figures(self) -> Figures:
-        """Return all counts as they are now."""
+        """Return the current values of all counts."""
         figures = Figures()
         self._meter.add_to(figures)
         figures.add("cellama_http_requests_in_flight", self.num_in_flight)
@@ -142,17 +148,19 @@ class RequestCounts:
 
 
 class Gateway:
-    """One client of the queue for all requests of an app. It is created when it is first needed, because an app that
-    mounts ours may never run our lifespan."""
+    """The clients and caches that all requests of an app share.
+
+    Clients are created when they are first needed, because an app that mounts the gateway may not run its lifespan.
+    """
 
     def __init__(self, settings: Settings, access: Access) -> None:
         self.settings = settings
         self.access = access
         self.counts = RequestCounts()
         self.body_memory = BodyMemory(settings.gateway_bodies_bytes, settings.gateway_key_bodies_bytes)
-        self._models: Kept[list[ModelView]] = Kept(lambda: self.client.models())
-        self._stats: Kept[Stats] = Kept(lambda: self.client.stats())
-        self._afterwards: dict[asyncio.Task[None], bool] = {}  # with whether `close` cancels them
+        self._models: Cached[list[ModelView]] = Cached(lambda: self.client.models())
+        self._stats: Cached[Stats] = Cached(lambda: self.client.stats())
+        self._afterwards: dict[asyncio.Task[None], bool] = {}  # task → whether `close` cancels it
 
     @cached_property
     def client(self) -> AsyncClient:
@@ -160,20 +168,20 @@ class Gateway:
 
     @cached_property
     def redis(self) -> Redis:
-        """For what gateways themselves keep."""
+        """A client for data of the gateway itself, such as records of responses."""
         return connect_async(self.settings.redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
         """Return the models that are ready and that the caller may use."""
         views = await self._models.get(fresh_s)
-        return [view for view in views if view["status"] == "ready" and caller.may_ask(view["id"])]
+        return [view for view in views if view["status"] == "ready" and caller.may_use_model(view["id"])]
 
     async def find_model(self, caller: Caller, name: object) -> ModelView:
-        """Return the model of that name. Raises ApiError: 400, 403, 404, or 503 if no worker runs."""
+        """Return the model with this name. Raises ApiError: 400, 403, 404, or 503 if no worker runs."""
         if not isinstance(name, str) or not name:
-            raise ApiError(400, f"model is {shorten(name)}; name one that is served, see /v1/models", param="model")
+            raise ApiError(400, f"model is {shorten(name)}; use a model that /v1/models lists", param="model")
         caller.check_model(name)
-        for fresh_s in (FRESH_S, 0.0):  # it may have been loaded just now
+        for fresh_s in (FRESH_S, 0.0):  # the model may have been loaded a moment ago
             for view in await self.models(EVERY_MODEL, fresh_s):
                 if view["id"] == name or (name == DEFAULT_MODEL and view["default"]):
                     return view
@@ -181,24 +189,24 @@ class Gateway:
             raise ApiError(503, "no worker is running; start one", code="no_worker", retry_after_s=START_S)
         known = ", ".join(view["id"] for view in await self.models(caller)) or "none"
         raise ApiError(
-            404, f"no model {shorten(name)} is served; there are: {known}", code="model_not_found", param="model"
+            404, f"model: {shorten(name)} is not served; running models: {known}", code="model_not_found", param="model"
         )
 
     async def wait_s(self, model: str, tier: str) -> float:
-        """Return about how many seconds a new job of a service tier waits for a slot."""
+        """Return the estimated wait for a slot in seconds, for a new job of a service tier."""
         classes = (await self._stats.get(WAITS_FRESH_S))["classes"].get(model)
         return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
-        """Return the error, with the time after which a retry may succeed."""
+        """Return the error, with the time after which a retry is likely to succeed."""
         if error.retry_after_s is not None:
             error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model, tier))
         return error
 
     def afterwards(self, work: Coroutine[Any, Any, object], *, until_close: bool = False) -> None:
-        """Do this even if the request that wants it is cancelled. Errors of jobs are ignored.
+        """Run a coroutine to its end, even if the request that needs it is cancelled. Errors of jobs are ignored.
 
-        `close` waits for it, or cancels it if it is `until_close`.
+        `close` waits for the coroutine, or cancels it if `until_close` is set.
         """
 
         async def do() -> None:
@@ -210,7 +218,7 @@ class Gateway:
         task.add_done_callback(self._afterwards.pop)
 
     async def close(self) -> None:
-        """Finish what requests have left to do, and close the connections."""
+        """Finish the coroutines of `afterwards`, and close the connections."""
         for task, until_close in self._afterwards.items():
             if until_close:
                 task.cancel()
@@ -224,6 +232,6 @@ class Gateway:
 
 
 def gateway_of(request: Request) -> Gateway:
-    """Return the gateway of the app that has the request."""
+    """Return the gateway of the app that handles the request."""
     gateway: Gateway = request.app.state.gateway
     return gateway

@@ -1,4 +1,4 @@
-"""POST /v1/messages, streamed or not, and /v1/messages/count_tokens, for Anthropic's clients."""
+"""Anthropic's endpoints POST /v1/messages, streamed or not, and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.anthropic.answers import NO_THREADS, envelope, message_of
+from cellama.api.anthropic.answers import NO_THREADS, error_object, message_of
 from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, parse_counted_body
 from cellama.api.anthropic.parameters import COUNT_TOKENS, MESSAGES
 from cellama.api.anthropic.stream import PING, MessageStream
 from cellama.api.client.async_client import AsyncClient
-from cellama.api.openai.parameters import in_callers_words
+from cellama.api.openai.parameters import with_callers_names
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .errors import ApiError, of_job
 from .parsing import ParsedRequest, flag, read, tokens_of
-from .running import Call, JobsRequest, Placed, RunningJobs, run_jobs, run_one
+from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs, run_one
 from .sse import frame
 
-REQUEST_ID = "request-id"  # Anthropic's clients read this one
+REQUEST_ID = "request-id"  # the header that Anthropic's clients read
 Endpoint = Callable[[Request], Awaitable[Response]]
-_OURS = ("stream", "service_tier", "cache_salt")
+_GATEWAY_PARAMETERS = ("stream", "service_tier", "cache_salt")
 _INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
 
 
@@ -37,7 +37,7 @@ class MessageRequest(JobsRequest):
 
     messages: list[dict[str, Any]]
     request_id: str
-    shows_thoughts: bool
+    shows_reasoning: bool
 
     def calls(self, client: AsyncClient) -> list[Call]:
         submit: Any = client.chat
@@ -47,7 +47,7 @@ class MessageRequest(JobsRequest):
         return wrong(error, self.names)
 
     async def whole(self, running: RunningJobs) -> dict[str, Any]:
-        thinking_tokens = await running.ended()
+        thinking_tokens = await running.wait()
         result: Any = await running.result()
         return message_of(
             f"msg_{running.jobs[0].id}",
@@ -55,35 +55,37 @@ class MessageRequest(JobsRequest):
             max_tokens=self.params["max_tokens"],
             tier=self.tier,
             thinking_tokens=thinking_tokens,
-            shows_thoughts=self.shows_thoughts,
+            shows_reasoning=self.shows_reasoning,
         )
 
-    async def frames(self, running: RunningJobs, events: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
+    async def frames(
+        self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]
+    ) -> AsyncGenerator[bytes, None]:
         message_id, max_tokens = f"msg_{running.jobs[0].id}", self.params["max_tokens"]
-        stream = MessageStream(message_id, self.model, self.tier, max_tokens, shows_thoughts=self.shows_thoughts)
+        stream = MessageStream(message_id, self.model, self.tier, max_tokens, shows_reasoning=self.shows_reasoning)
         async for _, event in events:
-            shown = [PING] if event["type"] == "ping" else stream.of(event)
-            yield b"".join(frame(one, one["type"]) for one in shown)
+            messages = [PING] if event["type"] == "ping" else stream.of(event)
+            yield b"".join(frame(message, message["type"]) for message in messages)
 
     def error_frame(self, error: ApiError) -> bytes:
-        return frame(envelope(error.status, error.message, self.request_id, error.code), "error")
+        return frame(error_object(error.status, error.message, self.request_id, error.code), "error")
 
 
-def in_our_words(parsed: ParsedRequest) -> ParsedRequest:
-    """The request with Anthropic's tier under the name that all endpoints know."""
+def with_standard_tier(parsed: ParsedRequest) -> ParsedRequest:
+    """Return the request with Anthropic's tier `standard_only` replaced by `default`."""
     if parsed.body.get("service_tier") != "standard_only":
         return parsed
     return replace(parsed, body={**parsed.body, "service_tier": "default"})
 
 
 def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
-    """Return what a body asks for. The payload of its job checks the rest. Raises ApiError."""
+    """Parse a body. The payload of its job validates the other parameters. Raises ApiError."""
     tier, is_stream, names = parsed.tier(), flag(parsed.body, "stream"), callers_names(parsed.body)
     for name, instead in _INSTEAD.items():
         if name in parsed.body:
-            raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
+            raise ApiError(400, f"{name} is not supported here; use {instead}", param=name)
     try:
-        body = parse_body({name: value for name, value in parsed.body.items() if name not in _OURS})
+        body = parse_body({name: value for name, value in parsed.body.items() if name not in _GATEWAY_PARAMETERS})
     except InvalidJob as error:
         raise wrong(error, names) from None
     return MessageRequest(
@@ -94,13 +96,13 @@ def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
         names=names,
         request_id=parsed.request.state.request_id,
         is_stream=is_stream,
-        shows_thoughts=body.shows_thoughts,
+        shows_reasoning=body.shows_reasoning,
         prompt_tokens=tokens_of(body.messages),
     )
 
 
 def count_of(parsed: ParsedRequest) -> tuple[ParsedBody, int]:
-    """Return the body of a request to count tokens, and about how many tokens it has. Raises ApiError."""
+    """Parse the body of a request to count tokens, and estimate its number of tokens. Raises ApiError."""
     try:
         body = parse_counted_body(parsed.body)
         return body, tokens_of(body.messages)
@@ -109,13 +111,13 @@ def count_of(parsed: ParsedRequest) -> tuple[ParsedBody, int]:
 
 
 def wrong(error: InvalidJob, names: Mapping[str, str]) -> ApiError:
-    """Return what is wrong with the body, under Anthropic's names."""
-    message, _ = in_callers_words(str(error), names)
+    """Return the error for an invalid body, with Anthropic's names."""
+    message, _ = with_callers_names(str(error), names)
     return ApiError(400, message, code=NO_THREADS if message.startswith("thread is ") else None)
 
 
-def _in_anthropics_words(endpoint: Endpoint) -> Endpoint:
-    """What goes wrong comes in Anthropic's envelope."""
+def _with_anthropic_errors(endpoint: Endpoint) -> Endpoint:
+    """Convert the errors of an endpoint into Anthropic's format."""
 
     @wraps(endpoint)
     async def answered(request: Request) -> Response:
@@ -132,33 +134,33 @@ def _in_anthropics_words(endpoint: Endpoint) -> Endpoint:
 
 
 def _failed(request: Request, error: ApiError) -> Response:
-    body = envelope(error.status, error.message, request.state.request_id, error.code)
+    body = error_object(error.status, error.message, request.state.request_id, error.code)
     return JSONResponse(body, error.status, error.headers)
 
 
-@_in_anthropics_words
+@_with_anthropic_errors
 async def create(request: Request) -> Response:
     """POST /v1/messages"""
-    parsed = in_our_words(await read(request))
+    parsed = with_standard_tier(await read(request))
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     return await run_jobs(parsed, await parsed.read_by(parse_message, parsed, model))
 
 
-@_in_anthropics_words
+@_with_anthropic_errors
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens: a job of the caller's highest priority, which takes no slot."""
-    parsed = in_our_words(await read(request))
+    """POST /v1/messages/count_tokens: a job with the caller's highest priority, because it needs no slot."""
+    parsed = with_standard_tier(await read(request))
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     name, client = parsed.name_of(model), parsed.gateway.client
     message, num_tokens = await parsed.read_by(count_of, parsed)
     submit: Any = client.apply_chat_template
-    first = {"wait": True, "priority": parsed.caller.light_priority}
+    options = {"wait": True, "priority": parsed.caller.light_priority}
     try:
         result, headers = await run_one(
             parsed,
             name,
             num_tokens,
-            lambda key: submit(name, message.messages, idempotency_key=key, **first, **message.params),
+            lambda key: submit(name, message.messages, idempotency_key=key, **options, **message.params),
             has_usage=False,
         )
     except InvalidJob as error:

@@ -1,4 +1,4 @@
-"""The endpoint of metrics. It tells of all tenants, so no API key opens it."""
+"""The endpoint of metrics. It covers all tenants, so API keys give no access to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .auth import LoopbackOnly, is_loopback
 from .errors import ApiError
 from .gateway import gateway_of
 
-NEEDS = "is for this machine only, unless gateway_metrics_token is set and sent as `Authorization: Bearer …`"
+RULE = "it serves this machine only, unless gateway_metrics_token is set and sent as `Authorization: Bearer …`"
 
 
 async def metrics(request: Request) -> Response:
@@ -23,22 +23,22 @@ async def metrics(request: Request) -> Response:
     gateway = gateway_of(request)
     token = gateway.settings.gateway_metrics_token
     if token is None:
-        await _check_it_is_from_here(request)
+        await _check_local(request)
     else:
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        known = token.get_secret_value().encode()
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), known):
-            raise ApiError(401, f"/metrics needs the token of gateway_metrics_token; it {NEEDS}")
+        kind, _, sent = request.headers.get("authorization", "").partition(" ")
+        token_bytes = token.get_secret_value().encode()
+        if kind.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode(), token_bytes):
+            raise ApiError(401, f"/metrics requires the token of gateway_metrics_token; {RULE}")
     return Response(text_of(gateway.counts.figures()), media_type=CONTENT_TYPE)
 
 
-async def _check_it_is_from_here(request: Request) -> None:
-    """Raises ApiError: what LoopbackOnly says of keys would not help here."""
+async def _check_local(request: Request) -> None:
+    """Raise ApiError for requests of other machines. LoopbackOnly would recommend a key, which does not help here."""
     if request.client is not None and is_loopback(request.client.host):
         with contextlib.suppress(ApiError):
             await LoopbackOnly().authenticate(request.headers)
             return
-    raise ApiError(403, f"/metrics {NEEDS}")
+    raise ApiError(403, f"/metrics is not available to this request; {RULE}")
 
 
 ROUTES = (Route("/metrics", metrics, methods=["GET"]),)

@@ -1,4 +1,4 @@
-"""What surrounds each request: its id, its context, its span, and its counts."""
+"""Middleware around all requests: their ids, contexts, spans and counts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from cellama.tasks.traces.tracing import Tracing
 
 REQUEST_ID = "x-request-id"
-NO_ANSWER = 499  # the client disconnected before there was a status
+NO_RESPONSE = 499  # the client disconnected before there was a status
 FAILED = 500
 
 
 class RequestMiddleware:
-    """Gives each request an id, the client's own or a new one, and a context, and counts it.
+    """Gives each request a context and an id, which is the client's own or a new one, and counts the request.
 
-    A POST, which may make jobs, is a span below the client's own if a `traceparent` comes with it. In counts and spans
-    paths without a route are `other`, and aliases are their first path.
+    A POST, which may create jobs, gets a span, whose parent is the client's span if it sends `traceparent`. In counts
+    and spans, unknown paths are `other`, and aliases have the name of their first path.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]}
-        given = headers.get(REQUEST_ID, "")
-        request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else f"req_{uuid.uuid4().hex}"
+        sent_id = headers.get(REQUEST_ID, "")
+        request_id = sent_id if re.fullmatch(r"[\x21-\x7e]{1,128}", sent_id) else f"req_{uuid.uuid4().hex}"
         context, counts = RequestContext(self._gateway), self._gateway.counts
         scope.setdefault("state", {}).update(request_id=request_id, context=context)
-        started_at, status, first_byte_s = time.monotonic(), NO_ANSWER, None
+        started_at, status, first_byte_s = time.monotonic(), NO_RESPONSE, None
 
         async def watch(message: Message) -> None:
             nonlocal status, first_byte_s
@@ -70,7 +70,7 @@ class RequestMiddleware:
             try:
                 await self._app(scope, in_time(receive, self._gateway.settings.gateway_body_timeout_s), watch)
             except Exception:  # it is answered outside of all middleware
-                status = FAILED if status == NO_ANSWER else status
+                status = FAILED if status == NO_RESPONSE else status
                 raise
             finally:
                 context.end()
@@ -84,7 +84,7 @@ class RequestMiddleware:
 
 def _describe(span: Any, route: str | None, status: int) -> None:
     span.set_attribute("http.request.method", "POST")
-    if status != NO_ANSWER:
+    if status != NO_RESPONSE:
         span.set_attribute("http.response.status_code", status)
     if status >= 500:
         span.set_attribute("error.type", str(status))

@@ -1,4 +1,4 @@
-"""What is there: models, and the gateway itself."""
+"""The endpoints that list models and report the health of the gateway."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def _shown(view: ModelView) -> dict[str, Any]:
         "created": int(view.get("ready_at") or 0),
         "owned_by": "cellama",
         "capabilities": view["capabilities"],
-        **{shown: view[name] for name, shown in known.items() if view.get(name)},  # type: ignore[literal-required]
+        **{field: view[name] for name, field in known.items() if view.get(name)},  # type: ignore[literal-required]
     }
 
 
 async def health(request: Request) -> Response:
-    """GET /health: the gateway lives."""
+    """GET /health: the gateway runs."""
     return JSONResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: Redis answers, and a worker has a model that takes jobs."""
+    """GET /ready: Redis answers, and a model on a worker accepts jobs."""
     try:
         is_ready = bool(await gateway_of(request).models(EVERY_MODEL))
-        why = "no worker has a model that takes jobs"
+        reason = "no worker has a model that accepts jobs; load one, or start a worker"
     except JobError as error:
-        is_ready, why = False, of_job(error).message
+        is_ready, reason = False, of_job(error).message
     if not is_ready:
-        raise ApiError(503, why, code="not_ready")
+        raise ApiError(503, reason, code="not_ready")
     return JSONResponse({"status": "ready"})
 
 

@@ -1,4 +1,4 @@
-"""What comes in: a body that is read, bounded and made into an object, and whoever sent it; which page of a list."""
+"""Parsing of requests: the caller, the JSON body within its limits, common parameters, and pages of lists."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .gateway import Gateway
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BODY_TYPE = "application/json"  # a page in a browser can't send this to another site unasked, but it can send none
+BODY_TYPE = "application/json"  # browsers ask for permission before a page sends this type to another site
 MAX_KEY_CHARS = 256  # of an idempotency key: more than any known client sends
-MAX_LENGTH_DIGITS = 15  # of a size in bytes: a petabyte is beyond every limit
-LARGE_BYTES = 64 << 10  # a body above this is read in a thread: smaller ones take a millisecond or two
-MAX_VALUES = 1 << 18  # of a body: parsing JSON holds up all other threads, and so many values take some 20 ms
-VALUE_BYTES = 64  # about: memory of a small value beyond its text
-CHARS_PER_TOKEN = 4  # about, in English
-LEAST_TOKENS = 16  # of an answer, where a model says nothing of its context
-PARTS_OF_LIMIT = 4  # a request that names no length may take a quarter of its caller's limit: four of them can run
-OF_CALLS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, and no endpoint's parameters
+MAX_LENGTH_DIGITS = 15  # of a size in bytes: a petabyte exceeds every limit
+LARGE_BYTES = 64 << 10  # larger bodies are parsed in a thread, smaller ones take a millisecond or two
+MAX_VALUES = 1 << 18  # in a body: parsing JSON blocks all other threads, for about 20 ms with this many values
+VALUE_BYTES = 64  # estimated memory of a small value beyond its text
+CHARS_PER_TOKEN = 4  # estimate for English
+MIN_TOKENS = 16  # of an answer, if the context length of the model is unknown
+LIMIT_DIVISOR = 4  # a request without max_tokens may use a quarter of its caller's limit, so four of them can run
+CLIENT_ARGUMENTS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, not valid in a body
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request whose caller is known, with the object that is its body."""
+    """A request with its authenticated caller and its body."""
 
     request: Request
     context: RequestContext
@@ -52,77 +52,82 @@ class ParsedRequest:
         return self.context.gateway
 
     async def read_by(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call a function that reads the body: in a thread if it is large, so that others are served meanwhile."""
+        """Call a function that processes the body. A large body is processed in a thread, to keep the loop free."""
         if self.num_bytes <= LARGE_BYTES:
             return function(*args, **options)
         return await in_thread(BODIES, function, *args, **options)
 
     @property
     def idempotency_key(self) -> str | None:
-        """The client's, within its tenant. Raises ApiError."""
+        """The client's idempotency key combined with its tenant. Raises ApiError."""
         key = self.request.headers.get("idempotency-key")
         if key is None:
             return None
         if not 1 <= len(key) <= MAX_KEY_CHARS:
             raise ApiError(
                 400,
-                f"Idempotency-Key has {len(key)} characters; it may have 1 to {MAX_KEY_CHARS}",
+                f"Idempotency-Key: {len(key)} characters are not valid; it must have 1 to {MAX_KEY_CHARS}",
                 param="Idempotency-Key",
             )
         return json.dumps([self.caller.tenant, key])
 
     def tier(self) -> str:
-        """The service tier that the request gets. Raises ApiError."""
-        wanted = self.body.get("service_tier")
-        if wanted is not None and wanted not in ("auto", *TIERS):
+        """Return the service tier of the request. Raises ApiError."""
+        requested = self.body.get("service_tier")
+        if requested is not None and requested not in ("auto", *TIERS):
             known = ", ".join(("auto", *TIERS))
-            raise ApiError(400, f"service_tier is {shorten(wanted)}; known: {known}", param="service_tier")
-        return self.caller.tier(wanted)
+            raise ApiError(
+                400, f"service_tier is {shorten(requested)}; it must be one of {known}", param="service_tier"
+            )
+        return self.caller.tier(requested)
 
     def scope(self) -> str:
-        """Within which prefixes are shared: the tenant, divided by `cache_salt` if that is given. Raises ApiError."""
+        """Return the scope in which prefixes are shared: the tenant, with `cache_salt` if given. Raises ApiError."""
         salt, tenant = self.body.get("cache_salt"), self.caller.tenant or ""
         if salt is None:
             return tenant
-        most = limits.MAX_NAME_CHARS // 2
-        if not isinstance(salt, str) or not 1 <= len(salt) <= most or "\0" in salt or valid_text(salt) != salt:
-            raise ApiError(400, f"cache_salt must be a text of 1 to {most} characters", param="cache_salt")
+        max_chars = limits.MAX_NAME_CHARS // 2
+        if not isinstance(salt, str) or not 1 <= len(salt) <= max_chars or "\0" in salt or valid_text(salt) != salt:
+            raise ApiError(400, f"cache_salt must be a text of 1 to {max_chars} characters", param="cache_salt")
         return f"{tenant}\x1f{salt}"
 
     def params_of_caller(self) -> dict[str, Any]:
-        """Parameters of a job that no body gives by these names: they say whose it is, and how urgent. Raises
-        ApiError."""
+        """Return the parameters of a job that depend on the caller: its priority and scope. Raises ApiError."""
         scope = self.scope()
         return {"priority": TIERS[self.tier()]} | ({"cache_scope": scope} if scope else {})
 
     def name_of(self, model: ModelView) -> str:
-        """As a job names the model that the body has: the default one is that of when it runs. Where an endpoint needs
-        no name it is the default one, too."""
-        named = self.body.get("model") or DEFAULT_MODEL
-        return DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
+        """Return the model's name for the job, which stays "default" if the body names none or the default model.
+
+        The default model is chosen when the job runs.
+        """
+        name = self.body.get("model") or DEFAULT_MODEL
+        return DEFAULT_MODEL if name == DEFAULT_MODEL else model["id"]
 
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """Which part of a list, as OpenAI's clients ask for it: after the thing of this id, the last one first ("desc") or
-    last ("asc")."""
+    """The requested page of a list: up to `limit` objects after the one with the id `after`.
+
+    `order` "desc" means the newest first, and "asc" the oldest first.
+    """
 
     after: str | None
     limit: int
     order: str
 
     @classmethod
-    def of(cls, query: Mapping[str, str], usual: int, most: int) -> PageQuery:
-        """Raises ApiError."""
-        limit, order = query.get("limit", str(usual)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
-            raise ApiError(400, f"limit is {limit[:40]!r}; it must be a number from 1 to {most}", param="limit")
+    def of(cls, query: Mapping[str, str], default_limit: int, max_limit: int) -> PageQuery:
+        """Parse the query of a URL. Raises ApiError."""
+        limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= max_limit):
+            raise ApiError(400, f"limit is {limit[:40]!r}; it must be a number from 1 to {max_limit}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order is {order[:40]!r}; it must be asc or desc", param="order")
         return cls(query.get("after") or None, int(limit), order)
 
     def shown(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The answer. `found` begins where the page does; what is beyond the limit says only that there is more."""
+        """Return the page. `found` starts with it, and has at least one more object if there is a next page."""
         data = list(found[: self.limit])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         has_more = len(found) > self.limit
@@ -130,26 +135,26 @@ class PageQuery:
 
 
 def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ApiError for a member of another name."""
+    """Raise ApiError if a member has another name than the known ones."""
     for name in values:
         if name not in known:
-            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(known)}", param=name)
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known parameters: {', '.join(known)}", param=name)
 
 
 def declared_bytes(request: Request) -> int:
-    """Return the size of the body as the head of the request has it; 0 if it has none."""
+    """Return the Content-Length of the request, or 0 if it has none."""
     given = request.headers.get("content-length", "")
     return int(given[:MAX_LENGTH_DIGITS]) if given.isascii() and given.isdecimal() else 0
 
 
 def check_not_encoded(request: Request) -> None:
-    """Raises ApiError (415) for a body that is compressed."""
+    """Raise ApiError (415) if the body is compressed."""
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(415, f"content-encoding is {shorten(encoding)}; send the body as it is")
+        raise ApiError(415, f"content-encoding is {shorten(encoding)}; send the body without compression")
 
 
 def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """A member that is true or false, or not there. Raises ApiError."""
+    """Return a member that is true, false or missing. Raises ApiError."""
     value = values.get(name)
     if value is None:
         return default
@@ -159,8 +164,10 @@ def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 
 
 async def read(request: Request) -> ParsedRequest:
-    """The caller first, then the body. The request is charged in between, so whatever is wrong with the body costs a
-    request. Raises ApiError, and ClientDisconnect if the client is gone by then."""
+    """Authenticate and charge the request, then parse its body, so an invalid body also counts as a request.
+
+    Raises ApiError, and ClientDisconnect if the client disconnects.
+    """
     context = context_of(request)
     caller = await charged(request)
     parts = await _parts(request, context.gateway.settings.gateway_max_body_bytes, caller, context)
@@ -190,13 +197,13 @@ async def _parts(request: Request, limit: int, caller: Caller, context: RequestC
                 break
     if size > limit:
         raise ApiError(
-            413, f"the body has more than {limit} bytes, which is the limit: send less, or raise gateway_max_body_bytes"
+            413, f"the body has more than {limit} bytes, which is the limit; send less, or raise gateway_max_body_bytes"
         )
     return parts
 
 
 def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
-    """The object of a body, and about how many values it has. Raises ApiError."""
+    """Return the body as an object, and its approximate number of values. Raises ApiError."""
     raw = b"".join(parts)
     num_values = count_values(raw, MAX_VALUES)
     if num_values > MAX_VALUES:
@@ -211,22 +218,24 @@ def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is {type(value).__name__}, not an object")
-    for name in OF_CALLS:
+    for name in CLIENT_ARGUMENTS:
         if name in value:
             raise ApiError(400, f"unknown parameter {name!r}; leave it out", param=name)
     return value, num_values
 
 
 _OUTSIDE_TEXTS = re.compile(rb'[",\[{]')
-_IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in pieces, so that other threads get their turns
+_IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in chunks, so that other threads can run
 
 
 def count_values(raw: bytes, limit: int) -> int:
-    """Return at least how many values a JSON text has, up to one more than the limit. Texts are skipped only if it
-    matters: their commas and brackets count unless they would exceed the limit."""
+    """Return the number of values in a JSON text, or an upper bound if that is below the limit.
+
+    Counting stops one above the limit. Only if commas and brackets alone exceed the limit, strings are skipped.
+    """
     num_marks = sum(map(raw.count, (b",", b"[", b"{")))
     if num_marks < limit:
         return num_marks + 1
@@ -242,44 +251,46 @@ def count_values(raw: bytes, limit: int) -> int:
     return num_values
 
 
-# How many tokens a request may take, as far as that is known before its jobs run
+# Estimates of the tokens that a request may use, before its jobs run
 
 
 def tokens_of(*contents: Any) -> int:
-    """About. Token ids count as themselves: the first entry of a list says whether the list has them."""
-    num_chars, left = 0, list(contents)
-    while left:
-        content = left.pop()
+    """Estimate the number of tokens. A list of token ids, recognised by its first entry, counts exactly."""
+    num_chars, remaining = 0, list(contents)
+    while remaining:
+        content = remaining.pop()
         if isinstance(content, str):
             num_chars += len(content)
         elif isinstance(content, Mapping):
             num_chars += CHARS_PER_TOKEN * len(content) + sum(map(len, map(str, content)))
-            left.extend(content.values())
+            remaining.extend(content.values())
         elif not isinstance(content, list | tuple):
             num_chars += CHARS_PER_TOKEN
         elif content and isinstance(content[0], int):
             num_chars += CHARS_PER_TOKEN * len(content)
         else:
             num_chars += CHARS_PER_TOKEN * len(content)
-            left.extend(content)
+            remaining.extend(content)
     return num_chars // CHARS_PER_TOKEN
 
 
 def count(value: Any, default: int) -> int:
-    """A number of the body, which the job's payload may refuse later."""
+    """Return a positive number of the body, or the default. The payload of the job rejects invalid values later."""
     return value if type(value) is int and value > 0 else default
 
 
 def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
-    """What an answer may have that does not say how much: the context, or as many tokens as logprobs allow."""
+    """Return the default of max_tokens: the context length, bounded by what logprobs allow."""
     per_token = count(params.get("n"), 1) * (count(params.get("logprobs"), 0) + 1)
-    most = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
-    return max(1, min(model.get("ctx_per_slot") or LEAST_TOKENS, most))
+    max_tokens = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
+    return max(1, min(model.get("ctx_per_slot") or MIN_TOKENS, max_tokens))
 
 
-def within_limit(limit: int | None, most: int, num_answers: int = 1) -> int:
-    """Tokens of each answer where the request says nothing: all together at most a part of the caller's limit, so that
-    one request does not take it alone."""
+def within_limit(limit: int | None, max_tokens: int, num_answers: int = 1) -> int:
+    """Return the default of max_tokens for a caller with a limit.
+
+    All answers of the request together may use a quarter of the limit, so that one request does not use it up.
+    """
     if limit is None:
-        return most
-    return max(1, min(most, limit // PARTS_OF_LIMIT // num_answers))
+        return max_tokens
+    return max(1, min(max_tokens, limit // LIMIT_DIVISOR // num_answers))

@@ -1,4 +1,4 @@
-"""The gateway in a process of its own: uvicorn around the app."""
+"""Serving the gateway with uvicorn in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from .keys import key_access
 
 
 def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, which closes connections that take longer than this to send the head of a request: the
-    first one, or another once it has begun. What remains of a body whose request was answered counts alike."""
+    """Return uvicorn's protocol with a timeout for the head of each request.
 
-    class HeadsInTime(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    A connection is closed if it takes longer than `head_timeout_s` to send the head of its first request, or of a later
+    one after its first byte. The remaining body of a request that was answered early counts like a head.
+    """
+
+    class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _closing: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -51,13 +54,13 @@ def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
                 self._closing.cancel()
                 self._closing = None
 
-    return HeadsInTime
+    return TimedProtocol
 
 
 def serve(settings: Settings, host: str, port: int, access: Access | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; then requests may end for `drain_s`, and those that have not are cancelled.
+    """Serve until SIGTERM or SIGINT. Then requests may finish within `drain_s`, and the others are cancelled.
 
-    Without an `access` it is `key_access`, which raises SettingsError for an address that others reach without keys.
+    `access` defaults to `key_access`, which raises SettingsError for an address that others can reach without keys.
     """
     access = access or key_access(settings, host)
     configure_logging(settings.log_level, settings.log_format)
@@ -71,9 +74,9 @@ def serve(settings: Settings, host: str, port: int, access: Access | None = None
         server_header=False,
         timeout_graceful_shutdown=settings.drain_s,
     )
-    # What was imported stays: each full collection would look at it again, and hold up all streams for 0.1 s.
+    # Imported modules never become garbage. Without freezing, each full collection would stop all streams for 0.1 s.
     gc.collect()
     gc.freeze()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn hands it on when it has ended: that is a good end
+        signal.signal(number, lambda *_: None)  # uvicorn raises it again after its shutdown, which is a normal exit
     uvicorn.Server(config).run()

@@ -1,4 +1,4 @@
-"""Answers as server-sent events: the one place that writes frames."""
+"""Responses as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cellama.tasks.contract.errors import JobError
 
 from .errors import ApiError, of_job
 
-HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies shall pass on each frame at once
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer frames
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
-    """One event, with a name where the client wants one."""
+    """Return a frame, with the name of the event if the client needs one."""
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
@@ -28,7 +28,7 @@ def frame(data: Any, event: str | None = None) -> bytes:
 async def with_errors(
     frames: AsyncGenerator[bytes, None], error_frame: Callable[[ApiError], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """The frames, and a last one for an error that ends them."""
+    """Yield the frames. If an error ends them, yield a frame for the error."""
     try:
         async with aclosing(frames):
             async for one in frames:
@@ -40,9 +40,9 @@ async def with_errors(
 
 
 class EventStream(StreamingResponse):
-    """Frames, as they come. `close` is called once, however it ends; a client that goes away ends it at once.
+    """A streamed response. It calls `close` once when it ends, for example because the client disconnects.
 
-    The next frame is asked for when the server has taken the one before it.
+    The next frame is requested when the server has accepted the previous one.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class EventStream(StreamingResponse):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Of a server that says 2.4 Starlette would hear of the end of the connection by the next frame only.
+        # With ASGI 2.4, Starlette would notice a disconnect only when it sends the next frame.
         older = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
         try:
             await super().__call__(older, receive, send)
         except OSError:
-            pass  # how such a server says it
+            pass  # raised by a server with ASGI 2.4 after a disconnect
         finally:
             await self._frames.aclose()
             await self._close()

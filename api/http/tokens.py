@@ -1,4 +1,4 @@
-"""Texts to token ids, and back: jobs of the caller's highest priority, which take no slot."""
+"""The endpoints that tokenize and detokenize. Their jobs have the caller's highest priority, as they need no slot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .errors import of_job
 from .parsing import ParsedRequest, check_known, flag, read, tokens_of
 from .running import run_one
 
-_OF_TEXT = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
-_OF_CHAT = ("model", "messages", "tools")
-_OF_TOKENS = ("model", "tokens")
+_TEXT_PARAMETERS = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
+_CHAT_PARAMETERS = ("model", "messages", "tools")
+_DETOKENIZE_PARAMETERS = ("model", "tokens")
 
 
 async def tokenize(request: Request) -> Response:
@@ -26,11 +26,11 @@ async def tokenize(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     if "messages" in body:
-        check_known(body, _OF_CHAT)
+        check_known(body, _CHAT_PARAMETERS)
         params = {"tools": body["tools"]} if body.get("tools") else {}
         model, result, headers = await _run(parsed, client.apply_chat_template, body["messages"], params)
     else:
-        check_known(body, _OF_TEXT)
+        check_known(body, _TEXT_PARAMETERS)
         content = body.get("content", body.get("prompt"))
         params = {
             "add_special": flag(body, "add_special", default=flag(body, "add_special_tokens", default=True)),
@@ -38,14 +38,14 @@ async def tokenize(request: Request) -> Response:
         }
         model, result, headers = await _run(parsed, client.tokenize, content, params)
     tokens = result["tokens"]
-    shown = {"tokens": tokens, "count": len(tokens), "model": result["model"]}
-    return JSONResponse({**shown, "max_model_len": model.get("ctx_per_slot")}, headers=headers)
+    answer = {"tokens": tokens, "count": len(tokens), "model": result["model"]}
+    return JSONResponse({**answer, "max_model_len": model.get("ctx_per_slot")}, headers=headers)
 
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize"""
     parsed = await read(request)
-    check_known(parsed.body, _OF_TOKENS)
+    check_known(parsed.body, _DETOKENIZE_PARAMETERS)
     _, result, headers = await _run(parsed, parsed.gateway.client.detokenize, parsed.body.get("tokens"), {})
     text = result["text"]
     return JSONResponse({"content": text, "prompt": text, "model": result["model"]}, headers=headers)
@@ -54,15 +54,15 @@ async def detokenize(request: Request) -> Response:
 async def _run(
     parsed: ParsedRequest, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[ModelView, Any, dict[str, str]]:
-    """llama-server's form names no model: then it is the default."""
+    """Run a job. Without `model`, as in the API of llama-server, it uses the default model."""
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
-    own, first = parsed.name_of(model), {"wait": True, "priority": parsed.caller.light_priority}
+    name, options = parsed.name_of(model), {"wait": True, "priority": parsed.caller.light_priority}
     try:
         result, headers = await run_one(
             parsed,
-            own,
+            name,
             await parsed.read_by(tokens_of, content),
-            lambda key: submit(own, content, idempotency_key=key, **first, **params),
+            lambda key: submit(name, content, idempotency_key=key, **options, **params),
             has_usage=False,
         )
     except InvalidJob as error:

@@ -1,4 +1,4 @@
-"""The endpoints of vectors and scores: one job, one body."""
+"""The endpoints for embeddings and reranking."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .running import run_one
 
 RERANK = "/v1/rerank"
 ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
-_OF_RERANK = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
-_OURS = ("model", "service_tier", "priority")
+_RERANK_PARAMETERS = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
+_GATEWAY_PARAMETERS = ("model", "service_tier", "priority")
 
 
 async def embed(request: Request) -> Response:
@@ -30,8 +30,8 @@ async def embed(request: Request) -> Response:
     client = parsed.gateway.client
     model = await _model(parsed)
     try:
-        own = {name: value for name, value in parsed.body.items() if name not in _OURS}
-        params = await parsed.read_by(params_of_body, EMBEDDINGS, own)
+        job_parameters = {name: value for name, value in parsed.body.items() if name not in _GATEWAY_PARAMETERS}
+        params = await parsed.read_by(params_of_body, EMBEDDINGS, job_parameters)
         texts = params.pop("texts")
         result, headers = await _run(parsed, model, texts, client.embed, texts, params)
     except InvalidJob as error:
@@ -44,7 +44,7 @@ async def rerank(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     model = await _model(parsed)
-    check_known(body, _OF_RERANK)
+    check_known(body, _RERANK_PARAMETERS)
     with_documents = flag(body, "return_documents")
     documents = [_text(document) for document in _list(body.get("documents"))]
     params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}
@@ -58,7 +58,7 @@ async def rerank(request: Request) -> Response:
 
 async def _model(parsed: ParsedRequest) -> str:
     if "priority" in parsed.body:
-        raise ApiError(400, "priority can't be given here; use service_tier", param="priority")
+        raise ApiError(400, "priority is not supported here; use service_tier", param="priority")
     return parsed.name_of(await parsed.gateway.find_model(parsed.caller, parsed.body.get("model")))
 
 
@@ -77,17 +77,17 @@ async def _run(
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ApiError(400, f"documents is {type(value).__name__}, not a list of texts", param="documents")
+        raise ApiError(400, f"documents is {type(value).__name__}; it must be a list of texts", param="documents")
     return value
 
 
 def _text(document: Any) -> Any:
-    """A document, or the text of one that is an object."""
+    """Return a document, or the text of a document that is an object."""
     return document.get("text") if isinstance(document, dict) else document
 
 
 def _ranking(result: Any, documents: list[Any] | None) -> dict[str, Any]:
-    """In the form of Jina and Cohere."""
+    """Return the result in the format of Jina and Cohere."""
     results = [
         {"index": ranked["index"], "relevance_score": ranked["score"]}
         | ({} if documents is None else {"document": {"text": documents[ranked["index"]]}})

@@ -1,4 +1,4 @@
-"""The API keys that there are: what is kept of them, in Redis or in a file. The gateway asks, `cellama keys` writes.
+"""API keys, stored without their secrets in Redis or in a file. The gateway checks keys, `cellama keys` writes them.
 
-May use: the settings, the connections and the contract of `tasks`.
+May use: the settings, and the connections and the contract of `tasks`.
 """

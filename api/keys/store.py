@@ -1,9 +1,8 @@
-"""The API keys of a file, or in Redis. The answers are as of now: nothing is cached."""
+"""Storage of API keys, in a file or in Redis. Nothing is cached, so changes apply to the next request."""
 
 from __future__ import annotations
 
 import json
-import logging
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
 
 from cellama.config import SettingsError
+from cellama.config.logging import event_logger
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.contract.keys import api_keys_key, api_keys_used_key
 
 from .entry import KeyEntry
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 class _Keys(BaseModel):
@@ -30,31 +30,31 @@ class _Keys(BaseModel):
 
 
 class KeyFile:
-    """The keys of a file as it is now: it is read again when it has changed.
+    """The keys in a file, which is read again after it has changed.
 
-    If it can't be read then, that is logged, and the keys that were read last stay valid.
+    If it can't be read then, an error is logged, and the keys that were read last stay valid.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises SettingsError if the file is not there, or wrong."""
+        """Read the file. Raises SettingsError if it does not exist or is invalid."""
         self._path = path
-        self._seen = self._look()
+        self._version = self._file_version()
         self._entries = read_keys(path)
 
     def entries(self) -> dict[str, KeyEntry]:
-        """By their ids."""
-        seen = self._look()
-        if seen != self._seen:
-            self._seen = seen
+        """Return the keys by id."""
+        version = self._file_version()
+        if version != self._version:
+            self._version = version
             try:
                 self._entries = read_keys(self._path)
-                log.info("%d key(s) read from %s", len(self._entries), self._path)
+                log.info("key file read", path=str(self._path), num_keys=len(self._entries))
             except SettingsError as error:
-                log.error("the keys stay as they were: %s", error)
+                log.error("key file not read", detail=f"{error}; the previous keys stay valid")
         return self._entries
 
-    def _look(self) -> tuple[int, ...]:
-        """What differs once the file was written or replaced."""
+    def _file_version(self) -> tuple[int, ...]:
+        """Return values that differ after the file was written or replaced."""
         try:
             found = self._path.stat()
         except OSError:
@@ -63,12 +63,12 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Raises SettingsError with all problems of the file."""
+    """Return the keys of a file by id. Raises SettingsError with all problems of the file."""
     try:
         text = path.read_text(encoding="utf-8")
         values: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"the file of keys {str(path)!r} can't be read: {error}") from None
+        raise SettingsError(f"gateway_keys_file: {str(path)!r} can't be read: {error}") from None
     try:
         keys = _Keys.model_validate(values).keys
     except ValidationError as error:
@@ -77,52 +77,52 @@ def read_keys(path: Path) -> dict[str, KeyEntry]:
     entries = {key.id: key for key in keys}
     if len(entries) < len(keys):
         twice = sorted({key.id for key in keys if sum(key.id == other.id for other in keys) > 1})
-        raise SettingsError(f"{path}: the key(s) {', '.join(twice)} stand there more than once; delete all but one")
+        raise SettingsError(f"{path}: the id(s) {', '.join(twice)} occur more than once; delete all but one")
     return entries
 
 
 def _explain(problem: Any) -> str:
-    """Without the value: it may be a key that was put where its digest belongs."""
+    """Describe a problem without the value, which may be a key in place of its digest."""
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
     if problem["type"] == "extra_forbidden":
-        return f"{where}: no such field; known: {', '.join(KeyEntry.model_fields)}"
+        return f"{where}: unknown field; use one of: {', '.join(KeyEntry.model_fields)}"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
-USED_EVERY_S = 60.0  # how exact the last use is
-GONE_AFTER_S = 30 * 86_400.0  # since the last use of a key that is not known: no one asks for it any more
+USED_EVERY_S = 60.0  # accuracy of the time of last use
+GONE_AFTER_S = 30 * 86_400.0  # after the last use of a deleted key, its time of last use is deleted
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What is known of a key id at a time of Redis' clock (unix s)."""
+class KeyLookup:
+    """The result of looking up a key id, at a time of Redis' clock (unix s)."""
 
     entry: KeyEntry | None
     used_at: float | None
     now: float
-    num_keys: int  # that there are, of whatever state
+    num_keys: int  # number of keys that exist, in any state
 
     @property
     def is_use_due(self) -> bool:
-        """Whether its use now was not noted within the last minute."""
+        """Whether the use of the key should be recorded, because that was not done within the last minute."""
         return self.entry is not None and (self.used_at is None or self.now - self.used_at >= USED_EVERY_S)
 
 
 class KeyStore:
-    """Methods raise RedisError."""
+    """All API keys. Methods raise RedisError."""
 
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
-        """With a file its keys are all that there are; Redis has the clock then, and their last use."""
+        """Make a store. With a file, only its keys exist, and Redis has only the clock and the times of last use."""
         self._redis = redis
         self._file = file
 
-    async def look(self, key_id: str) -> Found:
-        """The id need not be that of a key."""
-        [found] = await self.look_all([key_id])
+    async def look_up(self, key_id: str) -> KeyLookup:
+        """Look up a key by its id, which may be unknown."""
+        [found] = await self.look_up_all([key_id])
         return found
 
-    async def look_all(self, key_ids: Sequence[str]) -> list[Found]:
-        """`look` for each of them, in one round trip."""
+    async def look_up_all(self, key_ids: Sequence[str]) -> list[KeyLookup]:
+        """Look up several keys in one round trip."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.hlen(api_keys_key())
@@ -136,10 +136,10 @@ class KeyStore:
             entries, num_keys = [known.get(key_id) for key_id in key_ids], len(known)
         pairs = zip(entries, used, strict=True)
         now = seconds_of(time)
-        return [Found(entry=entry, used_at=_time(at), now=now, num_keys=num_keys) for entry, at in pairs]
+        return [KeyLookup(entry=entry, used_at=_time(at), now=now, num_keys=num_keys) for entry, at in pairs]
 
-    async def note_uses(self, uses: Sequence[Found]) -> list[None]:
-        """Keeps that keys are in use now."""
+    async def record_uses(self, uses: Sequence[KeyLookup]) -> list[None]:
+        """Store the current time as the time of last use."""
         times: dict[Any, Any] = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(api_keys_used_key(), mapping=times)
@@ -150,20 +150,22 @@ class KeyStore:
         return [None] * len(uses)
 
     async def _forget_gone(self, now: float) -> None:
-        """Forget the last use of keys that are gone. Another gateway may have a file with keys that are not known here,
-        so their last use must be long ago."""
+        """Delete the times of last use of deleted keys.
+
+        A key that is unknown here may be in the file of another gateway, so its last use must be long ago.
+        """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hkeys(api_keys_key())
             pipe.hgetall(api_keys_used_key())
-            kept, used = await pipe.execute()
-        known = {key_id.decode() for key_id in kept} | set(() if self._file is None else self._file.entries())
+            stored, used = await pipe.execute()
+        known = {key_id.decode() for key_id in stored} | set(() if self._file is None else self._file.entries())
         last = {key_id.decode(): _time(at) or 0.0 for key_id, at in used.items()}
         gone = [key_id for key_id, at in last.items() if key_id not in known and now - at > GONE_AFTER_S]
         if gone:
             await self._redis.hdel(api_keys_used_key(), *gone)
 
-    async def all(self) -> list[Found]:
-        """Every key, the oldest first."""
+    async def all(self) -> list[KeyLookup]:
+        """Return all keys, the oldest first."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.hgetall(api_keys_key())
@@ -173,27 +175,27 @@ class KeyStore:
         entries = stored if self._file is None else list(self._file.entries().values())
         last = {key_id.decode(): _time(at) for key_id, at in used.items()}
         now, num_keys = seconds_of(time), len(entries)
-        found = [Found(entry=one, used_at=last.get(one.id), now=now, num_keys=num_keys) for one in entries]
+        found = [KeyLookup(entry=one, used_at=last.get(one.id), now=now, num_keys=num_keys) for one in entries]
         return sorted(found, key=_age)
 
     async def now(self) -> datetime:
-        """By Redis' clock."""
+        """Return the time of Redis' clock."""
         time: Any = await self._redis.time()
         return datetime.fromtimestamp(int(seconds_of(time)), UTC)
 
     async def write(self, entry: KeyEntry) -> None:
-        """Redis has the key from now on, as it is here."""
+        """Store a key, in place of its previous version."""
         await self._redis.hset(api_keys_key(), entry.id, entry.model_dump_json(exclude_none=True))
 
 
-def _age(found: Found) -> tuple[float, str]:
+def _age(found: KeyLookup) -> tuple[float, str]:
     assert found.entry is not None
     created_at = found.entry.created_at
     return (0.0 if created_at is None else created_at.timestamp(), found.entry.id)
 
 
 def _time(value: bytes | None) -> float | None:
-    """None also for what is none: the next use writes over it."""
+    """Return None also for a malformed time, which the next use overwrites."""
     try:
         return None if value is None else float(value)
     except ValueError:
@@ -201,11 +203,11 @@ def _time(value: bytes | None) -> float | None:
 
 
 def _parsed(value: bytes | None) -> KeyEntry | None:
-    """None also for what is no entry, or says more than this version knows: such a key lets no one in."""
+    """Return None also for an invalid entry, or one of a newer version. Such a key is rejected."""
     if value is None:
         return None
     try:
         return KeyEntry.model_validate_json(value)
     except ValidationError as error:
-        log.error("an entry of %s can't be read, so its key is not accepted: %s", api_keys_key(), error)
+        log.error("key entry ignored", key=api_keys_key(), detail=f"{error}; this API key is rejected")
         return None

@@ -1,4 +1,4 @@
-"""OpenAI's forms, without HTTP: bodies of requests → parameters of jobs, results and events → bodies and chunks.
+"""OpenAI's request and response formats without HTTP: bodies to parameters of jobs, results and events to responses.
 
-May use: `tasks.contract`. Bulk runs and the gateway are its callers.
+May use: `tasks.contract`. Bulk runs and the gateway call it.
 """

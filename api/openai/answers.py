@@ -1,26 +1,28 @@
-"""Results of jobs → bodies of OpenAI's responses, and lines of its batch files."""
+"""Conversion of results into OpenAI's responses, and into lines of its batch files."""
 
 from __future__ import annotations
 
+import codecs
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cellama.tasks.contract.codes import message_for_clients
 
-from .logprobs import of_chat, of_text
-
 OBJECTS = {"chat": "chat.completion", "generate": "text_completion"}
+MIN_LOGPROB = -9999.0  # OpenAI's value for a token that can't occur, because JSON has no infinity
+_BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")  # the text of a token whose bytes are not valid UTF-8
 
 
 def warnings_of(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the jobs behind an answer did not enforce, for the answer; nothing if they enforced everything."""
+    """Return the `warnings` of the jobs, such as keywords that were not enforced, as a member of the answer."""
     warnings = list(dict.fromkeys(warning for result in results for warning in result.get("warnings", ())))
     return {"warnings": warnings} if warnings else {}
 
 
 def usage_of(usages: Sequence[Mapping[str, Any]], reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """Token counts of the jobs behind an answer, under the names of the OpenAI API."""
+    """Return the token counts of the jobs of an answer, under OpenAI's names."""
 
     def total(name: str) -> int:
         return sum(usage[name] for usage in usages)
@@ -44,13 +46,13 @@ def body_of(
     results: Sequence[Mapping[str, Any]],
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """The body for a completion: of one job, or of one for each prompt."""
+    """Return the body of a completion, with the choices of all prompts."""
     choices = [choice for result in results for choice in (result.get("choices") or [result])]
     return {
         "id": answer_id,
         "object": OBJECTS[kind],
         "created": int(time.time()),
-        "model": results[0].get("model", ""),  # no worker came to it in time
+        "model": results[0].get("model", ""),  # missing if the job timed out before a worker started it
         "choices": [_choice(kind, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of([result["usage"] for result in results], reasoning_tokens),
         **warnings_of(results),
@@ -58,54 +60,53 @@ def body_of(
 
 
 def finish_reason_of(reason: str, calls: object) -> str:
-    """What ran out of time is cut off as well."""
+    """Return OpenAI's finish reason. An answer that timed out counts as cut off."""
     if reason == "timeout":
         return "length"
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-def was_cut_in_thought(result: Mapping[str, Any]) -> bool:
-    """Whether a chat ended within its thoughts: its stream tells no end of them then, and no signature."""
+def ended_in_reasoning(result: Mapping[str, Any]) -> bool:
+    """Return whether a chat was cut off during its reasoning. Its stream has no end of reasoning, and no signature."""
     message = result["message"]
-    is_over = result["finish_reason"] == "stop" and result.get("stop_sequence") is None
-    return not (is_over or message.get("content") or message.get("tool_calls"))
+    has_finished = result["finish_reason"] == "stop" and result.get("stop_sequence") is None
+    return not (has_finished or message.get("content") or message.get("tool_calls"))
 
 
 def _choice(kind: str, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     reason, logprobs = choice["finish_reason"], choice.get("logprobs")
     if kind != "chat":
-        shown = None if logprobs is None else of_text(logprobs)
         return {
             "index": index,
             "finish_reason": finish_reason_of(reason, None),
             "text": choice["text"],
-            "logprobs": shown,
+            "logprobs": None if logprobs is None else text_logprobs(logprobs),
         }
     message = choice["message"]
     return {
         "index": index,
         "finish_reason": finish_reason_of(reason, message.get("tool_calls")),
         "message": _message(message),
-        "logprobs": None if logprobs is None else of_chat(logprobs),
+        "logprobs": None if logprobs is None else chat_logprobs(logprobs),
     }
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The assistant's turn. Its thoughts are called as DeepSeek and llama-server call them."""
-    calls, thoughts = message.get("tool_calls") or [], message.get("reasoning")
-    shown: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
-    if thoughts is not None:
-        shown["reasoning_content"] = thoughts
-    return {**shown, "tool_calls": [call_of(call) for call in calls]} if calls else shown
+    """Return the assistant's message. The field for reasoning is named as in DeepSeek's API and llama-server."""
+    calls, reasoning = message.get("tool_calls") or [], message.get("reasoning")
+    answer: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    if reasoning is not None:
+        answer["reasoning_content"] = reasoning
+    return {**answer, "tool_calls": [call_of(call) for call in calls]} if calls else answer
 
 
 def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as OpenAI shows it: only the finish reason says that its arguments were cut."""
+    """Return a tool call in OpenAI's format, where only the finish reason shows that its arguments were cut off."""
     return {name: value for name, value in call.items() if name != "partial"}
 
 
 def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for embeddings."""
+    """Return the body for embeddings."""
     data = [
         {"object": "embedding", "index": index, "embedding": vector}
         for index, vector in enumerate(result["embeddings"])
@@ -116,13 +117,60 @@ def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_of(custom_id: str | int, request_id: str, kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of an output file."""
+    """Return a line of an output file."""
     body = embeddings_of(result) if kind == "embed" else body_of(kind, request_id, [result])
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}
 
 
 def failure_of(custom_id: str | int | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of an error file."""
+    """Return a line of an error file."""
     shown = {"code": error["code"], "message": message_for_clients(error["code"], error["message"])}
     return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": None, "error": shown}
+
+
+# Logprobs
+
+
+def bytes_of(text: str) -> bytes:
+    """Return the bytes of a token. In results, `bytes:\\xe2\\x82` stands for bytes that are not valid UTF-8."""
+    found = _BYTES.fullmatch(text)
+    return text.encode() if found is None else bytes.fromhex(found[1].replace("\\x", ""))
+
+
+def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the logprobs of tokens in the format of chats."""
+    content = [
+        {
+            **_entry(entry["text"], entry["logprob"]),
+            "top_logprobs": [
+                _entry(text, logprob) for text, (_, logprob) in zip(entry["top_texts"], entry["top"], strict=True)
+            ],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict[str, Any]:
+    """Return the logprobs of tokens in the format of completions. `first_offset` counts the characters before them."""
+    decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), first_offset, []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(decoder.decode(bytes_of(entry["text"])))
+    return {
+        "tokens": [entry["text"] for entry in entries],
+        "token_logprobs": [max(MIN_LOGPROB, entry["logprob"]) for entry in entries],
+        "top_logprobs": [
+            {
+                text: max(MIN_LOGPROB, logprob)
+                for text, (_, logprob) in zip(entry["top_texts"], entry["top"], strict=True)
+            }
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "bytes": list(bytes_of(text)), "logprob": max(MIN_LOGPROB, logprob)}

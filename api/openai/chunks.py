@@ -1,4 +1,4 @@
-"""Events of jobs → chunks of OpenAI's streams. Pure."""
+"""Conversion of a job's events into the chunks of OpenAI's streams."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import call_of, finish_reason_of, usage_of, warnings_of
-from .logprobs import of_chat, of_text
+from .answers import call_of, chat_logprobs, finish_reason_of, text_logprobs, usage_of, warnings_of
 
-_THOUGHTS = ("reasoning", "reasoning_end")
+_REASONING = ("reasoning", "reasoning_end")
 
 
 def reasoning_tokens_of(event: Mapping[str, Any]) -> int:
-    """How many tokens of an event are thoughts."""
-    return len(event["tokens"]) if event["type"] in _THOUGHTS else 0
+    """Return the number of reasoning tokens in an event."""
+    return len(event["tokens"]) if event["type"] in _REASONING else 0
 
 
 @dataclass
 class Chunks:
-    """The chunks of one answer: of a job, or of one for each prompt, with `n` choices each.
-
-    `shown` is in every chunk.
-    """
+    """The chunks of one answer: one job per prompt, with `n` choices each. `shown` is added to each chunk."""
 
     kind: str  # chat or generate
     answer_id: str
@@ -34,31 +30,33 @@ class Chunks:
     reasoning_tokens: int = 0
     usages: list[Mapping[str, Any]] = field(default_factory=list)
     _created: int = field(default_factory=lambda: int(time.time()))
-    _length: dict[int, int] = field(default_factory=dict)  # characters that each choice has been sent
+    _length: dict[int, int] = field(default_factory=dict)  # choice → characters sent so far
 
-    def of(self, place: int, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the chunks of an event of the job with this index, except for its end."""
+    def of(self, job_index: int, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the chunks for an event of the job with this index, except for its last event."""
         if event["type"] == "started":
             self.model = event["model"]
-            return [chunk for index in range(self.n) for chunk in self._first(place * self.n + index)]
-        if event["type"] not in ("token", *_THOUGHTS):
+            return [chunk for index in range(self.n) for chunk in self._first(job_index * self.n + index)]
+        if event["type"] not in ("token", *_REASONING):
             return []
         self.reasoning_tokens += reasoning_tokens_of(event)
-        index = place * self.n + event.get("index", 0)
+        index = job_index * self.n + event.get("index", 0)
         entries = event.get("logprobs")
         text = event["text"] if event["type"] != "reasoning_end" else ""
         if not text and not entries:
             return []
         first = self._first(index)
         if self.kind != "chat":
-            logprobs = None if entries is None else of_text(entries, self._length[index])
+            logprobs = None if entries is None else text_logprobs(entries, self._length[index])
             self._length[index] += len(text)
             return [*first, self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": None})]
-        delta = {"reasoning_content" if event["type"] in _THOUGHTS else "content": text} if text else {}
-        return [*first, self._delta(index, delta, logprobs=None if entries is None else of_chat(entries))]
+        delta = {"reasoning_content" if event["type"] in _REASONING else "content": text} if text else {}
+        return [*first, self._delta(index, delta, logprobs=None if entries is None else chat_logprobs(entries))]
 
-    def ends(self, place: int, done: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the chunks of a job's end. `choices` are those of its result, if there are several."""
+    def ends(
+        self, job_index: int, done: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the chunks for the last event of a job. `choices` are those of its result, if it has several."""
         self.usages.append(done["usage"])
         if choices:
             ends = [(c["finish_reason"], c.get("message", {}).get("tool_calls")) for c in choices]
@@ -66,7 +64,7 @@ class Chunks:
             ends = [(done["finish_reason"], done.get("tool_calls"))]
         made: list[dict[str, Any]] = []
         for number, (reason, calls) in enumerate(ends):
-            index = place * self.n + number
+            index = job_index * self.n + number
             made += self._first(index)
             if self.kind != "chat":
                 end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
@@ -80,13 +78,13 @@ class Chunks:
         return made
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return the last chunk, if the request wants it."""
+        """Return the last chunk, with the usage, if the request asks for it."""
         if not self.include_usage:
             return []
         return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]
 
     def _first(self, index: int) -> list[dict[str, Any]]:
-        """What comes before all else of a choice, once."""
+        """Return the first chunk of a choice, once."""
         if index in self._length:
             return []
         self._length[index] = 0

@@ -1,6 +1,6 @@
-"""How each of OpenAI's parameters is handled: one table per endpoint, from which the documentation is generated.
+"""The handling of each of OpenAI's parameters: one table per endpoint, from which the documentation is generated.
 
-A parameter that is in no table is one of jobs (docs/reference/parameters.md), or unknown, and then refused.
+A parameter that is in no table is a parameter of jobs (docs/reference/parameters.md), or unknown and therefore refused.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Fate = Literal["as it is", "renamed", "mapped", "ignored", "refused"]
-# How the message of a job's error begins that names a parameter.
+Handling = Literal["unchanged", "renamed", "mapped", "ignored", "refused"]
+# The start of an error message of a job, if it names a parameter.
 _NAMED = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|\[|')")
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRule:
-    """How a parameter is handled. `to` is the job's name for it; `harmless` values of a refused one are accepted."""
+    """The handling of a parameter. `to` is its name in jobs. A refused one is accepted with a value in `harmless`."""
 
-    fate: Fate
+    handling: Handling
     note: str = ""
     to: str = ""
     harmless: tuple[Any, ...] = ()
@@ -28,30 +28,31 @@ class ParameterRule:
     def refuses(self, value: Any) -> bool:
         """Return whether a request with this value is refused."""
         is_harmless = any(value == harmless and type(value) is type(harmless) for harmless in self.harmless)
-        return self.fate == "refused" and not is_harmless
+        return self.handling == "refused" and not is_harmless
 
 
 def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the caller's names of a job's parameters, by which errors of the job name them.
+    """Return a mapping from parameters of jobs to the names that the caller uses for them, for errors.
 
-    A parameter that the body gives by the job's own name keeps it.
+    A parameter that the body gives under its name in jobs is not renamed.
     """
     return {
         rule.to: name
         for name, rule in rules.items()
-        if rule.to and rule.fate in ("renamed", "mapped") and rule.to not in body and not _is_taken(rules, rule.to)
+        if rule.to and rule.handling in ("renamed", "mapped") and rule.to not in body and not _is_taken(rules, rule.to)
     }
 
 
 def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
     """Return whether the endpoint has a parameter of its own with this name."""
-    return name in rules and rules[name].fate != "refused"
+    return name in rules and rules[name].handling != "refused"
 
 
-def in_callers_words(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return the message of a job's error with the caller's name of the parameter, and that name if there is one.
+def with_callers_names(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Replace the name of a parameter in an error message by the caller's name, and return both.
 
-    Errors of workers reach the gateway as text, so the name is found in the message.
+    The name is None if the message names no parameter. It is found by a regular expression, because errors of workers
+    reach the gateway as text.
     """
     found = _NAMED.match(message)
     if found is None:
@@ -60,8 +61,8 @@ def in_callers_words(message: str, names: Mapping[str, str]) -> tuple[str, str |
     return message.replace(found[2], name, 1), name
 
 
-def _as_it_is(*names: str) -> dict[str, ParameterRule]:
-    return {name: ParameterRule("as it is") for name in names}
+def _unchanged(*names: str) -> dict[str, ParameterRule]:
+    return {name: ParameterRule("unchanged") for name in names}
 
 
 def _ignored(note: str, *names: str) -> dict[str, ParameterRule]:
@@ -73,8 +74,8 @@ def _refused(note: str, *harmless: Any) -> ParameterRule:
 
 
 _GENERATION = {
-    **_as_it_is("model", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
-    **_as_it_is("logit_bias"),
+    **_unchanged("model", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
+    **_unchanged("logit_bias"),
     "stream": ParameterRule("mapped", "server-sent events; bulk runs refuse it"),
     "stream_options": ParameterRule("mapped", "`include_usage`; its other members are ignored"),
     "service_tier": ParameterRule(
@@ -88,7 +89,7 @@ _GENERATION = {
         "enforced is refused. Otherwise it is ignored and listed in `warnings`",
         "json_schema",
     ),
-    "prediction": ParameterRule("as it is", "a hint: correct parts are generated faster, and no text changes"),
+    "prediction": ParameterRule("unchanged", "a hint: correct parts are generated faster, and no text changes"),
     **_ignored("the tenant of the API key identifies the user", "user", "safety_identifier"),
     **_ignored("nothing is stored longer than a result", "metadata", "store"),
     **_ignored("prefixes are always shared", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -99,17 +100,17 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "messages": ParameterRule(
             "mapped", "role `developer` is `system`; `reasoning_content` is `reasoning`; parts must be text", "messages"
         ),
-        "max_tokens": ParameterRule("as it is", "default: the rest of the context"),
+        "max_tokens": ParameterRule("unchanged", "default: the rest of the context"),
         "max_completion_tokens": ParameterRule("renamed", to="max_tokens"),
-        **_as_it_is("tools"),
+        **_unchanged("tools"),
         "tool_choice": ParameterRule(
             "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
         ),
         "parallel_tool_calls": ParameterRule(
-            "as it is", "default: as many calls as the model makes, or one if a call is forced"
+            "unchanged", "default: as many calls as the model makes, or one if a call is forced"
         ),
-        "logprobs": ParameterRule("mapped", "turns them on"),
-        "top_logprobs": ParameterRule("mapped", "their number; needs `logprobs`", "logprobs"),
+        "logprobs": ParameterRule("mapped", "enables them"),
+        "top_logprobs": ParameterRule("mapped", "their number; requires `logprobs`", "logprobs"),
         "reasoning_effort": ParameterRule(
             "mapped", "`none` disables thinking; the chat template receives all values", "template_args"
         ),
@@ -123,18 +124,18 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
     },
     COMPLETIONS: {
         **_GENERATION,
-        "prompt": ParameterRule("as it is", "a text, token ids, or a list of either, with a job for each"),
-        "max_tokens": ParameterRule("as it is", "default: 16, as OpenAI's"),
-        "logprobs": ParameterRule("as it is"),
+        "prompt": ParameterRule("unchanged", "a text, token ids, or a list of either, with one job per entry"),
+        "max_tokens": ParameterRule("unchanged", "default: 16, as in OpenAI's API"),
+        "logprobs": ParameterRule("unchanged"),
         "best_of": _refused("all completions are returned; use `n`", 1),
         "echo": _refused("answers do not repeat the prompt", False),
         "suffix": _refused("text is generated only after a prompt", ""),
     },
     EMBEDDINGS: {
-        "model": ParameterRule("as it is"),
+        "model": ParameterRule("unchanged"),
         "input": ParameterRule("renamed", "a text, token ids, or a list of either", "texts"),
         "encoding_format": ParameterRule("mapped", "`float` or `base64`", "encoding"),
-        "dimensions": ParameterRule("as it is"),
+        "dimensions": ParameterRule("unchanged"),
         **_ignored("the tenant of the API key identifies the user", "user"),
     },
 }

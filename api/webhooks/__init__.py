@@ -1,10 +1,10 @@
-"""Webhooks without HTTP: which endpoints there are, how a call is signed, and how an event is announced.
+"""Webhooks without HTTP: registered endpoints, signatures, and announcements of events.
 
-`announcement` and `heed` are for whoever ends a thing; the gateway delivers (`http/webhooks`), `cellama webhooks`
-registers.
+The code that ends an object calls `announcement` or `notify_on_end`. The gateway delivers the events (`http/webhooks`).
+`cellama webhooks` registers endpoints.
 May use: the connections and the contract of `tasks`.
 """
 
-from .announcing import BATCH_ENDS, announcement, heed
+from .announcing import BATCH_ENDS, announcement, notify_on_end
 
-__all__ = ["BATCH_ENDS", "announcement", "heed"]
+__all__ = ["BATCH_ENDS", "announcement", "notify_on_end"]

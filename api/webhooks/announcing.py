@@ -1,4 +1,4 @@
-"""Events are written down in the step that ends a thing; any gateway delivers them later (docs/adr/021-webhooks.md)."""
+"""Announcements: the step that ends an object also stores the event, which any gateway delivers later (ADR 021)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENT_TYPES = (
     *(f"batch.{end}" for end in BATCH_ENDS),
     *(f"response.{end}" for end in ("completed", "failed", "cancelled", "incomplete")),
 )
-_ENDS = {  # of jobs, as the queue's scripts tell them → of responses
+_ENDS = {  # how a job ended, as in the queue's scripts → how its response ended
     "stop": "completed",
     "length": "incomplete",
     "timeout": "incomplete",
@@ -24,22 +24,22 @@ _ENDS = {  # of jobs, as the queue's scripts tell them → of responses
 
 
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
-    """Return the entry for the stream `webhook_events_key()` that the step which ends an object writes.
+    """Return the entry for the stream `webhook_events_key()`, which the step that ends an object writes.
 
-    The endpoints of the tenant get the event at least once. Announcing an object twice gives the same id. Raises
-    ValueError.
+    The endpoints of the tenant get the event at least once. Repeated announcements have the same event id. Raises
+    ValueError for an unknown type.
     """
     if event_type not in EVENT_TYPES:
-        raise ValueError(f"event {event_type!r} is not known; there are: {', '.join(EVENT_TYPES)}")
+        raise ValueError(f"event: {event_type!r} is unknown; use one of: {', '.join(EVENT_TYPES)}")
     return {"type": event_type, "object": object_id, "tenant": tenant or ""}
 
 
-async def heed(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str | None, ttl_s: int) -> None:
-    """When the job ends, the worker that writes the end announces that of this object, in the same step.
+async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str | None, ttl_s: int) -> None:
+    """Request an announcement of this object, which the worker makes in the step that ends the job.
 
-    Called before the job is queued; of one that was queued before nothing changes. `kind` is what the type of the event
-    begins with (`response`); `ttl_s` is longer than the job may take. The queue keeps the text and does not read it.
-    Raises RedisError.
+    Call this before the job is queued. It has no effect on a job that is already queued. `kind` is the first part of
+    the event type, for example `response`. `ttl_s` must be longer than the job may take. The queue stores the text
+    without reading it. Raises RedisError.
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):
@@ -47,14 +47,14 @@ async def heed(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str
 
 
 def announced(fields: dict[bytes, bytes]) -> dict[str, str]:
-    """What an entry of the stream says: as `announcement`, or as a script of the queue wrote it. Raises ValueError."""
+    """Return the event of a stream entry, written by `announcement` or by a script of the queue. Raises ValueError."""
     event = {name.decode(): value.decode() for name, value in fields.items()}
     if "heeded" in event:
-        heeded = json.loads(event["heeded"])
-        event = announcement(f"{heeded['kind']}.{_ENDS[event['end']]}", heeded["object"], heeded["tenant"])
+        request = json.loads(event["heeded"])
+        event = announcement(f"{request['kind']}.{_ENDS[event['end']]}", request["object"], request["tenant"])
     return announcement(event["type"], event["object"], event["tenant"])
 
 
 def event_id(event_type: str, object_id: str) -> str:
-    """The same for the same, so that who hears of it twice can tell."""
+    """Return an id that is the same for repeated announcements, so that receivers can ignore duplicates."""
     return "evt_" + hashlib.sha256(f"{event_type} {object_id}".encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The endpoints that events go to: what is kept of one, how its calls are signed, and all of them in Redis."""
+"""Registered webhook endpoints: their fields, the signature of requests to them, and their storage in Redis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import logging
 import secrets
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from redis.asyncio import Redis
 
+from cellama.config.logging import event_logger
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.contract.keys import webhooks_key
 
@@ -22,27 +22,27 @@ from .announcing import EVENT_TYPES
 
 PREFIX = "whsec_"
 SECRET_BYTES = 32  # as long as the digest that it signs
-MIN_BYTES, MAX_BYTES = 24, 64  # as the specification has them
+MIN_BYTES, MAX_BYTES = 24, 64  # the limits of Standard Webhooks
 
 
 def new_secret() -> str:
-    """A secret that has never been."""
+    """Return a new random secret."""
     return PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
 
 
 def key_of(secret: str) -> bytes:
-    """The bytes of a secret. Raises ValueError."""
+    """Return the bytes of a secret. Raises ValueError."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except binascii.Error:
         key = b""
     if not secret.startswith(PREFIX) or not MIN_BYTES <= len(key) <= MAX_BYTES:
-        raise ValueError(f"a secret is {PREFIX} and {MIN_BYTES} to {MAX_BYTES} bytes in base64")
+        raise ValueError(f"it must be {PREFIX} followed by {MIN_BYTES} to {MAX_BYTES} bytes in base64")
     return key
 
 
 def signed_headers(secret: str, message_id: str, sent_at: int, body: bytes) -> dict[str, str]:
-    """The headers by which a receiver knows who sent the body, and when (unix s)."""
+    """Return the headers with which a receiver verifies sender and time (unix s) of the body."""
     signed = f"{message_id}.{sent_at}.".encode() + body
     digest = hmac.new(key_of(secret), signed, hashlib.sha256).digest()
     return {
@@ -56,93 +56,93 @@ MAX_URL_CHARS = 2000  # longer URLs fail in many servers
 
 
 def check_url(url: str) -> str:
-    """Whether it is the URL of an endpoint; where it leads is looked at with each call. Raises ValueError."""
+    """Return the URL if it is valid. Its address is checked at each request. Raises ValueError."""
     if not url.isascii() or any(char <= " " or char == "\x7f" for char in url):
-        raise ValueError("it must have visible ASCII characters only")
+        raise ValueError("it must consist of visible ASCII characters")
     parts = urlsplit(url)
     if parts.scheme not in ("https", "http") or not parts.hostname:
-        raise ValueError("it must begin with https:// and have a host")
+        raise ValueError("it must start with https:// and have a host")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("it must have no user and password; calls are signed")
+        raise ValueError("it must not contain a user or password; cellama signs its requests instead")
     if parts.port == 0:
-        raise ValueError("its port must be 1 to 65535")
+        raise ValueError("its port must be from 1 to 65535")
     return url
 
 
 def check_events(events: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError."""
+    """Return the event types if all are known. Raises ValueError."""
     for event in events:
         if event not in EVENT_TYPES:
-            raise ValueError(f"{event!r} is not known; there are: {', '.join(EVENT_TYPES)}")
+            raise ValueError(f"{event!r} is unknown; use one of: {', '.join(EVENT_TYPES)}")
     return events
 
 
 def check_secret(secret: str) -> str:
-    """Raises ValueError."""
+    """Return the secret if it is valid. Raises ValueError."""
     key_of(secret)
     return secret
 
 
 class Endpoint(BaseModel):
-    """`secret` is not shown by `repr`."""
+    """A registered endpoint. `repr` does not show its `secret`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Annotated[str, Field(pattern=r"^we_[0-9a-f]{16}$")]
-    tenant: str = ""  # "": of whoever has no key
+    tenant: str = ""  # "" stands for callers without a key
     url: Annotated[str, Field(max_length=MAX_URL_CHARS), AfterValidator(check_url)]
     events: Annotated[tuple[str, ...], AfterValidator(check_events)] = ()  # empty: all
     secret: Annotated[str, Field(repr=False), AfterValidator(check_secret)]
     created_at: datetime | None = None
-    state: Literal["on", "off"] = "on"  # off: it has answered 410
+    state: Literal["on", "off"] = "on"  # "off" after the endpoint has answered 410
 
-    def wants(self, event_type: str, tenant: str) -> bool:
-        """Whether it hears of such an event."""
+    def subscribes_to(self, event_type: str, tenant: str) -> bool:
+        """Return whether the endpoint gets events of this type and tenant."""
         return self.state == "on" and self.tenant == tenant and (not self.events or event_type in self.events)
 
 
 def new_id() -> str:
-    """An id that has never been."""
+    """Return a new random id."""
     return f"we_{secrets.token_hex(8)}"
 
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 _REPLACE = "if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
 
 
 class EndpointStore:
-    """Methods raise RedisError."""
+    """All registered endpoints. Methods raise RedisError."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def all(self) -> list[Endpoint]:
-        """Every endpoint, the oldest first."""
+        """Return all endpoints, the oldest first."""
         values: Any = await self._redis.hgetall(webhooks_key())
         found = [endpoint for value in values.values() if (endpoint := _parsed(value)) is not None]
         return sorted(found, key=_age)
 
     async def find(self, endpoint_id: str) -> Endpoint | None:
-        """The endpoint of that id."""
+        """Return the endpoint with this id, or None."""
         value: Any = await self._redis.hget(webhooks_key(), endpoint_id)
         return _parsed(value)
 
     async def write(self, endpoint: Endpoint) -> None:
-        """Redis has it from now on, as it is here."""
+        """Store an endpoint, in place of the previous version."""
         await self._redis.hset(webhooks_key(), endpoint.id, endpoint.model_dump_json(exclude_none=True))
 
-    async def turn_off(self, endpoint: Endpoint) -> None:
-        """It hears of nothing more, unless it was deleted meanwhile."""
+    async def disable(self, endpoint: Endpoint) -> None:
+        """Stop all events to an endpoint, unless it has been deleted."""
         value = endpoint.model_copy(update={"state": "off"}).model_dump_json(exclude_none=True)
         await self._redis.eval(_REPLACE, 1, webhooks_key(), endpoint.id, value)
 
     async def delete(self, endpoint_id: str) -> bool:
-        """It hears of nothing more, also not of what waits for it. False if there was none."""
+        """Delete an endpoint, which also drops its pending deliveries. Return False if it did not exist."""
         return bool(await self._redis.hdel(webhooks_key(), endpoint_id))
 
     async def now(self) -> datetime:
-        """By Redis' clock."""
+        """Return the time of Redis' clock."""
         return datetime.fromtimestamp(int(seconds_of(await self._redis.time())), UTC)
 
 
@@ -151,12 +151,12 @@ def _age(endpoint: Endpoint) -> tuple[float, str]:
 
 
 def _parsed(value: bytes | None) -> Endpoint | None:
-    """None also for what is no endpoint, or says more than this version knows."""
+    """Return None also for an invalid entry, or an entry of a newer version."""
     if value is None:
         return None
     try:
         return Endpoint.model_validate_json(value)
     except ValidationError as error:
-        places = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
-        log.error("an entry of %s can't be read, so nothing is sent there: wrong are %s", webhooks_key(), places)
+        fields = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
+        log.error("webhook endpoint ignored", key=webhooks_key(), detail=f"invalid fields: {fields}; it gets no events")
         return None

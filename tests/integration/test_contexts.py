@@ -15,12 +15,12 @@ from cellama.tasks.state.records import Entry
 
 from .ledgers import DONE, STARTED, begin, write
 
-MODEL, IDENTITY = "ab" * 32, b"an identity"
+MODEL, STORE_ID = "ab" * 32, b"an identity"
 
 
 def context(num_tokens: int) -> KeptContext:
     randomly = random.Random(num_tokens)
-    return KeptContext(MODEL, IDENTITY, [randomly.randrange(128_000) for _ in range(num_tokens)])
+    return KeptContext(MODEL, STORE_ID, [randomly.randrange(128_000) for _ in range(num_tokens)])
 
 
 def new_key() -> str:
@@ -33,7 +33,7 @@ def test_context_round_trips(redis_client: Redis, num_tokens: int) -> None:
     keep_context(redis_client, key, kept, 600)
     found = read_context(redis_client, key, MODEL, 900)
     assert found is not None
-    assert (found.model, found.identity, list(found.tokens)) == (MODEL, IDENTITY, kept.tokens)
+    assert (found.model, found.identity, list(found.tokens)) == (MODEL, STORE_ID, kept.tokens)
     assert 600 < int(str(redis_client.ttl(context_key(key)))) <= 900  # who asks for it keeps it
     assert redis_client.strlen(context_key(key)) < 4 * num_tokens + 64
     other = read_context(redis_client, key, "cd" * 32, 900)
@@ -53,7 +53,7 @@ def test_existing_context_is_extended_instead_of_rewritten(redis_client: Redis) 
 def test_contexts_are_stored_with_the_last_event(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     """Alternatives share one copy of the prompt, and a superseded attempt stores nothing."""
     first, second, kept = new_key(), new_key(), context(2000)
-    other = KeptContext(MODEL, IDENTITY, [*kept.tokens[:1500], 1, 2, 3])
+    other = KeptContext(MODEL, STORE_ID, [*kept.tokens[:1500], 1, 2, 3])
     contexts = ((first, pack(kept)), (second, pack_after(other, first, 1500)))
     old, attempt = begin(ledger, job_id), begin(ledger, job_id, alone=True)
     write(ledger, attempt, STARTED)

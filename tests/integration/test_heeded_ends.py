@@ -11,7 +11,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from cellama.api.machine.redis_server import RedisServer
-from cellama.api.webhooks.announcing import announced, announcement, heed
+from cellama.api.webhooks.announcing import announced, announcement, notify_on_end
 from cellama.tasks.contract import events
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import heeded_key, webhook_events_key
@@ -47,7 +47,7 @@ def heeded_job(database: str, ledger: Ledger, queue: str) -> str:
 def heed_now(url: str, job_id: str) -> None:
     async def run() -> None:
         async with AsyncRedis.from_url(url) as redis:
-            await heed(redis, job_id, "response", "resp_1", "acme", 60)
+            await notify_on_end(redis, job_id, "response", "resp_1", "acme", 60)
 
     asyncio.run(run())
 

@@ -1,9 +1,9 @@
-"""Batches of the gateway: bulk runs under a lease, driven inside the gateway's process (docs/adr/019-batches.md).
+"""Batches of the gateway: bulk runs under a lease, driven in the process of the gateway (docs/adr/019-batches.md).
 
-May use: the room `files` and the modules of the gateway below the groups of endpoints; `api.batch`.
+May use: the package `files`, the modules of the gateway that all endpoints use, and `api.batch`.
 """
 
 from .endpoints import ROUTES
-from .runner import Runner
+from .runner import BatchRunner
 
-__all__ = ["ROUTES", "Runner"]
+__all__ = ["ROUTES", "BatchRunner"]

@@ -10,11 +10,11 @@ from cellama.api.http.context import caller_of
 from cellama.api.http.files.store import unavailable
 from cellama.api.http.parsing import PageQuery, read
 
-from .runner import Runner
+from .runner import BatchRunner
 from .service import parse_batch
 
 BATCHES = "/v1/batches"
-PAGE, MAX_PAGE = 20, 100  # OpenAI's
+PAGE, MAX_PAGE = 20, 100  # as in OpenAI's API
 
 
 async def create(request: Request) -> Response:
@@ -24,18 +24,18 @@ async def create(request: Request) -> Response:
     order = parse_batch(parsed.body)
     await runner.files.records.find(order.input_file_id, caller)
     try:
-        place = await runner.files.place()
-        record = await runner.batches.create(order, caller, parsed.idempotency_key, place)
+        store_id = await runner.files.store_id()
+        record = await runner.batches.create(order, caller, parsed.idempotency_key, store_id)
     except OSError as error:
         raise unavailable(error) from error
-    runner.start()  # an app that mounts this one may never have said that it begins
-    return JSONResponse(await runner.batches.shown(record), headers=dict(parsed.context.admission.headers))
+    runner.start()  # needed if the app is mounted into another one that does not run its lifespan
+    return JSONResponse(await runner.batches.view(record), headers=dict(parsed.context.admission.headers))
 
 
 async def retrieve(request: Request) -> Response:
     """GET /v1/batches/{id}"""
     batches, caller = _runner(request).batches, await caller_of(request)
-    return JSONResponse(await batches.shown(await batches.records.find(request.path_params["id"], caller)))
+    return JSONResponse(await batches.view(await batches.records.find(request.path_params["id"], caller)))
 
 
 async def list_(request: Request) -> Response:
@@ -43,17 +43,17 @@ async def list_(request: Request) -> Response:
     batches, caller = _runner(request).batches, await caller_of(request)
     query = PageQuery.of(request.query_params, PAGE, MAX_PAGE)
     found = await batches.records.page(caller, query)
-    return JSONResponse(query.shown([await batches.shown(record) for record in found]))
+    return JSONResponse(query.shown([await batches.view(record) for record in found]))
 
 
 async def cancel(request: Request) -> Response:
     """POST /v1/batches/{id}/cancel"""
     batches, caller = _runner(request).batches, await caller_of(request)
-    return JSONResponse(await batches.shown(await batches.cancel(request.path_params["id"], caller)))
+    return JSONResponse(await batches.view(await batches.cancel(request.path_params["id"], caller)))
 
 
-def _runner(request: Request) -> Runner:
-    runner: Runner = request.app.state.batches
+def _runner(request: Request) -> BatchRunner:
+    runner: BatchRunner = request.app.state.batches
     return runner
 
 

@@ -1,4 +1,4 @@
-"""Leases: at most one gateway does a thing, and another one can when that gateway is gone."""
+"""Leases, which ensure that at most one gateway does something. If it dies, another gateway takes over."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from redis.exceptions import RedisError
 
 from cellama.tasks.contract.keys import http_lease_key
 
-SHARE = 6  # a sixth of the lease passes between renewals, so five may fail; its holder stops a sixth before its end
+RENEWALS_PER_LEASE = 6  # so five in a row may fail; the holder stops a sixth of the lease before it expires
 _RENEW = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
 class GatewayLease:
-    """A gateway's right to do a thing, for example to drive a batch: Redis has its token under the name of the thing.
+    """The right of one gateway to do something, for example to drive a batch. Redis has its token under a name.
 
-    Methods raise RedisError. Any thread may read `is_held`.
+    Methods raise RedisError. `is_held` may be read in any thread.
     """
 
     def __init__(self, redis: Redis, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is for tests."""
+        """Make a lease that is not taken yet. `clock` is for tests."""
         self.token = uuid.uuid4().hex
         self._redis: Any = redis
         self._key = http_lease_key(name)
         self._lease_s = lease_s
         self._clock = clock
-        self._asked_at = float("-inf")
+        self._granted_at = float("-inf")  # when the last successful request was sent
 
     @property
     def is_held(self) -> bool:
-        """Whether it holds for sure. It becomes false some time before the lease ends in Redis."""
-        return self._clock() < self._asked_at + self._lease_s * (1 - 1 / SHARE)
+        """Whether the lease is certainly held. This becomes false some time before it expires in Redis."""
+        return self._clock() < self._granted_at + self._lease_s * (1 - 1 / RENEWALS_PER_LEASE)
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to renew it."""
-        return self._clock() >= self._asked_at + self._lease_s / SHARE
+        """Whether the lease should be renewed now."""
+        return self._clock() >= self._granted_at + self._lease_s / RENEWALS_PER_LEASE
 
     async def take(self) -> bool:
-        """Return False if another gateway has it."""
-        return await self._note(self._redis.set(self._key, self.token, nx=True, px=self._lease_ms))
+        """Take the lease. Return False if another gateway holds it."""
+        return await self._request(self._redis.set(self._key, self.token, nx=True, px=self._lease_ms))
 
     async def renew(self) -> bool:
-        """Return False if it is lost for good."""
-        return await self._note(self._redis.eval(_RENEW, 1, self._key, self.token, self._lease_ms))
+        """Renew the lease. Return False if it is lost."""
+        return await self._request(self._redis.eval(_RENEW, 1, self._key, self.token, self._lease_ms))
 
-    async def _note(self, asking: Any) -> bool:
-        asked_at = self._clock()
-        is_granted = bool(await asking)
-        self._asked_at = asked_at if is_granted else float("-inf")
+    async def _request(self, reply: Any) -> bool:
+        sent_at = self._clock()
+        is_granted = bool(await reply)
+        self._granted_at = sent_at if is_granted else float("-inf")
         return is_granted
 
     async def release(self) -> None:
-        """Let another gateway take it at once. If Redis can't be reached, the lease ends by itself."""
+        """Release the lease, so that another gateway can take it immediately. Without Redis, it expires by itself."""
         self.lose()
         try:
             await self._redis.eval(_RELEASE, 1, self._key, self.token)
@@ -65,7 +65,8 @@ class GatewayLease:
             return
 
     def lose(self) -> None:
-        self._asked_at = float("-inf")
+        """Treat the lease as lost, without a call of Redis."""
+        self._granted_at = float("-inf")
 
     @property
     def _lease_ms(self) -> int:
@@ -73,7 +74,7 @@ class GatewayLease:
 
 
 async def names_without_lease(redis: Redis, names: Sequence[str]) -> set[str]:
-    """Return the names of which no gateway has a lease now. Raises RedisError."""
+    """Return the names whose lease no gateway holds. Raises RedisError."""
     if not names:
         return set()
     tokens: Any = await redis.mget([http_lease_key(name) for name in names])

@@ -1,4 +1,4 @@
-"""The files of a run: its directory on this machine, and the parts of its output in the store. All of it blocks."""
+"""Files of a run: its directory on this machine, and the parts of its output in the store. All functions block."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from pathlib import Path
 from cellama.api.http.files.store import READ_BYTES, FileStore, blocks_of, write_new
 
 RUNS = "runs"
-OLD_S = 86_400  # a day without a change: the batch has most likely ended
-LEAST_S, MOST_S = 1.0, 30.0  # between two parts: a gateway that dies loses at most half a minute of work
-SHARE = 0.1  # of the run's time between two parts: a gateway that dies early loses a tenth of its work
+OLD_S = 86_400  # a directory without a change for a day most likely belongs to a batch that has ended
+MIN_PART_S, MAX_PART_S = 1.0, 30.0  # between two parts, so that a gateway that dies loses at most 30 s of work
+PART_SHARE = 0.1  # of the run's duration between two parts, so that a gateway that dies early loses a tenth of its work
 
 
-def folder_of(store: FileStore, batch_id: str) -> Path:
+def run_directory(store: FileStore, batch_id: str) -> Path:
     """Return the directory of a run on this machine."""
     return store.work_dir / RUNS / batch_id
 
 
-def clear(store: FileStore, batch_id: str) -> None:
-    """Delete what is left of a run that has ended: its directory here, and all parts in the store. Raises OSError."""
-    shutil.rmtree(folder_of(store, batch_id), ignore_errors=True)
-    store.delete_folder(f"parts/{batch_id}")
+def delete_run(store: FileStore, batch_id: str) -> None:
+    """Delete the directory and the parts of a run that has ended. Raises OSError."""
+    shutil.rmtree(run_directory(store, batch_id), ignore_errors=True)
+    store.delete_directory(f"parts/{batch_id}")
 
 
-def old_runs(store: FileStore, now: float) -> list[str]:
-    """Return the batches whose directories here have not changed for a day; `now` is in unix s."""
-    return [folder.name for folder in (store.work_dir / RUNS).glob("*") if _changed_at(folder) < now - OLD_S]
+def abandoned_runs(store: FileStore, now: float) -> list[str]:
+    """Return the batches whose directories on this machine have not changed for a day. `now` is in unix s."""
+    return [path.name for path in (store.work_dir / RUNS).glob("*") if _changed_at(path) < now - OLD_S]
 
 
-def _changed_at(folder: Path) -> float:
+def _changed_at(directory: Path) -> float:
     times = []
-    for path in (folder, *folder.glob("*")):
+    for path in (directory, *directory.glob("*")):
         with contextlib.suppress(FileNotFoundError):
             times.append(path.stat().st_mtime)
     return max(times, default=0.0)
 
 
 class Parts:
-    """Parts of the output of one batch, for a gateway on another machine. The record of the batch names them in their
-    order; a part that no record names counts for nothing. Methods raise OSError."""
+    """Parts of a batch's output in the store, with which a gateway on another machine can take over.
+
+    The record of the batch lists their names in order. Parts that it does not list are ignored. Methods raise OSError.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Parts:
         num_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The parts of these names have `num_bytes` of the output. `clock` is for tests."""
+        """Make the list of stored parts, which have `num_bytes` of the output together. `clock` is for tests."""
         self.names = list(names)
         self.num_bytes = num_bytes
         self._store = store
@@ -61,25 +63,25 @@ class Parts:
         self._clock = clock
         self._started_at = self._saved_at = clock()
 
-    def fetch(self, output: Path) -> None:
-        """Write the output that the parts have."""
+    def download(self, output: Path) -> None:
+        """Write the parts to the output file."""
         fresh = output.with_name(f"{output.name}.part")
         write_new(fresh, (block for name in self.names for block in blocks_of(self._store.open(name))))
         self.num_bytes = fresh.stat().st_size
         fresh.replace(output)
 
     def is_due(self) -> bool:
-        """Return whether it is time for the next part. True counts as a part."""
+        """Return whether to store the next part now. If so, the next interval starts."""
         now = self._clock()
-        if now - self._saved_at < min(MOST_S, max(LEAST_S, SHARE * (now - self._started_at))):
+        if now - self._saved_at < min(MAX_PART_S, max(MIN_PART_S, PART_SHARE * (now - self._started_at))):
             return False
         self._saved_at = now
         return True
 
     def save(self, output: Path) -> bool:
-        """Store what the output has gained as a part; return False if that is nothing.
+        """Store the new end of the output as a part. Return False if there is nothing new.
 
-        Called between two turns of the run, when the output has whole lines only.
+        Call this between two turns of the run, when the output only has whole lines.
         """
         size = output.stat().st_size if output.exists() else 0
         if size <= self.num_bytes:

@@ -1,4 +1,4 @@
-"""Records of batches: how requests for them are parsed, and how they are made, cancelled and shown."""
+"""Records of batches: parsing of requests for them, creation, cancellation, and their format for clients."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from cellama.tasks.traces.gate import headers_here
 from .input_check import ENDPOINTS
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
+RECORD_LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
 BUSY_RETRY_S = 60.0  # for clients with too many open batches, which take minutes or hours
-OpenBatch = tuple[str, str | None, float]  # id, tenant, time of making
-_COUNTS = ("total", "finished", "failed")
+OpenBatch = tuple[str, str | None, float]  # id, tenant, time of creation
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MIN_WINDOW_S = 60
-MAX_WINDOW_S = 30 * 86_400  # a window that outlives the input file would be of no use
+MAX_WINDOW_S = 30 * 86_400  # the longest life of an input file
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 _KNOWN = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """What is asked for."""
+    """A parsed request for a batch."""
 
     input_file_id: str
     endpoint: str
@@ -60,18 +59,21 @@ class BatchService:
         self._redis = redis
         self.records = RecordStore(redis, "batch")
 
-    async def create(self, order: BatchOrder, caller: Caller, key: str | None, place: str = "") -> Record:
-        """Create a batch that waits for a driver, or return the one of the same idempotency key. `place` is the id of
-        the store with its files. Raises ApiError: 429 for a tenant with too many, 409 for a key of another batch."""
+    async def create(self, order: BatchOrder, caller: Caller, key: str | None, store_id: str = "") -> Record:
+        """Create a batch that waits for a driver, or return the one with this idempotency key.
+
+        `store_id` identifies the store with its files. Raises ApiError: 429 if the tenant has too many open batches,
+        409 if the key was used with a different body.
+        """
         now = int(await self.records.now())
         record: Record = {
             "id": f"batch_{uuid.uuid4().hex if key is None else _digest(key)[:32]}",
             "tenant": caller.tenant,
-            "place": place,
+            "place": store_id,
             "status": "validating",
             "created_at": now,
             "expires_at": now + order.window_s,
-            "gone_at": now + order.window_s + LIFE_S,
+            "gone_at": now + order.window_s + RECORD_LIFE_S,
             "asked": _digest(repr(order)),
             "trace": headers_here(),
             "models": None if caller.models is None else sorted(caller.models),
@@ -79,23 +81,24 @@ class BatchService:
             **{name: getattr(order, name) for name in BatchOrder.__slots__},
         }
         if key is not None and (earlier := await self.records.read(record["id"])) is not None:
-            return _same(earlier, record)
+            return _same_batch(earlier, record)
         entry = json.dumps([record["id"], caller.tenant])
         with reaching_redis():
-            await self._redis.zadd(http_open_key(), {entry: now})  # first: without it no driver would find the record
-            await self._redis.expire(http_open_key(), MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
-        await self._check_room(entry, caller)
-        if not await self.records.add(record, order.window_s + LIFE_S):
-            return _same(await self.records.find(record["id"], caller), record)
+            await self._redis.zadd(http_open_key(), {entry: now})  # first, because drivers look for batches there
+            await self._redis.expire(http_open_key(), MAX_WINDOW_S + RECORD_LIFE_S)  # longer than any record lives
+        await self._check_limit(entry, caller)
+        if not await self.records.add(record, order.window_s + RECORD_LIFE_S):
+            return _same_batch(await self.records.find(record["id"], caller), record)
         return record
 
-    async def _check_room(self, entry: str, caller: Caller) -> None:
-        most = self._settings.gateway_open_batches
-        if sum(tenant == caller.tenant for _, tenant, _ in await self.open_batches()) > most:
+    async def _check_limit(self, entry: str, caller: Caller) -> None:
+        limit = self._settings.gateway_open_batches
+        if sum(tenant == caller.tenant for _, tenant, _ in await self.open_batches()) > limit:
             with reaching_redis():
                 await self._redis.zrem(http_open_key(), entry)
             message = (
-                f"{most} batches have not ended, which is the limit (gateway_open_batches); wait for one, or cancel it"
+                f"{limit} batches are open, which is the limit (gateway_open_batches); wait for the end of one, or "
+                "cancel one"
             )
             raise ApiError(429, message, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
@@ -103,83 +106,82 @@ class BatchService:
         """Return the batches that have not ended, the oldest first."""
         with reaching_redis():
             found: Any = await self._redis.zrange(http_open_key(), 0, -1, withscores=True)
-        return [(*json.loads(entry), made_at) for entry, made_at in found]
+        return [(*json.loads(entry), created_at) for entry, created_at in found]
 
     async def close(self, batch_id: str, tenant: str | None) -> None:
-        """Remove a batch from the open ones, so that no driver looks at it any more."""
+        """Remove a batch from the open ones, after which no driver looks for it."""
         with reaching_redis():
             await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
-        """Ask the driver of a batch to end it. Raises ApiError (409) if it has ended otherwise, or is about to."""
+        """Set a batch to cancelling, so that its driver ends it. Raises ApiError (409) if it is too late."""
         record = await self.records.find(batch_id, caller)
-        done, status = await self.move(record, "cancelling", of=("validating", "in_progress"))
+        done, status = await self.move(record, "cancelling", expected=("validating", "in_progress"))
         if not done and status not in ("cancelling", "cancelled"):
-            message = f"batch {batch_id!r} is {status}, and can't be cancelled any more"
+            message = f"batch {batch_id!r} is {status}; it can no longer be cancelled"
             raise ApiError(409, message, code="batch_has_ended", headers={"x-should-retry": "false"})
         return await self.records.find(batch_id, caller)
 
     async def take_cancel(self, batch_id: str) -> bool:
-        """Return True if `cellama batch cancel` was called for it since the last time."""
+        """Return whether `cellama batch cancel` was called for the batch since the last call of this method."""
         with reaching_redis():
-            return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # as Batches.take_cancel does
+            return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # like Batches.take_cancel
 
     async def move(
         self,
         record: Mapping[str, Any],
         status: str,
         *,
-        of: tuple[str, ...],
+        expected: tuple[str, ...],
         lease_token: str | None = None,
         **fields: Any,
     ) -> tuple[bool, str]:
-        """Change a status that is one of `of`, with the time and more fields (see RecordStore.advance). An end is
-        announced (docs/adr/021-webhooks.md)."""
+        """Change the status and other fields, if the status is one of `expected` (see RecordStore.advance).
+
+        The time of the change is stored, and the end of a batch is announced to webhooks (docs/adr/021-webhooks.md).
+        """
         fields |= {"status": status, f"{status}_at": int(await self.records.now())}
         event = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
-        return await self.change(record, fields, of=of, lease_token=lease_token, announced=event)
+        return await self.change(record, fields, expected=expected, lease_token=lease_token, announced=event)
 
     async def change(
         self,
         record: Mapping[str, Any],
         fields: Mapping[str, Any],
         *,
-        of: tuple[str, ...],
+        expected: tuple[str, ...],
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields of a batch whose status is one of `of` (see RecordStore.advance)."""
+        """Change fields of a batch, if its status is one of `expected` (see RecordStore.advance)."""
         life_s = max(1, int(record["gone_at"] - await self.records.now()))
         return await self.records.advance(
-            record["id"], fields, of=of, life_s=life_s, lease_token=lease_token, announced=announced
+            record["id"], fields, expected=expected, life_s=life_s, lease_token=lease_token, announced=announced
         )
 
-    async def shown(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch as OpenAI's clients read it. Counts of a running batch are as of a moment ago."""
+    async def view(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch in OpenAI's format. The counts of a running batch may be some seconds old."""
         counts = record.get("counts")
-        if counts is None and record.get("total") is not None:
-            with reaching_redis():
-                found: Any = await self._redis.hmget(batch_key(record["id"]), _COUNTS)
-            counts = dict(zip(("total", "completed", "failed"), (int(value or 0) for value in found), strict=True))
-            counts["total"] = record["total"]
-        return shown(record, counts or {"total": 0, "completed": 0, "failed": 0})
+        if counts is None:
+            counts = {"total": 0, "completed": 0, "failed": 0}
+            if record.get("total") is not None:
+                with reaching_redis():
+                    found: Any = await self._redis.hmget(batch_key(record["id"]), ("finished", "failed"))
+                finished, failed = (int(value or 0) for value in found)
+                counts = {"total": record["total"], "completed": finished, "failed": failed}
+        required = ("id", "endpoint", "input_file_id", "completion_window", "status", "created_at", "expires_at")
+        optional = ("metadata", "output_file_id", "error_file_id", "usage", "model", *(f"{name}_at" for name in _TIMES))
+        return {
+            "object": "batch",
+            **{name: record[name] for name in required},
+            **{name: record.get(name) for name in optional},
+            "errors": {"object": "list", "data": record["errors"]} if record.get("errors") else None,
+            "request_counts": dict(counts),
+        }
 
 
-def shown(record: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
-    """A batch as OpenAI's clients read it."""
-    names = ("id", "endpoint", "input_file_id", "completion_window", "status", "created_at", "expires_at", "metadata")
-    later = ("output_file_id", "error_file_id", "usage", "model", *(f"{name}_at" for name in _TIMES))
-    errors = {"object": "list", "data": record["errors"]} if record.get("errors") else None
-    return {
-        "object": "batch",
-        **{name: record[name] for name in names},
-        **{name: record.get(name) for name in later},
-        "errors": errors,
-        "request_counts": dict(counts),
-    }
-
-
-def _same(earlier: Record, record: Record) -> Record:
+def _same_batch(earlier: Record, record: Record) -> Record:
+    """Return the earlier batch. Raises ApiError (409) if it was created with a different body."""
     if earlier["asked"] != record["asked"] or earlier["tenant"] != record["tenant"]:
         raise key_reused()
     return earlier
@@ -190,7 +192,7 @@ def _digest(text: str) -> str:
 
 
 def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
-    """Return what a body asks for. Raises ApiError."""
+    """Parse the body of a request for a batch. Raises ApiError."""
     check_known(body, _KNOWN)
     file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
     if not isinstance(file_id, str) or not file_id:

@@ -19,14 +19,14 @@ from cellama.api.http.gateway import gateway_of
 from cellama.api.http.parsing import PageQuery, declared_bytes
 from cellama.tasks.contract.json_values import shorten
 
-from .records import Quota
-from .service import FileService, life_of, shown
+from .records import FileQuota
+from .service import FileService, file_view, life_of
 from .store import unavailable
-from .upload import FORM_BYTES, UploadForm, received
+from .upload import MAX_FORM_BYTES, UploadForm, receive_form
 
 FILES = "/v1/files"
 PURPOSE = "batch"
-PAGE = 10_000  # OpenAI's, for lists that name no limit; and the largest
+PAGE = 10_000  # default and maximum of `limit`, as in OpenAI's API
 MAX_PURPOSE_CHARS = 40  # of a wrong purpose in an error
 _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 
@@ -35,19 +35,20 @@ async def create(request: Request) -> Response:
     """POST /v1/files"""
     files, caller = _files(request), await charged(request)
     settings = gateway_of(request).settings
-    quota = Quota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
+    quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
     limit = settings.gateway_max_file_bytes
-    least = max(0, declared_bytes(request) - FORM_BYTES)  # of the file, without the rest of the form
-    async with files.receiving(caller, least, quota), received(request, files.store.work_dir, limit) as form:
-        life_s = _checked(form)
+    min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # of the file, without the rest of the form
+    uploading = files.count_upload(caller, min_bytes, quota)
+    async with uploading, receive_form(request, files.store.work_dir, limit) as form:
+        life_s = _checked_life(form)
         record = await files.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)
-    return JSONResponse(shown(record), headers=dict(context_of(request).admission.headers))
+    return JSONResponse(file_view(record), headers=dict(context_of(request).admission.headers))
 
 
 async def retrieve(request: Request) -> Response:
     """GET /v1/files/{id}"""
     files, caller = await files_and_caller(request)
-    return JSONResponse(shown(await files.records.find(request.path_params["id"], caller)))
+    return JSONResponse(file_view(await files.records.find(request.path_params["id"], caller)))
 
 
 async def content(request: Request) -> Response:
@@ -65,7 +66,7 @@ async def list_(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
     query = PageQuery.of(request.query_params, PAGE, PAGE)
     found = await files.records.page(caller, query, lambda record: purpose in (None, record["purpose"]))
-    return JSONResponse(query.shown(list(map(shown, found))))
+    return JSONResponse(query.shown(list(map(file_view, found))))
 
 
 async def delete(request: Request) -> Response:
@@ -80,7 +81,7 @@ async def delete(request: Request) -> Response:
 
 
 async def files_and_caller(request: Request) -> tuple[FileService, Caller]:
-    """The caller first. Raises ApiError."""
+    """Return the files and the caller, who is authenticated. Raises ApiError."""
     return _files(request), await caller_of(request)
 
 
@@ -89,24 +90,28 @@ def _files(request: Request) -> FileService:
     return files
 
 
-def _checked(form: UploadForm) -> int:
-    """The life of the file in s. Raises ApiError."""
+def _checked_life(form: UploadForm) -> int:
+    """Check the fields of a form. Return the life of the file in seconds. Raises ApiError."""
     fields = form.fields
     for name in fields:
         if name not in _FIELDS:
-            raise ApiError(400, f"unknown parameter {shorten(name)}; known: file, purpose, expires_after", param=name)
+            known = "file, purpose, expires_after"
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known parameters: {known}", param=name)
     purpose = fields.get("purpose")
     if purpose != PURPOSE:
         problem = "is missing" if purpose is None else f"is {purpose[:MAX_PURPOSE_CHARS]!r}"
-        message = f"purpose {problem}; files here are for batches, so it must be {PURPOSE!r}"
+        message = f"purpose {problem}; it must be {PURPOSE!r}, because the gateway only uses files for batches"
         raise ApiError(400, message, param="purpose")
     if not form.num_bytes:
-        raise ApiError(400, "the file has nothing in it", param="file")
+        raise ApiError(400, "file is empty; send a file with requests", param="file")
     return _life(fields)
 
 
 def _life(fields: Mapping[str, str]) -> int:
-    """Return the life of the file in s. Clients send an object as JSON, or as fields like `expires_after[seconds]`."""
+    """Return the life of the file in seconds.
+
+    Clients send the object `expires_after` as JSON, or as fields such as `expires_after[seconds]`.
+    """
     value: Any = fields.get("expires_after")
     if value is not None:
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What Redis knows of files and batches: one hash each, an index for each tenant, pages of that."""
+"""Records of files and batches in Redis: a hash for each, an index for each tenant, and pages of the index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from cellama.api.http.auth import Caller
-from cellama.api.http.errors import ApiError, not_there
+from cellama.api.http.errors import ApiError, not_found
 from cellama.api.http.parsing import PageQuery
 from cellama.tasks.connection.redis_clock import lua_source, seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -27,126 +27,133 @@ from cellama.tasks.contract.keys import (
 
 Kind = Literal["file", "batch"]
 Record = dict[str, Any]
-KEPT_S = 86_400  # a record stays a day after its end, until a sweep has deleted the contents
-LONGEST_S = 90 * 86_400  # longer than any record lives: 30 days of a batch, 30 after it, and one until the sweep
-ENTRIES_PER_LOOK = 100  # OpenAI's largest page of batches: it takes one round trip
+GRACE_S = 86_400  # a record stays for a day after it expires, so that a sweep can delete the contents
+MAX_LIFE_S = 90 * 86_400  # longer than any record lives: 30 days of a batch, 30 after it, and one until the sweep
+ENTRIES_PER_READ = 100  # OpenAI's largest page of batches, which takes one round trip
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-[a-z]+)?")  # other ids could be parts of other keys
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
-    """What the files of one tenant may be, those of its batches' answers included."""
+class FileQuota:
+    """The limits of a tenant's files, including output files of batches."""
 
     max_files: int
     max_bytes: int
 
     def check(self, num_files: int, num_bytes: int) -> None:
-        """Raise ApiError (429) for so many files with so many bytes."""
+        """Raise ApiError (429) if the tenant would exceed its limits with this number of files and bytes."""
         if num_files <= self.max_files and num_bytes <= self.max_bytes:
             return
         raise ApiError(
             429,
-            f"this would make {num_files} files of {num_bytes} bytes, and the limits are {self.max_files} "
-            f"(gateway_tenant_files) and {self.max_bytes} (gateway_tenant_file_bytes); delete some",
+            f"the tenant would have {num_files} files of {num_bytes} bytes, and the limits are {self.max_files} "
+            f"(gateway_tenant_files) and {self.max_bytes} (gateway_tenant_file_bytes); delete some files",
             code="file_quota_exceeded",
             headers={"x-should-retry": "false"},
         )
 
 
 class RecordStore:
-    """Files, or batches, of all tenants. Methods raise RedisUnreachable, RedisRefused."""
+    """The records of all files, or of all batches. Methods raise RedisUnreachable, RedisRefused."""
 
     def __init__(self, redis: Redis, kind: Kind) -> None:
         self._redis = redis
         self._kind: Kind = kind
         self._add, self._count = (
-            redis.register_script(lua_source(__package__, "used", name)) for name in ("add", "count")
+            redis.register_script(lua_source(__package__, "usage", name)) for name in ("add", "count")
         )
         self._advance = redis.register_script(lua_source(__package__, "advance"))
 
     async def now(self) -> float:
-        """Unix seconds by Redis' clock, which is that of all gateways."""
+        """Return the time of Redis' clock, which all gateways use, in unix seconds."""
         with reaching_redis():
             return seconds_of(await self._redis.time())
 
-    async def used(self, caller: Caller) -> tuple[int, int]:
-        """How many files the caller's tenant has, and their bytes: of all records that have not expired, as they are
-        now, so the figures are exact whoever added or deleted some, or died at it."""
+    async def usage(self, caller: Caller) -> tuple[int, int]:
+        """Return the number of files of the caller's tenant, and their bytes.
+
+        Both are counted from the records each time, so they are exact even after a gateway died while adding a file.
+        """
         arguments = [http_record_key(self._kind, ""), ""]
         with reaching_redis():
             found: Any = await self._count(keys=[http_records_key(self._kind, caller.tenant)], args=arguments)
         num_files, num_bytes = found
         return int(num_files), int(num_bytes)
 
-    async def add(self, record: Mapping[str, Any], life_s: int, quota: Quota | None = None) -> bool:
-        """Store a record and list it for its tenant. Return False, and change nothing, if its id is taken.
+    async def add(self, record: Mapping[str, Any], life_s: int, quota: FileQuota | None = None) -> bool:
+        """Store a record and add it to the list of its tenant. Return False, and change nothing, if the id exists.
 
-        `record` has `id`, `tenant`, `created_at`, `status`, and optionally `gone_at`, when it expires. Raises ApiError
-        (429) if the tenant's quota has no room for it.
+        `record` has `id`, `tenant`, `created_at`, `status`, and optionally the time `gone_at` at which it expires.
+        Raises ApiError (429) if the quota of the tenant is exceeded.
         """
-        thing_id, life_s = record["id"], life_s + KEPT_S
-        keys = [http_record_key(self._kind, thing_id), http_records_key(self._kind, record["tenant"])]
+        object_id, life_s = record["id"], life_s + GRACE_S
+        keys = [http_record_key(self._kind, object_id), http_records_key(self._kind, record["tenant"])]
         limits = ["", ""] if quota is None else [quota.max_files, quota.max_bytes]
         size = [http_record_key(self._kind, ""), record.get("bytes", 0), ""]
-        arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *limits, *size, *_flat(_encoded(record))]
+        arguments: Any = [object_id, record["created_at"], life_s, MAX_LIFE_S, *limits, *size, *_flat(_encoded(record))]
         with reaching_redis():
             added, num_files, num_bytes = await self._add(keys=keys, args=arguments)
         if added == -1 and quota is not None:
             quota.check(num_files + 1, num_bytes + record["bytes"])
         return bool(added == 1)
 
-    async def find(self, thing_id: str, caller: Caller) -> Record:
-        """Return the caller's record. Raises ApiError (404) if there is none, or if it belongs to another tenant."""
-        record = await self.read(thing_id) if _ID.fullmatch(thing_id) else None
+    async def find(self, object_id: str, caller: Caller) -> Record:
+        """Return a record of the caller's tenant. Raises ApiError (404) if it does not exist or is another tenant's."""
+        record = await self.read(object_id) if _ID.fullmatch(object_id) else None
         if record is None or record["tenant"] != caller.tenant:
-            raise not_there(self._kind, thing_id)
+            raise not_found(self._kind, object_id)
         return record
 
-    async def read(self, thing_id: str) -> Record | None:
-        """Return the record of any tenant; None if there is none, or it has expired."""
-        return next(iter(await self.read_all([thing_id])), None)
+    async def read(self, object_id: str) -> Record | None:
+        """Return a record of any tenant, or None if it does not exist or has expired."""
+        return next(iter(await self.read_all([object_id])), None)
 
     async def advance(
         self,
-        thing_id: str,
+        object_id: str,
         fields: Mapping[str, Any],
         *,
-        of: Sequence[str],
+        expected: Sequence[str],
         life_s: int,
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields if the record has one of these statuses and the lease of this name has this token, and announce
-        an event in the same step. Return whether that was so, and the status then; "" if there is no such record."""
-        lease_key = "" if lease_token is None else http_lease_key(thing_id)
-        keys = [http_record_key(self._kind, thing_id), lease_key, webhook_events_key()]
-        conditions = [lease_token or "", json.dumps(list(of)), life_s + KEPT_S]
+        """Change fields, and announce an event in the same step, if the status is one of `expected`.
+
+        With a `lease_token`, the lease named after the record must also have this token. Return whether the record was
+        changed, and its status afterwards, which is "" if the record does not exist.
+        """
+        lease_key = "" if lease_token is None else http_lease_key(object_id)
+        keys = [http_record_key(self._kind, object_id), lease_key, webhook_events_key()]
+        conditions = [lease_token or "", json.dumps(list(expected)), life_s + GRACE_S]
         event, changed = _flat(announced or {}), _flat(_encoded(fields))
         arguments: Any = [*conditions, MOST_WEBHOOK_EVENTS, len(event), *event, *changed]
         with reaching_redis():
             done, status = await self._advance(keys=keys, args=arguments)
         return bool(done), json.loads(status) if status else ""
 
-    async def forget(self, thing_id: str, tenant: str | None) -> bool:
-        """Neither is it there nor in a list; False if it was not."""
+    async def delete(self, object_id: str, tenant: str | None) -> bool:
+        """Delete a record, and remove it from the list of its tenant. Return False if it did not exist."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.delete(http_record_key(self._kind, thing_id))
-                pipe.zrem(http_records_key(self._kind, tenant), thing_id)
+                pipe.delete(http_record_key(self._kind, object_id))
+                pipe.zrem(http_records_key(self._kind, tenant), object_id)
                 deleted, _ = await pipe.execute()
         return bool(deleted)
 
     async def page(
         self, caller: Caller, query: PageQuery, fits: Callable[[Record], bool] = lambda record: True
     ) -> list[Record]:
-        """The records that fit, after the one that is named; one more than the limit if there are so many. Raises
-        ApiError (404) if that one is not in the list."""
+        """Return a page of the records for which `fits` is true, and one more if there is a next page.
+
+        Raises ApiError (404) if the id after which the page starts is not in the list.
+        """
         index, found = http_records_key(self._kind, caller.tenant), list[Record]()
         start = await self._rank_after(index, query)
         while len(found) <= query.limit:
             with reaching_redis():
                 ids: Any = await self._redis.zrange(
-                    index, start, start + ENTRIES_PER_LOOK - 1, desc=query.order == "desc"
+                    index, start, start + ENTRIES_PER_READ - 1, desc=query.order == "desc"
                 )
             if not ids:
                 break
@@ -161,17 +168,17 @@ class RecordStore:
         with reaching_redis():
             rank: Any = await rank_of(index, query.after)
         if rank is None:
-            message = f"after is {shorten(query.after)}: there is no such {self._kind}, or not any more"
+            message = f"after: {self._kind} {shorten(query.after)} does not exist, or has expired"
             raise ApiError(404, message, param="after", code="not_found")
         return int(rank) + 1
 
     async def read_all(self, ids: Sequence[str]) -> list[Record]:
-        """Return the records of those ids that exist and have not expired."""
+        """Return the records with these ids that exist and have not expired."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.time()
-                for thing_id in ids:
-                    pipe.hgetall(http_record_key(self._kind, thing_id))
+                for object_id in ids:
+                    pipe.hgetall(http_record_key(self._kind, object_id))
                 now, *hashes = await pipe.execute()
         records = [{name.decode(): json.loads(value) for name, value in found.items()} for found in hashes]
         return [record for record in records if record and record.get("gone_at", math.inf) > seconds_of(now)]

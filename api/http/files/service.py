@@ -1,4 +1,4 @@
-"""Files: a record of each, its contents, and when it expires."""
+"""Files of all tenants: their records, contents and expiry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -18,21 +18,21 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import http_expiring_key
 
-from .records import KEPT_S, Quota, Record, RecordStore
-from .store import FileStore, blocks_of, give_identity, identity_of, unavailable
+from .records import GRACE_S, FileQuota, Record, RecordStore
+from .store import FileStore, blocks_of, ensure_store_id, read_store_id, unavailable
 
-DEFAULT_LIFE_S = 30 * 86_400  # as OpenAI's files for batches
+DEFAULT_LIFE_S = 30 * 86_400  # as in OpenAI's API for batch files
 MIN_LIFE_S = 3600  # OpenAI's limit
-MAX_LIFE_S = 30 * 86_400  # OpenAI's limit, and the longest that tenants can fill a disk
-SWEPT_AT_ONCE = 500  # files: some seconds of a slow store, once a minute
+MAX_LIFE_S = 30 * 86_400  # OpenAI's limit, which also bounds how long a tenant can fill a disk
+MAX_SWEPT = 500  # files per minute, which take some seconds in a slow store
 
 
 def life_of(value: Any, param: str) -> int:
-    """Return the seconds in `{"anchor": "created_at", "seconds": 3600}`; None is the default. Raises ApiError."""
+    """Return the seconds of `{"anchor": "created_at", "seconds": 3600}`, or the default for None. Raises ApiError."""
     if value is None:
         return DEFAULT_LIFE_S
     if not isinstance(value, dict) or value.keys() - {"anchor", "seconds"}:
-        raise ApiError(400, f"{param} is {shorten(value)}; it has anchor and seconds", param=param)
+        raise ApiError(400, f"{param} is {shorten(value)}; it must have anchor and seconds", param=param)
     anchor, seconds = value.get("anchor"), value.get("seconds")
     if anchor != "created_at":
         raise ApiError(400, f"{param}.anchor is {shorten(anchor)}; it must be created_at", param=param)
@@ -47,30 +47,32 @@ class FileService:
 
     def __init__(self, store: FileStore, redis: Redis) -> None:
         self.store = store
-        self.known_place: str | None = None  # as it was at the last look
+        self.known_store_id: str | None = None  # when it was last read
         self.records = RecordStore(redis, "file")
         self._redis = redis
         self._incoming: dict[str | None, list[int]] = {}  # by tenant, the sizes of uploads to this gateway
 
-    async def place(self) -> str:
-        """Return the id of the store: only gateways with this store can drive its batches. Raises OSError."""
-        if self.known_place is None:
-            self.known_place = await in_thread(FILES, give_identity, self.store)
-        return self.known_place
+    async def store_id(self) -> str:
+        """Return the id of the store. Only gateways with this store can drive its batches. Raises OSError."""
+        if self.known_store_id is None:
+            self.known_store_id = await in_thread(FILES, ensure_store_id, self.store)
+        return self.known_store_id
 
-    async def look_at_place(self) -> str | None:
+    async def read_store_id(self) -> str | None:
         """Read the id of the store again. Return None while the store is empty. Raises OSError."""
-        self.known_place = await in_thread(FILES, identity_of, self.store)
-        return self.known_place
+        self.known_store_id = await in_thread(FILES, read_store_id, self.store)
+        return self.known_store_id
 
     @contextlib.asynccontextmanager
-    async def receiving(self, caller: Caller, num_bytes: int, quota: Quota) -> AsyncIterator[None]:
-        """An upload of at least this size, which counts against the quota from now on, as do others that are under way
-        here. Raises ApiError (429)."""
+    async def count_upload(self, caller: Caller, num_bytes: int, quota: FileQuota) -> AsyncIterator[None]:
+        """Count an upload of at least `num_bytes` against the quota while it is received, with others in progress here.
+
+        Raises ApiError (429).
+        """
         incoming = self._incoming.setdefault(caller.tenant, [])
         incoming.append(num_bytes)
         try:
-            num_files, num_used = await self.records.used(caller)
+            num_files, num_used = await self.records.usage(caller)
             quota.check(num_files + len(incoming), num_used + sum(incoming))
             yield
         finally:
@@ -87,12 +89,12 @@ class FileService:
         life_s: int,
         *,
         file_id: str | None = None,
-        quota: Quota | None = None,
+        quota: FileQuota | None = None,
     ) -> Record:
-        """A copy of a local file, under a new id, or in place of what was there under that id.
+        """Store a copy of a local file under a new id, or replace the file with this id.
 
-        The contents come first: a record without contents would be a promise that is not kept. Raises OSError, and
-        ApiError (429) if the quota, which is for new ids only, has no room for it.
+        The contents are stored before the record, so that every record has contents. Raises OSError, and ApiError (429)
+        if the quota is exceeded, which is only checked for new ids.
         """
         file_id = file_id or f"file-{uuid.uuid4().hex}"
         now = await self.records.now()
@@ -106,68 +108,69 @@ class FileService:
             "filename": name,
             "purpose": purpose,
         }
-        expiring = http_expiring_key(await self.place())
-        with reaching_redis():  # first of all: whatever becomes of this, the sweep finds it
+        expiring = http_expiring_key(await self.store_id())
+        with reaching_redis():  # first, so that the sweep finds the contents if one of the next steps fails
             await self._redis.zadd(expiring, {file_id: record["gone_at"]})
-            await self._redis.expire(expiring, MAX_LIFE_S + KEPT_S)  # no file is there for longer
+            await self._redis.expire(expiring, MAX_LIFE_S + GRACE_S)  # longer than any file lives
         await in_thread(FILES, self.store.put, local, file_id)
         try:
             is_new = await self.records.add(record, life_s, quota)
         except ApiError:
             if quota is not None:
-                await self._forget_contents(file_id, expiring)
+                await self._delete_contents(file_id, expiring)
             raise
         if not is_new:
-            await self.records.advance(file_id, record, of=(record["status"],), life_s=life_s)
+            await self.records.advance(file_id, record, expected=(record["status"],), life_s=life_s)
         return record
 
-    async def open(self, file_id: str) -> BinaryIO:
-        """Open the contents. Raises ApiError: 404 if they are gone, 503 if the store can't be reached."""
+    async def blocks(self, file_id: str) -> Iterator[bytes]:
+        """Return the contents in blocks. Reading them blocks the thread.
+
+        Raises ApiError: 404 if the contents no longer exist, 503 if the store can't be reached.
+        """
         try:
-            return await in_thread(FILES, self.store.open, file_id)
+            return blocks_of(await in_thread(FILES, self.store.open, file_id))
         except FileNotFoundError:
-            raise ApiError(404, f"the contents of {file_id!r} are gone", code="not_found") from None
+            raise ApiError(404, f"the contents of {file_id!r} no longer exist", code="not_found") from None
         except OSError as error:
             raise unavailable(error) from None
 
-    async def blocks(self, file_id: str) -> Iterator[bytes]:
-        """Return the contents in pieces. Reading them blocks. Raises ApiError."""
-        return blocks_of(await self.open(file_id))
-
     async def delete(self, record: Mapping[str, Any]) -> None:
-        """Delete a file: first for clients, then in the store. Raises OSError."""
-        await self.records.forget(record["id"], record["tenant"])
-        # What lies in another place is deleted by the sweep there.
-        await self._forget_contents(record["id"], http_expiring_key(await self.place()))
+        """Delete the record of a file, then its contents. Raises OSError."""
+        await self.records.delete(record["id"], record["tenant"])
+        # If the contents are in another store, the sweep of its gateways deletes them.
+        await self._delete_contents(record["id"], http_expiring_key(await self.store_id()))
 
-    async def _forget_contents(self, file_id: str, expiring: str) -> None:
+    async def _delete_contents(self, file_id: str, expiring: str) -> None:
         await in_thread(FILES, self.store.delete, file_id)
         with reaching_redis():
             await self._redis.zrem(expiring, file_id)
 
     async def sweep(self) -> int:
-        """Deletes what has expired; returns how many it looked at. What can't be deleted is tried again. Contents of
-        which Redis has lost all go when no file can be so old."""
-        now, expiring = await self.records.now(), http_expiring_key(await self.place())
+        """Delete expired files. Return how many were checked. The next sweep retries deletions that failed.
+
+        If Redis has lost the record of a file, its contents are deleted when they are older than any file can be.
+        """
+        now, expiring = await self.records.now(), http_expiring_key(await self.store_id())
         with reaching_redis():
-            ids: Any = await self._redis.zrangebyscore(expiring, "-inf", now, start=0, num=SWEPT_AT_ONCE)
+            ids: Any = await self._redis.zrangebyscore(expiring, "-inf", now, start=0, num=MAX_SWEPT)
         for raw in ids:
             file_id = raw.decode()
             record = await self.records.read(file_id)
-            if record is not None:  # it was written again under this id, and lives longer
+            if record is not None:  # the file was replaced, and lives longer
                 with reaching_redis():
                     await self._redis.zadd(expiring, {file_id: record["gone_at"]})
                 continue
-            await self._forget_contents(file_id, expiring)
-        for file_id in await in_thread(FILES, self.store.old, now - MAX_LIFE_S - KEPT_S):
+            await self._delete_contents(file_id, expiring)
+        for file_id in await in_thread(FILES, self.store.older_than, now - MAX_LIFE_S - GRACE_S):
             with reaching_redis():
                 is_known = await self._redis.zscore(expiring, file_id) is not None
-            if not is_known:  # else the clock of who has put it is wrong
+            if not is_known:  # else the clock of the gateway that stored it was wrong
                 await in_thread(FILES, self.store.delete, file_id)
         return len(ids)
 
 
-def shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A file as OpenAI's clients read it."""
-    shown = {name: record[name] for name in ("id", "bytes", "created_at", "filename", "purpose", "status")}
-    return {**shown, "object": "file", "expires_at": record["gone_at"], "status_details": None}
+def file_view(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file in OpenAI's format."""
+    members = {name: record[name] for name in ("id", "bytes", "created_at", "filename", "purpose", "status")}
+    return {**members, "object": "file", "expires_at": record["gone_at"], "status_details": None}

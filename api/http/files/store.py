@@ -1,10 +1,9 @@
-"""Where contents lie: a directory, or whatever fsspec reaches. All functions block: call them in a thread."""
+"""Storage of contents, in a directory or in any place that fsspec supports. All functions block, so use a thread."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
 import uuid
@@ -14,41 +13,42 @@ from typing import Any, BinaryIO, cast
 
 from cellama.api.http.errors import ApiError
 from cellama.config import Settings, SettingsError
+from cellama.config.logging import event_logger
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-READ_BYTES = 1 << 18  # 256 KiB: large enough for disks and buckets, small beside the body of a request
-IDENTITY = "identity"
-FOLDER_MODE, FILE_MODE = 0o700, 0o600  # what tenants upload is for the gateways alone
-RETRY_S = 60.0  # for clients: a disk that is full or out of reach is rarely back sooner
+READ_BYTES = 1 << 18  # 256 KiB: large enough for disks and buckets, and small compared to the body of a request
+STORE_ID = "identity"  # name of the file with the id of the store
+DIRECTORY_MODE, FILE_MODE = 0o700, 0o600  # uploads of tenants are only for the gateways
+RETRY_S = 60.0  # for clients, because a full or unreachable disk is rarely available sooner
 
 
 class DirectoryStore:
-    """A directory. Uploads and runs lie in it, too, so that they become files by a rename.
+    """A store in a directory. Uploads and runs are also in it, so that a rename turns them into files.
 
-    Names are ids of ours: letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
+    Names are made by the gateway of letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
     """
 
-    shares_work = True  # other gateways see `work_dir`
+    shares_work = True  # other gateways can read `work_dir`
 
     def __init__(self, root: Path) -> None:
-        """The directory is created when it is first written to."""
+        """Make a store, whose directory is created by the first write."""
         self._files = root / "files"
-        self.work_dir = root / "work"  # for uploads that arrive, and for runs of batches
+        self.work_dir = root / "work"  # for uploads in progress, and for runs of batches
 
     def put(self, local: Path, name: str) -> None:
-        """Store a copy of a local file, whole, in place of what had this name."""
+        """Store a copy of a local file, and replace an earlier file with this name as a whole."""
         with self._new(name) as (part, target):
             try:
                 os.link(local, part)
             except OSError:  # another file system, or one without links
                 write_new(part, blocks_of(local.open("rb")))
             part.chmod(FILE_MODE)
-            os.utime(part)  # see `old`
+            os.utime(part)  # see `older_than`
             part.replace(target)
 
     def put_first(self, data: bytes, name: str) -> None:
-        """Store these bytes, unless something has this name already."""
+        """Store these bytes, unless a file with this name exists."""
         with self._new(name) as (part, target):
             write_new(part, [data])
             try:
@@ -60,9 +60,9 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[tuple[Path, Path]]:
-        """A path to write to, and the one that the file gets then."""
+        """Yield a path to write to, and the path to which that file is then renamed."""
         target = self._files / name
-        make_folder(target.parent)
+        make_directory(target.parent)
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         try:
             yield part, target
@@ -71,57 +71,61 @@ class DirectoryStore:
         _sync(target.parent)
 
     def open(self, name: str) -> BinaryIO:
-        """Raises FileNotFoundError."""
+        """Open a file for reading. Raises FileNotFoundError."""
         return (self._files / name).open("rb")
 
     def delete(self, name: str) -> None:
         """Delete a file, if it exists."""
         (self._files / name).unlink(missing_ok=True)
 
-    def delete_folder(self, name: str) -> None:
-        """Delete everything whose name begins with this one and a `/`."""
+    def delete_directory(self, name: str) -> None:
+        """Delete all files whose names start with this one and a `/`."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._files / name)
 
-    def old(self, before: float) -> list[str]:
-        """Return the files that were put before this time (unix s), by the clocks of those that put them."""
+    def older_than(self, before: float) -> list[str]:
+        """Return the files that were stored before this time (unix s), by the clocks of the gateways that did so."""
         found = []
         for path in self._files.glob("file-*"):
-            with contextlib.suppress(FileNotFoundError):  # another gateway sweeps, too
+            with contextlib.suppress(FileNotFoundError):  # another gateway may sweep at the same time
                 if path.stat().st_mtime < before:
                     found.append(path.name)
         return found
 
 
 class UrlStore:
-    """A place that fsspec reaches, for instance a bucket, with the methods of DirectoryStore. It must replace whole
-    objects, as all object stores do."""
+    """A store in a place that fsspec supports, for example a bucket, with the methods of DirectoryStore.
+
+    The place must replace objects as a whole, as all object stores do.
+    """
 
     shares_work = False
 
     def __init__(self, url: str, work_dir: Path) -> None:
-        """`work_dir` is on this machine. Raises SettingsError if fsspec, or what it needs for such URLs, is not
-        installed."""
+        """Make a store, with a `work_dir` on this machine.
+
+        Raises SettingsError if fsspec or its package for such URLs is not installed.
+        """
         try:
             import fsspec  # an extra, and a slow import
 
             self._system, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise SettingsError(
-                f"gateway_files_dir is a URL that can't be used: {error}; pip install 'cellama[files]' and fsspec's "
-                "package for such URLs (s3fs, gcsfs, …), or name a directory"
+                f"gateway_files_dir: this URL can't be used: {error}; run pip install 'cellama[files]' and install "
+                "fsspec's package for such URLs (s3fs, gcsfs, …), or use a directory"
             ) from None
         self._root = str(root).rstrip("/")
         self.work_dir = work_dir
 
     def put(self, local: Path, name: str) -> None:
         with _as_os_errors():
-            self._system.put_file(str(local), self._path_in_folder(name))
+            self._system.put_file(str(local), self._new_path(name))
 
     def put_first(self, data: bytes, name: str) -> None:
-        """As far as the file system supports it: those of S3 and Google do."""
+        """Store these bytes, unless the name exists, if the file system can check that, as S3 and Google Cloud can."""
         with contextlib.suppress(FileExistsError), _as_os_errors():
-            self._system.pipe_file(self._path_in_folder(name), data, mode="create")
+            self._system.pipe_file(self._new_path(name), data, mode="create")
 
     def open(self, name: str) -> BinaryIO:
         with _as_os_errors():
@@ -131,16 +135,16 @@ class UrlStore:
         with contextlib.suppress(FileNotFoundError), _as_os_errors():
             self._system.rm_file(self._path(name))
 
-    def delete_folder(self, name: str) -> None:
-        self._system.invalidate_cache()  # other gateways have written there, too
+    def delete_directory(self, name: str) -> None:
+        self._system.invalidate_cache()  # other gateways may have stored files as well
         with contextlib.suppress(FileNotFoundError), _as_os_errors():
             self._system.rm(self._path(name), recursive=True)
 
-    def old(self, before: float) -> list[str]:
-        """Return nothing: that would be a look at each object of a bucket, which has rules of its own for this."""
+    def older_than(self, before: float) -> list[str]:
+        """Return nothing, to avoid listing a whole bucket. Lifecycle rules of the bucket can delete old objects."""
         return []
 
-    def _path_in_folder(self, name: str) -> str:
+    def _new_path(self, name: str) -> str:
         path = self._path(name)
         with contextlib.suppress(FileExistsError, NotImplementedError):
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)  # buckets don't need it
@@ -154,45 +158,47 @@ FileStore = DirectoryStore | UrlStore
 
 
 def store_of(settings: Settings) -> FileStore:
-    """Return the store of the settings. Raises SettingsError."""
-    place = settings.gateway_files_dir
-    own = settings.data_dir / "gateway"
-    if place is None:
-        return DirectoryStore(own)
-    if "://" in place:
-        return UrlStore(place, settings.gateway_work_dir or own)
-    return DirectoryStore(Path(place).expanduser().absolute())
+    """Return the store that the settings describe. Raises SettingsError."""
+    location = settings.gateway_files_dir
+    default = settings.data_dir / "gateway"
+    if location is None:
+        return DirectoryStore(default)
+    if "://" in location:
+        return UrlStore(location, settings.gateway_work_dir or default)
+    return DirectoryStore(Path(location).expanduser().absolute())
 
 
-def identity_of(store: FileStore) -> str | None:
-    """Return an id that lies in the store itself: gateways with the same one see the same contents, under whatever path
-    or URL. None while nothing has been put there. Raises OSError."""
+def read_store_id(store: FileStore) -> str | None:
+    """Return the id of the store, or None while the store is empty. Raises OSError.
+
+    The id is a file in the store. Gateways that read the same id have the same contents, whatever their path or URL is.
+    """
     try:
-        with store.open(IDENTITY) as file:
+        with store.open(STORE_ID) as file:
             return file.read().decode()
     except FileNotFoundError:
         return None
 
 
-def give_identity(store: FileStore) -> str:
-    """Return the store's id, and give it one if it has none: the first gateway that does so wins. Raises OSError."""
-    if (there := identity_of(store)) is None:
-        store.put_first(uuid.uuid4().hex.encode(), IDENTITY)
-        there = identity_of(store)
-    if there is None:
-        raise OSError(errno.EIO, f"{IDENTITY!r} was written, and is not there")
-    return there
+def ensure_store_id(store: FileStore) -> str:
+    """Return the id of the store. If it has none, the first gateway writes one. Raises OSError."""
+    if (store_id := read_store_id(store)) is None:
+        store.put_first(uuid.uuid4().hex.encode(), STORE_ID)
+        store_id = read_store_id(store)
+    if store_id is None:
+        raise OSError(errno.EIO, f"{STORE_ID!r} was written, but can't be found")
+    return store_id
 
 
-def make_folder(folder: Path) -> None:
-    """Create a directory and the missing ones above it, for this user alone."""
-    for missing in reversed([folder, *folder.parents]):
+def make_directory(directory: Path) -> None:
+    """Create a directory and its missing parents, for this user only."""
+    for missing in reversed([directory, *directory.parents]):
         if not missing.exists():
-            missing.mkdir(FOLDER_MODE, exist_ok=True)
+            missing.mkdir(DIRECTORY_MODE, exist_ok=True)
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Open a file for writing that only this user can read, in place of what had this name."""
+    """Open a new file for writing that only this user can read. An existing one is replaced."""
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
@@ -206,32 +212,32 @@ def write_new(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    """A file in pieces. It is closed at the end, and if its reader stops early. Raises OSError."""
+    """Yield the file in blocks. It is closed at the end, also if the reader stops early. Raises OSError."""
     with file, _as_os_errors():
         while block := file.read(READ_BYTES):
             yield block
 
 
-def fetch(store: FileStore, name: str, local: Path) -> None:
-    """Copy a file to this machine, whole. Raises FileNotFoundError, OSError."""
+def download(store: FileStore, name: str, local: Path) -> None:
+    """Copy a file to this machine. It appears there when it is complete. Raises FileNotFoundError, OSError."""
     part = local.with_name(f"{local.name}.part")
     write_new(part, blocks_of(store.open(name)))
     part.replace(local)
 
 
 def unavailable(error: OSError) -> ApiError:
-    """Return the error for the client, without paths of this machine, and log the cause."""
-    log.error("files can't be written or read: %s", error)
+    """Log an error of the store. Return an error for the client, which has no paths of this machine."""
+    log.error("file store failed", detail=f"{error}; the request gets 503")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = "the gateway has no room for files now; delete some"
+        message = "the gateway has no space left for files; delete some"
     else:
-        message = "the gateway can't reach its files now; its log says why"
+        message = "the gateway can't access its files; its log has the reason"
     return ApiError(503, message, code="files_unavailable", retry_after_s=RETRY_S)
 
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Some of fsspec's file systems have errors of their own, for instance for a bucket that is out of reach."""
+    """Convert the errors of fsspec's file systems into OSError."""
     try:
         yield
     except OSError:
@@ -240,9 +246,9 @@ def _as_os_errors() -> Iterator[None]:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-def _sync(folder: Path) -> None:
-    """A rename is on disk once its directory is."""
-    opened: Any = os.open(folder, os.O_RDONLY)
+def _sync(directory: Path) -> None:
+    """Write a directory to disk, with the renames in it."""
+    opened: Any = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:

@@ -1,4 +1,4 @@
-"""An upload on its way to the disk: multipart/form-data in pieces, never whole in memory."""
+"""Receiving uploads: multipart/form-data is written to disk in pieces, and never held in memory as a whole."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from cellama.api.http.background import FILES, in_thread
 from cellama.api.http.errors import ApiError
 from cellama.api.http.parsing import check_not_encoded, declared_bytes
 
-from .store import make_folder, open_new, unavailable
+from .store import make_directory, open_new, unavailable
 
-FORM_BYTES = 64 << 10  # of a form without its file, which stays in memory: fields are some bytes each
+MAX_FORM_BYTES = 64 << 10  # of a form without its file, which is held in memory, as its fields have some bytes each
 MAX_NAME_CHARS = 255  # of a file name, as in most file systems
-OLD_S = 86_400  # a day without a change: no upload takes that long, so its gateway died
+OLD_S = 86_400  # no upload goes without a change for a day, unless its gateway died
 UPLOADS = "incoming"
 
 
 @dataclass(slots=True)
 class UploadForm:
-    """What was sent: fields, and one file, which lies at `path`."""
+    """The fields of a form, and its file, which is at `path`."""
 
     path: Path
     fields: dict[str, str] = field(default_factory=dict)
@@ -39,15 +39,15 @@ class UploadForm:
 
 
 @contextlib.asynccontextmanager
-async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
+async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
     """Receive the form of a request. Its file is deleted at the end. Raises ApiError, ClientDisconnect."""
     boundary = _boundary(request)
-    if declared_bytes(request) > limit + FORM_BYTES:
+    if declared_bytes(request) > limit + MAX_FORM_BYTES:
         raise _too_large(limit)
-    folder = work_dir / UPLOADS / uuid.uuid4().hex
+    directory = work_dir / UPLOADS / uuid.uuid4().hex
     try:
-        await in_thread(FILES, make_folder, folder)
-        reader = _FormReader(boundary, folder, limit)
+        await in_thread(FILES, make_directory, directory)
+        reader = _FormReader(boundary, directory, limit)
         try:
             async for piece in request.stream():
                 await in_thread(FILES, reader.write, piece)
@@ -58,27 +58,27 @@ async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterato
     except OSError as error:
         raise unavailable(error) from error
     finally:
-        await asyncio.shield(in_thread(FILES, shutil.rmtree, folder, True))
+        await asyncio.shield(in_thread(FILES, shutil.rmtree, directory, True))
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:
-    """Delete uploads to gateways that died meanwhile."""
-    for folder in (work_dir / UPLOADS).glob("*"):
+    """Delete the remains of uploads to gateways that died."""
+    for directory in (work_dir / UPLOADS).glob("*"):
         with contextlib.suppress(OSError):
-            if folder.stat().st_mtime < now - OLD_S:
-                shutil.rmtree(folder, ignore_errors=True)
+            if directory.stat().st_mtime < now - OLD_S:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 class _FormReader:
-    """Reads a form with one file, which goes to the disk, and small fields. One call at a time, from any thread."""
+    """Parses a form with small fields and one file, which is written to disk. One call at a time, in any thread."""
 
-    def __init__(self, boundary: bytes, folder: Path, limit: int) -> None:
+    def __init__(self, boundary: bytes, directory: Path, limit: int) -> None:
         self._limit = limit
-        self._num_other_bytes = 0  # of everything but the file: fields, and heads of parts
+        self._num_other_bytes = 0  # fields and the headers of parts, without the file
         self._has_ended = False
         self._header, self._headers = (bytearray(), bytearray()), dict[bytes, bytes]()
-        self._field: tuple[str, bytearray] | None = None  # the part that is read, unless it is the file
-        self._form = UploadForm(folder / "file")
+        self._field: tuple[str, bytearray] | None = None  # the current part, unless it is the file
+        self._form = UploadForm(directory / "file")
         self._file = open_new(self._form.path)
         names = ("header_field", "header_value", "header_end", "headers_finished", "part_data", "part_end", "end")
         callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
@@ -89,15 +89,16 @@ class _FormReader:
         try:
             self._parser.write(piece)
         except (FormParserError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is no form as it should be: {error}") from None
+            raise ApiError(400, f"the body is not a valid form: {error}") from None
         self._num_other_bytes += len(piece) - (self._form.num_bytes - before)
-        if self._num_other_bytes > FORM_BYTES:
-            raise ApiError(413, f"the form has more than {FORM_BYTES} bytes in addition to its file")
+        if self._num_other_bytes > MAX_FORM_BYTES:
+            message = f"the form has more than {MAX_FORM_BYTES} bytes in addition to its file; send smaller fields"
+            raise ApiError(413, message)
 
     def end(self) -> UploadForm:
-        """Return the form, whose file is on disk."""
+        """Return the form after its file has been written to disk."""
         if not self._has_ended:
-            raise ApiError(400, "the form ends in the midst of a part; send all of it")
+            raise ApiError(400, "the form ends in the middle of a part; send all of it")
         if self._form.name is None:
             raise ApiError(400, "file is missing; send it as a part with a file name", param="file")
         self._file.flush()
@@ -124,15 +125,16 @@ class _FormReader:
         encoding = headers.get(b"content-transfer-encoding", b"binary").lower()
         name = options.get(b"name", b"").decode()
         if encoding not in (b"binary", b"8bit", b"7bit"):
-            raise ApiError(400, f"content-transfer-encoding of {name[:40]!r} is {encoding[:40]!r}; send it as it is")
+            message = f"content-transfer-encoding of {name[:40]!r} is {encoding[:40]!r}; send it without an encoding"
+            raise ApiError(400, message)
         if b"filename" not in options:
             self._field = (name, bytearray())
             return
         if name != "file" or self._form.name is not None:
             raise ApiError(
-                400, f"the form has a file {name[:40]!r}; it must have one, with the name 'file'", param="file"
+                400, f"the form has a file {name[:40]!r}; it must have exactly one, named 'file'", param="file"
             )
-        self._form.name, self._field = _shown(options[b"filename"]), None
+        self._form.name, self._field = _display_name(options[b"filename"]), None
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is not None:
@@ -156,19 +158,19 @@ def _boundary(request: Request) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        shown = request.headers.get("content-type", "")[:80]
-        raise ApiError(415, f"content-type is {shown!r}; send multipart/form-data, with its boundary")
+        sent = request.headers.get("content-type", "")[:80]
+        raise ApiError(415, f"content-type is {sent!r}; send multipart/form-data with a boundary")
     check_not_encoded(request)
     return boundary
 
 
-def _shown(name: bytes) -> str:
-    """Return the client's name of its file, which is only shown: nothing on disk has this name."""
+def _display_name(name: bytes) -> str:
+    """Return the client's name of its file, which is only displayed and never used for a path."""
     last = name.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[-MAX_NAME_CHARS:] or "file.jsonl"
 
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(
-        413, f"the file has more than {limit} bytes, which is the limit: split it, or raise gateway_max_file_bytes"
+        413, f"the file has more than {limit} bytes, which is the limit; split it, or raise gateway_max_file_bytes"
     )

@@ -1,6 +1,6 @@
-"""The gateway's door where there are API keys: who a request comes from, what it may ask for, how much of it.
+"""Authentication by API keys, with the rights and the limits of each key.
 
-May use: `callers` and `errors` of the gateway, the `keys` that there are, the connections and the contract of `tasks`.
+May use: `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
 """
 
 from .access import key_access

@@ -1,10 +1,9 @@
-"""The gateway's door where there are keys: who a request comes from, and whether it may run now."""
+"""Authentication by API key: who sends a request, and whether the limits of the key admit it now."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,19 +15,20 @@ from redis.exceptions import RedisError
 
 from cellama.api.http.auth import Access, Admission, Caller, LoopbackOnly, Unlimited, is_loopback
 from cellama.api.http.errors import ApiError
-from cellama.api.keys.entry import KeyEntry, given_key, parse_key
-from cellama.api.keys.store import Found, KeyFile, KeyStore
+from cellama.api.keys.entry import KeyEntry, parse_key, sent_key
+from cellama.api.keys.store import KeyFile, KeyLookup, KeyStore
 from cellama.config import Settings, SettingsError
+from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import connect_async
 
-from .limiter import Gathering, LimitDecision, Limiter, Reservation
+from .limiter import CallBatcher, LimitDecision, Limiter, Reservation
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-JOBS_RETRY_S = 1.0  # when one of a key's jobs ends can't be known
-OUTAGE_RETRY_S = 1.0  # for clients, while Redis is away
+JOBS_RETRY_S = 1.0  # the time at which one of a key's jobs ends is unknown
+OUTAGE_RETRY_S = 1.0  # for clients, while Redis is unreachable
 ANSWER_S = 2.0  # for a reply of Redis: clients would rather retry than wait longer for a check of their key
-_HOW = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` makes a key"
+_KEY_HELP = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` creates a key"
 RATE_HEADER_NAMES = tuple(
     f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")
 )
@@ -36,16 +36,16 @@ RATE_HEADER_NAMES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class KeyCaller(Caller):
-    """A caller with a key."""
+    """A caller with an API key."""
 
     entry: KeyEntry | None = None
 
 
 class KeyAccess:
-    """Lets in who has a key that counts now. Without Redis it lets no one in.
+    """Admits requests with a valid API key. Without Redis it admits none.
 
-    While there are no keys at all `keyless` lets in, and without that no one. Once there were some, it is over: keys
-    that are gone, as with a Redis that lost its data, open nothing.
+    While no key exists, `keyless` decides about all requests, or all are rejected if it is None. After the first key
+    has been seen, `keyless` is never used again. So losing the data of Redis does not open the gateway.
     """
 
     def __init__(self, redis: Redis, file: KeyFile | None = None, *, keyless: Access | None = None) -> None:
@@ -53,26 +53,26 @@ class KeyAccess:
         self._store = KeyStore(redis, file)
         self._limiter = Limiter(redis)
         self._keyless = keyless if file is None else None
-        self._looks = Gathering(self._store.look_all)
-        self._uses = Gathering(self._store.note_uses)
+        self._lookups = CallBatcher(self._store.look_up_all)
+        self._uses = CallBatcher(self._store.record_uses)
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """The owner of the key in the headers; a caller without a tenant while the gateway is open. Raises ApiError."""
-        given = given_key(headers)
-        key = None if given is None else parse_key(given)
-        with _asking():
-            found = await self._looks.ask("" if key is None else key.id)
+        """Return the owner of the key in the headers, or what `keyless` returns. Raises ApiError."""
+        sent = sent_key(headers)
+        key = None if sent is None else parse_key(sent)
+        with _redis_errors_as_503():
+            found = await self._lookups.call("" if key is None else key.id)
             if found.num_keys:
                 self._keyless = None
             elif self._keyless is not None:
                 return await self._keyless.authenticate(headers)
-            if given is None:
-                raise _refused(f"no API key was sent: {_HOW}")
-            if key is None or found.entry is None or not key.is_of(found.entry.digest):
-                raise _refused(f"the API key is not one of this gateway; {_HOW}")
+            if sent is None:
+                raise _unauthorized(f"the request has no API key; {_KEY_HELP}")
+            if key is None or found.entry is None or not key.has_digest(found.entry.digest):
+                raise _unauthorized(f"the API key is invalid; {_KEY_HELP}")
             _check_state(found)
             if found.is_use_due:
-                await self._uses.ask(found)
+                await self._uses.call(found)
         entry = found.entry
         return KeyCaller(
             tenant=entry.tenant,
@@ -89,10 +89,10 @@ class KeyAccess:
         entry = caller.entry if isinstance(caller, KeyCaller) else None
         if entry is None or not entry.has_limits:
             return Unlimited()
-        with _asking():
+        with _redis_errors_as_503():
             reserved, decision = await self._limiter.admit(entry)
         headers = rate_headers(entry, decision)
-        if not decision.is_in:
+        if not decision.is_admitted:
             raise _over_limit(entry, decision, 0, 1, headers)
         return _Admitted(headers, entry, self._limiter, reserved)
 
@@ -109,20 +109,20 @@ class _Admitted:
     _ending: asyncio.Task[None] | None = None
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Raises ApiError (429); what the request was charged before stays charged."""
+        """Charge tokens and jobs. If this raises ApiError (429), earlier charges remain."""
         if self._entry.tokens_per_minute is None and (self._entry.concurrent_jobs is None or num_jobs == 1):
             return
-        # Before Redis answers: if the answer is lost, `end` gives back what may have been reserved.
+        # Set before Redis answers: if the answer is lost, `end` returns what may have been reserved.
         self._reserved = replace(self._reserved, num_tokens=num_tokens, num_jobs=num_jobs)
-        with _asking():
+        with _redis_errors_as_503():
             decision = await self._limiter.reserve(self._entry, self._reserved)
         self.headers = rate_headers(self._entry, decision)
-        if not decision.is_in:
+        if not decision.is_admitted:
             self._reserved = replace(self._reserved, num_tokens=0)
             raise _over_limit(self._entry, decision, num_tokens, num_jobs, dict(self.headers))
 
     async def end(self, num_tokens: int | None) -> None:
-        """Goes on to its end also when the request's own task is cancelled meanwhile."""
+        """Settle the charge, even if the task of the request is cancelled."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._settle(num_tokens))
         await asyncio.shield(self._ending)
@@ -132,21 +132,21 @@ class _Admitted:
             await self._limiter.settle(self._reserved, num_tokens if self._reserved.num_tokens else 0)
         except RedisError as error:
             log.warning(
-                "key %s stays charged for what request %s may have taken: %s",
-                self._reserved.key_id,
-                self._reserved.id,
-                error,
+                "key charge not settled",
+                key=self._reserved.key_id,
+                request=self._reserved.id,
+                detail=f"{error}; the estimate stays charged",
             )
 
 
-def _check_state(found: Found) -> None:
+def _check_state(found: KeyLookup) -> None:
     assert found.entry is not None
     state = found.entry.state(found.now)
     if state != "active":
-        raise _refused(f"the API key {found.entry.id} is {state}; `cellama keys create` makes another")
+        raise _unauthorized(f"the API key {found.entry.id} is {state}; create another with `cellama keys create`")
 
 
-def _refused(message: str) -> ApiError:
+def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
@@ -155,52 +155,54 @@ def _over_limit(
 ) -> ApiError:
     requests, tokens, jobs = entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs
     reason = {
-        "requests": f"{decision.num_requests} of {requests} requests per minute were made",
-        "tokens": f"{decision.num_tokens} of {tokens} tokens per minute are taken, and this one may take {num_tokens}",
-        "jobs": f"it may have {jobs} jobs at the same time, and with this request it would have more",
-        "too large": f"this request may take {num_tokens} tokens, but {tokens} per minute are all; ask for fewer",
-        "too many": f"this request is {num_jobs} jobs, but {jobs} at the same time are all; ask for fewer prompts or n",
-    }[decision.said]
+        "requests": f"{decision.num_requests} of {requests} requests per minute are used; retry later",
+        "tokens": f"{decision.num_tokens} of {tokens} tokens per minute are used, and this request may use "
+        f"{num_tokens} more; retry later",
+        "jobs": f"it may have {jobs} jobs at the same time, and this request would exceed that; retry later",
+        "too large": f"this request may use {num_tokens} tokens, and the limit is {tokens} per minute; ask for fewer",
+        "too many": f"this request makes {num_jobs} jobs, and the limit is {jobs} at the same time; ask for fewer "
+        "prompts or choices",
+    }[decision.verdict]
     message = f"the API key {entry.id} is at its limit: {reason}"
-    if decision.is_hopeless:
+    if decision.is_permanent:
         return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, "x-should-retry": "false"})
-    wait_s = JOBS_RETRY_S if decision.said == "jobs" else decision.wait_s
+    wait_s = JOBS_RETRY_S if decision.verdict == "jobs" else decision.wait_s
     headers = {**headers, "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
 
 
 @contextlib.contextmanager
-def _asking() -> Iterator[None]:
-    """Without Redis no key can be checked and nothing be counted: 503, and the reason is for the log alone."""
+def _redis_errors_as_503() -> Iterator[None]:
+    """Convert errors of Redis into ApiError (503). The reason is logged, and hidden from clients."""
     try:
         yield
     except RedisError as error:
-        log.error("no key can be checked: Redis does not do what it is asked: %r", error)
+        log.error("key check failed", detail=f"Redis: {error!r}; the request gets 503")
         raise ApiError(
             503,
-            "API keys can't be checked now, because Redis does not answer; try again soon",
+            "API keys can't be checked, because Redis does not answer; retry soon",
             code="redis_unreachable",
             retry_after_s=OUTAGE_RETRY_S,
         ) from None
 
 
 def rate_headers(entry: KeyEntry, decision: LimitDecision) -> dict[str, str]:
-    """`x-ratelimit-…` for each limit that the key has."""
+    """Return the headers `x-ratelimit-…` for each limit of the key."""
     headers: dict[str, str] = {}
     used = {
         "requests": (entry.requests_per_minute, decision.num_requests),
         "tokens": (entry.tokens_per_minute, decision.num_tokens),
     }
-    for what, (limit, num_used) in used.items():
+    for unit, (limit, num_used) in used.items():
         if limit is not None:
-            headers[f"x-ratelimit-limit-{what}"] = str(limit)
-            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, limit - num_used))
-            headers[f"x-ratelimit-reset-{what}"] = duration(decision.empty_in_s)
+            headers[f"x-ratelimit-limit-{unit}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{unit}"] = str(max(0, limit - num_used))
+            headers[f"x-ratelimit-reset-{unit}"] = duration(decision.empty_in_s)
     return headers
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: "20ms", "1.5s", "6m0s"."""
+    """Format a duration as OpenAI does: "20ms", "1.5s", "6m0s"."""
     total_ms = round(seconds * 1000)
     if total_ms < 1000:
         return f"{total_ms}ms"
@@ -209,15 +211,16 @@ def duration(seconds: float) -> str:
 
 
 def connect_keys(url: str | None = None) -> Redis:
-    """Redis at the URL, or that of the settings. What is asked again, after a lost connection, has no other effect."""
-    again = Retry(NoBackoff(), 1)
-    return connect_async(url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S, retry=again)
+    """Connect to Redis at this URL, or at that of the settings. One retry is safe, as each call can be repeated."""
+    retry = Retry(NoBackoff(), 1)
+    return connect_async(url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S, retry=retry)
 
 
 def key_access(settings: Settings, host: str | None = None) -> KeyAccess:
-    """Lets in who has a key. At a `host` on loopback it lets in requests of this machine while there are no keys.
+    """Return the access control for a gateway that listens on `host`.
 
-    Raises SettingsError for a host that other machines reach if there are none, and for a wrong file of keys.
+    On loopback, requests of this machine need no key while no key exists. Raises SettingsError for an invalid key file,
+    and for a host that other machines can reach while no key exists.
     """
     file = None if settings.gateway_keys_file is None else KeyFile(settings.gateway_keys_file)
     if host is None or is_loopback(host):
@@ -232,10 +235,10 @@ async def _check_keys(settings: Settings, file: KeyFile | None, host: str) -> No
         try:
             has_keys = bool(await KeyStore(redis, file).all())
         except RedisError as error:
-            log.warning("whether there are API keys can't be seen yet; until then no request is let in: %s", error)
+            log.warning("existence of keys not checked", detail=f"Redis: {error}; requests get 503 until Redis answers")
             return
     if not has_keys:
         raise SettingsError(
-            f"{host} can be reached by others, and there are no API keys: each of them could use your models; "
-            "make a key (`cellama keys create TENANT`), or listen on 127.0.0.1"
+            f"host: {host} can be reached by others, and no API key exists, so any of them could use your models; "
+            "create a key (`cellama keys create TENANT`), or listen on 127.0.0.1"
         )

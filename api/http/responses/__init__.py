@@ -1,6 +1,6 @@
-"""/v1/responses: created, streamed, read again from anywhere, cancelled (docs/adr/020-responses.md).
+"""The endpoints /v1/responses: create, stream, retrieve from any gateway, cancel (docs/adr/020-responses.md).
 
-May use: the modules of `http`, `openai`. Nothing of a response is kept in here.
+May use: the modules of `http`, and `openai`. The state of responses is in Redis only.
 """
 
 from .endpoints import ROUTES

@@ -1,4 +1,4 @@
-"""A new response: what it is asked, its record, its job, and its first answer."""
+"""Creation of a response: its parsed request, its record, its job, and the first answer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.responses import Response
 from cellama.api.client.async_client import AsyncJob
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.http.parsing import ParsedRequest, count, flag, rest_of_context, tokens_of, within_limit
-from cellama.api.http.running import Placed, RunningJobs, unless_gone
+from cellama.api.http.running import IndexedEvent, RunningJobs, unless_disconnected
 from cellama.api.openai.parameters import callers_names
-from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
-from cellama.api.openai.responses.events import Fold
+from cellama.api.openai.responses.bodies import includes_signatures, params_of, response_fields
+from cellama.api.openai.responses.events import ResponseEvents
 from cellama.api.openai.responses.items import items_of, messages_of
 from cellama.api.openai.responses.parameters import RULES
 from cellama.api.openai.responses.record import ResponseRecord
@@ -26,64 +26,69 @@ from cellama.tasks.contract.kinds.chat import TASK_CHAT
 from cellama.tasks.contract.names import job_id_of_key
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .reading import Events, Standing, error_frame, frames, look
+from .reading import Events, ResponseStatus, error_frame, frames, status_of
 from .store import ResponseStore, digest_of, new_id
 
-MAX_TURNS = 200  # responses that a conversation is built from: each takes two round trips to Redis
-_OF_THE_CONTEXT = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
+MAX_TURNS = 200  # responses from which a conversation is built: each takes two round trips to Redis
+_CONTEXT_PARAMETERS = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
 _FIELD = "previous_response_id"
 
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A response that another one follows. `has_context` says whether Redis has the tokens of its context, still."""
+    """A response that another one continues. `has_context` is True while Redis has the tokens of its context."""
 
     record: ResponseRecord
-    standing: Standing
+    status: ResponseStatus
     has_context: bool = False
 
     def key_for(
         self, model: str, params: dict[str, Any], instructions: str | None, items: list[dict[str, Any]]
     ) -> str | None:
-        """The `parent_key` of what follows, if that would read the very same context. Only a user's words follow one:
-        many chat templates refuse answers of tools without their calls, or a system message in the midst."""
-        mine, alike = self.record, self.has_context and self.standing.response["status"] == "completed"
-        alike &= mine.model == model and mine.shown["instructions"] == instructions
-        alike &= items[0].get("role") == "user"
-        alike &= all(mine.params.get(name) == params.get(name) for name in _OF_THE_CONTEXT)
-        return self.standing.finish_key if alike else None
+        """Return the `parent_key` for a continuation, or None if it would not have exactly the same context.
+
+        Only a user's message continues a context, because many chat templates reject tool results without their calls,
+        and a system message in the middle.
+        """
+        record = self.record
+        is_same = self.has_context and self.status.response["status"] == "completed"
+        is_same &= record.model == model and record.shown["instructions"] == instructions
+        is_same &= items[0].get("role") == "user"
+        is_same &= all(record.params.get(name) == params.get(name) for name in _CONTEXT_PARAMETERS)
+        return self.status.finish_key if is_same else None
 
 
 async def previous_of(parsed: ParsedRequest, records: ResponseStore) -> Previous | None:
-    """The response that the body names. Raises ApiError."""
-    wanted = parsed.body.get(_FIELD)
-    if wanted is None:
+    """Return the response that `previous_response_id` names, or None. Raises ApiError."""
+    response_id = parsed.body.get(_FIELD)
+    if response_id is None:
         return None
-    if not isinstance(wanted, str):
-        raise ApiError(400, f"{_FIELD} is {shorten(wanted)}; it must be the id of a response", param=_FIELD)
-    found = await _ended(parsed, records, wanted)
-    return replace(found, has_context=await records.has_context(found.standing.finish_key))
+    if not isinstance(response_id, str):
+        raise ApiError(400, f"{_FIELD} is {shorten(response_id)}; it must be the id of a response", param=_FIELD)
+    found = await _finished(parsed, records, response_id)
+    return replace(found, has_context=await records.has_context(found.status.finish_key))
 
 
-async def _ended(parsed: ParsedRequest, records: ResponseStore, response_id: str) -> Previous:
+async def _finished(parsed: ParsedRequest, records: ResponseStore, response_id: str) -> Previous:
     try:
         record = await records.read(response_id, parsed.caller)
-        standing = await look(parsed.gateway, record)
+        status = await status_of(parsed.gateway, record)
     except ApiError as error:
         if error.status != 404:
             raise
         message = f"{_FIELD}: {error.message}; send the whole conversation as input"
         raise ApiError(404, message, code="previous_response_not_found", param=_FIELD) from None
-    if not standing.has_ended or standing.response["status"] == "failed":
-        status = standing.response["status"]
+    if not status.has_ended or status.response["status"] == "failed":
         raise ApiError(
-            400, f"{_FIELD} is {response_id!r}, which is {status}; go on after one that has ended well", param=_FIELD
+            400,
+            f"{_FIELD}: {response_id!r} is {status.response['status']}; continue a response that has finished",
+            param=_FIELD,
         )
-    return Previous(record, standing)
+    return Previous(record, status)
 
 
 async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: ResponseRecord) -> list[dict[str, Any]]:
-    """The messages of the job. Raises ApiError."""
+    """Return the messages of the job. Raises ApiError."""
     items = list(record.items)
     if record.parent_key is not None:
         return messages_of(items)
@@ -93,18 +98,18 @@ async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: Re
         if num_turns > MAX_TURNS:
             raise ApiError(
                 400,
-                f"more than {MAX_TURNS} responses come before this one, and instructions, tools or model are others "
-                "now: send the conversation as input",
+                f"{_FIELD}: more than {MAX_TURNS} responses come before this one, and its instructions, tools or model "
+                "differ from theirs; send the conversation as input",
                 param=_FIELD,
             )
-        previous = await _ended(parsed, records, at)
-        items = [*previous.record.items, *previous.standing.response["output"], *items]
+        previous = await _finished(parsed, records, at)
+        items = [*previous.record.items, *previous.status.response["output"], *items]
         at = previous.record.previous
     return _with_instructions(record.shown["instructions"], messages_of(items))
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One system message at the head: many chat templates take no second one."""
+    """Put the instructions into one system message at the start, because many chat templates reject a second one."""
     if instructions is None:
         return messages
     if messages and messages[0]["role"] == "system":
@@ -114,32 +119,32 @@ def _with_instructions(instructions: str | None, messages: list[dict[str, Any]])
 
 @dataclass(frozen=True, slots=True)
 class NewResponse:
-    """A request for a response."""
+    """A parsed request for a response."""
 
     record: ResponseRecord
     tier: str
     is_stream: bool
-    num_tokens: int  # that it may read and generate, about
+    num_tokens: int  # estimate of the tokens that it prefills and generates
 
 
 async def parse_response(parsed: ParsedRequest, model: ModelView, records: ResponseStore) -> NewResponse:
-    """Return the response that a body asks for. The payload of its job checks the rest. Raises ApiError."""
+    """Parse a body. The payload of its job validates the other parameters. Raises ApiError."""
     body = {name: value for name, value in parsed.body.items() if name != "cache_salt"}
     is_stream, background = flag(body, "stream"), flag(body, "background")
     store, tier = flag(body, "store", default=True), parsed.tier()
     if background and not store:
-        raise ApiError(400, "background is true, and store false; what goes on must be stored", param="background")
+        raise ApiError(400, "background requires store: true; set it, or remove background", param="background")
     if body.get("input") is None:
         raise ApiError(400, "input is missing; send a text or a list of items", param="input")
     response_id = new_id(parsed.idempotency_key)
-    own = await parsed.read_by(_parse_body, body, response_id)
-    params, shown, items = own.params, own.shown, own.items
+    parsed_body = await parsed.read_by(_parse_body, body, response_id)
+    params, shown, items = parsed_body.params, parsed_body.shown, parsed_body.items
     previous, scope = await previous_of(parsed, records), parsed.scope()
     params |= {"stream": is_stream or background, **parsed.params_of_caller()}
-    num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
+    prompt_tokens = 0 if previous is None else previous.status.response["usage"]["total_tokens"]
     params.setdefault("max_tokens", within_limit(parsed.caller.max_tokens, rest_of_context(model, params)))
     name = parsed.name_of(model)
-    goes_on = previous if model.get("follows_replies", True) else None
+    parent = previous if model.get("follows_replies", True) else None
     record = ResponseRecord(
         id=response_id,
         tenant=parsed.caller.tenant,
@@ -151,19 +156,19 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
         params=params,
         shown={**shown, "model": model["id"], "service_tier": tier},
         previous=None if previous is None else previous.record.id,
-        parent_key=None if goes_on is None else goes_on.key_for(name, params, shown["instructions"], items),
+        parent_key=None if parent is None else parent.key_for(name, params, shown["instructions"], items),
         background=background,
         store=store,
-        shows_signatures=own.shows_signatures,
+        shows_signatures=parsed_body.shows_signatures,
     )
-    num_read += own.num_tokens
-    num_tokens = num_read + count(params["max_tokens"], 1)
+    prompt_tokens += parsed_body.num_tokens
+    num_tokens = prompt_tokens + count(params["max_tokens"], 1)
     return NewResponse(record=record, tier=tier, is_stream=is_stream, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _ParsedBody:
-    """What a body says by itself, and about how many tokens it has."""
+    """The parts of a body, and its estimated number of tokens."""
 
     params: dict[str, Any]
     shown: dict[str, Any]
@@ -173,10 +178,10 @@ class _ParsedBody:
 
 
 def _parse_body(body: Mapping[str, Any], response_id: str) -> _ParsedBody:
-    """Raises ApiError."""
+    """Parse a body without its context. Raises ApiError."""
     try:
-        params, shown = params_of(body), shown_of(body)
-        items, shows_signatures = items_of(body["input"], response_id), wants_encrypted(body)
+        params, shown = params_of(body), response_fields(body)
+        items, shows_signatures = items_of(body["input"], response_id), includes_signatures(body)
     except InvalidJob as error:
         raise wrong(error, callers_names(RULES, body)) from None
     return _ParsedBody(
@@ -189,15 +194,15 @@ def _parse_body(body: Mapping[str, Any], response_id: str) -> _ParsedBody:
 
 
 async def answer(parsed: ParsedRequest) -> Response:
-    """What POST is answered with. Raises ApiError, JobError, ClientDisconnect."""
+    """Create a response and return the answer to POST. Raises ApiError, JobError, ClientDisconnect."""
     records = ResponseStore(parsed.gateway)
-    new = await unless_gone(parsed.request, _parse_for_model(parsed, records))
+    new = await unless_disconnected(parsed.request, _parse_for_model(parsed, records))
     names = callers_names(RULES, parsed.body)
     async with RunningJobs(parsed, new.record.model, new.tier, names=names) as running:
-        record = await unless_gone(parsed.request, _submit(running, new, records))
+        record = await unless_disconnected(parsed.request, _submit(running, new, records))
         if new.is_stream:
             return await _stream(running, record)
-        return running.answer(await unless_gone(parsed.request, _object(running, record)))
+        return running.answer(await unless_disconnected(parsed.request, _object(running, record)))
 
 
 async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> NewResponse:
@@ -206,7 +211,7 @@ async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> New
 
 
 async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore) -> ResponseRecord:
-    """The record, then the job; of an idempotency key that was used before they are those of then."""
+    """Store the record, then queue the job. For a repeated idempotency key, return the record of the first request."""
     parsed, record = running.parsed, new.record
     await running.admit(new.num_tokens)
     if record.store or parsed.idempotency_key is not None:
@@ -215,22 +220,22 @@ async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore
     try:
         messages = await messages_for(parsed, records, record)
         if record.background:
-            await records.heed(record)
+            await records.notify_on_end(record)
         await running.submit(lambda _: _chat(parsed, record, messages))
     except InvalidJob as error:
         if is_new:
             await records.withdraw(record)
         raise wrong(error, running.names) from None
-    except ApiError:  # a queue that is too long: the job is cancelled, and no client knows the id
-        if is_new and not running.is_kept:
+    except ApiError:  # the queue is too long, so the job is cancelled, and the client never got the id
+        if is_new and not running.survives_disconnect:
             await records.withdraw(record)
         raise
-    running.is_kept |= record.background  # from now on: a request that was refused leaves no job behind
+    running.survives_disconnect |= record.background  # set last, so that a rejected request leaves no job behind
     return record
 
 
 async def _chat(parsed: ParsedRequest, record: ResponseRecord, messages: list[dict[str, Any]]) -> AsyncJob[Any]:
-    """The id of the response is the job's key: however often it is queued, there is one."""
+    """Queue the job. Its idempotency key is the id of the response, so that there is only one job per response."""
     params: dict[str, Any] = dict(record.params)
     if record.parent_key is not None:
         params["parent_key"] = record.parent_key
@@ -242,27 +247,27 @@ async def _chat(parsed: ParsedRequest, record: ResponseRecord, messages: list[di
 async def _object(running: RunningJobs, record: ResponseRecord) -> dict[str, Any]:
     gateway = running.parsed.gateway
     if record.background:
-        return (await look(gateway, record)).response
-    fold = Fold(record)
+        return (await status_of(gateway, record)).response
+    response_events = ResponseEvents(record)
     try:
         async with aclosing(running.events()) as events:
             async for _, event in events:
-                fold.of(event)
+                response_events.of(event)
     except (StreamTrimmed, UnknownJob):
-        if not running.is_kept:  # a result outlives its events: an idempotency key may ask for it a day later
+        if not running.survives_disconnect:  # a result outlives its events, so an idempotency key still returns it
             raise
-        return (await look(gateway, record)).response
-    return fold.response()
+        return (await status_of(gateway, record)).response
+    return response_events.response()
 
 
 async def _stream(running: RunningJobs, record: ResponseRecord) -> Response:
-    """A background response doesn't wait for its first event: what a worker finds wrong can be read again."""
+    """Stream a new response. A background response does not wait for its first event, as errors can be read later."""
 
-    async def events_of(placed: AsyncGenerator[Placed, None]) -> Events:
-        async for _, event in placed:
+    async def events_of(indexed: AsyncGenerator[IndexedEvent, None]) -> Events:
+        async for _, event in indexed:
             yield event
 
-    def frames_of(placed: AsyncGenerator[Placed, None]) -> AsyncGenerator[bytes, None]:
-        return frames(record, events_of(placed))
+    def frames_of(indexed: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
+        return frames(record, events_of(indexed))
 
     return await running.stream(frames_of, error_frame, waits=not record.background, with_failures=True)

@@ -18,7 +18,7 @@ from cellama.api.openai.responses.parameters import RESPONSES
 from cellama.api.openai.responses.record import ResponseRecord
 
 from .creating import answer
-from .reading import end_of, look, stream_of
+from .reading import end_of, status_of, stream_of
 from .store import ResponseStore
 
 ONE = RESPONSES + "/{response_id}"
@@ -31,18 +31,18 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """GET /v1/responses/{id}, `?stream=true&starting_after=N`"""
-    gateway, record = await _named(request)
+    """GET /v1/responses/{id}, with `?stream=true&starting_after=N`"""
+    gateway, record = await _requested(request)
     is_stream, after = _is_stream(request), _starting_after(request)
-    standing = await look(gateway, record)
+    status = await status_of(gateway, record)
     if not is_stream:
         if after is not None:
-            raise ApiError(400, "starting_after is given, and stream is not true; set it", param="starting_after")
-        return JSONResponse(standing.response, headers=warning_headers(standing.response))
-    if not standing.is_whole:
+            raise ApiError(400, "starting_after requires stream=true; set it", param="starting_after")
+        return JSONResponse(status.response, headers=warning_headers(status.response))
+    if not status.has_all_events:
         raise ApiError(
             404,
-            f"the events of {record.id} are gone: they are kept for {gateway.settings.event_ttl_s} s after the end "
+            f"stream: the events of {record.id} have expired {gateway.settings.event_ttl_s} s after its end "
             "(event_ttl_s); retrieve it without stream",
             code="events_gone",
             param="stream",
@@ -51,81 +51,85 @@ async def retrieve(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel: of one that has ended nothing changes."""
-    gateway, record = await _named(request)
+    """POST /v1/responses/{id}/cancel: a response that has ended does not change"""
+    gateway, record = await _requested(request)
     if not record.background:
         raise ApiError(
-            400, f"{record.id} is no background response; close the connection of its request", param="response_id"
+            400,
+            f"{record.id} is not a background response; close the connection of its request to cancel it",
+            param="response_id",
         )
-    standing = await look(gateway, record)
-    if not standing.has_ended:
+    status = await status_of(gateway, record)
+    if not status.has_ended:
         await gateway.client.cancel(record.job_id)
-        standing = await end_of(gateway, record)
-    return JSONResponse(standing.response)
+        status = await end_of(gateway, record)
+    return JSONResponse(status.response)
 
 
 async def delete(request: Request) -> Response:
-    """DELETE /v1/responses/{id}: one that goes on is cancelled."""
-    gateway, record = await _named(request)
+    """DELETE /v1/responses/{id}: a response in progress is cancelled first"""
+    gateway, record = await _requested(request)
     try:
-        standing = await look(gateway, record)
-        if not standing.has_ended:
+        status = await status_of(gateway, record)
+        if not status.has_ended:
             await gateway.client.cancel(record.job_id)
-            standing = await end_of(gateway, record)
-        if not standing.has_ended:
+            status = await end_of(gateway, record)
+        if not status.has_ended:
             raise ApiError(
-                503, f"{record.id} is cancelled, but has not ended yet; ask again", code="not_ended", retry_after_s=1.0
+                503, f"{record.id} is being cancelled, but has not ended; retry", code="not_ended", retry_after_s=1.0
             )
     except ApiError as error:
-        if error.status != 404:  # else nothing is left but the record
+        if error.status != 404:  # else only the record remains
             raise
-    await ResponseStore(gateway).forget(record)
+    await ResponseStore(gateway).delete(record)
     return JSONResponse({"id": record.id, "object": "response", "deleted": True})
 
 
 async def input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items"""
-    gateway, record = await _named(request)
-    await look(gateway, record)
+    gateway, record = await _requested(request)
+    await status_of(gateway, record)
     return JSONResponse(page_of(record.items, request.query_params))
 
 
-async def _named(request: Request) -> tuple[Gateway, ResponseRecord]:
-    """The response that the path names. Raises ApiError (404) unless it is the caller's."""
+async def _requested(request: Request) -> tuple[Gateway, ResponseRecord]:
+    """Return the gateway, and the response that the path names. Raises ApiError (404) unless it is the caller's."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
     return gateway, await ResponseStore(gateway).read(request.path_params["response_id"], caller)
 
 
 def _is_stream(request: Request) -> bool:
-    wanted = request.query_params.get("stream", "false").lower()
-    if wanted not in ("true", "false", "1", "0"):
-        raise ApiError(400, f"stream is {wanted[:40]!r}; it must be true or false", param="stream")
-    return wanted in ("true", "1")
+    value = request.query_params.get("stream", "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise ApiError(400, f"stream is {value[:40]!r}; it must be true or false", param="stream")
+    return value in ("true", "1")
 
 
 def _starting_after(request: Request) -> int | None:
-    wanted = request.query_params.get("starting_after")
-    if wanted is None:
+    value = request.query_params.get("starting_after")
+    if value is None:
         return None
-    if not (wanted.isascii() and wanted.isdecimal() and len(wanted) < 16):
+    if not (value.isascii() and value.isdecimal() and len(value) < 16):
         raise ApiError(
             400,
-            f"starting_after is {wanted[:40]!r}; it must be a sequence_number, 0 or above",
+            f"starting_after is {value[:40]!r}; it must be a sequence_number, which is 0 or above",
             param="starting_after",
         )
-    return int(wanted)
+    return int(value)
 
 
 def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """As `PageQuery` says. Raises ApiError (400)."""
+    """Return a page of the items. Raises ApiError (400)."""
     page = PageQuery.of(query, PAGE, MAX_PAGE)
     listed = list(items) if page.order == "asc" else list(items)[::-1]
     if (after := page.after) is not None:
-        places = [place for place, item in enumerate(listed) if item["id"] == after]
-        if not places:
-            raise ApiError(400, f"after is {after[:64]!r}, and no item has this id", param="after")
-        listed = listed[places[0] + 1 :]
+        indices = [index for index, item in enumerate(listed) if item["id"] == after]
+        if not indices:
+            raise ApiError(
+                400, f"after is {after[:64]!r}, and no item has this id; use an id of the list", param="after"
+            )
+        listed = listed[indices[0] + 1 :]
     return page.shown(listed)
 
 

@@ -1,6 +1,6 @@
-"""Webhooks: what was announced goes to the endpoints of its tenant, at least once, tried again for days.
+"""Delivery of webhooks: each event goes to the endpoints of its tenant at least once, with retries for three days.
 
-May use: the `webhooks` that there are, the settings, the connections and the contract of `tasks`. `app` runs it.
+May use: `api.webhooks`, the settings, and the connections and the contract of `tasks`. `app` starts it.
 """
 
 from .delivering import Webhooks, webhooks_of

@@ -1,4 +1,4 @@
-"""One attempt to deliver: one POST to a public address, of whose answer the status counts."""
+"""One attempt to deliver a webhook: a POST to a public address. Only the status of the response counts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from cellama.api.webhooks.endpoints import Endpoint, signed_headers
 from .ledger import Delivery
 
 Lookup = Callable[[str, int], Awaitable[list[str]]]
-_NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address, which a router there goes on to
-_LOCAL_NAT64 = IPv6Network("64:ff9b:1::/48")  # of a network's own (RFC 8215), which Python calls global
+_NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address, to which a router forwards packets
+_LOCAL_NAT64 = IPv6Network("64:ff9b:1::/48")  # local to a network (RFC 8215), although Python calls it global
 _PORTS = {"https": 443, "http": 80}
 
 
 class AddressRefused(Exception):
-    """The URL leads where no webhook may go."""
+    """The URL of a webhook points to an address that webhooks may not call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a call goes: to `address` alone, whatever the name means by then."""
+    """The address to connect to. The name is not resolved a second time."""
 
     address: str
     host: str
@@ -38,32 +38,32 @@ class Target:
 
 
 async def lookup(host: str, port: int) -> list[str]:
-    """All addresses of a name. Raises OSError."""
+    """Return all addresses of a name. Raises OSError."""
     found = await in_thread(NAMES, socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 async def target_of(url: str, *, private: bool = False, look: Lookup = lookup) -> Target:
-    """Return where the URL leads now. Raises OSError if its name has no address, and AddressRefused unless every one
-    is global or `private` ones may be called."""
+    """Resolve the URL of a webhook. Raises OSError if its name has no address.
+
+    Raises AddressRefused if one of the addresses is not global, unless `private` allows it.
+    """
     parts = urlsplit(url)
     if parts.scheme != "https" and not private:
-        raise AddressRefused(f"the URL begins with {parts.scheme}://; use https://, or set gateway_webhook_private")
+        raise AddressRefused(f"url: {parts.scheme}:// is not allowed; use https://, or set gateway_webhook_private")
     host = parts.hostname or ""
     port = parts.port or _PORTS[parts.scheme]
     addresses = await look(host, port)
     for address in addresses:
         if not private and not is_global(address):
-            raise AddressRefused(
-                f"{host} is {address}, which is not reached from everywhere; see gateway_webhook_private"
-            )
+            raise AddressRefused(f"url: {host} has the private address {address}; see gateway_webhook_private")
     if not addresses:
         raise OSError(f"{host} has no address")
     return Target(addresses[0], host, port)
 
 
 def is_global(address: str) -> bool:
-    """Whether an address, and each that is wrapped in it, is reached from everywhere."""
+    """Return whether an address is global, and also each IPv4 address that it contains."""
     found = ip_address(address.partition("%")[0])
     if found in _LOCAL_NAT64:
         return False
@@ -79,30 +79,30 @@ def _wrapped(address: IPv4Address | IPv6Address) -> list[IPv4Address]:
     return [one for one in inner if one is not None]
 
 
-MOST_RETRY_AFTER_S = 24 * 3600  # the longest wait that an endpoint can ask for, as long as the last of our own
-GONE = 410  # the endpoint wants no more events, as Standard Webhooks defines it
+MAX_RETRY_AFTER_S = 24 * 3600  # the longest wait that an endpoint can request, as long as the last regular one
+GONE = 410  # the endpoint rejects all further events, as Standard Webhooks defines it
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """What came of an attempt: the status, or why there is none."""
+    """The outcome of an attempt: the status, or the reason why there is none."""
 
     status: int | None
-    why: str = ""
+    reason: str = ""
     retry_after_s: float = 0.0
 
     @property
-    def is_taken(self) -> bool:
+    def is_delivered(self) -> bool:
         return self.status is not None and 200 <= self.status < 300
 
     @property
     def is_gone(self) -> bool:
-        """The endpoint wants to hear of nothing more."""
+        """Whether the endpoint rejects all further events."""
         return self.status == GONE
 
 
 def body_of(delivery: Delivery) -> bytes:
-    """What is said; the same in each attempt."""
+    """Return the body of the request, which is the same in each attempt."""
     value = {
         "id": delivery.event_id,
         "object": "event",
@@ -114,12 +114,12 @@ def body_of(delivery: Delivery) -> bytes:
 
 
 class Sender:
-    """Sends with one client, which follows no redirects, asks no proxy and keeps no connection."""
+    """Sends webhooks. It follows no redirects, uses no proxy, and reuses no connection."""
 
     def __init__(
         self, timeout_s: float, *, private: bool = False, look: Lookup = lookup, now: Callable[[], float] = time.time
     ) -> None:
-        """`private`: whether it may go to addresses that only this machine or its network reaches."""
+        """Make a sender. `private` allows addresses that only this machine or its network can reach."""
         self._timeout_s = timeout_s
         self._private = private
         self._look = look
@@ -128,11 +128,11 @@ class Sender:
             follow_redirects=False,
             trust_env=False,
             timeout=timeout_s,
-            limits=httpx.Limits(max_keepalive_connections=0),  # one that is kept may lead to another name's address
+            limits=httpx.Limits(max_keepalive_connections=0),  # a reused one may lead to the address of another name
         )
 
     async def send(self, delivery: Delivery, endpoint: Endpoint) -> DeliveryOutcome:
-        """Never takes longer than the timeout, whatever the other side does."""
+        """Make one attempt. It never takes longer than the timeout."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._post(delivery, endpoint)
@@ -152,17 +152,18 @@ class Sender:
             "user-agent": "cellama-webhooks",
             **signed_headers(endpoint.secret, delivery.event_id, int(self._now()), body),
         }
-        there = url.copy_with(host=target.address)
-        extensions = {"sni_hostname": target.host}  # the certificate must be that of the name, not of the address
-        async with self._client.stream("POST", there, content=body, headers=headers, extensions=extensions) as answer:
+        resolved = url.copy_with(host=target.address)
+        extensions = {"sni_hostname": target.host}  # the certificate must be valid for the name
+        request = self._client.stream("POST", resolved, content=body, headers=headers, extensions=extensions)
+        async with request as answer:
             return DeliveryOutcome(answer.status_code, f"status {answer.status_code}", _retry_after(answer))
 
     async def close(self) -> None:
-        """Gives connections up."""
+        """Close the connections."""
         await self._client.aclose()
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """In seconds; dates are not read."""
+    """Return the seconds that the endpoint requests before the next attempt. Dates are ignored."""
     value = answer.headers.get("retry-after", "")
-    return float(min(int(value), MOST_RETRY_AFTER_S)) if value.isdecimal() and len(value) < 10 else 0.0
+    return float(min(int(value), MAX_RETRY_AFTER_S)) if value.isdecimal() and len(value) < 10 else 0.0

@@ -1,4 +1,4 @@
-"""Responses without HTTP: bodies → parameters of chats, journals → typed events (docs/adr/020-responses.md).
+"""OpenAI's responses without HTTP: bodies to parameters of chats, journals to typed events (docs/adr/020-responses.md).
 
-May use: the modules of `openai`, `tasks.contract`. All of it is pure.
+May use: the modules of `openai`, and `tasks.contract`. All functions are pure.
 """

@@ -1,30 +1,30 @@
-"""Bodies of `/v1/responses` → parameters of chats, and what their answers repeat. Raises InvalidJob."""
+"""Conversion of bodies of `/v1/responses` into parameters of chats, and fields of responses. Raises InvalidJob."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.bodies import allow, given_of, schema_of_form, set_effort, taken_of
+from cellama.api.openai.bodies import allow, schema_of_format, set_effort, set_parameters, unmapped_parameters
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten, valid_text
 from cellama.tasks.contract.payloads import CONSTRAINTS
 
 from .parameters import INCLUDABLE, RULES
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's limits; the last two in characters
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's limits: members, characters, characters
 _LOGPROBS, _ENCRYPTED = INCLUDABLE
-_AROUND = 8  # levels of a body around a schema, and more
-_REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but shown again
+_OUTER_LEVELS = 8  # more than a body has around a schema
+_ECHOED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but repeated in the response
 
 
 def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the chat, without its messages, its model and what only the gateway knows."""
+    """Return the parameters of the chat, without messages and model, and without parameters of the gateway."""
     for name, value in body.items():
         if name != "input":
-            _check(name, value)
-    given = given_of(body, RULES)
-    params = taken_of(given, RULES)
+            _check_json(name, value)
+    given = set_parameters(body, RULES)
+    params = unmapped_parameters(given, RULES)
     params.pop("model", None)
     _take_text(params, given)
     _take_reasoning(params, given)
@@ -33,8 +33,8 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def shown_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the answer repeats of the body, with OpenAI's defaults where nothing is said."""
+def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response that repeat the body, or have OpenAI's defaults."""
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel = body.get("parallel_tool_calls")
     return {
@@ -47,16 +47,16 @@ def shown_of(body: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": body.get("temperature"),
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [_shown_tool(tool) for tool in _functions(body)],
+        "tools": [_tool_field(tool) for tool in _functions(body)],
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
-        **{name: value for name in _REPEATED if (value := _text(body, name))},
+        **{name: value for name in _ECHOED if (value := _text(body, name))},
     }
 
 
-def wants_encrypted(body: Mapping[str, Any]) -> bool:
-    """Whether thoughts are shown with their signature, so that they can be sent back."""
+def includes_signatures(body: Mapping[str, Any]) -> bool:
+    """Return whether reasoning is returned with its signature, so that it can be sent back."""
     return _ENCRYPTED in _include(body)
 
 
@@ -67,10 +67,10 @@ def _include(body: Mapping[str, Any]) -> list[str]:
     return include
 
 
-def _check(name: str, value: Any) -> None:
-    """What is kept, and perhaps shown again, must be JSON that can be sent. Payloads count the levels of schemas."""
+def _check_json(name: str, value: Any) -> None:
+    """Raise InvalidJob for a value that can't be stored and sent as JSON. The payload checks the depth of schemas."""
     try:
-        check_json(value, around=_AROUND)
+        check_json(value, around=_OUTER_LEVELS)
     except ValueError as error:
         raise InvalidJob(f"{name} is {shorten(value)}: {error}") from None
 
@@ -83,7 +83,7 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def metadata_of(given: Any) -> dict[str, str]:
-    """Return the metadata of a response or a batch; none is {}."""
+    """Return the metadata of a response or a batch, or {} if it is missing."""
     if given is None:
         return {}
     if not isinstance(given, dict) or len(given) > MAX_METADATA:
@@ -91,14 +91,14 @@ def metadata_of(given: Any) -> dict[str, str]:
     for name, value in given.items():
         if not _is_text(name, MAX_METADATA_KEY) or not _is_text(value, MAX_METADATA_VALUE):
             raise InvalidJob(
-                f"metadata is {shorten({name: value})}: names have at most {MAX_METADATA_KEY} characters, values are "
-                f"texts of at most {MAX_METADATA_VALUE}, in valid Unicode"
+                f"metadata is {shorten({name: value})}; names may have {MAX_METADATA_KEY} characters, values must be "
+                f"texts of at most {MAX_METADATA_VALUE} characters, and both must be valid Unicode"
             )
     return dict(given)
 
 
 def _is_text(value: Any, max_chars: int) -> bool:
-    """Return False also for half a surrogate pair, which JSON can have and no answer can."""
+    """Return False also for half of a surrogate pair, which JSON can contain, but no response."""
     return isinstance(value, str) and len(value) <= max_chars and valid_text(value) == value
 
 
@@ -110,21 +110,21 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _take_text(params: dict[str, Any], given: Mapping[str, Any]) -> None:
-    wanted = _object(given, "text").get("format") or {}
-    if not isinstance(wanted, dict):
-        raise InvalidJob(f"text.format is {shorten(wanted)}; it must be an object with a type")
-    kind = wanted.get("type")
+    text_format = _object(given, "text").get("format") or {}
+    if not isinstance(text_format, dict):
+        raise InvalidJob(f"text.format is {shorten(text_format)}; it must be an object with a type")
+    kind = text_format.get("type")
     if kind in (None, "text"):
         return
     if other := [name for name in CONSTRAINTS if name in params]:
-        raise InvalidJob(f"text is {shorten(given['text'])}: {other[0]} is given, too; leave one out")
-    if kind == "json_object" or (kind == "json_schema" and "schema" in wanted):
-        params["json_schema"], strict = schema_of_form(wanted, "text")
+        raise InvalidJob(f"text is {shorten(given['text'])}, but {other[0]} is also given; leave one out")
+    if kind == "json_object" or (kind == "json_schema" and "schema" in text_format):
+        params["json_schema"], strict = schema_of_format(text_format, "text")
         params.setdefault("strict_schema", strict)
     else:
         raise InvalidJob(
-            f"text is {shorten(given['text'])}; its format must be of type text, json_object or json_schema, the last "
-            "one with a schema"
+            f"text is {shorten(given['text'])}; the type of its format must be text, json_object, or json_schema with "
+            "a schema"
         )
 
 
@@ -157,18 +157,18 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
             "name, or of type allowed_tools"
         )
     if not functions and params.get("tool_choice") in ("auto", "none"):
-        del params["tool_choice"]  # the tools it is about were skipped
+        del params["tool_choice"]  # it applies to tools that were ignored
 
 
 def _functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools that a model here can call. A client sends others, too, and does without them."""
+    """Return the tools of type function. Others are ignored, because clients can do without them."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidJob(f"tools is {shorten(tools)}; it must be a list of objects")
     return [tool for tool in tools if tool.get("type") == "function"]
 
 
-def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_field(tool: Mapping[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", **{name: tool.get(name) for name in names}}
 

@@ -1,55 +1,55 @@
-"""A journal → the typed, numbered events of a response, and its object (docs/adr/020-responses.md).
+"""Conversion of a job's journal into the numbered events of a response, and its object (docs/adr/020-responses.md).
 
-Pure: the same record and journal give the same, whenever and wherever. `Fold` takes the events of a job in their order,
-from the first one on.
+The conversion is pure: the same record and journal always give the same events. `ResponseEvents` needs all events of a
+job in their order, from the first one on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from cellama.api.openai.answers import warnings_of, was_cut_in_thought
+from cellama.api.openai.answers import chat_logprobs, ended_in_reasoning, warnings_of
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.tasks.contract.codes import message_for_clients
 
-from .output import OutputItems
 from .record import ResponseRecord
 
-_REASONS = {"length": "max_output_tokens", "timeout": "max_output_tokens"}  # what ran out of time is cut off as well
+_REASONS = {"length": "max_output_tokens", "timeout": "max_output_tokens"}  # a response that timed out is cut off
 _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
 
 
-class Fold:
-    """The events of one response so far, added up."""
+class ResponseEvents:
+    """The state of one response after the events of its job that were processed so far."""
 
     def __init__(self, record: ResponseRecord) -> None:
         self._record = record
         self._output = OutputItems(
             record.id.removeprefix("resp_"), record.params.get("logprobs") is not None, record.shows_signatures
         )
-        self._next = 0
+        self._next_number = 0
         self._reasoning_tokens = 0
         self._status = "queued" if record.background else "in_progress"
         self._end: dict[str, Any] = {}
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the events before the first one of the journal, which need the record alone."""
+    def start(self) -> list[dict[str, Any]]:
+        """Return the events before the first event of the journal, which only depend on the record."""
         events = [{"type": "response.created", "response": self.response()}]
         if self._record.background:
             events.append({"type": "response.queued", "response": self.response()})
         return self._numbered(events)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that the next event of the journal becomes."""
+        """Process the next event of the journal. Return the events for it."""
         kind = event["type"]
         if kind == "started":
             self._status = "in_progress"
             return self._numbered([{"type": "response.in_progress", "response": self.response()}])
         if kind in ("token", "reasoning"):
             self._reasoning_tokens += reasoning_tokens_of(event)
-            as_item = "message" if kind == "token" else "reasoning"
-            return self._numbered(self._output.add(as_item, event["text"], event.get("logprobs") or ()))
+            item_type = "message" if kind == "token" else "reasoning"
+            return self._numbered(self._output.add(item_type, event["text"], event.get("logprobs") or ()))
         if kind == "reasoning_end":
             self._reasoning_tokens += reasoning_tokens_of(event)
             return self._numbered(self._output.close(signature=event["signature"]))
@@ -58,7 +58,7 @@ class Fold:
         return self._numbered(self._failed(event)) if kind == "error" else []
 
     def response(self) -> dict[str, Any]:
-        """The object, as of the last event."""
+        """Return the object of the response as of the last event."""
         return {
             **self._record.shown,
             "id": self._record.id,
@@ -87,8 +87,8 @@ class Fold:
         if reason in _REASONS:
             self._end["incomplete_details"] = {"reason": _REASONS[reason]}
         if status == "completed":
-            took_s = event.get("timings", {}).get("duration_ms", 0.0) / 1000
-            self._end["completed_at"] = int(self._record.created_at + took_s)
+            duration_s = event.get("timings", {}).get("duration_ms", 0.0) / 1000
+            self._end["completed_at"] = int(self._record.created_at + duration_s)
         yield self._ended(status)
 
     def _failed(self, event: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
@@ -105,21 +105,23 @@ class Fold:
         return {"type": f"response.{status}", "response": self.response()}
 
     def _numbered(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._next)]
-        self._next += len(numbered)
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._next_number)]
+        self._next_number += len(numbered)
         return numbered
 
 
 def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Events that come to the same as those of which the result was made, but for the counts of thoughts, and for the
-    logprobs of a text after thoughts: a result does not say where they begin."""
+    """Return events that give the same response as the expired events of the job.
+
+    Two details are missing in a result: the number of reasoning tokens, and where reasoning ends among the logprobs.
+    """
     message = result["message"]
     events: list[dict[str, Any]] = []
-    if thoughts := message.get("reasoning"):
-        events.append({"type": "reasoning", "text": thoughts, "tokens": []})
-        if not was_cut_in_thought(result):
+    if reasoning := message.get("reasoning"):
+        events.append({"type": "reasoning", "text": reasoning, "tokens": []})
+        if not ended_in_reasoning(result):
             events.append({"type": "reasoning_end", "signature": message.get("signature", ""), "tokens": []})
-    text, entries = message["content"] or "", None if thoughts else result.get("logprobs")
+    text, entries = message["content"] or "", None if reasoning else result.get("logprobs")
     if text:
         events.append({"type": "token", "text": text, "tokens": [], **({"logprobs": entries} if entries else {})})
     done = {"type": "done", "finish_reason": result["finish_reason"], "usage": result["usage"]}
@@ -129,11 +131,134 @@ def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
-    read, written = usage["prompt_tokens"], usage["completion_tokens"]
+    prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     return {
-        "input_tokens": read,
+        "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": usage["cached_tokens"], "cache_write_tokens": 0},
-        "output_tokens": written,
+        "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": read + written,
+        "total_tokens": prompt + completion,
     }
+
+
+# The output items, and their events
+
+
+@dataclass(slots=True)
+class _Open:
+    """The item that is being generated, reasoning or a message."""
+
+    kind: str  # reasoning or message
+    item_id: str
+    index: int  # among the items
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class OutputItems:
+    """The complete items, and the one that is being generated. `response_id` is a part of their ids."""
+
+    response_id: str
+    with_logprobs: bool = False
+    with_signatures: bool = False
+    items: list[dict[str, Any]] = field(default_factory=list)
+    _open: _Open | None = None
+
+    def add(self, kind: str, text: str, entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Add reasoning or text. An open item of the other kind is completed first."""
+        if not text and not entries:
+            return
+        if self._open is not None and self._open.kind != kind:
+            yield from self.close()
+        opened = self._open
+        if opened is None:
+            opened = self._open = self._opened(kind)
+            yield from self._added(opened)
+        opened.texts.append(text)
+        common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0, "delta": text}
+        if kind == "reasoning":
+            yield {"type": "response.reasoning_text.delta", **common}
+            return
+        logprobs = chat_logprobs(entries)["content"] if self.with_logprobs else []
+        opened.logprobs += logprobs
+        yield {"type": "response.output_text.delta", **common, "logprobs": logprobs}
+
+    def close(self, *, is_whole: bool = True, signature: str = "") -> Iterator[dict[str, Any]]:
+        """Complete the open item, or mark it as incomplete."""
+        if (opened := self._open) is None:
+            return
+        self._open = None
+        text, status = "".join(opened.texts), "completed" if is_whole else "incomplete"
+        common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
+        part = _part(opened, text, opened.logprobs if self.with_logprobs else None)
+        if opened.kind == "reasoning":
+            yield {"type": "response.reasoning_text.done", **common, "text": text}
+        else:
+            yield {"type": "response.output_text.done", **common, "text": text, "logprobs": opened.logprobs}
+        yield {"type": "response.content_part.done", **common, "part": part}
+        item = _item(opened, status, [part])
+        if signature and self.with_signatures:
+            item["encrypted_content"] = signature
+        yield from self._done(opened.index, item)
+
+    def empty_message(self) -> Iterator[dict[str, Any]]:
+        """Add a message without text, for a model that answered nothing."""
+        opened = self._open = self._opened("message")
+        yield from self._added(opened)
+        yield from self.close()
+
+    def call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Add a tool call, which is complete: until its end, its tokens may still turn out to be text."""
+        index, function = len(self.items), call["function"]
+        status = "incomplete" if call.get("partial") else "completed"
+        item_id = f"fc_{self.response_id}_{index}"
+        item = {
+            "id": item_id,
+            "type": "function_call",
+            "status": status,
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": function["arguments"],
+        }
+        common = {"item_id": item_id, "output_index": index}
+        added = {**item, "status": "in_progress", "arguments": ""}
+        yield {"type": "response.output_item.added", "output_index": index, "item": added}
+        yield {"type": "response.function_call_arguments.delta", **common, "delta": item["arguments"]}
+        yield {
+            "type": "response.function_call_arguments.done",
+            **common,
+            "name": item["name"],
+            "arguments": item["arguments"],
+        }
+        yield from self._done(index, item)
+
+    @property
+    def has_answer(self) -> bool:
+        return any(item["type"] != "reasoning" for item in self.items)
+
+    def _opened(self, kind: str) -> _Open:
+        index = len(self.items)
+        return _Open(kind, f"{'rs' if kind == 'reasoning' else 'msg'}_{self.response_id}_{index}", index)
+
+    def _added(self, opened: _Open) -> Iterator[dict[str, Any]]:
+        common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
+        item = _item(opened, "in_progress", [])
+        yield {"type": "response.output_item.added", "output_index": opened.index, "item": item}
+        yield {"type": "response.content_part.added", **common, "part": _part(opened, "", None)}
+
+    def _done(self, index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.items.append(item)
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _item(opened: _Open, status: str, content: list[Any]) -> dict[str, Any]:
+    common = {"id": opened.item_id, "type": opened.kind, "status": status, "content": content}
+    return {**common, "summary": []} if opened.kind == "reasoning" else {**common, "role": "assistant"}
+
+
+def _part(opened: _Open, text: str, logprobs: list[Any] | None) -> dict[str, Any]:
+    if opened.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    extra = {} if logprobs is None else {"logprobs": logprobs}
+    return {"type": "output_text", "text": text, "annotations": [], **extra}

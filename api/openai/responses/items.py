@@ -1,4 +1,4 @@
-"""Items of a conversation → messages of a chat, and their form in lists. Raises InvalidJob."""
+"""Conversion of conversation items into messages of a chat, and into their listed format. Raises InvalidJob."""
 
 from __future__ import annotations
 
@@ -10,55 +10,57 @@ from cellama.tasks.contract.json_values import check_text, shorten
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_UNREADABLE = ("input_image", "input_file", "input_audio")
+_UNSUPPORTED = ("input_image", "input_file", "input_audio")
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
-    """The items of an `input`, each with an id. Those of types that are not known are left out."""
+    """Return the items of an `input`, each with an id. Items of unknown types are left out."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise InvalidJob(f"input is {shorten(given)}; it must be a text or a list of items")
-    items = [_item(place, item, response_id) for place, item in enumerate(given)]
+    items = [_item(index, item, response_id) for index, item in enumerate(given)]
     known = [item for item in items if item is not None]
     _check_ids(known)
     if not known:
-        raise InvalidJob("input is without a message; send a text, or items of type message or function_call_output")
+        raise InvalidJob(
+            "input is a list without messages; send a text, or items of type message or function_call_output"
+        )
     return known
 
 
 def _check_ids(items: Sequence[Mapping[str, Any]]) -> None:
-    """A list of them is read page by page, each after the last id of the one before."""
+    """Raise InvalidJob for repeated ids, because a page of the list starts after an id."""
     seen: set[str] = set()
     for item in items:
         if item["id"] in seen:
-            raise InvalidJob(f"input is a list with two items of the id {shorten(item['id'])}; ids must differ")
+            raise InvalidJob(f"input is invalid: two items have the id {shorten(item['id'])}; ids must be unique")
         seen.add(item["id"])
 
 
-def _item(place: int, item: Any, response_id: str) -> dict[str, Any] | None:
-    where = f"input[{place}]"
+def _item(index: int, item: Any, response_id: str) -> dict[str, Any] | None:
+    where = f"input[{index}]"
     if not isinstance(item, dict):
         raise InvalidJob(f"{where} is {shorten(item)}; it must be an object")
     kind = item.get("type") or "message"
     if not isinstance(kind, str):
         raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a text")
-    if kind == "item_reference":  # left out it would be a hole in the conversation
+    if kind == "item_reference":  # leaving it out would leave a gap in the conversation
         raise InvalidJob(
-            f"{where}.type is {kind!r}: items can't be named by their ids; send them as they are, or go on with "
+            f"{where}.type is {kind!r}, which is not supported; send the item itself, or continue with "
             "previous_response_id"
         )
     if kind not in _PREFIXES:
         return None
-    own = _text(where, item, "id") if item.get("id") else f"{_PREFIXES[kind]}_{response_id[5:]}_{place}"
-    return {"id": own, "type": kind} | _READERS[kind](where, item)
+    item_id = _text(where, item, "id") if item.get("id") else f"{_PREFIXES[kind]}_{response_id[5:]}_{index}"
+    return {"id": item_id, "type": kind} | _READERS[kind](where, item)
 
 
 def _read_message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidJob(f"{where}.role is {shorten(role)}; known: {', '.join(_ROLES)}")
+        raise InvalidJob(f"{where}.role is {shorten(role)}; it must be one of {', '.join(_ROLES)}")
     kind = "output_text" if role == "assistant" else "input_text"
     extra: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
     texts = _texts(f"{where}.content", item.get("content"))
@@ -75,7 +77,7 @@ def _read_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    """With a signature (`encrypted_content`) if it has one; a summary is not what the model thought."""
+    """Return the reasoning, with its signature (`encrypted_content`) if it has one. Its summary is ignored."""
     texts = _texts(f"{where}.content", item["content"]) if item.get("content") else []
     signature = (
         {} if item.get("encrypted_content") is None else {"encrypted_content": _text(where, item, "encrypted_content")}
@@ -106,12 +108,12 @@ def _checked(where: str, text: str) -> str:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """The texts of a content: a text, or parts. A refusal is what the model has said."""
+    """Return the texts of a content, which is a text or a list of parts. A refusal counts as text."""
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):
         raise InvalidJob(f"{where} is {shorten(content)}; it must be a text or a list of parts")
-    return [_part(f"{where}[{place}]", part) for place, part in enumerate(content)]
+    return [_part(f"{where}[{index}]", part) for index, part in enumerate(content)]
 
 
 def _part(where: str, part: Any) -> str:
@@ -120,37 +122,37 @@ def _part(where: str, part: Any) -> str:
         return _text(where, part, "text")
     if kind == "refusal":
         return _text(where, part, "refusal")
-    if kind in _UNREADABLE:
-        raise InvalidJob(f"{where}.type is {kind!r}: models read text only; images, audio and files can't be sent")
+    if kind in _UNSUPPORTED:
+        raise InvalidJob(f"{where}.type is {kind!r}, but models can only process text; remove images, audio and files")
     raise InvalidJob(f"{where} is {shorten(part)}; its type must be input_text or output_text")
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The turns of a chat. Thoughts, text and calls that follow each other are one turn of the assistant.
+    """Return the messages of a chat. Consecutive reasoning, text and calls become one assistant's message.
 
-    Thoughts go without their signature: it is of the very messages that were sent then, and here instructions hold for
-    one response only.
+    Reasoning is sent without its signature, which is only valid for the original messages, because here instructions
+    apply to one response only.
     """
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's, as long as it is not over
+    turn: dict[str, Any] | None = None  # the assistant's message that the next item may extend
     for item in items:
         is_answer = item["type"] == "function_call_output"
         if is_answer or item.get("role", "assistant") != "assistant":
             turn = None
-            messages.append(_answer(item) if is_answer else _said(item))
+            messages.append(_tool_result(item) if is_answer else _message(item))
             continue
-        if turn is None or _begins_anew(turn, item):
+        if turn is None or _starts_turn(turn, item):
             turn = {"role": "assistant"}
             messages.append(turn)
         _add(turn, item)
     return [message for message in messages if len(message) > 1 and _is_whole(message)]
 
 
-def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_result(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
 
 
-def _said(item: Mapping[str, Any]) -> dict[str, Any]:
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": _ROLES[item["role"]], "content": _joined(item)}
 
 
@@ -158,8 +160,8 @@ def _joined(item: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in item["content"])
 
 
-def _begins_anew(turn: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
-    """Thoughts begin a turn, and after text or calls there is no more text."""
+def _starts_turn(turn: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
+    """Return whether an item starts a new message: reasoning comes first, and text comes at most once."""
     if item["type"] == "reasoning":
         return len(turn) > 1
     return item["type"] == "message" and ("content" in turn or "tool_calls" in turn)
@@ -176,5 +178,5 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _is_whole(message: Mapping[str, Any]) -> bool:
-    """Thoughts without an answer are no turn."""
+    """Return False for reasoning without an answer."""
     return "content" in message or "tool_calls" in message

@@ -1,4 +1,4 @@
-"""How each parameter of `/v1/responses` is handled. A parameter that is not here is one of jobs, or unknown."""
+"""The handling of each parameter of `/v1/responses`. Others are parameters of jobs, or unknown."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from cellama.api.openai.parameters import ParameterRule
 
 RESPONSES = "/v1/responses"
-INCLUDABLE = (
+INCLUDABLE = (  # other values are ignored, because responses have no such items
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
-)  # the others are ignored, because there are no such items
+)
 _SHARED = "prefixes are always shared"
-_WHO = "the tenant of the API key identifies the user"
+_USER = "the tenant of the API key identifies the user"
 
 RULES: Mapping[str, ParameterRule] = {
-    **{name: ParameterRule("as it is") for name in ("model", "temperature", "top_p")},
+    **{name: ParameterRule("unchanged") for name in ("model", "temperature", "top_p")},
     "input": ParameterRule(
         "mapped",
         "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`; items of built-in tools are "
@@ -29,7 +29,7 @@ RULES: Mapping[str, ParameterRule] = {
     "tool_choice": ParameterRule(
         "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
     ),
-    "parallel_tool_calls": ParameterRule("as it is", "default: as many calls as the model makes"),
+    "parallel_tool_calls": ParameterRule("unchanged", "default: as many calls as the model makes"),
     "text": ParameterRule("mapped", "`format`: as `response_format` of chats; `verbosity` is ignored", "json_schema"),
     "reasoning": ParameterRule(
         "mapped", "the chat template receives `effort` (`none` disables thinking); the rest is ignored", "template_args"
@@ -38,15 +38,15 @@ RULES: Mapping[str, ParameterRule] = {
     "include": ParameterRule("mapped", " and ".join(f"`{name}`" for name in INCLUDABLE) + "; others are ignored"),
     "metadata": ParameterRule("mapped", "up to 16 texts, which the answer repeats"),
     "store": ParameterRule("mapped", "default: true; with false, its id can't be used afterwards"),
-    "background": ParameterRule("mapped", "continues if the client disconnects; needs `store`"),
+    "background": ParameterRule("mapped", "continues if the client disconnects; requires `store`"),
     "stream": ParameterRule("mapped", "server-sent events, numbered"),
     "stream_options": ParameterRule("ignored", "obfuscation is not available"),
     "service_tier": ParameterRule("mapped", "as for chats"),
     "prompt_cache_key": ParameterRule("ignored", _SHARED),
     "prompt_cache_options": ParameterRule("ignored", _SHARED),
     "prompt_cache_retention": ParameterRule("ignored", _SHARED),
-    "user": ParameterRule("ignored", _WHO),
-    "safety_identifier": ParameterRule("ignored", _WHO),
+    "user": ParameterRule("ignored", _USER),
+    "safety_identifier": ParameterRule("ignored", _USER),
     "client_metadata": ParameterRule("ignored", "coding clients send it"),
     "max_tool_calls": ParameterRule("ignored", "it counts calls of built-in tools, which are not available"),
     "truncation": ParameterRule("refused", "a prompt that is too long is an error", harmless=("disabled",)),

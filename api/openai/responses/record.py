@@ -1,4 +1,4 @@
-"""What is known of a response from its creation on. It never changes."""
+"""The record of a response, which is stored when it is created and never changes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """A response belongs to `tenant`: other tenants get 404 for its id.
+    """The stored record of a response. Tenants other than `tenant` get 404 for its id.
 
-    `items` are those of the body's `input`, `params` those of the job except for messages and model.
+    `items` are the items of the body's `input`. `params` are the parameters of the job, without messages and model.
 
-    The job was asked what the items say after `parent_key`; without that, after the conversation before them, which the
-    records of `previous`, and of those before it, have.
+    If there is a `parent_key`, the job continues its context with the items. Otherwise the whole conversation is built
+    from the records of `previous` and its predecessors.
     """
 
     id: str
-    tenant: str | None  # None: callers without a key
+    tenant: str | None  # None for callers without a key
     job_id: str
-    digest: str  # of the body: what an idempotency key stands for
+    digest: str  # of the body, to compare repeated requests with one idempotency key
     created_at: int  # unix s
-    model: str  # as the job names it
+    model: str  # the model's name in the job
     items: list[dict[str, Any]]
     params: dict[str, Any]
-    shown: dict[str, Any]  # what the object repeats of the body
+    shown: dict[str, Any]  # the fields that repeat the body
     previous: str | None = None
     parent_key: str | None = None
     background: bool = False
@@ -37,6 +37,6 @@ class ResponseRecord:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> ResponseRecord:
-        """Return what `to_json` wrote. Fields that a newer gateway wrote are left out."""
+        """Return the record that `to_json` wrote. Fields of newer gateways are ignored."""
         fields = json.loads(text)
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

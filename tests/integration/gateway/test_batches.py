@@ -130,7 +130,7 @@ def test_lists_page_and_files_can_be_deleted(openai: OpenAI) -> None:
 def test_files_that_are_wrong_are_refused(openai: OpenAI, gateway: GatewayProcess) -> None:
     with pytest.raises(errors.BadRequestError, match="purpose"):
         openai.files.create(file=("a", b"{}"), purpose="vision")
-    with pytest.raises(errors.BadRequestError, match="nothing in it"):
+    with pytest.raises(errors.BadRequestError, match="file is empty"):
         openai.files.create(file=("a", b""), purpose="batch")
     with pytest.raises(errors.BadRequestError, match="expires_after"):
         upload(openai, [request(1)], expires_after={"anchor": "created_at", "seconds": 5})

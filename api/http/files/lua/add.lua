@@ -1,12 +1,13 @@
--- Makes a record, unless there is one, or the tenant has no room for it. KEYS: the record; its tenant's index, which forgets what is too old
--- to be there. ARGV: the id; when it was made, unix s; its life in s; the longest life of any; how many records the tenant may have, and how
--- many bytes with them ('' for no limit); what the keys of records begin with; the bytes of this one; time or ''; field, value, …
--- Returns 1 if it was made, 0 if there was one, -1 if there is no room; how many there were, and their bytes, where that was asked.
+-- Makes a record, unless its id exists, or the quota of the tenant is exceeded. KEYS: the record; its tenant's index, from which old
+-- entries are removed. ARGV: the id; its time of creation, unix s; its TTL in s; the longest life of any record in s; the tenant's limits of
+-- records and bytes ('' for no limit); prefix of the records' keys; the bytes of this record; time or ''; field, value, …
+-- Returns 1 if the record was made, 0 if its id existed, -1 if the quota is exceeded; then, if there is a limit, the number of the tenant's
+-- other records, and their bytes.
 local max_num, max_bytes = tonumber(ARGV[5]), tonumber(ARGV[6])
 if redis.call('EXISTS', KEYS[1]) == 1 then return {0, 0, 0} end
 local num, bytes = 0, 0
 if max_num then
-  num, bytes = used(KEYS[2], ARGV[7], clock(ARGV[9]))
+  num, bytes = usage(KEYS[2], ARGV[7], clock(ARGV[9]))
   if num + 1 > max_num or bytes + tonumber(ARGV[8]) > max_bytes then return {-1, num, bytes} end
 end
 redis.call('HSET', KEYS[1], unpack(ARGV, 10))

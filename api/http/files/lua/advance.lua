@@ -1,8 +1,8 @@
--- Changes a record if it is as the caller thinks (docs/adr/019-batches.md, "States").
--- KEYS: the record; the lease under which it is changed, or '' for none; the stream of what is announced (docs/adr/021-webhooks.md).
--- ARGV: the token of that lease; the statuses it may have, as a JSON list; the life of the record in s; how many entries that stream
--- may have; how long an announcement is, and that: field, value, …; field, value, … of the record.
--- Returns {1, status} of the changed record, or {0, status} of one that stays as it is, '' if there is none.
+-- Changes a record if its status is one of the expected ones (docs/adr/019-batches.md, "States").
+-- KEYS: the record; the lease under which it is changed, or ''; the stream of announcements (docs/adr/021-webhooks.md).
+-- ARGV: the token of the lease; the expected statuses as a JSON list; the TTL of the record in s; the maximum length of the stream;
+-- the number of values in the announcement, and the announcement: field, value, …; then field, value, … of the record.
+-- Returns {1, status} if the record was changed, else {0, status}, with '' for a missing record.
 local status = redis.call('HGET', KEYS[1], 'status')
 if not status then return {0, ''} end
 if KEYS[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return {0, status} end

@@ -1,2 +1,2 @@
--- What a tenant's records take. KEYS: its index. ARGV: what the keys of records begin with, time or ''. Returns how many there are, their bytes.
-return {used(KEYS[1], ARGV[1], clock(ARGV[2]))}
+-- Returns the number of a tenant's records, and their bytes. KEYS: the tenant's index. ARGV: prefix of the records' keys, time or ''.
+return {usage(KEYS[1], ARGV[1], clock(ARGV[2]))}

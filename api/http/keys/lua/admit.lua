@@ -1,15 +1,15 @@
--- A request asks to be let in (requests: 1), or to take tokens and jobs (requests: 0): it is charged for them, or nothing changes.
--- KEYS: admissions, charges, jobs. ARGV: id, requests per window, tokens per window, jobs at a time ('' for no limit), requests, tokens that
--- it may take, jobs that it is, window (s), lease (s), time or ''.
--- Returns: verdict, seconds until as much will have left the window as it needs, requests and tokens in the window, seconds until it is empty.
+-- Admits a request (requests: 1), or charges its tokens and jobs (requests: 0). If a limit is reached, nothing changes.
+-- KEYS: admissions, charges, jobs. ARGV: id, requests per window, tokens per window, concurrent jobs ('' for no limit), requests,
+-- estimated tokens, number of jobs, window (s), lease (s), time or ''.
+-- Returns: verdict, seconds until enough has left the window, requests and tokens in the window, seconds until the window is empty.
 local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
 local id, max_requests, max_tokens, max_jobs = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local new_requests, tokens, num_jobs = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local window, lease, now = tonumber(ARGV[8]), tonumber(ARGV[9]), clock(ARGV[10])
 local entry = new_requests == 1 and id or 'x' .. id
-local LOOKED_AT = 200 -- what a refused request may cost: beyond these the answer is a time at which to ask again, not to be let in
+local LOOKED_AT = 200 -- bounds the cost of a rejection: beyond these entries, the wait is a time to retry, without a promise of admission
 
--- Seconds until so many requests and tokens have left the window.
+-- Returns the seconds until this many requests and tokens have left the window.
 local function wait_for(requests_over, tokens_over)
   local oldest = redis.call('ZRANGE', admissions, 0, LOOKED_AT - 1, 'WITHSCORES')
   local leaves_in = window
@@ -34,7 +34,7 @@ if max_jobs and num_jobs <= max_jobs then
 end
 local verdict, wait = 'in', 0
 if redis.call('ZSCORE', admissions, entry) then
-  verdict = 'in' -- asked again, because the answer was lost
+  verdict = 'in' -- a repeated call, because the answer to the first one was lost
 elseif max_tokens and tokens > max_tokens then
   verdict = 'too large'
 elseif max_jobs and num_jobs > max_jobs then

@@ -1,8 +1,8 @@
--- What all scripts of limits share, behind `clock` and `stamp` (tasks/connection/redis_clock.py); contract/keys.py has the keys.
---   admissions  zset: id of a request → when it was let in. Its tokens are there as 'x' .. id, from when they were
---               charged. What it took beyond that, after those had left the window, is there as 'xx' .. id.
---   charges     hash: the same ids → tokens; and the sums over the window, 'requests' and 'tokens'
---   jobs        zset: a lease for each job of a request that runs → when it ends
+-- Functions that the scripts of limits share. `clock` and `stamp`: tasks/connection/redis_clock.py. Keys: contract/keys.py.
+--   admissions  zset: id of a request → when it was admitted. 'x' .. id is added when its tokens are charged.
+--               'xx' .. id is added if it used more tokens than that, and the first charge has left the window.
+--   charges     hash: the same ids → tokens, and the sums over the window, 'requests' and 'tokens'
+--   jobs        zset: one lease per job of a request in progress → when the lease expires
 
 local function lease_of(id, place)
   return id .. ':' .. place
@@ -12,7 +12,7 @@ local function requests_of(id)
   return string.sub(id, 1, 1) == 'x' and 0 or 1
 end
 
--- Adds to what the window has. Both keys go together, after all in them has left the window.
+-- Adds a charge to the window. Both keys expire together, after all of their entries have left the window.
 local function charge(admissions, charges, id, now, window, tokens)
   redis.call('ZADD', admissions, stamp(now), id)
   redis.call('HSET', charges, id, tokens)
@@ -22,7 +22,7 @@ local function charge(admissions, charges, id, now, window, tokens)
   redis.call('EXPIRE', charges, 2 * window)
 end
 
--- Forgets what has left the window. Returns the requests and tokens that are in it.
+-- Removes the entries that have left the window. Returns the requests and tokens that remain in it.
 local function charged(admissions, charges, now, window)
   while true do
     local old = redis.call('ZRANGEBYSCORE', admissions, '-inf', stamp(now - window), 'LIMIT', 0, 500)
@@ -34,7 +34,7 @@ local function charged(admissions, charges, now, window)
     end
     redis.call('ZREM', admissions, unpack(old))
     redis.call('HDEL', charges, unpack(old))
-    redis.call('HINCRBY', charges, 'requests', 0 - requests) -- no "-0", which is not an integer for Redis
+    redis.call('HINCRBY', charges, 'requests', 0 - requests) -- not -requests: that may be "-0", which Redis rejects as an integer
     redis.call('HINCRBY', charges, 'tokens', 0 - tokens)
   end
   local sums = redis.call('HMGET', charges, 'requests', 'tokens')

@@ -1,5 +1,5 @@
--- A request has ended: it is charged for the tokens that it took, and its leases are over. A second time changes nothing.
--- KEYS: admissions, charges, jobs. ARGV: id, tokens that were reserved, tokens that it took, its jobs, window (s), time or ''.
+-- Ends a request: it is charged for the tokens that it used, and its leases are deleted. A repeated call changes nothing.
+-- KEYS: admissions, charges, jobs. ARGV: id, reserved tokens, used tokens, number of jobs, window (s), time or ''.
 local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
 local id, reserved, tokens = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local num_jobs, window, now = tonumber(ARGV[4]), tonumber(ARGV[5]), clock(ARGV[6])

@@ -1,5 +1,5 @@
--- A delivery is over, or due again later; nothing, if another gateway has it by now.
--- KEYS: due, delivery. ARGV: its id, token, seconds until it is tried again, or ''.
+-- Ends a delivery, or schedules its next attempt. Does nothing if another gateway holds its lease by now.
+-- KEYS: due, delivery. ARGV: id of the delivery, token, seconds until the next attempt, or ''.
 if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return 0 end
 if ARGV[3] == '' then
   redis.call('ZREM', KEYS[1], ARGV[1])

@@ -1,6 +1,6 @@
--- Takes deliveries that are due, under a lease, at most so many to one endpoint. `clock` and `stamp`: tasks/connection/redis_clock.py.
--- KEYS: due. ARGV: prefix of deliveries, most, lease (s), token, how many to look at, most to one endpoint; then each endpoint
--- to which attempts are under way, and how many. Returns for each: its id, and its fields.
+-- Takes due deliveries under a lease, up to a limit per endpoint. `clock` and `stamp`: tasks/connection/redis_clock.py.
+-- KEYS: due. ARGV: prefix of deliveries, limit, lease (s), token, how many due deliveries to check, limit per endpoint; then each
+-- endpoint with attempts in progress, and their number. Returns the id and the fields of each delivery.
 local now = clock()
 local num_to, taken = {}, {}
 for at = 7, #ARGV, 2 do num_to[ARGV[at]] = tonumber(ARGV[at + 1]) end
@@ -9,9 +9,9 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0
   local key = ARGV[1] .. id
   local endpoint = redis.call('HGET', key, 'endpoint')
   if not endpoint then
-    redis.call('ZREM', KEYS[1], id) -- its time is over
+    redis.call('ZREM', KEYS[1], id) -- the delivery has expired
   elseif (num_to[endpoint] or 0) >= tonumber(ARGV[6]) then
-    redis.call('ZADD', KEYS[1], stamp(now + 1), id) -- those behind it come to their turn
+    redis.call('ZADD', KEYS[1], stamp(now + 1), id) -- postponed, so that deliveries to other endpoints are found
   else
     num_to[endpoint] = (num_to[endpoint] or 0) + 1
     redis.call('ZADD', KEYS[1], stamp(now + ARGV[3]), id)

@@ -11,7 +11,7 @@ import pytest
 
 from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, parse_counted_body
 from cellama.api.anthropic.parameters import COUNTED, PARAMETERS
-from cellama.api.openai.parameters import in_callers_words
+from cellama.api.openai.parameters import with_callers_names
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.tokens import TemplateJob
@@ -38,7 +38,7 @@ def test_every_parameter_of_anthropics_client_has_a_rule() -> None:
 
 def test_every_rule_leads_to_a_parameter_of_the_job() -> None:
     for name, rule in PARAMETERS.items():
-        if rule.fate == "as it is" or rule.to:
+        if rule.handling == "unchanged" or rule.to:
             assert (rule.to or name) in ChatJob.model_fields
 
 
@@ -71,8 +71,8 @@ def test_thoughts_come_only_when_they_are_asked_for() -> None:
     assert order().params["enable_thinking"] is False
     assert order(thinking={"type": "adaptive"}).params["enable_thinking"] is True
     assert order(enable_thinking=True).params["enable_thinking"] is True
-    assert order(thinking={"type": "adaptive"}).shows_thoughts
-    assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_thoughts
+    assert order(thinking={"type": "adaptive"}).shows_reasoning
+    assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_reasoning
 
 
 def test_what_asks_for_nothing_is_taken() -> None:
@@ -140,8 +140,8 @@ def test_count_refuses_what_it_does_not_read() -> None:
 
 
 def test_payloads_words_are_anthropics() -> None:
-    assert in_callers_words("stop is 3: …", callers_names({"stop_sequences": 3}))[0] == "stop_sequences is 3: …"
-    assert in_callers_words("stop is 3: …", callers_names({"stop": 3}))[0] == "stop is 3: …"
-    of_schema = in_callers_words("json_schema at #/a: …", callers_names({"output_config": {}}))[0]
+    assert with_callers_names("stop is 3: …", callers_names({"stop_sequences": 3}))[0] == "stop_sequences is 3: …"
+    assert with_callers_names("stop is 3: …", callers_names({"stop": 3}))[0] == "stop is 3: …"
+    of_schema = with_callers_names("json_schema at #/a: …", callers_names({"output_config": {}}))[0]
     assert of_schema == "output_config.format.schema at #/a: …"
-    assert in_callers_words("top_k is -1: …", callers_names({"top_k": -1}))[0] == "top_k is -1: …"
+    assert with_callers_names("top_k is -1: …", callers_names({"top_k": -1}))[0] == "top_k is -1: …"

@@ -81,7 +81,7 @@ def test_blocks_are_numbered_and_closed_one_after_another() -> None:
 
 
 def test_thought_that_shall_not_be_shown_is_empty() -> None:
-    [thought, said] = read(told(STARTED, *THOUGHT, *TEXT, done(), shows_thoughts=False))["content"]
+    [thought, said] = read(told(STARTED, *THOUGHT, *TEXT, done(), shows_reasoning=False))["content"]
     assert (thought["thinking"], thought["signature"], said["text"]) == ("", "", "Well")
 
 

@@ -72,7 +72,10 @@ def test_openai_lines_become_the_same_jobs() -> None:
         ({"prompt": "a", "stream": True}, "priority and stream mean nothing in a bulk run"),
         ({"prompt": "x" * 20_000}, "bytes, and the limit is 10000; split it"),
         ({"url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is missing"),
-        ({"custom_id": "c", "url": "/v1/images", "body": {}}, "url is '/v1/images'; known: /v1/chat/completions"),
+        (
+            {"custom_id": "c", "url": "/v1/images", "body": {}},
+            "url is '/v1/images'; it must be one of /v1/chat/completions",
+        ),
         ({"custom_id": "c", "url": "/v1/completions", "body": {}}, "prompt is missing"),
         ({"custom_id": "c", "url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}, "method is 'GET'"),
         ({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "body.stream is true"),

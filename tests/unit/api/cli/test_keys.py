@@ -107,7 +107,7 @@ def test_keys_of_a_file_are_shown_for_it_and_left_alone(
     [kept] = read_keys(path).values()
     parsed = parse_key(key)
     assert parsed is not None
-    assert parsed.is_of(kept.digest)
+    assert parsed.has_digest(kept.digest)
     assert database.hlen("cellama:keys") == 0
     assert [key["name"] for key in json.loads(cellama("list", "--json").stdout)] == ["web"]
     refused = cellama("revoke", kept.id)

@@ -59,7 +59,7 @@ def test_endpoint_that_gateways_do_not_call_is_told_of(database: Redis, settings
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("ftp://example.org",), "url is 'ftp://example.org': it must begin with https://"),
+        (("ftp://example.org",), "url is 'ftp://example.org': it must start with https://"),
         ((URL, "--event", "batch.begun"), "batch.completed"),
     ],
 )

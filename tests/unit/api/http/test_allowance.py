@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.http.parsing import LEAST_TOKENS, rest_of_context, tokens_of, within_limit
+from cellama.api.http.parsing import MIN_TOKENS, rest_of_context, tokens_of, within_limit
 from cellama.config import limits
 
 MODEL: Any = {"id": "tiny", "ctx_per_slot": 1000}
@@ -16,7 +16,7 @@ MODEL: Any = {"id": "tiny", "ctx_per_slot": 1000}
 def test_answer_that_does_not_say_has_the_context_or_what_logprobs_allow() -> None:
     unknown: Any = {"id": "tiny"}
     assert rest_of_context(MODEL, {}) == 1000
-    assert rest_of_context(unknown, {}) == LEAST_TOKENS
+    assert rest_of_context(unknown, {}) == MIN_TOKENS
     long: Any = {**MODEL, "ctx_per_slot": 10**9}
     assert rest_of_context(long, {"logprobs": 4, "n": 2}) == limits.MAX_REPORTED // 10
     assert rest_of_context(long, {"logprobs": "many", "n": 0}) == limits.MAX_REPORTED

@@ -37,9 +37,9 @@ def test_caller_gets_no_more_urgent_tier_than_its_own(own: str | None, wanted: s
 
 
 def test_caller_may_ask_for_the_models_of_its_key_only() -> None:
-    assert Caller().may_ask("any")
-    assert Caller(models=frozenset({"a"})).may_ask("a")
-    assert not Caller(models=frozenset({"a"})).may_ask("b")
+    assert Caller().may_use_model("any")
+    assert Caller(models=frozenset({"a"})).may_use_model("a")
+    assert not Caller(models=frozenset({"a"})).may_use_model("b")
     with pytest.raises(ApiError) as raised:
         Caller(models=frozenset({"a"})).check_model("x" * 1_000_000)
     assert len(raised.value.message) < 300

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cellama.api.http.gateway import Kept
+from cellama.api.http.gateway import Cached
 
 
 class Asked:
@@ -17,7 +17,7 @@ class Asked:
         self.count = 0
         self.go = asyncio.Event()
         self.fails = False
-        self.kept = Kept(self.ask, lambda: self.now)
+        self.kept = Cached(self.ask, lambda: self.now)
 
     async def ask(self) -> int:
         self.count += 1

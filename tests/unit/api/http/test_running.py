@@ -98,7 +98,7 @@ def test_who_comes_back_when_the_events_are_gone_gets_the_result(
             parsed = ParsedRequest(AGAIN, RequestContext(gateway), Caller("acme"), {})
             async with RunningJobs(parsed, "tiny", "default") as running:
                 running.jobs.append(gateway.client.job(JOB))
-                await running.ended()
+                await running.wait()
                 return await running.result()
         finally:
             await gateway.close()

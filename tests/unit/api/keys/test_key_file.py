@@ -40,7 +40,7 @@ def test_file_of_keys_is_toml_as_the_command_shows_it_or_json(tmp_path: Path) ->
         ('digest = "sk-oh-no-a-secret"', r"keys\.0\.digest: String should match"),
         ("expires_at = 2027-01-01T00:00:00", r"keys\.0\.expires_at: .*timezone"),
         ("requests_per_minute = 0", r"keys\.0\.requests_per_minute"),
-        ("requests_per_min = 5", r"keys\.0\.requests_per_min: no such field; known: id, digest"),
+        ("requests_per_min = 5", r"keys\.0\.requests_per_min: unknown field; use one of: id, digest"),
         ("models = []", r"keys\.0\.models"),
         ('tenant = "a b"', r"keys\.0\.tenant"),
         ('priority = "urgent"', r"keys\.0\.priority"),
@@ -62,7 +62,7 @@ def test_file_of_keys_that_is_missing_or_names_one_twice_is_refused(tmp_path: Pa
         KeyFile(tmp_path / "keys.toml")
     _, entry = key_and_entry()
     (tmp_path / "keys.toml").write_text(f"{as_toml(entry)}\n{as_toml(entry)}", encoding="utf-8")
-    with pytest.raises(SettingsError, match=f"{entry.id} stand there more than once"):
+    with pytest.raises(SettingsError, match=f"{entry.id} occur more than once"):
         KeyFile(tmp_path / "keys.toml")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from cellama.api.keys.entry import given_key, new_key, parse_key
+from cellama.api.keys.entry import new_key, parse_key, sent_key
 
 
 def test_new_keys_differ_and_are_read_back_with_their_digests() -> None:
@@ -14,8 +14,8 @@ def test_new_keys_differ_and_are_read_back_with_their_digests() -> None:
     for key in keys:
         read = parse_key(key.text)
         assert read == key
-        assert key.is_of(key.digest)
-        assert not key.is_of(keys[0].digest) or key is keys[0]
+        assert key.has_digest(key.digest)
+        assert not key.has_digest(keys[0].digest) or key is keys[0]
 
 
 def test_key_shows_its_id_alone() -> None:
@@ -63,4 +63,4 @@ def test_key_that_was_changed_is_none(change: object) -> None:
     ],
 )
 def test_key_is_found_where_clients_put_it(headers: dict[str, str], key: str | None) -> None:
-    assert given_key(headers) == key
+    assert sent_key(headers) == key

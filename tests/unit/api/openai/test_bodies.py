@@ -10,7 +10,7 @@ import openai.types as types
 import pytest
 
 from cellama.api.openai.bodies import params_of_body
-from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS, callers_names, in_callers_words
+from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS, callers_names, with_callers_names
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.embed import EmbedJob
@@ -40,7 +40,7 @@ def test_every_parameter_of_openais_client_has_a_rule(url: str) -> None:
 @pytest.mark.parametrize(("url", "job"), [(CHAT, ChatJob), (COMPLETIONS, GenerateJob), (EMBEDDINGS, EmbedJob)])
 def test_every_rule_leads_to_a_parameter_of_the_job(url: str, job: Any) -> None:
     for name, rule in PARAMETERS[url].items():
-        if rule.fate == "as it is" or rule.to:
+        if rule.handling == "unchanged" or rule.to:
             assert (rule.to or name) in job.model_fields
 
 
@@ -108,19 +108,19 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ({"audio": {}}, "audio is {}: answers are text only"),
         ({"functions": [{"name": "f"}]}, "functions is"),
         ({"modalities": ["text", "audio"]}, "modalities is"),
-        ({"logprobs": 3}, "logprobs is 3: it must be true or false"),
-        ({"top_logprobs": 3}, "top_logprobs is 3, and logprobs is not true"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is given, too"),
+        ({"logprobs": 3}, "logprobs is 3; it must be true or false"),
+        ({"top_logprobs": 3}, "top_logprobs is 3, but it requires logprobs: true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is also given"),
         ({"response_format": {"type": "xml"}}, "its type must be text, json_object or json_schema"),
         ({"response_format": "json"}, "its type must be"),
         ({"response_format": {"type": "json_object", "schema": 123}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_object", "schema": "{}"}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "its schema must be"),
         ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its strict must be true or"),
-        ({"tool_choice": {"type": "custom"}}, "must be of type function or allowed_tools"),
+        ({"tool_choice": {"type": "custom"}}, "must have type function or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
-            "allowed_tools needs a mode (auto, required) and a list of tools",
+            "allowed_tools must have a mode (auto or required), and a list of tools",
         ),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
         ({"messages": None}, "messages is missing"),
@@ -130,7 +130,7 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ),
         (
             {"messages": [*HELLO, {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "models read text only",
+            "models can only process text",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, An
     ],
 )
 def test_problem_of_a_job_is_told_under_openais_name(url: str, told: str, shown: str, param: str | None) -> None:
-    assert in_callers_words(told, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
+    assert with_callers_names(told, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
 
 
 def test_value_that_is_nested_too_deeply_to_be_shown_is_refused_all_the_same() -> None:

@@ -8,9 +8,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from cellama.api.openai.answers import body_of
+from cellama.api.openai.answers import body_of, bytes_of, chat_logprobs, text_logprobs
 from cellama.api.openai.chunks import Chunks
-from cellama.api.openai.logprobs import bytes_of, of_chat, of_text
 from cellama.tasks.contract.shapes.results import usage_of
 
 STARTED = {"type": "started", "model": "tiny", "prompt_tokens": 3, "worker": "w", "seed": 1}
@@ -64,7 +63,7 @@ def test_choices_of_several_prompts_are_numbered_through() -> None:
 
 
 def test_logprobs_have_texts_and_bytes() -> None:
-    content = of_chat(PROBS)["content"]
+    content = chat_logprobs(PROBS)["content"]
     assert content[0] == {
         "token": "a",
         "bytes": [97],
@@ -75,7 +74,7 @@ def test_logprobs_have_texts_and_bytes() -> None:
         ],
     }
     assert content[1]["bytes"] == [0xE2, 0x82]
-    assert of_text(PROBS, 5) == {
+    assert text_logprobs(PROBS, 5) == {
         "tokens": ["a", "bytes:\\xe2\\x82"],
         "token_logprobs": [-0.5, -0.1],
         "top_logprobs": [{"a": -0.5, "b": -1.0}, {}],

@@ -35,11 +35,11 @@ def test_wrong_endpoint_is_refused(fields: dict[str, Any]) -> None:
 
 def test_endpoint_hears_of_its_tenants_events_alone() -> None:
     one = endpoint(tenant="acme", events=["batch.completed"])
-    assert one.wants("batch.completed", "acme")
-    assert not one.wants("batch.completed", "other")
-    assert not one.wants("batch.failed", "acme")
-    assert not one.model_copy(update={"state": "off"}).wants("batch.completed", "acme")
-    assert endpoint().wants("response.failed", "")
+    assert one.subscribes_to("batch.completed", "acme")
+    assert not one.subscribes_to("batch.completed", "other")
+    assert not one.subscribes_to("batch.failed", "acme")
+    assert not one.model_copy(update={"state": "off"}).subscribes_to("batch.completed", "acme")
+    assert endpoint().subscribes_to("response.failed", "")
 
 
 def test_secret_is_in_no_repr() -> None:

@@ -30,5 +30,5 @@ def test_openais_client_unwraps_what_was_signed() -> None:
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_!!!", "sk_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"])
 def test_what_is_no_secret_is_refused(secret: str) -> None:
-    with pytest.raises(ValueError, match="a secret is whsec_"):
+    with pytest.raises(ValueError, match="it must be whsec_"):
         key_of(secret)

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis as SyncRedis
 
 from cellama.api.batch.work import WorkFile
-from cellama.api.http.batches.run_files import Parts, folder_of
+from cellama.api.http.batches.run_files import Parts, run_directory
 from cellama.api.http.files.store import FileStore
 from cellama.tasks.contract.keys import http_lease_key
 from cellama.tasks.state.bulk_runs import Batches
@@ -26,7 +26,7 @@ __all__ = ["spans"]
 
 
 async def nothing_is_left(world: World, batch_id: str) -> None:
-    assert not folder_of(world.store, batch_id).exists()
+    assert not run_directory(world.store, batch_id).exists()
     assert await world.batches.open_batches() == []
     assert await world.free(batch_id) == {batch_id}
     for key in await world.redis.keys("cellama:http:*"):
@@ -116,7 +116,7 @@ def test_gateway_that_stops_leaves_the_batch_for_another(run_world: RunWorld) ->
 def test_batch_whose_work_file_another_process_has_waits(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", window_s=-1))["id"]
-        folder = folder_of(world.store, batch_id)
+        folder = run_directory(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")):
             assert (await world.drive(batch_id))["status"] == "validating"
@@ -153,7 +153,7 @@ def test_batch_that_is_cancelled_before_anything_of_it_began_has_no_files(run_wo
         await world.batches.cancel(batch_id, ACME)
         batch = await world.drive(batch_id)
         await nothing_is_left(world, batch_id)
-        return await world.batches.shown(batch)
+        return await world.batches.view(batch)
 
     shown = run_world(ask)
     assert (shown["status"], shown["output_file_id"], shown["error_file_id"]) == ("cancelled", None, None)
@@ -182,7 +182,7 @@ def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_
         assert parts.save(output)
         for num_named, expected in ((1, b"first\n"), (2, b"first\nsecond\n")):
             there, fetched = world.folder / "there", Parts(world.store, "batch_1", parts.names[:num_named])
-            fetched.fetch(there)
+            fetched.download(there)
             assert (there.read_bytes(), fetched.num_bytes) == (expected, len(expected))
 
     run_world(ask)
@@ -220,7 +220,7 @@ def test_batch_that_runs_takes_none_of_the_threads_for_uploads(run_world: RunWor
 def test_batch_whose_run_can_not_go_on_says_so_without_paths_of_the_gateway(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a"))["id"]
-        folder = folder_of(world.store, batch_id)
+        folder = run_directory(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")) as work:
             work.note(output_size=999)  # which the output has lost

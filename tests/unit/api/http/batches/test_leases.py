@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from cellama.api.http.batches.leases import SHARE, GatewayLease, names_without_lease
+from cellama.api.http.batches.leases import RENEWALS_PER_LEASE, GatewayLease, names_without_lease
 from cellama.tasks.contract.keys import http_lease_key
 
 from ..conftest import Run
@@ -48,9 +48,9 @@ def test_lease_does_not_count_for_its_holder_some_time_before_it_ends(run: Run) 
         lease = GatewayLease(redis, "batch_1", LEASE_S, lambda: now[0])
         assert await lease.take()
         assert not lease.is_due
-        now[0] += LEASE_S / SHARE
+        now[0] += LEASE_S / RENEWALS_PER_LEASE
         assert lease.is_due
-        now[0] = 100.0 + LEASE_S * (1 - 1 / SHARE) - 0.1
+        now[0] = 100.0 + LEASE_S * (1 - 1 / RENEWALS_PER_LEASE) - 0.1
         assert lease.is_held
         now[0] += 0.2
         assert not lease.is_held

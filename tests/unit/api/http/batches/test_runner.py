@@ -11,8 +11,8 @@ import pytest
 
 from cellama.api.http import background
 from cellama.api.http.auth import Caller
-from cellama.api.http.batches.run_files import folder_of
-from cellama.api.http.batches.runner import Runner
+from cellama.api.http.batches.run_files import run_directory
+from cellama.api.http.batches.runner import BatchRunner
 from cellama.config import Settings
 
 from .conftest import RunWorld
@@ -31,12 +31,12 @@ def settings_of(world: World, **changed: Any) -> Settings:
 def test_batch_is_driven_by_a_gateway_that_sees_its_files(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", window_s=-1))["id"]
-        blind = Runner(settings_for(world.settings.redis_url, world.folder))
-        idle = Runner(settings_of(world, gateway_batches_at_once=0))
-        seeing = Runner(settings_of(world))
+        blind = BatchRunner(settings_for(world.settings.redis_url, world.folder))
+        idle = BatchRunner(settings_of(world, gateway_batches_at_once=0))
+        seeing = BatchRunner(settings_of(world))
         for runner in (blind, idle):
             await runner.sweep()
-            await runner.look()
+            await runner.poll()
             assert await world.free(batch_id) == {batch_id}
         seeing.start()
         seeing.start()
@@ -56,10 +56,10 @@ def test_batch_is_driven_at_once_by_a_gateway_that_looked_before_anything_was_pu
     """Not when it sweeps again, a minute later."""
 
     async def ask(world: World) -> None:
-        runner = Runner(settings_of(world))
+        runner = BatchRunner(settings_of(world))
         await runner.sweep()
         batch_id = (await world.begin("a"))["id"]
-        await runner.look()
+        await runner.poll()
         assert await world.free(batch_id) == set()
         await runner.close()
 
@@ -69,9 +69,9 @@ def test_batch_is_driven_at_once_by_a_gateway_that_looked_before_anything_was_pu
 def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a"))["id"]
-        runner = Runner(settings_of(world))
+        runner = BatchRunner(settings_of(world))
         await runner.sweep()
-        await runner.look()
+        await runner.poll()
         assert await world.free(batch_id) == set()
         await world.runs(batch_id)
         await runner.close()
@@ -83,20 +83,20 @@ def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> Non
 def test_batches_of_one_tenant_give_way_to_that_of_another(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         mine = [(await world.begin(name))["id"] for name in ("a", "b", "c")]
-        runner = Runner(settings_of(world, gateway_batches_at_once=2))
+        runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
         await runner.sweep()
         for _ in range(3):
-            await runner.look()
+            await runner.poll()
         [waiting] = await world.free(*mine)
         other = (await world.begin("d", caller=Caller("other")))["id"]
 
         async def is_driven() -> bool:
-            await runner.look()
+            await runner.poll()
             return await world.free(other) == set()
 
         await until(is_driven)
         for _ in range(3):
-            await runner.look()
+            await runner.poll()
         assert len(await world.free(*mine, other) - {waiting}) == 1  # and so it stays
         await runner.close()
 
@@ -107,15 +107,15 @@ def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) ->
     """One that is cancelled, and one whose time is over."""
 
     async def ask(world: World) -> None:
-        runner = Runner(settings_of(world, gateway_batches_at_once=1))
+        runner = BatchRunner(settings_of(world, gateway_batches_at_once=1))
         first = (await world.begin("a"))["id"]
-        await runner.look()
+        await runner.poll()
         waiting, cancelled = [(await world.begin(name))["id"] for name in ("b", "c")]
         late = (await world.begin("d", window_s=-1))["id"]
         await world.batches.cancel(cancelled, ACME)
 
         async def have_ended() -> bool:
-            await runner.look()
+            await runner.poll()
             return [(await world.read(name))["status"] for name in (cancelled, late)] == ["cancelled", "expired"]
 
         await until(have_ended)
@@ -128,14 +128,14 @@ def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) ->
 def test_batch_that_no_place_here_is_for_takes_none_from_others(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         mine = [(await world.begin(name))["id"] for name in ("a", "b")]
-        runner = Runner(settings_of(world, gateway_batches_at_once=2))
+        runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
         await runner.sweep()
         for _ in range(2):
-            await runner.look()
+            await runner.poll()
         elsewhere = await world.begin("c", caller=Caller("other"))
         await world.change(elsewhere["id"], place="another")
         for _ in range(3):
-            await runner.look()
+            await runner.poll()
         assert not any(driver.is_stopping for driver, _ in runner._driven.values())
         assert await world.free(*mine) == set()
         await runner.close()
@@ -146,12 +146,12 @@ def test_batch_that_no_place_here_is_for_takes_none_from_others(run_world: RunWo
 def test_batch_whose_driver_died_after_its_end_is_tidied_up(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch = await world.begin("a")
-        folder = folder_of(world.store, batch["id"])
+        folder = run_directory(world.store, batch["id"])
         folder.mkdir(parents=True)
         await world.change(batch["id"], status="failed")
-        runner = Runner(settings_of(world))
+        runner = BatchRunner(settings_of(world))
         await runner.sweep()
-        await runner.look()
+        await runner.poll()
         assert not folder.exists()
         assert await world.batches.open_batches() == []
         await runner.close()
@@ -161,7 +161,7 @@ def test_batch_whose_driver_died_after_its_end_is_tidied_up(run_world: RunWorld)
 
 def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_world: RunWorld) -> None:
     def folder(world: World, batch_id: str, changed_at: float | None) -> Path:
-        made = folder_of(world.store, batch_id)
+        made = run_directory(world.store, batch_id)
         made.mkdir(parents=True)
         (made / "output.jsonl").touch()
         for path in (made / "output.jsonl", made):
@@ -176,7 +176,7 @@ def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_wor
         upload = world.store.work_dir / "incoming" / "x"
         upload.mkdir(parents=True)
         os.utime(upload, (LONG_AGO, LONG_AGO))
-        runner = Runner(settings_of(world))
+        runner = BatchRunner(settings_of(world))
         await runner.sweep()
         assert [path.exists() for path in (lost, upload, recent, still_open)] == [False, False, True, True]
         await runner.close()
@@ -187,7 +187,7 @@ def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_wor
 def test_outage_is_told_once(
     run_world: RunWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "LOOK_S", 0.001)
+    monkeypatch.setattr(background, "POLL_S", 0.001)
 
     async def ask(world: World) -> None:
         looks = 0
@@ -199,7 +199,7 @@ def test_outage_is_told_once(
 
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            runner = Runner(settings_for(f"redis://127.0.0.1:{port}/0", world.folder))
+            runner = BatchRunner(settings_for(f"redis://127.0.0.1:{port}/0", world.folder))
             runner.start()
 
             async def has_looked_often() -> bool:
@@ -209,4 +209,4 @@ def test_outage_is_told_once(
             await runner.close()
 
     run_world(ask)
-    assert len([told for told in caplog.messages if told.startswith("batches wait")]) == 1
+    assert len([told for told in caplog.messages if told.startswith("background loop interrupted")]) == 1

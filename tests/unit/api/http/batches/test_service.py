@@ -31,7 +31,7 @@ def test_batch_is_shown_as_the_client_reads_it(run: Run) -> None:
 
     async def ask(redis: Redis) -> Any:
         batches = desk_of(redis)
-        return await batches.shown(await batches.create(ORDER, ACME, None))
+        return await batches.view(await batches.create(ORDER, ACME, None))
 
     batch = Batch.model_validate(run(ask))
     assert (batch.status, batch.endpoint, batch.metadata) == ("validating", "/v1/embeddings", {"a": "b"})
@@ -76,9 +76,9 @@ def test_cancel_meets_the_end_and_one_of_them_counts(run: Run) -> None:
             await batches.cancel(record["id"], OTHER)
         assert (await batches.cancel(record["id"], ACME))["status"] == "cancelling"
         assert (await batches.cancel(record["id"], ACME))["status"] == "cancelling"
-        assert await batches.move(record, "in_progress", of=("validating",)) == (False, "cancelling")
+        assert await batches.move(record, "in_progress", expected=("validating",)) == (False, "cancelling")
         ended = await batches.create(ORDER, ACME, None)
-        assert await batches.move(ended, "failed", of=("validating",)) == (True, "failed")
+        assert await batches.move(ended, "failed", expected=("validating",)) == (True, "failed")
         with pytest.raises(ApiError) as raised:
             await batches.cancel(ended["id"], ACME)
         assert (raised.value.status, raised.value.headers["x-should-retry"]) == (409, "false")
@@ -92,7 +92,7 @@ def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
         record = await batches.create(ORDER, ACME, None)
         await batches.cancel(record["id"], ACME)
         for of in (("in_progress",), ("cancelling",), ("cancelling",)):
-            await batches.move(record, "cancelled", of=of)
+            await batches.move(record, "cancelled", expected=of)
         return [announced(fields) for _, fields in await redis.xrange(webhook_events_key())] + [record["id"]]
 
     told, batch_id = run(ask)
@@ -107,9 +107,9 @@ def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:
         assert await first.take()
         await redis.delete(f"cellama:http:lease:{record['id']}")
         assert await second.take()
-        done = await batches.move(record, "in_progress", of=("validating",), lease_token=first.token)
+        done = await batches.move(record, "in_progress", expected=("validating",), lease_token=first.token)
         assert done == (False, "validating")
-        done = await batches.move(record, "in_progress", of=("validating",), lease_token=second.token, total=3)
+        done = await batches.move(record, "in_progress", expected=("validating",), lease_token=second.token, total=3)
         assert done == (True, "in_progress")
 
     run(ask)

@@ -11,9 +11,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from cellama.api.http.auth import Caller
-from cellama.api.http.batches.driver import Driver
+from cellama.api.http.batches.driver import BatchDriver
 from cellama.api.http.batches.leases import GatewayLease, names_without_lease
-from cellama.api.http.batches.run_files import Parts, folder_of
+from cellama.api.http.batches.run_files import Parts, run_directory
 from cellama.api.http.batches.service import BatchOrder, BatchService
 from cellama.api.http.files.records import Record
 from cellama.api.http.files.service import FileService
@@ -62,14 +62,14 @@ class World:
             metadata=None,
             output_life_s=3600,
         )
-        return await self.batches.create(order, caller, None, await self.files.place())
+        return await self.batches.create(order, caller, None, await self.files.store_id())
 
     async def answer(self, batch_id: str, *ids: str) -> None:
         """An earlier driver has left the answers to these requests."""
         body = {"usage": {"prompt_tokens": 5, "completion_tokens": 3}}
         response = {"status_code": 200, "request_id": "r", "body": body}
         values = [{"id": "r", "custom_id": custom_id, "response": response, "error": None} for custom_id in ids]
-        folder = folder_of(self.store, batch_id)
+        folder = run_directory(self.store, batch_id)
         folder.mkdir(parents=True, exist_ok=True)
         output = folder / "output.jsonl"
         output.write_bytes(lines_of(values))
@@ -80,12 +80,12 @@ class World:
 
     async def change(self, batch_id: str, **fields: Any) -> None:
         of = ("validating", "in_progress", "finalizing")
-        assert (await self.batches.records.advance(batch_id, fields, of=of, life_s=86_400))[0]
+        assert (await self.batches.records.advance(batch_id, fields, expected=of, life_s=86_400))[0]
 
-    async def driver(self, batch_id: str) -> tuple[Driver, GatewayLease]:
+    async def driver(self, batch_id: str) -> tuple[BatchDriver, GatewayLease]:
         lease = GatewayLease(self.redis, batch_id, self.settings.gateway_lease_s)
         assert await lease.take()
-        return Driver(self.settings, self.files, self.batches, lease, await self.read(batch_id)), lease
+        return BatchDriver(self.settings, self.files, self.batches, lease, await self.read(batch_id)), lease
 
     async def free(self, *batch_ids: str) -> set[str]:
         """Those of the batches that no driver has."""

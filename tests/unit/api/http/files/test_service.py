@@ -17,16 +17,16 @@ from redis.asyncio import Redis
 
 from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError
-from cellama.api.http.files.records import LONGEST_S, Quota, RecordStore
-from cellama.api.http.files.service import FileService, shown
+from cellama.api.http.files.records import MAX_LIFE_S, FileQuota, RecordStore
+from cellama.api.http.files.service import FileService, file_view
 from cellama.api.http.files.store import (
     DirectoryStore,
     FileStore,
     UrlStore,
     blocks_of,
-    fetch,
-    give_identity,
-    identity_of,
+    download,
+    ensure_store_id,
+    read_store_id,
     store_of,
 )
 from cellama.config import Settings, SettingsError
@@ -60,17 +60,17 @@ def test_contents_are_those_that_were_put_last(store: FileStore, local: Path) ->
 def test_folder_is_deleted_with_all_that_is_in_it(store: FileStore, local: Path) -> None:
     for name in ("parts/batch_1/a", "parts/batch_1/b", "parts/batch_2/a"):
         store.put(local, name)
-    store.delete_folder("parts/batch_1")
-    store.delete_folder("parts/batch_1")
+    store.delete_directory("parts/batch_1")
+    store.delete_directory("parts/batch_1")
     with pytest.raises(FileNotFoundError):
         store.open("parts/batch_1/b")
     store.open("parts/batch_2/a").close()
 
 
 def test_store_has_one_identity_for_all_who_see_it_once_it_was_given_one(store: FileStore) -> None:
-    assert identity_of(store) is None
+    assert read_store_id(store) is None
     assert not store.work_dir.exists()
-    assert give_identity(store) == give_identity(store) == identity_of(store)
+    assert ensure_store_id(store) == ensure_store_id(store) == read_store_id(store)
 
 
 def test_what_is_put_first_stays(store: FileStore) -> None:
@@ -86,11 +86,11 @@ def test_gateways_that_give_an_identity_at_the_same_moment_agree(tmp_path: Path)
 
         def give(moment: threading.Barrier = moment, place: Path = place) -> str:
             moment.wait(PATIENCE_S)
-            return give_identity(DirectoryStore(place))
+            return ensure_store_id(DirectoryStore(place))
 
         with ThreadPoolExecutor(4) as gateways:
             given = {told.result() for told in [gateways.submit(give) for _ in range(4)]}
-        assert given == {identity_of(DirectoryStore(place))}
+        assert given == {read_store_id(DirectoryStore(place))}
 
 
 def test_settings_say_where_files_lie_and_batches_run(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_file_is_there_for_its_tenant_alone(run: Run, store: FileStore, local: P
     async def ask(redis: Redis) -> None:
         files = FileService(store, redis)
         record = await files.add(local, "a.jsonl", "batch", ACME, 3600)
-        file = FileObject.model_validate(shown(await files.records.find(record["id"], ACME)))
+        file = FileObject.model_validate(file_view(await files.records.find(record["id"], ACME)))
         assert (file.bytes, file.filename, file.purpose) == (3000, "a.jsonl", "batch")
         assert file.expires_at is not None
         assert 3600 <= file.expires_at - file.created_at <= 3601
@@ -128,7 +128,7 @@ def test_file_is_there_for_its_tenant_alone(run: Run, store: FileStore, local: P
         with pytest.raises(ApiError, match="404"):
             await files.records.find(record["id"], ACME)
         with pytest.raises(ApiError, match="404"):
-            await files.open(record["id"])
+            await files.blocks(record["id"])
         assert [key for key in await redis.keys("cellama:http:*") if b":of:" not in key] == []
 
     run(ask)
@@ -143,11 +143,11 @@ def test_expired_file_is_gone_for_clients_at_once_and_from_the_disk_with_the_swe
         kept = await files.add(local, "a", "batch", ACME, 3600)
         with pytest.raises(ApiError, match="404"):
             await files.records.find(gone["id"], ACME)
-        (await files.open(gone["id"])).close()
+        list(await files.blocks(gone["id"]))
         assert await files.sweep() == 1
         with pytest.raises(ApiError, match="404"):
-            await files.open(gone["id"])
-        (await files.open(kept["id"])).close()
+            await files.blocks(gone["id"])
+        list(await files.blocks(kept["id"]))
         assert await files.sweep() == 0
 
     run(ask)
@@ -159,7 +159,7 @@ def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
     async def ask(redis: Redis) -> None:
         store = DirectoryStore(tmp_path / "store")
         files = FileService(store, redis)
-        place = await files.place()
+        place = await files.store_id()
         lost = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         local.unlink()
         local.write_bytes(b"{}")  # a file of its own
@@ -169,10 +169,10 @@ def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
             if path.name != kept:
                 os.utime(path, (0, 0))
         await files.sweep()
-        (await files.open(kept)).close()
+        list(await files.blocks(kept))
         with pytest.raises(ApiError, match="404"):
-            await files.open(lost)
-        assert await files.look_at_place() == place
+            await files.blocks(lost)
+        assert await files.read_store_id() == place
 
     run(ask)
 
@@ -183,7 +183,7 @@ def test_file_that_was_put_by_a_wrong_clock_stays_until_it_expires(run: Run, tmp
         file_id = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         os.utime(tmp_path / "store" / "files" / file_id, (0, 0))
         await files.sweep()
-        (await files.open(file_id)).close()
+        list(await files.blocks(file_id))
 
     run(ask)
 
@@ -220,7 +220,7 @@ def test_errors_of_a_file_system_of_whatever_kind_are_those_of_a_disk(tmp_path: 
         lambda: store.open("a"),
         lambda: list(blocks_of(store.open("broken"))),
         lambda: store.delete("a"),
-        lambda: store.delete_folder("a"),
+        lambda: store.delete_directory("a"),
     ]
     for call in calls:
         with pytest.raises(OSError, match="the bucket does not answer"):
@@ -230,7 +230,7 @@ def test_errors_of_a_file_system_of_whatever_kind_are_those_of_a_disk(tmp_path: 
 def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         records = RecordStore(redis, "file")
-        for number, created_at in enumerate((1000, 2000, 1500 + LONGEST_S)):
+        for number, created_at in enumerate((1000, 2000, 1500 + MAX_LIFE_S)):
             made = {"id": f"file-{number}", "tenant": "acme", "status": "processed", "created_at": created_at}
             await records.add(made, 3600)
         assert await redis.zrange("cellama:http:of:file:acme", 0, -1) == [b"file-1", b"file-2"]
@@ -241,18 +241,18 @@ def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) ->
 def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: FileStore, local: Path) -> None:
     async def ask(redis: Redis) -> None:
         files, size = FileService(store, redis), local.stat().st_size
-        quota = Quota(max_files=3, max_bytes=3 * size)
+        quota = FileQuota(max_files=3, max_bytes=3 * size)
         added = [await files.add(local, "a", "batch", ACME, 3600, quota=quota) for _ in range(3)]
         with pytest.raises(ApiError) as refused:
             await files.add(local, "a", "batch", ACME, 3600, quota=quota)
         assert (refused.value.status, refused.value.code) == (429, "file_quota_exceeded")
         await files.add(local, "answers", "batch_output", ACME, 3600)  # what is no upload is never refused
-        assert await files.records.used(ACME) == (4, 4 * size)
-        assert await files.records.used(OTHER) == (0, 0)
+        assert await files.records.usage(ACME) == (4, 4 * size)
+        assert await files.records.usage(OTHER) == (0, 0)
         await files.delete(added[0])
         await redis.hset(http_record_key("file", added[1]["id"]), "gone_at", "1")  # type: ignore[misc]
         await redis.delete(http_record_key("file", added[2]["id"]))  # expired, or a gateway that died at a delete
-        assert await files.records.used(ACME) == (1, size)
+        assert await files.records.usage(ACME) == (1, size)
         assert await redis.zcard(http_records_key("file", "acme")) == 2
         await files.add(local, "a", "batch", ACME, 3600, quota=quota)
 
@@ -261,14 +261,14 @@ def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: FileSt
 
 def test_uploads_under_way_count_against_the_quota(run: Run, store: FileStore) -> None:
     async def ask(redis: Redis) -> None:
-        files, quota = FileService(store, redis), Quota(max_files=9, max_bytes=100)
-        async with files.receiving(ACME, 60, quota):
+        files, quota = FileService(store, redis), FileQuota(max_files=9, max_bytes=100)
+        async with files.count_upload(ACME, 60, quota):
             with pytest.raises(ApiError, match="2 files of 120 bytes"):
-                async with files.receiving(ACME, 60, quota):
+                async with files.count_upload(ACME, 60, quota):
                     pass
-            async with files.receiving(OTHER, 60, quota), files.receiving(ACME, 40, quota):
+            async with files.count_upload(OTHER, 60, quota), files.count_upload(ACME, 40, quota):
                 pass
-        async with files.receiving(ACME, 100, quota):
+        async with files.count_upload(ACME, 100, quota):
             pass
 
     run(ask)
@@ -298,8 +298,8 @@ def test_files_and_all_new_folders_are_for_their_user_alone(tmp_path: Path, loca
     store = DirectoryStore(root)
     local.chmod(0o644)
     store.put(local, "parts/batch_1/a")
-    give_identity(store)
-    fetch(store, "parts/batch_1/a", tmp_path / "copy")
+    ensure_store_id(store)
+    download(store, "parts/batch_1/a", tmp_path / "copy")
     modes = {path: path.stat().st_mode & 0o777 for path in [root.parent, root, *root.rglob("*"), tmp_path / "copy"]}
     assert len(modes) == 8
     assert {path: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from cellama.api.http.errors import ApiError
-from cellama.api.http.files.upload import FORM_BYTES, received
+from cellama.api.http.files.upload import MAX_FORM_BYTES, receive_form
 
 LIMIT = 300_000
 
@@ -22,7 +22,7 @@ LIMIT = 300_000
 def client(tmp_path: Path) -> TestClient:
     async def take(request: Request) -> Response:
         try:
-            async with received(request, tmp_path, LIMIT) as form:
+            async with receive_form(request, tmp_path, LIMIT) as form:
                 data = form.path.read_bytes()
                 return JSONResponse([form.name, form.fields, form.num_bytes, data.decode()])
         except ApiError as error:
@@ -55,7 +55,7 @@ FIELD = b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%s\r\n'
         (PART + PART + b"--B--\r\n", 400),
         (FIELD % b"batch" + b"--B--\r\n", 400),
         (FIELD % b"\xff" + PART + b"--B--\r\n", 400),
-        (FIELD % (b"x" * (FORM_BYTES + 1)) + PART + b"--B--\r\n", 413),
+        (FIELD % (b"x" * (MAX_FORM_BYTES + 1)) + PART + b"--B--\r\n", 413),
         (PART.replace(b'"file"', b'"other"') + b"--B--\r\n", 400),
         (PART.replace(b"xyz", b"x" * (LIMIT + 1)) + b"--B--\r\n", 413),
         (PART.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n") + b"--B--\r\n", 400),

@@ -35,29 +35,29 @@ class Asked:
     async def admit(self, num_tokens: int = 1, num_jobs: int = 1) -> tuple[Reservation, LimitDecision]:
         """What a gateway does: first the request, then what its body asks for; the end of one that is refused."""
         reserved, verdict = await self.limiter.admit(self.entry)
-        if verdict.is_in:
+        if verdict.is_admitted:
             reserved = replace(reserved, num_tokens=num_tokens, num_jobs=num_jobs)
             verdict = await self.limiter.reserve(self.entry, reserved)
-            if not verdict.is_in:
+            if not verdict.is_admitted:
                 await self.limiter.settle(reserved, 0)
         return reserved, verdict
 
-    async def said(self, num_tokens: int = 1) -> str:
-        return (await self.admit(num_tokens))[1].said
+    async def verdict(self, num_tokens: int = 1) -> str:
+        return (await self.admit(num_tokens))[1].verdict
 
 
 def test_requests_of_a_minute_are_limited_and_come_back_one_by_one(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, requests_per_minute=2)
-        assert await asked.said() == "in"
+        assert await asked.verdict() == "in"
         asked.clock.now += 20
-        assert await asked.said() == "in"
+        assert await asked.verdict() == "in"
         _, refused = await asked.admit()
-        assert (refused.said, refused.wait_s, refused.num_requests, refused.empty_in_s) == ("requests", 40, 2, 60)
+        assert (refused.verdict, refused.wait_s, refused.num_requests, refused.empty_in_s) == ("requests", 40, 2, 60)
         asked.clock.now += 39.9
-        assert await asked.said() == "requests"
+        assert await asked.verdict() == "requests"
         asked.clock.now += 0.2
-        assert [await asked.said(), await asked.said()] == ["in", "requests"]
+        assert [await asked.verdict(), await asked.verdict()] == ["in", "requests"]
 
     run(ask)
 
@@ -67,15 +67,15 @@ def test_tokens_are_reserved_and_settled_by_what_was_used(run: Run) -> None:
         asked = Asked(redis, tokens_per_minute=100)
         first, _ = await asked.admit(80)
         _, refused = await asked.admit(30)
-        assert (refused.said, refused.num_tokens, refused.wait_s) == ("tokens", 80, WINDOW_S)
+        assert (refused.verdict, refused.num_tokens, refused.wait_s) == ("tokens", 80, WINDOW_S)
         await asked.limiter.settle(first, 10)
         await asked.limiter.settle(first, 10)
         second, verdict = await asked.admit(90)
-        assert (verdict.said, verdict.num_tokens) == ("in", 100)
+        assert (verdict.verdict, verdict.num_tokens) == ("in", 100)
         await asked.limiter.settle(second, 200)  # more than was thought
         assert (await asked.admit(1))[1].num_tokens == 210
         asked.clock.now += WINDOW_S
-        assert await asked.said(100) == "in"
+        assert await asked.verdict(100) == "in"
 
     run(ask)
 
@@ -88,8 +88,8 @@ def test_tokens_beyond_a_reservation_count_also_after_its_minute(run: Run) -> No
         await asked.limiter.settle(first, 90)
         await asked.limiter.settle(first, 90)
         _, refused = await asked.admit(30)
-        assert (refused.said, refused.num_tokens, refused.num_requests) == ("tokens", 80, 1)
-        assert await asked.said(20) == "in"
+        assert (refused.verdict, refused.num_tokens, refused.num_requests) == ("tokens", 80, 1)
+        assert await asked.verdict(20) == "in"
 
     run(ask)
 
@@ -97,7 +97,7 @@ def test_tokens_beyond_a_reservation_count_also_after_its_minute(run: Run) -> No
 def test_request_that_no_minute_has_room_for_is_told_apart(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, tokens_per_minute=100)
-        assert [await asked.said(101), await asked.said(100)] == ["too large", "in"]
+        assert [await asked.verdict(101), await asked.verdict(100)] == ["too large", "in"]
 
     run(ask)
 
@@ -107,15 +107,15 @@ def test_jobs_at_the_same_time_hold_leases_that_end_with_them_or_with_their_gate
         asked = Asked(redis, concurrent_jobs=2)
         first, _ = await asked.admit()
         await asked.admit()
-        assert await asked.said() == "jobs"
+        assert await asked.verdict() == "jobs"
         await asked.limiter.settle(first, 1)
-        assert [await asked.said(), await asked.said()] == ["in", "jobs"]
+        assert [await asked.verdict(), await asked.verdict()] == ["in", "jobs"]
         for _ in range(5):
             asked.clock.now += LEASE_S - 1
             await asked.limiter.renew()
-        assert await asked.said() == "jobs"
+        assert await asked.verdict() == "jobs"
         asked.clock.now += LEASE_S  # no word of that gateway
-        assert [await asked.said(), await asked.said(), await asked.said()] == ["in", "in", "jobs"]
+        assert [await asked.verdict(), await asked.verdict(), await asked.verdict()] == ["in", "in", "jobs"]
 
     run(ask)
 
@@ -124,14 +124,14 @@ def test_request_of_several_jobs_holds_a_lease_for_each(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=5)
         first, _ = await asked.admit(1, 3)
-        said = [(await asked.admit(1, number))[1].said for number in (3, 6, 2, 1)]
+        said = [(await asked.admit(1, number))[1].verdict for number in (3, 6, 2, 1)]
         assert said == ["jobs", "too many", "in", "jobs"]
         asked.clock.now += LEASE_S - 1
         await asked.limiter.renew()
         asked.clock.now += LEASE_S - 1
-        assert await asked.said() == "jobs"
+        assert await asked.verdict() == "jobs"
         await asked.limiter.settle(first, 1)
-        assert (await asked.admit(1, 3))[1].is_in
+        assert (await asked.admit(1, 3))[1].is_admitted
 
     run(ask)
 
@@ -141,12 +141,12 @@ def test_request_counts_as_a_job_before_its_body_is_read_and_once_afterwards(run
         asked = Asked(redis, concurrent_jobs=2, requests_per_minute=100)
         first, _ = await asked.limiter.admit(asked.entry)
         second, _ = await asked.limiter.admit(asked.entry)
-        assert await asked.said() == "jobs"
-        assert (await asked.limiter.reserve(asked.entry, first)).is_in
-        assert (await asked.limiter.reserve(asked.entry, replace(second, num_jobs=2))).said == "jobs"
+        assert await asked.verdict() == "jobs"
+        assert (await asked.limiter.reserve(asked.entry, first)).is_admitted
+        assert (await asked.limiter.reserve(asked.entry, replace(second, num_jobs=2))).verdict == "jobs"
         await asked.limiter.settle(first, 0)
-        assert (await asked.limiter.reserve(asked.entry, replace(second, num_jobs=2))).is_in
-        assert await asked.said() == "jobs"
+        assert (await asked.limiter.reserve(asked.entry, replace(second, num_jobs=2))).is_admitted
+        assert await asked.verdict() == "jobs"
 
     run(ask)
 
@@ -157,10 +157,10 @@ def test_request_is_charged_once_when_its_body_comes_after_its_minute(run: Run) 
         slow, _ = await asked.limiter.admit(asked.entry)
         asked.clock.now += WINDOW_S
         verdict = await asked.limiter.reserve(asked.entry, replace(slow, num_tokens=60))
-        assert (verdict.said, verdict.num_requests, verdict.num_tokens) == ("in", 0, 60)
+        assert (verdict.verdict, verdict.num_requests, verdict.num_tokens) == ("in", 0, 60)
         await asked.limiter.settle(replace(slow, num_tokens=60), 10)
         _, verdict = await asked.admit(90)
-        assert (verdict.said, verdict.num_requests, verdict.num_tokens) == ("in", 1, 100)
+        assert (verdict.verdict, verdict.num_requests, verdict.num_tokens) == ("in", 1, 100)
 
     run(ask)
 
@@ -170,7 +170,7 @@ def test_lease_that_is_renewed_while_its_job_ends_is_gone(run: Run) -> None:
         asked = Asked(redis, concurrent_jobs=1)
         for _ in range(20):
             reserved, verdict = await asked.admit()
-            assert verdict.is_in
+            assert verdict.is_admitted
             await asyncio.gather(asked.limiter.renew(), asked.limiter.settle(reserved, 1))
 
     run(ask)
@@ -183,7 +183,7 @@ def test_request_that_is_sent_again_because_its_answer_was_lost_counts_once(run:
         asked = Asked(redis, requests_per_minute=2, tokens_per_minute=100, concurrent_jobs=1)
         for _ in range(3):
             _, verdict = await asked.admit(10)
-            assert (verdict.said, verdict.num_requests, verdict.num_tokens) == ("in", 1, 10)
+            assert (verdict.verdict, verdict.num_requests, verdict.num_tokens) == ("in", 1, 10)
 
     run(ask)
 
@@ -224,11 +224,11 @@ def test_limiter_says_what_brute_force_says(run: Run, steps: list[tuple[str, int
             num_requests, num_taken = (sum(entry[at] for entry in inside) for at in (2, 1))
             reserved, verdict = await asked.admit(num_tokens)
             if num_requests >= 4 or num_taken > 100:
-                assert not verdict.is_in
+                assert not verdict.is_admitted
                 continue
             log.append([asked.clock.now, 0, 1])
-            assert verdict.is_in == (num_taken + num_tokens <= 100)
-            if verdict.is_in:
+            assert verdict.is_admitted == (num_taken + num_tokens <= 100)
+            if verdict.is_admitted:
                 log.append([asked.clock.now, num_tokens, 0])
                 running.append((reserved, log[-1]))
 
@@ -243,7 +243,7 @@ def test_wait_of_a_refused_request_is_long_enough(run: Run) -> None:
             asked.clock.now += 3
         _, refused = await asked.admit(60)
         asked.clock.now += refused.wait_s + 0.001
-        assert await asked.said(60) == "in"
+        assert await asked.verdict(60) == "in"
 
     run(ask)
 
@@ -251,6 +251,6 @@ def test_wait_of_a_refused_request_is_long_enough(run: Run) -> None:
 def test_limits_of_keys_have_nothing_to_do_with_each_other(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         one, other = Asked(redis, requests_per_minute=1), Asked(redis, requests_per_minute=1)
-        assert [await one.said(), await other.said(), await one.said()] == ["in", "in", "requests"]
+        assert [await one.verdict(), await other.verdict(), await one.verdict()] == ["in", "in", "requests"]
 
     run(ask)

@@ -17,7 +17,7 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.parsing import ParsedRequest
 from cellama.api.http.responses.creating import parse_response
-from cellama.api.http.responses.reading import EVENTS_PER_PAGE, error_frame, frames, look
+from cellama.api.http.responses.reading import EVENTS_PER_PAGE, error_frame, frames, status_of
 from cellama.api.http.responses.store import ResponseStore, new_id
 from cellama.api.http.sse import with_errors
 from cellama.api.openai.responses.record import ResponseRecord
@@ -42,7 +42,7 @@ def write(redis: Redis, journal: Any, first: int = 0) -> None:
         redis.xadd(journal_key("j"), {"event": json.dumps({"seq": seq, **event})}, id=stream_id(seq))
 
 
-def status_of(raised: pytest.ExceptionInfo[ApiError]) -> int:
+def http_status(raised: pytest.ExceptionInfo[ApiError]) -> int:
     return raised.value.status
 
 
@@ -54,7 +54,7 @@ def test_record_is_the_first_one_and_expires(run: Any, redis: Redis) -> None:
         assert await records.read(ID, ACME) == first
         with pytest.raises(ApiError) as raised:
             await records.create(record(digest="b"))
-        assert status_of(raised) == 409
+        assert http_status(raised) == 409
 
     run(ask)
     assert redis.ttl(response_key(ID)) > 0  # type: ignore[operator]
@@ -68,9 +68,9 @@ def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redi
         for caller, name in ((OTHER, ID), (Caller(), ID), (ACME, "resp_x"), (ACME, new_id(None))):
             with pytest.raises(ApiError) as raised:
                 await records.read(name, caller)
-            told.append(status_of(raised))
+            told.append(http_status(raised))
         assert told == [404] * 4
-        await records.forget(record())
+        await records.delete(record())
         await records.create(record(store=False))
         with pytest.raises(ApiError):
             await records.read(ID, ACME)
@@ -85,7 +85,7 @@ def test_record_of_a_model_that_is_not_for_the_caller_is_not_there(run: Any) -> 
         assert await records.read(ID, Caller("acme", models=frozenset({":default"})))
         with pytest.raises(ApiError) as raised:
             await records.read(ID, Caller("acme", models=frozenset({"tiny"})))
-        assert status_of(raised) == 404
+        assert http_status(raised) == 404
 
     run(ask)
 
@@ -94,7 +94,7 @@ def test_record_that_is_withdrawn_leaves_the_job_alone(run: Any, redis: Redis) -
     async def ask(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
-        await records.heed(record())
+        await records.notify_on_end(record())
         await records.withdraw(record())
 
     redis.hset(job_key("j"), "state", "queued")
@@ -116,20 +116,20 @@ def test_record_of_a_newer_gateway_is_read() -> None:
 def test_status_is_that_of_the_journal(run: Any, redis: Redis, name: str) -> None:
     journal = JOURNALS[name]
     with pytest.raises(ApiError) as raised:
-        run(lambda gateway: look(gateway, record()))
-    assert status_of(raised) == 404
+        run(lambda gateway: status_of(gateway, record()))
+    assert http_status(raised) == 404
     redis.hset(job_key("j"), "state", "queued")
-    assert run(lambda gateway: look(gateway, record(background=True))).response["status"] == "queued"
+    assert run(lambda gateway: status_of(gateway, record(background=True))).response["status"] == "queued"
     redis.set(result_key("j"), '{"status": "STARTED"}')  # Celery's, before the first event
-    assert run(lambda gateway: look(gateway, record(background=True))).response["status"] == "queued"
+    assert run(lambda gateway: status_of(gateway, record(background=True))).response["status"] == "queued"
     write(redis, journal[:-1])
     if journal[:-1]:
-        going_on = run(lambda gateway: look(gateway, record(background=True)))
+        going_on = run(lambda gateway: status_of(gateway, record(background=True)))
         assert (going_on.response["status"], going_on.has_ended) == ("in_progress", False)
     write(redis, journal[-1:], len(journal) - 1)
-    standing = run(lambda gateway: look(gateway, record(background=True)))
+    standing = run(lambda gateway: status_of(gateway, record(background=True)))
     assert standing.has_ended
-    assert standing.is_whole
+    assert standing.has_all_events
     assert standing.finish_key == journal[-1].get("finish_key")
 
 
@@ -148,7 +148,7 @@ def test_long_journal_is_read_in_pages(run: Any, redis: Redis, monkeypatch: pyte
             return found
 
         monkeypatch.setattr(gateway.redis, "xrange", noted)
-        return await look(gateway, record())
+        return await status_of(gateway, record())
 
     standing = run(ask)
     assert standing.response["output"][0]["content"][0]["text"] == "".join(token["text"] for token in tokens)
@@ -159,8 +159,8 @@ def test_end_that_outlives_its_events_is_told_by_the_entry_of_the_job(run: Any, 
     told = []
     for name in ("failed at once", "cancelled"):
         redis.hset(job_key("j"), mapping={"state": "done", "end": json.dumps(JOURNALS[name][-1])})
-        standing = run(lambda gateway: look(gateway, record(background=True)))
-        assert (standing.has_ended, standing.is_whole) == (True, False)
+        standing = run(lambda gateway: status_of(gateway, record(background=True)))
+        assert (standing.has_ended, standing.has_all_events) == (True, False)
         told.append(standing.response["status"])
     assert told == ["failed", "cancelled"]
 

@@ -13,7 +13,13 @@ from openai import OpenAI
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from cellama.api.http.webhooks.delivering import AGAIN_S, AT_ONCE_TO_ONE, LEASE_BEYOND_S, Webhooks, wait_after
+from cellama.api.http.webhooks.delivering import (
+    LEASE_MARGIN_S,
+    MAX_ATTEMPTS_PER_ENDPOINT,
+    RETRY_WAITS_S,
+    Webhooks,
+    wait_after,
+)
 from cellama.api.http.webhooks.ledger import DeliveryLedger
 from cellama.api.http.webhooks.sending import DeliveryOutcome, Sender
 from cellama.api.webhooks import announcement
@@ -45,8 +51,8 @@ def with_webhooks(url: str, do: Callable[[Webhooks], Awaitable[Any]], *, private
 
 
 async def once(webhooks: Webhooks) -> None:
-    await webhooks.look()
-    await webhooks.ended()
+    await webhooks.poll()
+    await webhooks.wait_for_attempts()
 
 
 def make_due(redis: Redis) -> None:
@@ -77,7 +83,7 @@ def test_event_reaches_its_endpoint_signed(redis_url: str, receiver: Receiver) -
 
 
 def test_event_that_is_not_known_is_not_announced() -> None:
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="is unknown"):
         announcement("batch.begun", "batch_1", None)
 
 
@@ -92,7 +98,7 @@ def test_failed_delivery_is_made_again_with_the_same_id(
         before = time.time()
         with_webhooks(redis_url, once)
         [(delivery, due_at)] = redis.zrange(webhook_due_key(), 0, -1, withscores=True)
-        assert before + AGAIN_S[0] <= due_at <= time.time() + AGAIN_S[0] * 1.1
+        assert before + RETRY_WAITS_S[0] <= due_at <= time.time() + RETRY_WAITS_S[0] * 1.1
         redis.zadd(webhook_due_key(), {delivery: due_at + 1000})  # it is not due yet, however long this takes
         with_webhooks(redis_url, once)
         assert len(receiver.calls) == 1
@@ -109,11 +115,11 @@ def test_gateway_that_dies_leaves_its_delivery_to_others(redis_url: str, receive
         announce(redis, "batch.expired", "batch_1")
 
         async def take_and_die(webhooks: Webhooks) -> None:
-            await webhooks.look()  # close() cuts the attempt off
+            await webhooks.poll()  # close() cuts the attempt off
 
         with_webhooks(redis_url, take_and_die)
         [(delivery, ends_at)] = redis.zrange(webhook_due_key(), 0, -1, withscores=True)
-        assert ends_at > time.time() + LEASE_BEYOND_S / 2
+        assert ends_at > time.time() + LEASE_MARGIN_S / 2
         redis.zadd(webhook_due_key(), {delivery: 0})
         with_webhooks(redis_url, once)
         assert not left(redis)
@@ -143,17 +149,17 @@ def test_endpoint_gets_a_bounded_number_at_once(redis_url: str) -> None:
         async with AsyncRedis.from_url(redis_url) as redis:
             ledger = DeliveryLedger(redis, "one")
             busy, idle = (Endpoint(id=new_id(), url="https://example.org", secret=new_secret()) for _ in range(2))
-            for place in range(AT_ONCE_TO_ONE + 3):
+            for place in range(MAX_ATTEMPTS_PER_ENDPOINT + 3):
                 await announce(redis, "batch.failed", f"batch_{place}")
             for entry_id, fields in await ledger.announced():
                 await ledger.spread(entry_id, fields, [busy])
             await announce(redis, "batch.failed", "batch_last")
             for entry_id, fields in await ledger.announced():
                 await ledger.spread(entry_id, fields, [busy, idle])
-            taken = await ledger.take(99, AT_ONCE_TO_ONE, 60, {busy.id: 1})
+            taken = await ledger.take(99, MAX_ATTEMPTS_PER_ENDPOINT, 60, {busy.id: 1})
             return [sum(one.endpoint_id == endpoint.id for one in taken) for endpoint in (busy, idle)]
 
-    assert asyncio.run(run()) == [AT_ONCE_TO_ONE - 1, 1]
+    assert asyncio.run(run()) == [MAX_ATTEMPTS_PER_ENDPOINT - 1, 1]
 
 
 def test_private_address_gets_nothing_unless_that_is_allowed(redis_url: str, receiver: Receiver) -> None:
@@ -193,7 +199,7 @@ def test_endpoint_that_was_deleted_is_not_there_again_after_its_410(redis_url: s
         async with AsyncRedis.from_url(redis_url) as redis:
             store = EndpointStore(redis)
             endpoint = Endpoint(id=new_id(), url="https://example.org", secret=new_secret())
-            await store.turn_off(endpoint)
+            await store.disable(endpoint)
             return await store.all()
 
     assert asyncio.run(run()) == []
@@ -214,9 +220,9 @@ def test_delivery_of_a_deleted_endpoint_goes(redis_url: str, receiver: Receiver)
 
 def test_waits_grow_until_there_is_no_further_attempt() -> None:
     failed = DeliveryOutcome(500)
-    waits = [wait_after(attempt, failed) for attempt in range(1, len(AGAIN_S) + 2)]
+    waits = [wait_after(attempt, failed) for attempt in range(1, len(RETRY_WAITS_S) + 2)]
     assert waits[-1] is None
-    for wait_s, least in zip(waits, AGAIN_S, strict=False):
+    for wait_s, least in zip(waits, RETRY_WAITS_S, strict=False):
         assert least <= (wait_s or 0) <= least * 1.1
     assert wait_after(1, DeliveryOutcome(429, retry_after_s=100)) == 100
     assert wait_after(1, DeliveryOutcome(204)) is None

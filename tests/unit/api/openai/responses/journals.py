@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cellama.api.openai.responses.bodies import shown_of
+from cellama.api.openai.responses.bodies import response_fields
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract import events
 from cellama.tasks.contract.shapes.results import usage_of
@@ -52,5 +52,5 @@ def record(**fields: Any) -> ResponseRecord:
         "params": {},
     }
     return ResponseRecord(
-        **{"id": ID, "shown": {**shown_of(body), "model": "tiny", "service_tier": "default"}, **given, **fields}
+        **{"id": ID, "shown": {**response_fields(body), "model": "tiny", "service_tier": "default"}, **given, **fields}
     )

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cellama.api.openai.responses.events import Fold, journal_of_result
+from cellama.api.openai.responses.events import ResponseEvents, journal_of_result
 from cellama.api.openai.responses.record import ResponseRecord
 
 from .journals import CALL, ID, JOURNALS, PROBS, STARTED, TEXT, THOUGHTS, done, record
@@ -18,8 +18,8 @@ OPENAIS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
 
 
 def fold(journal: Any, of: ResponseRecord | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    folding = Fold(of or record())
-    told = folding.begin()
+    folding = ResponseEvents(of or record())
+    told = folding.start()
     for event in journal:
         told += folding.of(event)
     return told, folding.response()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
+from cellama.api.openai.responses.bodies import includes_signatures, params_of, response_fields
 from cellama.api.openai.responses.items import items_of, messages_of
 from cellama.config import limits
 from cellama.tasks.contract.all_kinds import KINDS
@@ -62,27 +62,27 @@ def test_thoughts_without_text_or_answer_are_no_turn() -> None:
     ("given", "told"),
     [
         (7, "input is 7"),
-        ([], "input is without a message"),
+        ([], "input is a list without messages"),
         ([7], "input[0] is 7"),
         ([{"type": 7}], "input[0].type is 7"),
         ([{"type": ["message"]}], "input[0].type is"),
-        ([{"type": "web_search_call"}], "input is without a message"),
+        ([{"type": "web_search_call"}], "input is a list without messages"),
         ([{"role": "robot", "content": ""}], "input[0].role is 'robot'"),
         ([{"role": ["user"], "content": ""}], "input[0].role is"),
         ([{"role": "user"}], "input[0].content is None"),
-        ([{"role": "user", "content": [{"type": "input_image"}]}], "models read text only"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "models can only process text"),
         ([{"role": "user", "content": [{"type": ["x"]}]}], "input[0].content[0] is"),
         ([{"role": "user", "content": [{"type": "input_text", "text": 1}]}], "input[0].content[0].text is 1"),
         ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments is None"),
         ([{"type": "function_call_output", "call_id": "c"}], "input[0].output is None"),
         ([{"type": "reasoning", "encrypted_content": 7}], "input[0].encrypted_content is 7"),
-        ([{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_1"}], "send them as they are"),
+        ([{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_1"}], "send the item itself"),
         ([{"role": "user", "content": "Hi"}, {"role": "user", "content": "\ud800"}], "input[1].content is '\\ud800'"),
         ([{"role": "user", "content": [{"type": "input_text", "text": "\0"}]}], "input[0].content[0].text is"),
         ([{"role": "user", "content": "Hi", "id": "\ud800"}], "input[0].id is '\\ud800'"),
         (
             [{"role": "user", "content": "Hi", "id": "a"}, {"role": "user", "content": "Ho", "id": "a"}],
-            "ids must differ",
+            "ids must be unique",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"text": 7}, "text is 7"),
         ({"text": {"format": {"type": "xml"}}}, "its format must be"),
         ({"text": {"format": {"type": "json_schema", "schema": 123}}}, "text is"),
-        ({"text": {"format": {"type": "json_object", "schema": {}}}, "regex": "a"}, "regex is given, too"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}, "regex": "a"}, "regex is also given"),
         ({"text": {"format": "json"}}, "text.format is 'json'"),
         ({"text": {"format": "json_schema"}}, "text.format is 'json_schema'"),
         ({"text": {"format": {"type": "text", "name": "\ud800"}}}, "text is"),
@@ -179,7 +179,7 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"tool_choice": {"type": "custom"}}, "or of type allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
-            "allowed_tools needs a mode (auto, required) and a list of tools",
+            "allowed_tools must have a mode (auto or required), and a list of tools",
         ),
         ({"include": "x"}, "include is 'x'"),
         ({"include": [7]}, "include is [7]"),
@@ -190,13 +190,13 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
 )
 def test_wrong_bodies_are_refused_with_a_name(body: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidJob) as raised:
-        (params_of(body), shown_of(body))
+        (params_of(body), response_fields(body))
     assert told in str(raised.value)
 
 
 def test_answer_repeats_the_body_with_defaults() -> None:
-    shown = shown_of({"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False})
+    shown = response_fields({"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False})
     assert shown["tools"] == [{**FUNCTION, "description": None}]
     assert (shown["metadata"], shown["parallel_tool_calls"], shown["tool_choice"]) == ({"a": "b"}, False, "auto")
     assert shown["text"] == {"format": {"type": "text"}}
-    assert wants_encrypted({"include": ["reasoning.encrypted_content"]})
+    assert includes_signatures({"include": ["reasoning.encrypted_content"]})

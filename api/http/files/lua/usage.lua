@@ -1,6 +1,6 @@
--- How many records a tenant has that have not expired, and how many bytes these have. What the index still has of records that are gone goes.
--- `index`: the tenant's; `prefix`: that of the records' keys.
-local function used(index, prefix, now)
+-- Returns the number of a tenant's records that have not expired, and their bytes. Removes deleted records from the index.
+-- `index`: the tenant's index; `prefix`: that of the records' keys.
+local function usage(index, prefix, now)
   local num, bytes = 0, 0
   for _, id in ipairs(redis.call('ZRANGE', index, 0, -1)) do
     local found = redis.call('HMGET', prefix .. id, 'bytes', 'gone_at')
