@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from rich.markup import escape
 
 from cellama.api.keys.entry import KeyEntry, KeyText, new_key, parse_key
-from cellama.api.keys.store import KeyLookup, KeyFile, KeyStore
+from cellama.api.keys.store import KeyFile, KeyLookup, KeyStore
 from cellama.config import get_settings
 from cellama.config.settings import explain
 from cellama.tasks.connection.connections import connect_async
