@@ -1,4 +1,4 @@
-"""What models take of the machine's memory, and what is left of it: arithmetic, and the system's figures.
+"""Memory of the machine: what models need, and what is available.
 
 May use: `errors`, `options`, `system`.
 """

@@ -1,8 +1,8 @@
-"""What models may take of the machine's memory: the arithmetic, without a model or a device.
+"""The memory budget: arithmetic about the memory that models need and devices have, without a model or a device.
 
-In "auto", what is left is what the devices have free, less a margin, less what loads in flight will take. Mapped
-weights need a care of their own: a system counts their pages as free, because it can drop and read them again, but a
-model that lost its weights is no faster than the disk. So they count in full, from the load to the unload.
+With "auto", the available memory is the free memory of the devices, minus a margin, minus the needs of loads in
+progress. Mapped weights need special care. A system counts their pages as free, because it can drop and reread them,
+but a model without its weights in memory is as slow as the disk. So they count in full while the model is loaded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MemoryBudget = int | Literal["auto", "unlimited"]
 OnFull = Literal["refuse", "evict"]
 DeviceKind = Literal["cpu", "gpu", "integrated gpu"]
 CPU = "CPU"
-ALL_DEVICES = "all devices"  # what a budget in bytes is for
-MARGIN_SHARE = 0.05  # of a device's memory that "auto" leaves to other programs …
-MAX_MARGIN_BYTES = 1 << 30  # … and at most these bytes
+ALL_DEVICES = "all devices"  # the name under which a budget in bytes is kept
+MARGIN_SHARE = 0.05  # share of a device's memory that "auto" leaves to other programs
+MAX_MARGIN_BYTES = 1 << 30  # upper limit of this margin
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with memory of its own, named as ggml names it: "CPU", "CUDA0" …"""
+    """A device with memory of its own. Names are those of ggml: "CPU", "CUDA0" …"""
 
     name: str
     kind: DeviceKind
@@ -35,7 +35,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Vram:
-    """The memory of all devices but the CPU together; what others use is among `used_bytes`."""
+    """The memory of all devices except the CPU. `used_bytes` includes other programs."""
 
     total_bytes: int
     free_bytes: int
@@ -43,58 +43,58 @@ class Vram:
 
 
 def vram_of(devices: Iterable[Device]) -> Vram | None:
-    """The sum of these devices' own memory; None, and no made-up number, if none of them has any."""
-    own = [device for device in devices if device.kind != "cpu"]
-    if not own:
+    """Return the total memory of these devices; None if none of them has memory of its own."""
+    gpus = [device for device in devices if device.kind != "cpu"]
+    if not gpus:
         return None
-    total, free = sum(device.total_bytes for device in own), sum(device.free_bytes for device in own)
+    total, free = sum(device.total_bytes for device in gpus), sum(device.free_bytes for device in gpus)
     return Vram(total, free, total - free)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache.
+    """The bytes that a model takes on one device. `mapped_bytes` are the part of the weights in the page cache.
 
-    `saved_bytes` are for KV states in RAM, those on their way to disk and from it included: they may be taken at any
-    time, and so count in full.
+    `saved_bytes` are for KV states in RAM, including those on their way to and from disk. They count in full, because
+    they may be used at any time.
     """
 
     weights_bytes: int = 0
-    kv_bytes: int = 0  # cells, and the states of recurrent layers
+    kv_bytes: int = 0  # cells, and states of recurrent layers
     compute_bytes: int = 0  # scratch and output buffers
     mapped_bytes: int = 0
     saved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Without `mapped_bytes`, which are a part of the weights."""
+        """The total without `mapped_bytes`, which are part of the weights."""
         return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a model takes, by device."""
+    """The bytes that a model takes, by device."""
 
     devices: Mapping[str, MemoryUse] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        """On all devices together."""
+        """The total on all devices."""
         return self.on(ALL_DEVICES).total_bytes
 
     def on(self, device: str) -> MemoryUse:
-        """What it takes of one device, or of ALL_DEVICES."""
+        """Return the use of one device, or of ALL_DEVICES."""
         if device != ALL_DEVICES:
             return self.devices.get(device, MemoryUse())
         return _sum(self.devices.values())
 
     def plus(self, other: Footprint) -> Footprint:
-        """What both take."""
+        """Return the sum of two footprints."""
         names = dict.fromkeys([*self.devices, *other.devices])
         return Footprint({name: _sum([self.on(name), other.on(name)]) for name in names})
 
     def by_device(self) -> dict[str, int]:
-        """Bytes per device."""
+        """Return the number of bytes by device."""
         return {name: usage.total_bytes for name, usage in self.devices.items()}
 
 
@@ -104,7 +104,7 @@ def _sum(parts: Collection[MemoryUse]) -> MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Where a footprint does not fit."""
+    """The device on which a footprint doesn't fit, with its sizes."""
 
     device: str
     required_bytes: int
@@ -112,47 +112,47 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes that may still be taken: of each device, or of all together under the name ALL_DEVICES."""
+class AvailableMemory:
+    """The bytes that are available on each device, or on all devices together under the name ALL_DEVICES."""
 
     free: Mapping[str, int]
 
     def needed(self, footprint: Footprint) -> dict[str, int]:
-        """What a footprint takes, under the names that this room has; a device that it does not know is left out."""
+        """Return the bytes that a footprint takes, under the names of `free`. Unknown devices are omitted."""
         if ALL_DEVICES in self.free:
             return {ALL_DEVICES: footprint.total_bytes}
         return {name: size for name, size in footprint.by_device().items() if name in self.free}
 
     def shortage(self, footprint: Footprint) -> Shortage | None:
-        """The device where most is missing, None if the footprint fits."""
-        lacking = [
+        """Return the device with the largest shortage; None if the footprint fits."""
+        shortages = [
             Shortage(name, size, max(0, self.free[name]))
             for name, size in self.needed(footprint).items()
             if size > self.free[name]
         ]
-        return max(lacking, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
+        return max(shortages, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
 
-    def beside(self, footprint: Footprint) -> Room:
-        """The room that this leaves."""
-        taken = self.needed(footprint)
-        return Room({name: size - taken.get(name, 0) for name, size in self.free.items()})
+    def minus(self, footprint: Footprint) -> AvailableMemory:
+        """Return the memory that is available after this footprint was allocated."""
+        needed = self.needed(footprint)
+        return AvailableMemory({name: size - needed.get(name, 0) for name, size in self.free.items()})
 
-    def with_back(self, footprints: Iterable[Footprint]) -> Room:
-        """The room after these have gone."""
+    def plus(self, footprints: Iterable[Footprint]) -> AvailableMemory:
+        """Return the memory that is available after these footprints were freed."""
         free = dict(self.free)
         for footprint in footprints:
             for name, size in self.needed(footprint).items():
                 free[name] += size
-        return Room(free)
+        return AvailableMemory(free)
 
 
 def margin(device: Device) -> int:
-    """Bytes of a device that "auto" leaves to others."""
+    """Return the bytes of a device that "auto" leaves to other programs."""
     return min(MAX_MARGIN_BYTES, int(device.total_bytes * MARGIN_SHARE))
 
 
 class Budget:
-    """Who has taken what, and what is left. Safe from any thread; no call waits."""
+    """The memory that each model has reserved, and what is available. Safe from any thread; no call waits."""
 
     def __init__(
         self,
@@ -160,19 +160,19 @@ class Budget:
         devices: Callable[[], Sequence[Device]],
         num_saved: Callable[[str], int] = lambda model_id: 0,
     ) -> None:
-        """`num_saved` tells how many bytes of its quota a model's saved states take just now."""
+        """`num_saved` returns the bytes of its quota that the saved states of a model take now."""
         self.limit = limit
         self._devices = devices
         self._num_saved = num_saved
         self._taken: dict[str, Footprint] = {}
         self._in_flight: set[str] = set()
-        # While loads are in flight, what the devices report falls, sooner or later, by what they take. It is known
-        # what they will take: so it is subtracted from what was free before the first of them.
+        # During loads, the free memory that devices report falls sooner or later. The needs of the loads are known, so
+        # they are subtracted from the free memory before the first of these loads.
         self._before: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def reserve(self, model_id: str, footprint: Footprint) -> None:
-        """Counts a model from now on; it is in flight until `settle`."""
+        """Reserve memory for a model. Its load is in progress until `settle`."""
         with self._lock:
             if not self._in_flight:
                 self._before = self._measured()
@@ -182,13 +182,13 @@ class Budget:
             self._in_flight.add(model_id)
 
     def settle(self, model_id: str, footprint: Footprint) -> None:
-        """A load is over; what it really took counts."""
+        """Finish a load. The memory that the model really takes counts from now on."""
         with self._lock:
             self._taken[model_id] = footprint
             self._in_flight.discard(model_id)
 
     def release(self, model_id: str) -> None:
-        """A model is gone, or could not be loaded."""
+        """Release the memory of a model that was unloaded or could not be loaded."""
         with self._lock:
             footprint = self._taken.pop(model_id, Footprint())
             self._in_flight.discard(model_id)
@@ -196,19 +196,20 @@ class Budget:
                 self._before[name] = self._before.get(name, 0) + size
 
     def taken(self) -> dict[str, Footprint]:
-        """All models and what they count for."""
+        """Return the footprints of all models."""
         with self._lock:
             return dict(self._taken)
 
-    def room(self) -> Room:
-        """What the budget leaves. "unlimited" leaves what "auto" does: the sizes that were left open go by it."""
+    def available(self) -> AvailableMemory:
+        """Return the available memory. "unlimited" is measured like "auto", because open sizes depend on the result."""
         with self._lock:
             if isinstance(self.limit, int):
-                return Room({ALL_DEVICES: self.limit - sum(taken.total_bytes for taken in self._taken.values())})
+                remaining = self.limit - sum(taken.total_bytes for taken in self._taken.values())
+                return AvailableMemory({ALL_DEVICES: remaining})
             free = self._measured()
             if self._in_flight:
                 free = {name: min(size, self._before.get(name, size)) for name, size in free.items()}
-            return Room(free)
+            return AvailableMemory(free)
 
     def _measured(self) -> dict[str, int]:
         free = {device.name: device.free_bytes - margin(device) for device in self._devices()}
@@ -221,16 +222,18 @@ class Budget:
         return free
 
 
-def choose_victims(room: Room, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]) -> list[str]:
-    """Return the first models of `idle`, as few as will do, without which a footprint fits; [] if all are too few."""
+def choose_victims(
+    available: AvailableMemory, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]
+) -> list[str]:
+    """Return the first models of `idle`, as few as possible, whose memory a footprint needs; [] if all are too few."""
     for count in range(1, len(idle) + 1):
-        if room.with_back(taken for _, taken in idle[:count]).shortage(footprint) is None:
+        if available.plus(taken for _, taken in idle[:count]).shortage(footprint) is None:
             return [model_id for model_id, _ in idle[:count]]
     return []
 
 
 def readable(num_bytes: float) -> str:
-    """A size for people: "1.5 GiB"."""
+    """Return a size in readable form, such as "1.5 GiB"."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1

@@ -1,4 +1,4 @@
-"""RAM that this process can still take: the machine's, or less where a container's limit is nearer."""
+"""Free RAM for this process: that of the machine, or less if the limit of a container is lower."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cellama.engine.system.processors import CGROUPS, OWN, control_groups, text_
 
 _LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # v2, v1
 _FILE_PAGES = (("total_inactive_file", "total_active_file"), ("inactive_file", "active_file"))  # memory.stat: v1, v2
-_NO_LIMIT = 1 << 60  # what v1 writes when there is none is near 2**63
+_NO_LIMIT = 1 << 60  # v1 reports a number near 2**63 if there is no limit
 
 
 def ram() -> tuple[int, int]:
-    """Total and free bytes. Page cache counts as free: the system gives it back when a program needs memory."""
+    """Return total and free bytes. Page cache counts as free, because the system drops it when memory is needed."""
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     limit = group_limit()
@@ -26,7 +26,7 @@ def ram() -> tuple[int, int]:
 
 
 def group_limit(root: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
-    """The limit of this process's control groups, and what is free of it; None without one. cgroups v1 and v2."""
+    """Return the limit of this process's control groups (v1 or v2) and the free bytes within; None without a limit."""
     found = [limit for folder in control_groups("memory", root, own) if (limit := _limit(folder)) is not None]
     return (min(limit for limit, _ in found), min(free for _, free in found)) if found else None
 
@@ -53,7 +53,7 @@ def _page_cache(path: Path) -> int:
 
 
 def give_memory_back() -> None:
-    """Frees what hangs on reference cycles, and gives freed pages back to the system (glibc keeps them otherwise)."""
+    """Collect reference cycles, and return freed pages to the system, which glibc would keep."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # musl has no malloc_trim

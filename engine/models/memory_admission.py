@@ -75,7 +75,7 @@ class MemoryAdmission:
         stubborn: set[str] = set()  # idle models that did not go
         with self._turn:
             while True:
-                room = self.budget.room()
+                room = self.budget.available()
                 plan = at_low_priority(functools.partial(plan_apart, model_id, path, options, wanted, room))
                 shortage = None if self.budget.limit == "unlimited" else room.shortage(plan.footprint)
                 if shortage is None:
@@ -102,7 +102,7 @@ class MemoryAdmission:
             return False
         taken = self.budget.taken()
         idle = [(other, taken[other]) for other in self._idle() if other in taken and other not in stubborn]
-        victims = choose_victims(self.budget.room(), footprint, idle)
+        victims = choose_victims(self.budget.available(), footprint, idle)
         for victim in victims:
             log.info("model %s is unloaded to make room for %s", victim, model_id)
             try:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cellama.engine.errors import EngineError, InvalidRequest, ModelLoadFailed, WrongCapability
-from cellama.engine.memory.budget import Footprint, MemoryUse, Room
+from cellama.engine.memory.budget import AvailableMemory, Footprint, MemoryUse
 from cellama.engine.memory.free_memory import ram
 from cellama.engine.options import Capability, EngineOptions, Uses
-from cellama.engine.system.confined import confine, how_it_ended
+from cellama.engine.system.confined import confine, describe_exit
 
 from . import tuned_options
 
@@ -37,7 +37,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 
 
 def plan_apart(
-    model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: Room
+    model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: AvailableMemory
 ) -> LoadPlan:
     """As `llama.plan_load`, with what `cellama tune` chose for what the options leave open (tuned_options.py).
 
@@ -51,12 +51,12 @@ def plan_apart(
         raise ModelLoadFailed(f"model {model_id!r} generates no tokens, so it can have no draft model; leave out draft")
     draft = _plan_draft(path, plan.options, room)
     if room.shortage(plan.footprint.plus(draft)) is not None:  # sizes that were left open filled it
-        plan = _plan_one(model_id, path, options, wanted, room.beside(draft))
+        plan = _plan_one(model_id, path, options, wanted, room.minus(draft))
         draft = _plan_draft(path, plan.options, room)
     return replace(plan, footprint=plan.footprint.plus(draft))
 
 
-def _plan_draft(path: Path, options: EngineOptions, room: Room) -> Footprint:
+def _plan_draft(path: Path, options: EngineOptions, room: AvailableMemory) -> Footprint:
     """What the draft model for the model at `path` takes; raises unless it can be that."""
     assert options.draft is not None
     wanted: frozenset[Capability] = frozenset({"generate"})
@@ -68,7 +68,7 @@ def _plan_one(
     path: Path,
     options: EngineOptions,
     wanted: frozenset[Capability] | None,
-    room: Room,
+    room: AvailableMemory,
     *,
     guesses_for: Path | None = None,
 ) -> LoadPlan:
@@ -111,7 +111,7 @@ def _answer_of_child(path: Path, asked: str) -> Mapping[str, Any]:
         answer: Mapping[str, Any] = json.loads(said)
         return answer
     last = next((line.strip() for line in reversed(complaints.splitlines()) if line.strip()), "no reason given")
-    reason = f"{how_it_ended(child.returncode)}: {_BUILD_FOLDER.sub('', last)}"
+    reason = f"{describe_exit(child.returncode)}: {_BUILD_FOLDER.sub('', last)}"
     raise ModelLoadFailed(
         f"llama.cpp ends over {str(path)!r} ({reason}); the file is damaged or of an unsupported kind: "
         "fetch or convert it again"
@@ -161,7 +161,7 @@ def _plan(asked: dict[str, Any]) -> dict[str, Any]:
     else:
         check_draft(path, Path(asked["guesses_for"]))
     wanted = None if asked["wanted"] is None else frozenset(asked["wanted"])
-    plan = plan_load(asked["model_id"], path, options, wanted, Room(asked["room"]))
+    plan = plan_load(asked["model_id"], path, options, wanted, AvailableMemory(asked["room"]))
     return _plan_as_json(replace(plan, tuned=names))
 
 

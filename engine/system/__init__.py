@@ -1,4 +1,4 @@
-"""What the engine asks of the operating system: cores, control groups, threads, processes that may end.
+"""Access to the operating system: cores, control groups, threads and child processes, and the watchdog for threads.
 
-Also who looks whether threads still move. May use: nothing of ours.
+May import nothing else of cellama's engine.
 """

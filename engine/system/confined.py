@@ -1,4 +1,4 @@
-"""Processes of our own that do what must not happen in a process that serves: limits on what they may take."""
+"""Limits for child processes that do work which could crash or exhaust a serving process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
-    """Limits a child's memory and CPU time, and makes it the first to go when memory runs out. Elsewhere than on Linux
-    it does nothing: there its time is all that is limited, by its parent."""
+    """Limit a child's memory and CPU time, and make it the first process to be killed when memory runs out.
+
+    Does nothing on systems other than Linux, where only the parent limits the child's time.
+    """
     if sys.platform != "linux":
         return
     import resource
@@ -18,15 +20,15 @@ def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
     limits = {resource.RLIMIT_DATA: data_bytes, resource.RLIMIT_CORE: 0}
     if cpu_s is not None:
         limits[resource.RLIMIT_CPU] = cpu_s
-    with contextlib.suppress(OSError, ValueError):  # it is gone already, or has lower limits
+    with contextlib.suppress(OSError, ValueError):  # the child has exited, or has lower limits
         for limit, value in limits.items():
             resource.prlimit(pid, limit, (value, value))
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000", encoding="ascii")
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+def describe_exit(code: int) -> str:
+    """Return a description of an exit code."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

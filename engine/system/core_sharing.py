@@ -1,13 +1,12 @@
-"""Shares the cores of a machine out: among workers, among the models of one worker, alongside other programs.
+"""Core sharing: divides the cores of a machine among workers and the models of each, considering other programs.
 
-llama.cpp's threads wait for each other many times per token. A thread that does not run holds up all others, so each
-must have a core to itself (docs/adr/007-threads.md has the figures). The functions are pure; `CoreSharing` owns the
-thread that looks at the machine.
+The threads of llama.cpp wait for each other many times per token. A thread without a core delays all others, so each
+thread must have a core of its own (docs/adr/007-threads.md has figures). The functions are pure, and `CoreSharing` owns
+the thread that observes the machine.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -16,84 +15,89 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cellama.config.logging import event_logger
+
 from . import processors
 from .processors import Processors, ProcessorTimes
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-ACTIVE = 0.2  # cores: a peer that uses less leaves its share to the others
-FALL_S = 1.0  # seconds for which fewer threads must be called for: a thread without a core slows every step down …
-RAISE_S = 5.0  # … and seconds for more, because a core too few costs little
-LEAST_TOLERATED, TOLERATED = 0.1, 0.7  # cores; the second one over the number of cores
-LOOK_S = 0.5  # seconds between two looks at the machine: at least two within FALL_S
+ACTIVE = 0.2  # cores; a peer that uses less leaves its share to the others
+FALL_S = 1.0  # seconds for which fewer threads must be called for: a thread without a core slows down every step
+RAISE_S = 5.0  # seconds for which more threads must be called for: an unused core costs little
+LEAST_TOLERATED, TOLERATED = (
+    0.1,
+    0.7,
+)  # tolerated use by others in cores: the larger of the first, and the second / cores
+LOOK_S = 0.5  # seconds between two observations: at least two within FALL_S
 IN_USE_S = 1.0  # seconds after its last request for which a part counts as in use
-WARN_S = 10.0  # other programs that take cores for so long are worth a line in the log
-USE_WEIGHT = 0.5  # of the newest value in the running mean of what this process uses
+WARN_S = 10.0  # seconds for which other programs must use cores before a warning is logged
+USE_WEIGHT = 0.5  # weight of the newest value in the running mean of the cores that this process uses
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Another worker on the same machine."""
 
-    wants: int  # threads, if it were alone
-    uses: float  # cores, lately
-    same_quota: bool = False  # it lives in the same container
-    goes_first: bool = False  # where a number of cores can't be divided
+    wants: int  # threads that it would use alone
+    uses: float  # cores that it has recently used
+    same_quota: bool = False  # it is in the same container
+    goes_first: bool = False  # it gets the larger part of a number of cores that can't be divided equally
 
 
 def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
-    """Cores for each, at least 1: none gets more than it wants, the others share what that leaves.
+    """Divide cores among processes that want these numbers, at least 1 for each.
 
-    What can't be divided goes to those named first.
+    None gets more than it wants, and the others share the rest. The first ones get what can't be divided equally.
     """
-    shares, left = [0] * len(wants), total
+    shares, remaining = [0] * len(wants), total
     modest_first = sorted(range(len(wants)), key=lambda index: (wants[index], -index))
     for num_served, index in enumerate(modest_first):
-        shares[index] = max(1, min(wants[index], left // (len(wants) - num_served)))
-        left -= shares[index]
+        shares[index] = max(1, min(wants[index], remaining // (len(wants) - num_served)))
+        remaining -= shares[index]
     return shares
 
 
-def cores_beside(cores: int, others: float) -> int:
-    """The cores that are left beside programs that use `others` of them, at least 1.
+def available_beyond_others(cores: int, others: float) -> int:
+    """Return the number of cores that remain if other programs use `others` cores, at least 1.
 
-    A little is tolerated: on few cores one less costs more than a program that runs now and then.
+    Little use is tolerated, because on few cores, one core less costs more than a program that runs occasionally.
     """
     lost = math.ceil(others - max(LEAST_TOLERATED, TOLERATED / cores))
     return max(1, cores - max(0, lost))
 
 
-def threads_beside(own: Processors, peers: Sequence[Peer], others: float) -> int:
-    """The threads that a process with `own` may have beside its peers and `others` cores of other programs."""
+def num_threads(local: Processors, peers: Sequence[Peer], others: float) -> int:
+    """Return the number of threads for a process with these peers, if other programs use `others` cores."""
     active = [peer for peer in peers if peer.uses >= ACTIVE]
-    share = _own_share(cores_beside(own.cores, others), own.available, active)
-    if own.available < own.cores:
-        own_container = [peer for peer in active if peer.same_quota]
-        share = min(share, _own_share(own.available, own.available, own_container))
+    share = _share(available_beyond_others(local.cores, others), local.available, active)
+    if local.available < local.cores:
+        same_container = [peer for peer in active if peer.same_quota]
+        share = min(share, _share(local.available, local.available, same_container))
     return share
 
 
-def _own_share(total: int, wants: int, peers: Sequence[Peer]) -> int:
+def _share(total: int, wants: int, peers: Sequence[Peer]) -> int:
     before = [peer.wants for peer in peers if peer.goes_first]
     after = [peer.wants for peer in peers if not peer.goes_first]
     return fair_shares(total, [*before, wants, *after])[len(before)]
 
 
-def others_of(busy: float, own: float, peers: Sequence[Peer]) -> float:
-    """The cores that are used by others than this process and its active peers."""
-    return max(0.0, busy - own - sum(peer.uses for peer in peers if peer.uses >= ACTIVE))
+def others_of(busy: float, local: float, peers: Sequence[Peer]) -> float:
+    """Return the number of cores that programs other than this process and its active peers use."""
+    return max(0.0, busy - local - sum(peer.uses for peer in peers if peer.uses >= ACTIVE))
 
 
-class Steady:
-    """A number of threads that follows what is called for: down within a second, up when it lasts."""
+class SteadyThreads:
+    """A number of threads that falls within a second, and rises only when the demand lasts."""
 
     def __init__(self, current: int) -> None:
         self.current = current
-        self._calls: deque[tuple[float, int]] = deque()  # time, threads; of the last RAISE_S
+        self._calls: deque[tuple[float, int]] = deque()  # (time, threads) of the last RAISE_S
         self._since: float | None = None
 
     def follow(self, now: float, called_for: int) -> int:
-        """The number from now on."""
+        """Account the number that is called for now, and return the number to use."""
         self._since = now if self._since is None else self._since
         self._calls.append((now, called_for))
         while self._calls[0][0] < now - RAISE_S:
@@ -110,7 +114,7 @@ class Threaded(Protocol):
     """An engine or an embedder."""
 
     @property
-    def last_submit(self) -> float: ...  # unix seconds
+    def last_submit(self) -> float: ...  # Unix seconds
 
     @property
     def is_busy(self) -> bool: ...
@@ -120,7 +124,7 @@ class Threaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What computes, and its threads if it were alone; `fixed` if they were set, so that they stay."""
+    """A part that computes, and the threads that it would use alone. `fixed` if the user has set its threads."""
 
     part: Threaded
     threads: int
@@ -132,88 +136,91 @@ class Claim:
 
 
 class CoreSharing:
-    """Owns a thread that looks at the machine twice a second and tells the parts how many threads they have."""
+    """Owns a thread that observes the machine twice a second and sets the number of threads of each part."""
 
     def __init__(self, claims: Callable[[], Sequence[Claim]], own: Processors | None = None) -> None:
-        """`claims` returns the current claims. `own` is what this process may compute on; None: as the system says."""
+        """`claims` returns the current claims. `own` are the processors of this process; None: detect them."""
         self._claims = claims
-        self._own = own or processors.own_limits()
+        self._processors = own or processors.own_limits()
         self._peers: Sequence[Peer] = ()
         self._last: tuple[float, ProcessorTimes] | None = None
         self._uses = 0.0
         self._wants = 1
-        self._steady = Steady(self._own.available)
-        self._quiet_at: float | None = None  # when other programs last left all cores to us and our peers
-        self._warned = False
+        self._threads = SteadyThreads(self._processors.available)
+        self._quiet_at: float | None = (
+            None  # last time at which other programs left all cores to this process and peers
+        )
+        self._has_warned = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cellama-cores", daemon=True)
 
     def start(self) -> None:
-        """Looks from now on, in a thread of its own."""
+        """Start to observe the machine."""
         self._thread.start()
 
     def close(self) -> None:
-        """Looks no more; the parts keep the threads that they have."""
+        """Stop to observe the machine. The parts keep their numbers of threads."""
         self._closing.set()
         self._thread.join()
 
     def meet(self, peers: Sequence[Peer]) -> None:
-        """These are the other workers of this machine, from now on."""
+        """Set the other workers of this machine."""
         self._peers = peers
 
     def report(self) -> dict[str, Any]:
-        """What other workers need to know of this process, in JSON."""
-        own = {"machine": processors.machine_id(), "processors": processors.own_processors()}
-        return {**own, "wants": self._wants, "uses": round(self._uses, 2), "threads": self._steady.current}
+        """Return the description of this process for other workers, as JSON."""
+        machine = {"machine": processors.machine_id(), "processors": processors.own_processors()}
+        return {**machine, "wants": self._wants, "uses": round(self._uses, 2), "threads": self._threads.current}
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
             try:
                 self.look(time.monotonic(), processors.read())
             except Exception:
-                log.exception("the cores could not be shared out; it is tried again")
+                log.exception("cores could not be shared", detail="retried with the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
-        """Compares what the machine has done with the last look, and tells the parts their threads."""
+        """Compare the processor times with those of the last observation, and set the threads of the parts."""
         others = self._others(now, reading)
         claims = self._claims()
         in_use = [claim for claim in claims if claim.in_use]
-        self._wants = min(self._own.available, max(1, sum(claim.threads for claim in in_use or claims)))
-        share = self._steady.follow(now, threads_beside(self._own, self._peers, others))
+        self._wants = min(self._processors.available, max(1, sum(claim.threads for claim in in_use or claims)))
+        share = self._threads.follow(now, num_threads(self._processors, self._peers, others))
         for claim in claims:
             if not claim.fixed:
                 claim.part.use_threads(_threads_of(claim, claims, in_use, share))
-        self._warn_of(others, now, share)
+        self._warn_about_others(others, now, share)
 
     def _others(self, now: float, reading: ProcessorTimes | None) -> float:
-        """Cores that other programs than we and our peers used since the last look."""
+        """Return the number of cores that other programs than this process and its peers have used recently."""
         last, self._last = self._last, None if reading is None else (now, reading)
         if last is None or reading is None or now <= last[0]:
             return 0.0
         seconds = now - last[0]
-        own = (reading.own_s - last[1].own_s) / seconds
-        self._uses += USE_WEIGHT * (own - self._uses)
-        return others_of((reading.busy_s - last[1].busy_s) / seconds, own, self._peers)
+        used = (reading.own_s - last[1].own_s) / seconds
+        self._uses += USE_WEIGHT * (used - self._uses)
+        return others_of((reading.busy_s - last[1].busy_s) / seconds, used, self._peers)
 
-    def _warn_of(self, others: float, now: float, share: int) -> None:
-        """Says once that other programs take cores from us: it may be what a slow worker suffers from."""
-        if self._quiet_at is None or cores_beside(self._own.cores, others) == self._own.cores:
+    def _warn_about_others(self, others: float, now: float, share: int) -> None:
+        """Log once that other programs use cores, which may explain why a worker is slow."""
+        cores = self._processors.cores
+        if self._quiet_at is None or available_beyond_others(cores, others) == cores:
             self._quiet_at = now
-        elif not self._warned and now - self._quiet_at >= WARN_S and share < self._wants:
-            self._warned = True
+        elif not self._has_warned and now - self._quiet_at >= WARN_S and share < self._wants:
+            self._has_warned = True
             log.warning(
-                "other programs use %.1f of %d cores: models compute with %d threads instead of %d while that lasts; "
-                "end the others, or set a model's threads, which then stay as they are",
-                others,
-                self._own.cores,
-                share,
-                self._wants,
+                "other programs use cores",
+                used=round(others, 1),
+                cores=cores,
+                threads=share,
+                wanted=self._wants,
+                detail="models compute with fewer threads; stop the programs, or set the threads of the models",
             )
 
 
 def _threads_of(claim: Claim, claims: Sequence[Claim], in_use: Sequence[Claim], share: int) -> int:
-    """Its part of this process's share, beside those that are in use, as if it were, too."""
-    chosen = sum(other.threads for other in in_use if other.fixed)
+    """Return the part's share of the threads of this process, if it and the parts in use share them."""
+    num_fixed = sum(other.threads for other in in_use if other.fixed)
     sharing = [other for other in claims if not other.fixed and (other in in_use or other is claim)]
-    shares = fair_shares(max(1, share - chosen), [other.threads for other in sharing])
+    shares = fair_shares(max(1, share - num_fixed), [other.threads for other in sharing])
     return shares[sharing.index(claim)]

@@ -1,4 +1,4 @@
-"""What other threads hand to the one that serves them, and how many of their requests have not ended."""
+"""The inbox: commands from other threads for the thread that serves them, and the number of unfinished requests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Command = TypeVar("Command")
 
 
 class Inbox(Generic[Command]):
-    """Commands in the order in which they came. Any thread may put one in; one thread, the owner, takes them out."""
+    """Commands in order of arrival. Any thread may add one. Only one thread, the owner, takes them out."""
 
     def __init__(self) -> None:
-        # Reentrant: a generator that the garbage collector ends cancels its request wherever a thread is just now.
+        # Reentrant, because the garbage collector may close a generator on any thread, which cancels its request.
         self._changed = threading.Condition()
         self._commands: deque[Command] = deque()
         self._is_closed = False
         self._is_nudged = False
         self._num_open = 0
-        self.num_submitted = 0  # requests, ever
-        self.last_submit = 0.0  # unix seconds; 0 before the first request
+        self.num_submitted = 0  # total number of requests
+        self.last_submit = 0.0  # Unix seconds; 0 before the first request
 
     # Any thread
 
     def submit(self, command: Command) -> bool:
-        """Puts a request in, which is open until `end`; False, and it is not in, if the inbox is closed."""
+        """Add a request, which is unfinished until `end`; return False, without adding it, if the inbox is closed."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -36,7 +36,7 @@ class Inbox(Generic[Command]):
             return self.put(command)
 
     def put(self, command: Command) -> bool:
-        """Puts a command in; False, and it is not in, if the inbox is closed."""
+        """Add a command; return False, without adding it, if the inbox is closed."""
         with self._changed:
             if not self._is_closed:
                 self._commands.append(command)
@@ -44,59 +44,59 @@ class Inbox(Generic[Command]):
             return not self._is_closed
 
     def nudge(self) -> None:
-        """The owner's wait ends: something has come for it by another way."""
+        """Wake the owner, because there is something for it elsewhere."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
 
     def end(self) -> None:
-        """One of the requests that were submitted has ended."""
+        """Count a finished request."""
         with self._changed:
             self._num_open -= 1
             if not self._num_open:
                 self._changed.notify_all()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """True as soon as every request has ended; False if one has not after `timeout_s`."""
+        """Wait until every request has finished; return False if one has not after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
     @property
     def is_busy(self) -> bool:
-        """True while requests have not ended."""
+        """Whether any request is unfinished."""
         return self._num_open > 0
 
     @property
     def is_closed(self) -> bool:
-        """True when nothing can be put in any more."""
+        """Whether it accepts no more commands."""
         return self._is_closed
 
     def close(self) -> bool:
-        """Nothing can be put in any more, and the owner wakes up; False if that was so before."""
+        """Accept no more commands, and wake the owner; return False if the inbox was already closed."""
         with self._changed:
             was_open, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
             return was_open
 
     def waiting(self) -> list[Command]:
-        """What is in it just now, and stays there."""
+        """Return the commands without removing them."""
         with self._changed:
             return list(self._commands)
 
     # The owner
 
     def __bool__(self) -> bool:
-        """True if there are commands."""
+        """Return whether there are commands."""
         return bool(self._commands)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns as soon as there are commands, after a nudge, when the inbox is closed, or after `timeout_s`."""
+        """Wait for commands, a nudge, the closing of the inbox, or `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
             self._is_nudged = False
 
     def take(self, most: int | None = None) -> list[Command]:
-        """Takes everything out, or the first `most` commands. Never waits."""
+        """Remove and return all commands, or the first `most`. Never waits."""
         if not self._commands:
             return []
         with self._changed:

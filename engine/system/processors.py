@@ -1,4 +1,4 @@
-"""The processors that this process may use, the limits of its container, and how busy the machine is."""
+"""Processors that this process may use, limits of its container, and the processor times of the machine."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # where Linux has control groups, of v1 and v2
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # control groups of Linux, v1 and v2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-LOW_PRIORITY_COST = 0.2  # what time of niced programs does to our steps, measured at nice 10 (docs/adr/007-threads.md)
+LOW_PRIORITY_COST = 0.2  # effect of a niced program on the steps of an engine, at nice 10 (docs/adr/007-threads.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What a process may compute on."""
+    """The processors of a process."""
 
-    cores: int  # processors it may run on
-    quota: float | None = None  # processors' time per second that its container allows
+    cores: int  # number of processors on which it may run
+    quota: float | None = None  # processor seconds per second that its container allows
 
     @property
     def available(self) -> int:
-        """Threads that can run at the same time."""
+        """The number of threads that can run at the same time."""
         return self.cores if self.quota is None else max(1, min(self.cores, int(self.quota)))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Seconds of processor time until now: of all programs on our processors, and of this process."""
+    """Total processor times in seconds: of all programs on these processors, and of this process."""
 
     busy_s: float
     own_s: float
 
 
 def own_processors() -> list[int]:
-    """The numbers of the processors on which the system may run this process."""
+    """Return the numbers of the processors on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def own_limits() -> Processors:
-    """Return what this process may compute on."""
+    """Return the processors of this process, with the quota of its container."""
     return Processors(len(own_processors()), cpu_quota())
 
 
 def available_cores() -> int:
-    """Threads of this process that can run at the same time."""
+    """Return the number of threads of this process that can run at the same time."""
     return own_limits().available
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """The processors' time that the limits of this process's control groups allow per second; None without one."""
+    """Return the processor seconds per second that the control groups of this process allow; None without a limit."""
     found = [quota for folder in control_groups("cpu", root, own) if (quota := _quota(folder)) is not None]
     return min(found, default=None)
 
@@ -69,31 +69,31 @@ def _quota(folder: Path) -> float | None:
 
 
 def machine_id() -> str:
-    """The same for all processes on one running system, also in its containers (Linux); else the host's name."""
+    """Return an id that all processes on one running system share, also in containers on Linux; else the host name."""
     return text_of(_BOOT_ID) or socket.gethostname()
 
 
 def read() -> ProcessorTimes | None:
-    """What was used until now; None where the system does not tell."""
+    """Return the processor times; None if the system doesn't report them."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError):
         return None
     ours = own_processors()
-    if ours and ours[-1] < len(times):  # else some are switched off, and the numbers don't fit
+    if ours and ours[-1] < len(times):  # otherwise some processors are offline, and the numbers don't match
         times = [times[number] for number in ours]
     busy_s = sum(_busy_s(one) for one in times)
     return ProcessorTimes(busy_s, time.process_time())
 
 
 def _busy_s(times: object) -> float:
-    """Of one processor. Time of guests is part of the user's."""
+    """Return the busy time of one processor. Time of guests is part of the user time."""
     kinds = ("user", "system", "irq", "softirq")
     return sum(getattr(times, kind, 0.0) for kind in kinds) + LOW_PRIORITY_COST * getattr(times, "nice", 0.0)
 
 
 def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> list[Path]:
-    """The groups of a controller that this process is in, and those around them: a container's lies at the root."""
+    """Return the groups of a controller that contain this process, from the innermost to the root."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -109,7 +109,7 @@ def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> li
 
 
 def text_of(path: Path) -> str | None:
-    """What a file of a group says; None if it is not there."""
+    """Return the text of a file of a control group; None if there is no such file."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""How the files of a split model are named: `…-00001-of-00003.gguf` and so on (llama.h: llama_split_path). Pure."""
+"""Names of the files of a split model, such as `…-00001-of-00003.gguf` (llama.h: llama_split_path). Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def part_names(name: str) -> list[str]:
-    """The files of the model that this file is a part of, the first one first; else it alone."""
+    """Return the names of all files of the model, the first one first. A file that is not a part is alone."""
     part = _PART.search(name)
     if part is None:
         return [name]
@@ -17,6 +17,6 @@ def part_names(name: str) -> list[str]:
 
 
 def is_first_part(name: str) -> bool:
-    """True if the file stands for its model: the first part, or all of it."""
+    """Return whether the file represents its model, because it is the first part or all of it."""
     part = _PART.search(name)
     return part is None or int(part[1]) == 1

@@ -1,4 +1,4 @@
-"""Threads with deep stacks, threads of low priority, and threads whose result is waited for."""
+"""Threads with deep stacks, threads with low priority, and threads with a result."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-# Regular expressions of a vocabulary and parsers of grammars recurse with the length of a text; what overflows the
-# stack ends the process. Memory that is not used costs nothing but addresses.
+# Regular expressions of a vocabulary and parsers of grammars recurse with the length of a text, and a stack overflow
+# ends the process. Memory that is not used costs only address space.
 STACK_BYTES = 64 << 20
-NICENESS = 10  # a tenth of a core against threads that are busy; at 19 a load beside a busy engine took 40 x as long
+NICENESS = 10  # a tenth of a core against busy threads; at 19 a load alongside a busy engine took 40 times as long
 
 T = TypeVar("T")
 _changing = threading.Lock()
 
 
 def start_deep(run: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread with a stack of STACK_BYTES, started; other threads of the process get what they got before."""
+    """Start a daemon thread with a stack of STACK_BYTES. The stack size of other threads is not changed."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     with _changing:
         before = threading.stack_size(STACK_BYTES)
@@ -32,7 +32,7 @@ def start_deep(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def in_background(action: Callable[[], T], name: str) -> Future[T]:
-    """Does it in a daemon thread of its own; the future gives what it returns, or raises what it does."""
+    """Call a function in a daemon thread, and return a future with its result or exception."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -49,9 +49,9 @@ def in_background(action: Callable[[], T], name: str) -> Future[T]:
 
 
 def at_low_priority(work: Callable[[], T]) -> T:
-    """What `work` returns or raises; meanwhile it gives way to all other threads. On Linux, elsewhere it just runs.
+    """Call a function at low priority, and return its result or raise its exception. Only Linux lowers the priority.
 
-    Threads that `work` starts give way, too, for good. An engine's must be started outside.
+    Threads that the function starts keep the low priority, so the thread of an engine must be started elsewhere.
     """
     if sys.platform != "linux":
         return work()
@@ -69,7 +69,7 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
 
 def give_way() -> None:
-    """This thread gives way to all others from now on. On Linux, elsewhere nothing changes."""
+    """Lower the priority of this thread for good. Systems other than Linux don't support that."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # affects this thread only

@@ -1,8 +1,8 @@
-"""Knows when a thread that has work makes no step for too long, says where it hangs and for whom, and ends the process.
+"""The watchdog: if a thread with work makes no progress for too long, it logs the cause and ends the process.
 
-A thread that serves many beats its `Pulse` at the beginning of every step, and rests it when there is nothing to do.
-One watchdog per process looks at all of them. What is unfinished goes on in another process; a hang would hold it for
-ever, and a thread that died would fail it all.
+A thread that serves many requests reports each step to its `Pulse`, and also when there is nothing to do. One watchdog
+per process checks all of them. After the process has ended, other processes continue its work. Without the watchdog, a
+hang would hold the work forever, and a failed thread would fail all of it.
 """
 
 from __future__ import annotations
@@ -19,50 +19,52 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-log = logging.getLogger(__name__)
+from cellama.config.logging import event_logger
 
-LOOK_S = 1.0  # seconds between two looks
-AT_LEAST_S = 10.0  # seconds that any step may take: a busy machine can hold up a thread for some
-MANY = 30  # times what a step of its size took before
-FIRST_S = 600.0  # for a kind of step that is long at first (pages come in, kernels are compiled), and never more
-FADING = 0.999  # factor of the slowest step with each step: it is forgotten after some thousand steps
-PAGING = 50  # pages read from disk between two looks: it is slow, but it goes on
+log = event_logger(__name__)
+
+LOOK_S = 1.0  # seconds between two checks
+AT_LEAST_S = 10.0  # seconds that any step may take, because a busy machine can delay a thread
+MANY = 30  # allowed ratio of a step to earlier ones of its size
+FIRST_S = 600.0  # seconds for first steps of a slow kind (pages are loaded, kernels compiled), and upper limit
+FADING = 0.999  # factor of the slowest duration with each step, which forgets it after a few thousand steps
+PAGING = 50  # pages read from disk between two checks that count as progress, although a slow one
 BLOCKS_PER_PAGE = 8  # getrusage counts blocks of 512 bytes
 EXIT_STALLED = 70  # sysexits.h: EX_SOFTWARE
-REPORT_S = 10.0  # seconds; a hang that can't be logged within them ends the process without a report
-LAST_RESORT_S = 60.0  # at least, without a look of the watchdog: none of our own calls holds the GIL for a second
+REPORT_S = 10.0  # seconds to log a hang; after that the process ends without a report
+LAST_RESORT_S = 60.0  # minimum seconds without a check: no call of cellama holds the GIL for even a second
 
-_is_ending = threading.Event()  # end_process runs: its own, shorter limit holds
+_is_ending = threading.Event()  # set while end_process runs, which has a shorter limit
 
 Suspects = Iterable[str]
 
 
 class WatchedStep(NamedTuple):
-    """What a thread does just now; told apart from the next one by identity."""
+    """The current step of a thread. Steps are compared by identity."""
 
     kind: str
     size: int
-    suspects: Suspects  # the requests that it does it for
+    suspects: Suspects  # requests that the step works for
     began: float  # time.monotonic()
     longest_s: float
 
 
 class Pulse:
-    """What a thread tells of its steps. Its owner's thread only, but for `name` and what the watchdog reads."""
+    """The progress of a thread. Only its thread may use it, except `name` and the fields that the watchdog reads."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        self.step: WatchedStep | None = None  # None: nothing to do
-        self.suspect: str | None = None  # of the step's requests the one that it does it for just now
-        self.on_death: Callable[[str], None] | None = None  # of the watchdog that looks after it
+        self.step: WatchedStep | None = None  # None while there is no work
+        self.suspect: str | None = None  # the request of the step that the thread works for now
+        self.on_death: Callable[[str], None] | None = None  # callback of the watchdog that watches it
         self.closed = False
         self._clock = clock
-        self._slowest: dict[str, dict[int, float]] = {}  # seconds, by kind and by the number of bits of the size
+        self._slowest: dict[str, dict[int, float]] = {}  # seconds, by kind and by the bit length of the size
 
     def beat(self, kind: str, suspects: Suspects = (), size: int = 1, first_s: float = AT_LEAST_S) -> None:
-        """A step begins, for the requests `suspects`; the one before is over.
+        """Report the start of a step for the requests `suspects`, and the end of the previous one.
 
-        Steps of one kind take more time the larger their `size`. `first_s` is for those before any has ended.
+        Larger `size` means a longer step among those of one kind. `first_s` limits the first steps of a kind.
         """
         now = self._clock()
         self._note(now)
@@ -72,7 +74,7 @@ class Pulse:
         self.step = WatchedStep(kind, size, suspects, began=now, longest_s=longest_s)
 
     def rest(self) -> None:
-        """There is nothing to do until the next beat."""
+        """Report that there is no work until the next beat."""
         self._note(self._clock())
         self.step = None
 
@@ -83,7 +85,7 @@ class Pulse:
             slowest[bits] = max(now - step.began, slowest.get(bits, 0.0) * FADING)
 
     def _expected_s(self, kind: str, size: int) -> float | None:
-        """What the slowest step of this size took of late, or of the next larger one; else as the largest promises."""
+        """Return the slowest duration of this size, or of the next larger one, or extrapolated from the largest one."""
         slowest, bits = self._slowest.get(kind), size.bit_length()
         if not slowest:
             return None
@@ -94,29 +96,29 @@ class Pulse:
 
     @property
     def is_watched(self) -> bool:
-        """True if the process ends with this thread."""
+        """Whether the process ends if this thread fails."""
         return self.on_death is not None
 
     def die(self, reason: str) -> None:
-        """The thread ends for an unforeseen reason. Does not return where a watchdog looks after it."""
+        """Report that the thread ends because of an unexpected error. Does not return if a watchdog watches it."""
         if self.on_death is not None:
-            self.on_death(f"thread {self.name!r} died: {reason}")
+            self.on_death(f"thread {self.name!r} failed: {reason}")
         self.close()
 
     def close(self) -> None:
-        """The thread ends in order."""
+        """Report that the thread ends normally."""
         self.step, self.closed = None, True
 
 
 @dataclass(slots=True)
 class _Watch:
     pulse: Pulse
-    step: WatchedStep | None = None  # at the last look
-    stalled_s: float = 0.0  # since then without another
+    step: WatchedStep | None = None  # step at the last check
+    stalled_s: float = 0.0  # time since then without another step
 
 
 class Watchdog:
-    """Looks at the pulses of a process. `look` is pure but for `end`; `start` calls it again and again."""
+    """Checks the pulses of a process. `look` is pure except for `end`; `start` calls it every second."""
 
     def __init__(
         self,
@@ -125,11 +127,11 @@ class Watchdog:
         num_paged: Callable[[], int] | None = None,
         last_resort_s: float = 0.0,
     ) -> None:
-        """No step of less than `at_least_s` is too long. `end` gets the reason; it ends the process by default.
+        """`at_least_s` is the lowest limit for a step. `end` gets the reason, and ends the process by default.
 
-        `num_paged` counts the pages that the process has read from disk. After `start`, code that needs no GIL ends the
-        process if the watchdog's thread can't look for `last_resort_s` (at least `LAST_RESORT_S`, and twice
-        `at_least_s`), because another thread keeps the GIL, or because the process was suspended for that long.
+        `num_paged` counts the pages that the process has read from disk. After `start`, C code that needs no GIL ends
+        the process if the watchdog's thread makes no check for `last_resort_s`, which is at least `LAST_RESORT_S` and
+        twice `at_least_s`. The reason may be a thread that holds the GIL, or a suspension of the process.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -138,22 +140,22 @@ class Watchdog:
         self._paged = self._num_paged()
         self._watches: list[_Watch] = []
         self._looked_at: float | None = None
-        self._armed_at = 0.0  # time.monotonic() at which the last resort was put off
+        self._armed_at = 0.0  # time.monotonic() at which the last resort was postponed
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(self, *pulses: Pulse) -> None:
-        """From now on the process ends with one of these threads, or when it hangs. Any thread."""
+        """Watch these pulses: the process ends if one of their threads fails or hangs. Any thread."""
         for pulse in pulses:
             pulse.on_death = self._end
             with self._lock:
                 self._watches.append(_Watch(pulse))
 
     def look(self, now: float) -> None:
-        """Ends the process if a thread has made no step for too long.
+        """End the process if a thread has made no step for too long.
 
-        Only time between two looks counts: in a process that was suspended no thread makes steps.
+        Only the time between two checks counts, because no thread makes steps in a suspended process.
         """
         elapsed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * LOOK_S)
         self._looked_at = now
@@ -172,7 +174,7 @@ class Watchdog:
                 self._end(_reason(watch.pulse, step, watch.stalled_s))
 
     def start(self) -> None:
-        """Looks every second, in a thread."""
+        """Start the thread that checks every second."""
         self._arm_last_resort()
         self._thread = threading.Thread(target=self._run, name="cellama-watchdog", daemon=True)
         self._thread.start()
@@ -180,22 +182,22 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
             if time.monotonic() - self._armed_at > self._last_resort_s:
-                continue  # the timer is due, and ends the process: a look must not put it off
+                continue  # the timer has expired and will end the process, so it must not be postponed
             self._arm_last_resort()
             self.look(time.monotonic())
 
     def _arm_last_resort(self) -> None:
-        """Let the C thread of faulthandler end the process after `last_resort_s`, unless this is called again.
+        """Set the timer of faulthandler, whose C thread ends the process after `last_resort_s` unless set again.
 
-        It reads the stacks without the GIL. If another thread runs meanwhile, as after a suspension, reading can crash,
-        and the exit is a SIGSEGV instead of 1.
+        It reads the stacks without the GIL. If another thread runs at the same time, as after a suspension, reading can
+        crash, and the process ends with SIGSEGV instead of exit code 1.
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
             self._armed_at = time.monotonic()
 
     def close(self) -> None:
-        """Looks no more; threads may end as they like from now on."""
+        """Stop checking. Threads may end in any way from now on."""
         self._closing.set()
         with self._lock:
             for watch in self._watches:
@@ -208,24 +210,24 @@ class Watchdog:
 
 def _reason(pulse: Pulse, step: WatchedStep, stalled_s: float) -> str:
     suspects = pulse.suspect or ", ".join(step.suspects) or "no request in particular"
-    return f"thread {pulse.name!r} has been in one step ({step.kind}) for {stalled_s:.0f} s; it works for: {suspects}"
+    return f"thread {pulse.name!r} has been in one step ({step.kind}) for {stalled_s:.0f} s, working for: {suspects}"
 
 
 def end_process(reason: str) -> None:
-    """Logs the reason and the stacks of all threads, then ends the process at once. Does not return."""
+    """Log the reason and the stacks of all threads, then end the process immediately. Does not return."""
     _is_ending.set()
-    # The hanging thread may hold a lock of the logging: then C code ends the process, which needs neither.
+    # The hanging thread may hold a lock of the logging system. Then C code ends the process, which needs no lock.
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)
     try:
-        log.critical("%s; the process ends, so that its jobs go on elsewhere\n%s", reason, stacks())
+        log.critical("process exits", detail=f"{reason}; other processes continue its jobs\n{stacks()}")
         logging.shutdown()
     finally:
         os._exit(EXIT_STALLED)
 
 
 def stacks() -> str:
-    """Where all threads of this process are, in Python."""
+    """Return the Python stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -236,7 +238,7 @@ def stacks() -> str:
 def _num_paged() -> int:
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return 0
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_majflt + usage.ru_inblock // BLOCKS_PER_PAGE

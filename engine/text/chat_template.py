@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from cellama.config.logging import event_logger
 from cellama.engine.errors import EngineStopped, InvalidRequest, TemplateFailed
-from cellama.engine.system.confined import confine, how_it_ended
+from cellama.engine.system.confined import confine, describe_exit
 
 from .derivation.probes import probes
 from .derivation.reply_markup import ReplyMarkup, derive_markup
@@ -294,7 +294,7 @@ class TemplateProcess:
             self._end()
             raise TemplateFailed(
                 f"the model's chat template took more than {CPU_S:g} s or too much memory "
-                f"({how_it_ended(self._process.returncode)}); send less, or correct the template"
+                f"({describe_exit(self._process.returncode)}); send less, or correct the template"
             )
         answer: dict[str, Any] = json.loads(answered)
         return answer

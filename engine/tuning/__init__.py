@@ -1,4 +1,4 @@
-"""Measure which setup of a model is the fastest on this machine: `python -m cellama.engine.tuning`, for `cellama tune`.
+"""Tuning: measures which configuration of a model is the fastest on this machine, for `cellama tune`.
 
 May use: all of the engine.
 """

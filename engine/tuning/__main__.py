@@ -1,8 +1,8 @@
-"""`python -m cellama.engine.tuning`: tunes a model for `cellama tune`, which must not import the engine.
+"""`python -m cellama.engine.tuning` tunes a model for `cellama tune`, which must not import the engine.
 
-It reads one JSON object from stdin: `source`, `options` (as EngineOptions), `capabilities`, `hub`, `seconds`,
-`max_threads`, `max_slots`. It writes a JSON object per line: `{"row": …}` as each setup is measured, then
-`{"result": …}` or `{"error": …, "code": …}`. It keeps the result before it writes it.
+It reads one JSON object from stdin: `source`, `options` (of EngineOptions), `capabilities`, `hub`, `seconds`,
+`max_threads`, `max_slots`. It writes one JSON object per line: `{"row": …}` when a setup was measured, and at the end
+`{"result": …}` or `{"error": …, "code": …}`. The result is stored before it is written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Measure setups of a model: its weights are loaded once, and each setup gets a context and the same requests."""
+"""Measures setups of a model. The weights are loaded once, and each setup gets a context and the same requests."""
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from cellama.config.logging import event_logger
 from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed
@@ -27,23 +27,23 @@ from .workload import RequestLengths, num_requests, requests
 if TYPE_CHECKING:
     from cellama.engine.llama import LlamaModel, LoadPlan
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 USUAL = RequestLengths()
-SHORTEST = RequestLengths(prompt_tokens=16, new_tokens=8)  # for models that are too slow for more
-FIRST_SHARE = 0.1  # of all seconds, for the first measurement: about ten more have to follow
-ROUNDS_S = 1.0  # of a measurement; shorter ones are repeated, because a second evens out the noise of a machine …
-ROUNDS_SHARE = 0.03  # … as long as they also take less than this part of all seconds
-NUM_TEXTS, TEXT_TOKENS = 32, 128  # of a measurement of an embedding model: paragraphs
+SHORTEST = RequestLengths(prompt_tokens=16, new_tokens=8)  # for models that are too slow for the usual lengths
+FIRST_SHARE = 0.1  # share of all seconds for the first measurement: about ten more must follow
+ROUNDS_S = 1.0  # seconds of a measurement; shorter rounds are repeated, because a second evens out noise
+ROUNDS_SHARE = 0.03  # share of all seconds that the repetitions may take
+NUM_TEXTS, TEXT_TOKENS = 32, 128  # texts of a measurement of an embedding model: paragraphs
 BULK_PRIORITY = 9
 
 
 class MeasuredRound(NamedTuple):
-    """All requests, once."""
+    """One run of all requests."""
 
     seconds: float
-    num_tokens: int  # of prompts, computed or taken from a cache, and generated
-    ttft_ms: float | None = None  # until the first token
+    num_tokens: int  # prompt tokens, computed or cached, and generated tokens
+    ttft_ms: float | None = None  # time to the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Tuning:
     work: RequestLengths
     rows: tuple[Measurement, ...]
     chosen: Measurement
-    num_skipped: int  # setups for which there was no time
+    num_skipped: int  # setups that were not measured for lack of time
     took_s: float
-    load: float  # the part of the cores that was busy before; above 1 if programs waited; 0 where it is unknown
+    load: float  # load of the cores before, as a share; above 1 if programs waited; 0 if unknown
 
 
 def tune(
@@ -74,19 +74,19 @@ def tune(
 ) -> Tuning:
     """Measure a model for about `seconds`, which do not include the download from the hub.
 
-    All `options` except n_parallel, n_ubatch, threads, kv_layout and the context hold for every measurement.
-    Raises ModelLoadFailed, InsufficientMemory, WrongCapability, InvalidRequest.
+    All `options` except n_parallel, n_ubatch, threads, kv_layout and the context apply to every measurement. Raises
+    ModelLoadFailed, InsufficientMemory, WrongCapability and InvalidRequest.
     """
     from cellama.engine.llama import LlamaModel
 
     if seconds <= 0 or max_slots < 1 or (max_threads is not None and max_threads < 1):
-        raise InvalidRequest("seconds, slots and threads must be above 0")
+        raise InvalidRequest("seconds, max_slots and max_threads must be above 0")
     options = replace(options, n_parallel=None, n_ubatch=None, threads=None, kv_layout="auto")
     options = replace(options, n_ctx=None, ctx_per_slot=USUAL.max_tokens, cache_dir=None)
     path = resolve(source, hub)
     load, started = _load(), time.monotonic()
-    wanted = None if capabilities is None else frozenset(capabilities)
-    plan, slots = _plan(path, options, wanted, min(max_slots, MAX_SLOTS, options.n_batch))
+    requested = None if capabilities is None else frozenset(capabilities)
+    plan, slots = _plan(path, options, requested, min(max_slots, MAX_SLOTS, options.n_batch))
     threads = min(max_threads or available_cores(), available_cores())
     weights = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
     try:
@@ -106,7 +106,7 @@ def tune(
     finally:
         weights.close()
     if chosen is None:
-        raise ModelLoadFailed(f"{source!r}: nothing could be measured within {seconds:g} s; allow more")
+        raise ModelLoadFailed(f"{source!r}: nothing could be measured within {seconds:g} s; allow more time")
     return Tuning(
         fingerprint=weights.info.fingerprint,
         description=weights.info.description,
@@ -127,28 +127,30 @@ def _load() -> float:
         return 0.0
 
 
-def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, slots: int) -> tuple[LoadPlan, int]:
-    """Return what the file is used for, and the most slots that fit into memory. Raises InsufficientMemory."""
+def _plan(
+    path: Path, options: EngineOptions, capabilities: frozenset[Capability] | None, slots: int
+) -> tuple[LoadPlan, int]:
+    """Return the load plan of the file, and the largest number of slots that fits. Raises InsufficientMemory."""
     from cellama.engine.llama import devices, plan_load
 
-    room = Budget("auto", devices).room()
+    memory = Budget("auto", devices).available()
     while True:
-        plan = plan_load("tune", path, replace(options, n_parallel=slots), wanted, room)
-        shortage = room.shortage(plan.footprint)
+        plan = plan_load("tune", path, replace(options, n_parallel=slots), capabilities, memory)
+        shortage = memory.shortage(plan.footprint)
         if shortage is None:
             return plan, slots
         if slots == 1:
             needed, available = shortage.required_bytes, shortage.available_bytes
             raise InsufficientMemory(
-                f"{str(path)!r} does not fit: it needs {readable(needed)} of {shortage.device}, available are "
-                f"{readable(available)}; unload other models, or stop other programs",
+                f"{str(path)!r} needs {readable(needed)} of {shortage.device}, but only {readable(available)} are "
+                "available; unload other models, or stop other programs",
                 *(shortage.device, needed, available),
             )
         slots //= 2
 
 
 class TuningRig:
-    """The weights, and one context at a time on them."""
+    """Measures setups with one context at a time on the same weights."""
 
     def __init__(
         self, weights: LlamaModel, options: EngineOptions, plan: LoadPlan, started: float, seconds: float
@@ -157,20 +159,20 @@ class TuningRig:
         self._weights = weights
         self._options = options
         self._uses = plan.uses
-        self._seconds = seconds  # for everything
+        self._seconds = seconds  # for all measurements
         self._deadline = started + seconds  # time.monotonic
         self._num_rounds = 0
 
     def measure(self, setup: Setup) -> Measurement | None:
         """Return the best of a few rounds; None if the setup does not work, or not in time.
 
-        The best counts because other programs only ever make a round slower.
+        The best one counts, because other programs can only make a round slower.
         """
         started = time.monotonic()
         try:
             rounds = self._generate(setup, self.lengths) if self._uses.generates else self._embed(setup)
         except EngineError as error:
-            log.warning("tune: can't measure %s: %s", setup, error)
+            log.warning("setup could not be measured", setup=str(setup), error=str(error))
             return None
         if not rounds:
             return None
@@ -183,7 +185,7 @@ class TuningRig:
         )
 
     def fit_lengths(self, threads: int, slots: int) -> None:
-        """Shorten all requests if the first measurement would take too long, judged by one short request."""
+        """Shorten all requests if the first measurement would take too long, as estimated from one short request."""
         probe = self._generate(
             Setup(threads, n_parallel=1, kv_layout="unified", n_ubatch=DEFAULT_UBATCH), SHORTEST, count=1
         )
@@ -192,7 +194,7 @@ class TuningRig:
         prompt_s = (probe[-1].ttft_ms or 0.0) / 1000
         new_s = max(0.0, probe[-1].seconds - prompt_s)
         prompts_s = prompt_s * USUAL.prompt_tokens / SHORTEST.prompt_tokens
-        # Slots that generate together need a fraction of what they need one by one; a half is careful.
+        # Slots that generate together need a fraction of the time that they need one by one; a half is conservative.
         news_s = new_s * USUAL.new_tokens / SHORTEST.new_tokens / min(2, slots)
         expected_s = num_requests(slots) * (prompts_s + news_s)
         share = min(1.0, FIRST_SHARE * self._seconds / max(expected_s, 1e-9))
@@ -214,16 +216,16 @@ class TuningRig:
         count = count or num_requests(options.num_slots)
         engine = Engine(LlamaBackend(self._weights, options), options, name="tune")
         try:
-            self._round(engine, SHORTEST, 1, options.num_slots)  # what only the first request costs
+            self._round(engine, SHORTEST, 1, options.num_slots)  # one-time costs of the first request
             return self._repeated(lambda: self._round(engine, lengths, count, options.num_slots))
         finally:
             engine.close()
 
     def _round(self, engine: Engine, lengths: RequestLengths, count: int, slots: int) -> MeasuredRound | None:
-        """Run the requests; None if the deadline came first. `ttft_ms` is the median of those with a slot at once."""
+        """Run the requests; None if the deadline passed first. `ttft_ms` is the median of those that don't wait."""
         self._num_rounds += 1
         timeout_s = max(0.1, self._deadline - time.monotonic())
-        asked = [
+        batch = [
             Request(
                 str(index),
                 prompt,
@@ -239,11 +241,11 @@ class TuningRig:
             )
         ]
         started = time.monotonic()
-        done = [handle.result() for handle in [engine.submit(request) for request in asked]]
+        done = [handle.result() for handle in [engine.submit(request) for request in batch]]
         seconds = time.monotonic() - started
         if any(completion.finish_reason != "length" for completion in done):
             return None
-        num_tokens = sum(len(request.prompt) + (request.max_tokens or 0) for request in asked)
+        num_tokens = sum(len(request.prompt) + (request.max_tokens or 0) for request in batch)
         first = sorted(completion.timings.ttft_ms or 0.0 for completion in done)[:slots]
         return MeasuredRound(seconds, num_tokens, statistics.median(first))
 
@@ -268,7 +270,7 @@ class TuningRig:
             embedder.close()
 
     def _repeated(self, run: Callable[[], MeasuredRound | None]) -> list[MeasuredRound]:
-        """Return one round, and more of them as long as all together are short."""
+        """Run one round, and repeat it while all rounds together are short."""
         rounds: list[MeasuredRound] = []
         enough_s = min(ROUNDS_S, ROUNDS_SHARE * self._seconds)
         while (round_ := run()) is not None:

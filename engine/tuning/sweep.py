@@ -1,4 +1,4 @@
-"""Which setup of a model is the fastest: what is measured, in which order, and what is chosen.
+"""The sweep: which setups of a model are measured, in which order, and which one is chosen.
 
 Pure: measuring and the clock are passed in, so tests need no model.
 """
@@ -13,10 +13,10 @@ from typing import Any, Literal
 from cellama.engine.models.tuned_options import Measurement, Setup
 from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
 
-TIE = 0.98  # of the best rate: about what two measurements of one setup differ by
-FALLING = 0.9  # of the best rate: such a loss is more than noise, so still smaller values need no measurement
-DISTURBED = 0.6  # of the best rate: neighbouring values rarely differ as much, but another program may have interfered
-MAX_SLOTS = 64  # each doubling doubles the requests of a measurement, which have to fit into the default time
+TIE = 0.98  # share of the best rate that counts as equal: about the difference of two measurements of one setup
+FALLING = 0.9  # share of the best rate below which the loss is not noise, so smaller values are not measured
+DISTURBED = 0.6  # share of the best rate below which another program may have interfered with the measurement
+MAX_SLOTS = 64  # each doubling doubles the requests of a measurement, which must fit into the default time
 UBATCHES = (64, 128, 256, 512, 1024)  # tokens
 
 
@@ -27,11 +27,11 @@ class SweepLimits:
     threads: int
     slots: int = MAX_SLOTS
     step_tokens: int = DEFAULT_UBATCH  # n_batch: a larger n_ubatch makes no difference
-    generates: bool = True  # False: an embedding model, for which only the threads matter
+    generates: bool = True  # False for an embedding model, for which only the threads matter
 
     @property
     def values(self) -> dict[str, Sequence[Any]]:
-        """The values of each option in ascending order, and the options in the order in which they are tried."""
+        """The values of each option in ascending order. The options are in the order in which they are varied."""
         threads: dict[str, Sequence[Any]] = {"threads": thread_counts(self.threads)}
         if not self.generates:
             return threads
@@ -52,9 +52,9 @@ class SweepLimits:
         return min(DEFAULT_UBATCH, self.step_tokens)
 
 
-def thread_counts(most: int) -> list[int]:
-    """Return the numbers of threads to try: all, halves of that, and what lies in the middle of two of them."""
-    counts, count = {most, 1}, most
+def thread_counts(max_threads: int) -> list[int]:
+    """Return the numbers of threads to try: the maximum, repeated halves of it, and numbers in the middle."""
+    counts, count = {max_threads, 1}, max_threads
     while count > 1:
         counts |= {count, (count + count // 2) // 2} if count >= 4 else {count}
         count //= 2
@@ -62,7 +62,7 @@ def thread_counts(most: int) -> list[int]:
 
 
 def choose(rows: Iterable[Measurement]) -> Measurement | None:
-    """Return the fastest; of those within 2 % of it the one with fewer slots, then fewer threads, then defaults."""
+    """Return the fastest setup. Within 2 % of it, prefer fewer slots, then fewer threads, then defaults."""
     rows = list(rows)
     best = max((row.tokens_per_s for row in rows), default=0.0)
 
@@ -76,10 +76,10 @@ def choose(rows: Iterable[Measurement]) -> Measurement | None:
 
 @dataclass(slots=True)
 class Sweep:
-    """Varies one option of the best setup after the other, until no option gains any more.
+    """Varies one option of the best setup after the other, until no option improves the rate.
 
-    `measure` returns None for a setup that does not fit or took too long. No measurement starts that would not end
-    before the deadline, judged by the earlier ones. `rows` has the results in order, each setup once.
+    `measure` returns None for a setup that does not fit or took too long. A measurement starts only if it can be
+    expected to end before the deadline. `rows` has the results in order, each setup once.
     """
 
     measure: Callable[[Setup], Measurement | None]
@@ -87,10 +87,10 @@ class Sweep:
     deadline: float  # of `clock`
     clock: Callable[[], float] = time.monotonic
     rows: list[Measurement] = field(default_factory=list)
-    skipped: set[Setup] = field(default_factory=set)  # for which there was no time
+    skipped: set[Setup] = field(default_factory=set)  # setups that were not measured for lack of time
 
     def run(self) -> Measurement | None:
-        """Return the chosen one; None if nothing could be measured."""
+        """Return the chosen measurement; None if nothing could be measured."""
         self._rate(self.limits.start)
         before = None
         while (best := choose(self.rows)) is not None and best != before:
@@ -100,22 +100,22 @@ class Sweep:
         return best
 
     def _vary(self, setup: Setup, name: str, values: Sequence[Any]) -> None:
-        """Measure larger values as long as each gains; if none does, smaller ones until one loses 10 %."""
+        """Measure larger values while each improves the rate; if none does, smaller ones until one loses 10 %."""
         start = best = self._rate(setup)
-        place = values.index(getattr(setup, name))
-        for value in values[place + 1 :]:
+        index = values.index(getattr(setup, name))
+        for value in values[index + 1 :]:
             if (rate := self._rate(_changed(setup, name, value), best)) * TIE <= best:
                 break
             best = rate
         if best > start:
             return
-        for value in reversed(values[:place]):
+        for value in reversed(values[:index]):
             if (rate := self._rate(_changed(setup, name, value), best)) < FALLING * best:
                 return
             best = max(best, rate)
 
     def _rate(self, setup: Setup, best: float = 0.0) -> float:
-        """Return its tokens per second; 0 if it can't be measured. Far below `best` it is measured a second time."""
+        """Return the tokens per second of a setup; 0 if it can't be measured. Far below `best` it is measured twice."""
         known = next((row for row in self.rows if row.setup == setup), None)
         if known is not None:
             return known.tokens_per_s
@@ -135,7 +135,7 @@ class Sweep:
         return self.rows[-1].tokens_per_s
 
     def _has_time(self, setup: Setup) -> bool:
-        """Whether it would end in time if it takes as long as others at best, and longer with more slots."""
+        """Return whether a measurement would end in time, judged by the fastest earlier one and the number of slots."""
         slots = setup.n_parallel or 1
         expected = [row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows]
         if self.clock() + min(expected, default=0.0) <= self.deadline:

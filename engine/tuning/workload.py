@@ -1,8 +1,8 @@
-"""The requests of a measurement: half of them have one length, the others have mixed lengths, and all come at once.
+"""The requests of a measurement: half of them have one length, the others have mixed lengths, and all start together.
 
-Requests of one length end at the same time, which real requests don't: a setup that is good for them alone may be poor
-at what slots leave behind that end one by one. So half of the requests have lognormal lengths, and a third of these
-starts with one of a few heads, as requests with the same instructions do.
+Requests of one length end at the same time, unlike real requests. A setup that is good for them may be slow when slots
+become free one by one. So half of the requests have lognormal lengths, and a third of these start with one of a few
+shared prefixes, like requests with the same instructions.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-MIN_REQUESTS = 32  # of a measurement; with many slots two for each, so that each is used a second time
-NUM_HEADS = 3  # heads that requests share, each third of the mixed ones in turn
-SPREAD = 0.6  # sigma of the lognormal lengths: an eighth has less than half of the median, an eighth more than twice
+MIN_REQUESTS = 32  # per measurement; with many slots two for each, so that each slot is used twice
+NUM_HEADS = 3  # shared prefixes, which a third of the mixed requests use in turn
+SPREAD = 0.6  # sigma of the lognormal lengths: an eighth is below half of the median, an eighth above its double
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Lengths of half of the requests; the others are about as long in the mean, and at most twice as long."""
+    """Lengths of half of the requests. The others have about this mean, and at most twice this length."""
 
     prompt_tokens: int = 64
     new_tokens: int = 32
@@ -33,12 +33,12 @@ def num_requests(slots: int) -> int:
 
 
 def requests(lengths: RequestLengths, count: int, n_vocab: int, round_: int = 0) -> list[tuple[tuple[int, ...], int]]:
-    """Return the same prompts with their numbers of new tokens each time.
+    """Return prompts with their numbers of new tokens, always the same ones for the same arguments.
 
     Different rounds share no prefix, so that no prompt is cached from an earlier round.
     """
     rng = random.Random(f"0 {round_}")
-    low = min(300, n_vocab // 2)  # below are control tokens and bytes in most vocabularies
+    low = min(300, n_vocab // 2)  # in most vocabularies, smaller ids are control tokens and bytes
 
     def words(length: int) -> tuple[int, ...]:
         return tuple(rng.randrange(low, n_vocab) for _ in range(length))

@@ -12,7 +12,7 @@ import pytest
 
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, ModelLoadFailed, ModelManager
-from cellama.engine.memory.budget import Room
+from cellama.engine.memory.budget import AvailableMemory
 from cellama.engine.models import planning
 from cellama.engine.models.planning import plan_apart
 
@@ -82,13 +82,13 @@ def test_file_with_damaged_bytes_is_planned_or_refused(tmp_path: Path) -> None:
             damaged[rng.randrange(8, head)] = rng.choice((0, 1, 127, 255))
         path.write_bytes(damaged)
         with contextlib.suppress(ModelLoadFailed):
-            assert plan_apart("m", path, OPTIONS, None, Room({})).footprint.total_bytes > 0
+            assert plan_apart("m", path, OPTIONS, None, AvailableMemory({})).footprint.total_bytes > 0
 
 
 def test_plan_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "TIMEOUT_S", 0.01)
     with pytest.raises(ModelLoadFailed, match=r"m\.gguf' was not planned within 0\.01 s"):
-        plan_apart("m", tmp_path / "m.gguf", OPTIONS, None, Room({}))
+        plan_apart("m", tmp_path / "m.gguf", OPTIONS, None, AvailableMemory({}))
 
 
 def test_plan_that_takes_too_much_memory_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,4 +97,4 @@ def test_plan_that_takes_too_much_memory_is_given_up(tmp_path: Path, monkeypatch
     monkeypatch.setattr(planning, "LEAST_DATA_BYTES", 1 << 20)
     monkeypatch.setattr(planning, "ram", lambda: (0, 0))
     with pytest.raises(ModelLoadFailed, match=r"m\.gguf"):
-        plan_apart("m", path, OPTIONS, None, Room({}))
+        plan_apart("m", path, OPTIONS, None, AvailableMemory({}))

@@ -27,7 +27,7 @@ from cellama.engine import (
 from cellama.engine.llama import LlamaModel, plan_load
 from cellama.engine.llama.files import gguf_file
 from cellama.engine.llama.planning import buffers
-from cellama.engine.memory.budget import Footprint, MemoryUse, Room
+from cellama.engine.memory.budget import AvailableMemory, Footprint, MemoryUse
 from cellama.engine.models.sources import resolve
 
 from .holding import Hold
@@ -75,7 +75,7 @@ def shape_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def footprint_of() -> Footprint:
     """Of the bundled model with OPTIONS, for generation."""
-    return plan_load("m", resolve(TINY), OPTIONS, frozenset({"generate"}), Room({})).footprint
+    return plan_load("m", resolve(TINY), OPTIONS, frozenset({"generate"}), AvailableMemory({})).footprint
 
 
 def load(manager: ModelManager, model_id: str) -> Model:
@@ -91,7 +91,7 @@ def test_plan_is_within_a_tenth_of_what_llama_cpp_takes(
     options = EngineOptions(
         n_parallel=8, ctx_per_slot=1024, threads=1, cache_type_k=cache_type, cache_type_v=cache_type
     )
-    planned = plan_load("m", shape_path, options, frozenset(capabilities), Room({})).footprint
+    planned = plan_load("m", shape_path, options, frozenset(capabilities), AvailableMemory({})).footprint
     model = manager.load("m", str(shape_path), options=options, capabilities=capabilities)
     assert set(planned.devices) == set(model.memory.devices) == {"CPU"}
     for part in ("weights_bytes", "kv_bytes", "compute_bytes"):

@@ -18,7 +18,7 @@ from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, Wind
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, ModelManager, Request, SamplingParams
 from cellama.engine.llama import plan_load
-from cellama.engine.memory.budget import Footprint, Room
+from cellama.engine.memory.budget import AvailableMemory, Footprint
 
 MODEL = "synthetic 174M Q8_0, and three shapes in F32"
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict
 def _measure(path: Path, given: dict[str, Any], capability: str) -> dict[str, Any]:
     options = EngineOptions(**given, threads=1, cache_ram_bytes=0)
     capabilities: frozenset[Any] = frozenset(capability.split(", "))
-    room = Room({})
+    room = AvailableMemory({})
     plan_load("m", path, options, capabilities, room)  # what the libraries take once
     started = time.perf_counter()
     planned = plan_load("m", path, options, capabilities, room).footprint

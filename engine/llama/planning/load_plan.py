@@ -23,8 +23,8 @@ from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.embedding import MAX_TEXTS, LlamaEmbeddingBackend
 from cellama.engine.llama.files.gguf_file import parts, tensors
 from cellama.engine.llama.model import LlamaModel
-from cellama.engine.memory.budget import CPU, Footprint, MemoryUse, Room
-from cellama.engine.memory.open_sizes import LEAST_TOKENS, choose_ctx, choose_quota, with_quota
+from cellama.engine.memory.budget import CPU, AvailableMemory, Footprint, MemoryUse
+from cellama.engine.memory.open_sizes import MIN_TOKENS, choose_ctx, choose_quota, with_quota
 from cellama.engine.options import Capability, EngineOptions, Uses
 
 from . import buffers
@@ -80,7 +80,7 @@ class LoadPlan:
 
 
 def plan_load(
-    model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: Room
+    model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: AvailableMemory
 ) -> LoadPlan:
     """A load that fits into the room if one does with these options; None wants the uses that suit the file.
 
@@ -141,12 +141,12 @@ def _divided(num_tokens: int | None, divisor: int) -> int | None:
 class _DryLoad:
     """One dry model, and contexts of it with other options until one fits."""
 
-    def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, room: Room) -> None:
+    def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, room: AvailableMemory) -> None:
         self._model = model
         self._options = options
         self._uses = uses
         asked_for = options.held_bytes if options.cache_ram_bytes is not None and saves_states(options, uses) else 0
-        self._room = room.beside(with_quota(Footprint(), asked_for))
+        self._room = room.minus(with_quota(Footprint(), asked_for))
         self._whole_room = room
         self._weights = self._plan_weights()
 
@@ -172,7 +172,7 @@ class _DryLoad:
         options = self._options
         if options.n_ctx is None and options.ctx_per_slot is None and self._uses.generates:
             trained = self._model.info.n_ctx_train
-            first = max(2 * LEAST_TOKENS, CHEAP_CELLS // options.num_slots)
+            first = max(2 * MIN_TOKENS, CHEAP_CELLS // options.num_slots)
             ctx, footprint = choose_ctx(
                 lambda ctx: self._approach(replace(options, ctx_per_slot=ctx)), self._room, trained, first=first
             )

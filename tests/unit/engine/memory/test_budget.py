@@ -9,12 +9,12 @@ from hypothesis import given, strategies as st
 
 from cellama.engine.memory.budget import (
     ALL_DEVICES,
+    AvailableMemory,
     Budget,
     Device,
     Footprint,
     MemoryBudget,
     MemoryUse,
-    Room,
     Shortage,
     Vram,
     choose_victims,
@@ -48,7 +48,7 @@ class Machine:
 
 
 def test_auto_leaves_what_devices_have_free_less_a_margin() -> None:
-    assert Machine(80, 60).budget().room() == Room({"CPU": 75, "CUDA0": 55})
+    assert Machine(80, 60).budget().available() == AvailableMemory({"CPU": 75, "CUDA0": 55})
     assert margin(Device("CPU", "cpu", "", 1000 * GIB, 0)) == GIB
 
 
@@ -64,34 +64,34 @@ def test_quota_of_saved_states_counts_once_whatever_of_it_is_in_use() -> None:
     model = with_quota(on_cpu(10), 30)
     assert model.total_bytes == 40
     budget.reserve("a", model)
-    assert budget.room().free["CPU"] == 85 - 40
+    assert budget.available().free["CPU"] == 85 - 40
     machine.free["CPU"] = 80  # the weights are there
     budget.settle("a", model)
-    assert budget.room().free["CPU"] == 75 - 30
+    assert budget.available().free["CPU"] == 75 - 30
     machine.free["CPU"], used["a"] = 55, 25  # and states are
-    assert budget.room().free["CPU"] == 50 - 5
-    assert budget.room().with_back([model]).free["CPU"] == 50 - 5 + 40
+    assert budget.available().free["CPU"] == 50 - 5
+    assert budget.available().plus([model]).free["CPU"] == 50 - 5 + 40
 
 
 def test_quota_of_saved_states_that_was_left_open_is_a_part_of_what_is_left() -> None:
-    assert choose_quota(None, on_cpu(20), Room({"CPU": 100, "CUDA0": 1})) == 20
-    assert choose_quota(None, on_cpu(20), Room({ALL_DEVICES: 60})) == 10
-    assert choose_quota(None, on_cpu(20), Room({"CPU": 10})) == 0
-    assert choose_quota(None, on_cpu(20), Room({"CPU": 100 * GIB})) == GIB == EngineOptions().saved_bytes
-    assert choose_quota(7, on_cpu(20), Room({"CPU": 10})) == 7
+    assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 100, "CUDA0": 1})) == 20
+    assert choose_quota(None, on_cpu(20), AvailableMemory({ALL_DEVICES: 60})) == 10
+    assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 10})) == 0
+    assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 100 * GIB})) == GIB == EngineOptions().saved_bytes
+    assert choose_quota(7, on_cpu(20), AvailableMemory({"CPU": 10})) == 7
     quota = with_quota(Footprint(), 30)
-    assert Room({"CPU": 100, "CUDA0": 50}).beside(quota) == Room({"CPU": 70, "CUDA0": 50})
-    assert Room({ALL_DEVICES: 100}).beside(quota) == Room({ALL_DEVICES: 70})
+    assert AvailableMemory({"CPU": 100, "CUDA0": 50}).minus(quota) == AvailableMemory({"CPU": 70, "CUDA0": 50})
+    assert AvailableMemory({ALL_DEVICES: 100}).minus(quota) == AvailableMemory({ALL_DEVICES: 70})
 
 
 def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
     budget = Machine().budget(50)
     budget.reserve("a", Footprint({"CPU": MemoryUse(10, 5), "CUDA0": MemoryUse(20)}))
-    assert budget.room() == Room({ALL_DEVICES: 15})
-    assert budget.room().shortage(on_cpu(16)) == Shortage(ALL_DEVICES, 16, 15)
-    assert budget.room().shortage(on_cpu(15)) is None
+    assert budget.available() == AvailableMemory({ALL_DEVICES: 15})
+    assert budget.available().shortage(on_cpu(16)) == Shortage(ALL_DEVICES, 16, 15)
+    assert budget.available().shortage(on_cpu(15)) is None
     budget.release("a")
-    assert budget.room() == Room({ALL_DEVICES: 50})
+    assert budget.available() == AvailableMemory({ALL_DEVICES: 50})
 
 
 def test_load_in_flight_counts_once_while_the_device_fills_up() -> None:
@@ -100,12 +100,12 @@ def test_load_in_flight_counts_once_while_the_device_fills_up() -> None:
     budget.reserve("a", on_cpu(40))
     for free in (100, 80, 60):  # as its pages come in
         machine.free["CPU"] = free
-        assert budget.room().free["CPU"] == 55
+        assert budget.available().free["CPU"] == 55
     budget.settle("a", on_cpu(40))
-    assert budget.room().free["CPU"] == 55
+    assert budget.available().free["CPU"] == 55
     machine.free["CPU"] = 20  # somebody else took memory, too
     budget.reserve("b", on_cpu(5))
-    assert budget.room().free["CPU"] == 10
+    assert budget.available().free["CPU"] == 10
 
 
 def test_room_is_back_when_a_load_in_flight_fails_or_another_model_goes() -> None:
@@ -116,12 +116,12 @@ def test_room_is_back_when_a_load_in_flight_fails_or_another_model_goes() -> Non
     budget.settle("gone", on_cpu(30))
     budget.reserve("a", on_cpu(20))
     budget.reserve("failing", on_cpu(25))
-    assert budget.room().free["CPU"] == 20
+    assert budget.available().free["CPU"] == 20
     budget.release("failing")
-    assert budget.room().free["CPU"] == 45
+    assert budget.available().free["CPU"] == 45
     machine.free["CPU"] = 100
     budget.release("gone")
-    assert budget.room().free["CPU"] == 75
+    assert budget.available().free["CPU"] == 75
 
 
 def test_mapped_weights_count_although_the_system_calls_their_pages_free() -> None:
@@ -130,18 +130,18 @@ def test_mapped_weights_count_although_the_system_calls_their_pages_free() -> No
     budget.reserve("a", on_cpu(weights=40, kv=10, mapped=40))
     machine.free["CPU"] = 90  # the cells alone
     budget.settle("a", on_cpu(weights=40, kv=10, mapped=40))
-    assert budget.room().free["CPU"] == 45
+    assert budget.available().free["CPU"] == 45
 
 
 def test_shortage_names_the_device_where_most_is_missing() -> None:
-    room = Room({"CPU": 10, "CUDA0": 10})
+    room = AvailableMemory({"CPU": 10, "CUDA0": 10})
     footprint = Footprint({"CPU": MemoryUse(12), "CUDA0": MemoryUse(5, 30), "unknown": MemoryUse(99)})
     assert room.shortage(footprint) == Shortage("CUDA0", 35, 10)
     assert room.shortage(Footprint({"CUDA0": MemoryUse(10)})) is None
 
 
 def test_least_recently_used_models_go_and_no_more_than_needed() -> None:
-    room = Room({"CPU": 10})
+    room = AvailableMemory({"CPU": 10})
     idle = [("oldest", on_cpu(5)), ("old", on_cpu(30)), ("new", on_cpu(30))]
     assert choose_victims(room, on_cpu(15), idle) == ["oldest"]
     assert choose_victims(room, on_cpu(45), idle) == ["oldest", "old"]
@@ -150,7 +150,7 @@ def test_least_recently_used_models_go_and_no_more_than_needed() -> None:
 
 @given(st.integers(0, 50), st.integers(1, 200), st.lists(st.integers(0, 40), max_size=6))
 def test_victims_suffice_and_the_last_of_them_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
-    room, idle = Room({"CPU": free}), [(str(i), on_cpu(size)) for i, size in enumerate(sizes)]
+    room, idle = AvailableMemory({"CPU": free}), [(str(i), on_cpu(size)) for i, size in enumerate(sizes)]
     if room.shortage(on_cpu(wanted)) is None:
         return
     victims = choose_victims(room, on_cpu(wanted), idle)
@@ -164,7 +164,7 @@ def test_victims_suffice_and_the_last_of_them_is_needed(free: int, wanted: int, 
 @pytest.mark.parametrize("per_token", [1, 7, 1000])
 @pytest.mark.parametrize("bend", [0, 3000], ids=["line", "window"])  # a sliding window's cells grow no further
 def test_context_that_nobody_chose_is_the_largest_that_fits(per_token: int, bend: int) -> None:
-    room = Room({"CPU": 20_000_000})
+    room = AvailableMemory({"CPU": 20_000_000})
 
     def measure(ctx: int) -> Footprint:
         return on_cpu(weights=1_000_000, kv=per_token * ctx + 500 * min(ctx, bend), compute=10 * ctx)
@@ -177,9 +177,9 @@ def test_context_that_nobody_chose_is_the_largest_that_fits(per_token: int, bend
 
 
 def test_context_is_the_least_there_is_when_nothing_fits() -> None:
-    ctx, footprint = choose_ctx(lambda ctx: on_cpu(kv=ctx), Room({"CPU": 100}), 4096)
+    ctx, footprint = choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 4096)
     assert (ctx, footprint) == (512, on_cpu(kv=512))
-    assert choose_ctx(lambda ctx: on_cpu(kv=ctx), Room({"CPU": 100}), 64)[0] == 64
+    assert choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 64)[0] == 64
 
 
 def test_limit_of_a_container_is_the_nearest_of_its_groups(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from cellama.engine.system.core_sharing import (
     Claim,
     CoreSharing,
     Peer,
-    Steady,
-    cores_beside,
+    SteadyThreads,
+    available_beyond_others,
     fair_shares,
+    num_threads,
     others_of,
-    threads_beside,
 )
 from cellama.engine.system.processors import Processors, ProcessorTimes, cpu_quota, machine_id, read
 from cellama.tasks.worker.neighbours import Neighbour, peers_of
@@ -47,26 +47,26 @@ def test_fair_shares_give_what_one_leaves_to_the_others_and_the_odd_core_to_the_
     ("cores", "others", "left"), [(2, 0.0, 2), (2, 0.3, 2), (2, 0.4, 1), (2, 5.0, 1), (16, 0.1, 16), (16, 1.0, 15)]
 )
 def test_cores_beside_other_programs_tolerate_a_little(cores: int, others: float, left: int) -> None:
-    assert cores_beside(cores, others) == left
+    assert available_beyond_others(cores, others) == left
 
 
 def test_peers_divide_the_cores_the_same_way_each_for_itself() -> None:
     place, peers = Processors(3), [Peer(3, 1.0, goes_first=True), Peer(3, 1.0)]
-    first = threads_beside(place, [Peer(3, 1.0)], 0.0)
-    second = threads_beside(place, [Peer(3, 1.0, goes_first=True)], 0.0)
+    first = num_threads(place, [Peer(3, 1.0)], 0.0)
+    second = num_threads(place, [Peer(3, 1.0, goes_first=True)], 0.0)
     assert (first, second) == (2, 1)
-    assert threads_beside(place, peers, 0.0) == 1
+    assert num_threads(place, peers, 0.0) == 1
 
 
 def test_idle_peer_leaves_its_share() -> None:
-    assert threads_beside(Processors(8), [Peer(8, 0.05)], 0.0) == 8
+    assert num_threads(Processors(8), [Peer(8, 0.05)], 0.0) == 8
 
 
 def test_quota_of_a_container_is_shared_by_those_in_it_only() -> None:
     place = Processors(64, quota=4.5)
     assert place.available == 4
-    assert threads_beside(place, [Peer(4, 4.0)], 0.0) == 4
-    assert threads_beside(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
+    assert num_threads(place, [Peer(4, 4.0)], 0.0) == 4
+    assert num_threads(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
 
 
 def test_others_are_what_neither_this_process_nor_its_peers_use() -> None:
@@ -75,7 +75,7 @@ def test_others_are_what_neither_this_process_nor_its_peers_use() -> None:
 
 
 def test_threads_fall_within_a_second_and_rise_only_when_quiet_lasts() -> None:
-    steady = Steady(4)
+    steady = SteadyThreads(4)
     seen = {at: steady.follow(at, 4 if at < 10 else 2) for at in (0.0, 0.5, 9.5, 10.0, 10.5, 11.0)}
     assert seen == {0.0: 4, 0.5: 4, 9.5: 4, 10.0: 4, 10.5: 4, 11.0: 2}
     assert steady.follow(13.0, 4) == 2
@@ -85,7 +85,7 @@ def test_threads_fall_within_a_second_and_rise_only_when_quiet_lasts() -> None:
 
 
 def test_threads_hold_while_a_program_comes_and_goes() -> None:
-    steady = Steady(4)
+    steady = SteadyThreads(4)
     calls = [(number / 2, 3 if number % 4 == 0 else 4) for number in range(40)]
     assert {steady.follow(at, call) for at, call in calls} == {4}
 
@@ -184,7 +184,7 @@ def test_lasting_other_programs_are_told_once(caplog: pytest.LogCaptureFixture) 
             machine.run(WARN_S, own=1.0, others=1.0)
             machine.run(WARN_S, own=1.0, others=0.0)
     (told,) = caplog.messages
-    assert "use 1.0 of 2 cores: models compute with 1 threads instead of 2" in told
+    assert "other programs use cores (used=1.0, cores=2, threads=1, wanted=2)" in told
 
 
 def test_without_figures_of_the_system_only_peers_count() -> None:

@@ -54,19 +54,19 @@ def test_thread_that_hangs_is_told_with_its_step_and_its_requests(world: World) 
     assert world.ended == []
     world.passes(3)
     assert "thread 'engine' has been in one step (sample) for" in world.ended[0]
-    assert "it works for: job-1#2" in world.ended[0]
+    assert "working for: job-1#2" in world.ended[0]
 
 
 def test_suspect_of_a_step_for_many_is_the_one_that_it_was_at(world: World) -> None:
     world.pulse.beat("sample", ("a", "b", "c"))
     world.pulse.suspect = "b"
     world.passes(HANG_S + 3)
-    assert world.ended[0].endswith("it works for: b")
+    assert world.ended[0].endswith("working for: b")
     other = World()
     other.pulse.suspect = "x"  # of the step before
     other.pulse.beat("sample", ("a", "b"))
     other.passes(HANG_S + 3)
-    assert other.ended[0].endswith("it works for: a, b")
+    assert other.ended[0].endswith("working for: a, b")
 
 
 def test_thread_that_rests_or_makes_steps_goes_on(world: World) -> None:
@@ -138,7 +138,7 @@ def test_thread_that_waits_for_pages_from_disk_goes_on(world: World) -> None:
 
 def test_thread_that_died_is_told_at_once_unless_it_is_not_watched_any_more(world: World) -> None:
     world.pulse.die("KeyError('x')")
-    assert world.ended == ["thread 'engine' died: KeyError('x')"]
+    assert world.ended == ["thread 'engine' failed: KeyError('x')"]
     other = World()
     assert other.pulse.is_watched
     other.watchdog.close()
@@ -177,7 +177,7 @@ engine.submit(Request("the-job#1", (1, 2, 3))).result(60)
     [
         ("threading.Event().wait()", "has been in one step (decode) for"),
         ("logging._lock.acquire(); threading.Event().wait()", "Timeout"),
-        ("raise SystemExit", "died: "),
+        ("raise SystemExit", "failed: "),
     ],
 )
 def test_process_ends_with_its_own_code_and_tells_where_it_hangs(hang: str, told: str) -> None:
@@ -189,7 +189,7 @@ def test_process_ends_with_its_own_code_and_tells_where_it_hangs(hang: str, told
     assert "what_hangs" in done.stderr
     assert done.returncode == (EXIT_STALLED if "Timeout" not in told else 1), done.stderr
     if "decode" in told:
-        assert "it works for: the-job#1" in done.stderr
+        assert "working for: the-job#1" in done.stderr
 
 
 KEEPS_GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"  # PyDLL: unlike CDLL it keeps the GIL during the call
