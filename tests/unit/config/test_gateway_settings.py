@@ -1,4 +1,4 @@
-"""The settings of gateway and metrics: lists from the environment, and secrets that no message has."""
+"""Settings of the gateway and of metrics: lists from the environment, and secrets that no message contains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SetVariables = Callable[..., None]
         ("", []),
     ],
 )
-def test_origins_of_the_environment_are_a_json_list_or_have_commas(
+def test_cors_origins_may_be_a_json_list_or_separated_by_commas(
     settings_environment: SetVariables, text: str, origins: list[str]
 ) -> None:
     settings_environment(gateway_cors_origins=text)
@@ -32,23 +32,25 @@ def test_origins_of_the_environment_are_a_json_list_or_have_commas(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("gateway_cors_origins", "[https://a.example]", "the JSON list is invalid"),
         ("gateway_cors_origins", "a.example", "write it as https://chat.example.org"),
         ("gateway_metrics_token", "mine", "the token has 4 characters; use at least 16"),
     ],
 )
-def test_mistake_is_told_in_one_line(settings_environment: SetVariables, name: str, value: str, told: str) -> None:
+def test_invalid_gateway_setting_is_explained_in_one_line(
+    settings_environment: SetVariables, name: str, value: str, message: str
+) -> None:
     settings_environment(**{name: value})
     with pytest.raises(SettingsError) as raised:
         get_settings()
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert (value in str(raised.value)) == (name not in SECRETS)
 
 
-def test_secrets_are_those_that_settings_hide() -> None:
+def test_secrets_has_the_names_of_all_secret_settings() -> None:
     hidden = {
         name for name, field in Settings.model_fields.items() if SecretStr in getattr(field.annotation, "__args__", ())
     }

@@ -1,4 +1,4 @@
-"""Where other programs of the same user find the password of the Redis that `cellama up` runs."""
+"""The password of the Redis server that `cellama up` runs, which other programs of the user find in a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:6379/0", "redis://localhost/3"])
-def test_url_of_the_local_redis_gets_its_password(data_dir: Path, url: str) -> None:
+def test_local_redis_url_gets_the_stored_password(data_dir: Path, url: str) -> None:
     plain = parse_redis_url(url)
     assert with_kept_password(plain, data_dir) == replace(plain, password="s/cret")
 
@@ -36,12 +36,12 @@ def test_url_of_the_local_redis_gets_its_password(data_dir: Path, url: str) -> N
         "sentinel://127.0.0.1:6379/0?master_name=m",
     ],
 )
-def test_other_urls_stay_as_they_are(data_dir: Path, url: str) -> None:
+def test_other_redis_urls_are_unchanged(data_dir: Path, url: str) -> None:
     assert with_kept_password(parse_redis_url(url), data_dir) == parse_redis_url(url)
 
 
 @pytest.mark.parametrize("text", [None, "", "nonsense", "redis://127.0.0.1:6379/0", "\udcff"])
-def test_url_stays_as_it_is_when_there_is_no_password(tmp_path: Path, text: str | None) -> None:
+def test_local_redis_url_is_unchanged_when_no_password_is_stored(tmp_path: Path, text: str | None) -> None:
     where = parse_redis_url("redis://127.0.0.1:6379/0")
     if text is not None:
         redis_dir(tmp_path).mkdir()

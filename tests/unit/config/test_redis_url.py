@@ -1,4 +1,4 @@
-"""One URL says where Redis is; what is wrong with it is told without its passwords."""
+"""The URL of Redis is parsed and converted for its clients, and errors never contain its passwords."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SENTINELS = "sentinel://me:s%40cret@one:1;sentinel://two/3?master_name=main&sent
         (SENTINELS.replace(";sentinel://", ";"), "sentinel://me:s%40cret@one:1/3;sentinel://me:s%40cret@two:26379/3"),
     ],
 )
-def test_each_form_of_url_is_told_to_celery_in_its_own(url: str, broker: str) -> None:
+def test_each_kind_of_redis_url_is_converted_for_celery(url: str, broker: str) -> None:
     assert broker_options(url)["broker_url"] == broker
     assert "cret" not in mask_url(url) + repr(parse_redis_url(url))
 
 
-def test_clients_speak_to_the_database_user_and_master_of_the_url() -> None:
+def test_clients_use_database_user_and_master_of_the_url() -> None:
     for client in (connect(SENTINELS), connect_async(SENTINELS)):
         known = client.connection_pool.connection_kwargs
         assert (database_of(client), known["username"], known["password"]) == (3, "me", "s@cret")
@@ -43,7 +43,7 @@ def test_clients_speak_to_the_database_user_and_master_of_the_url() -> None:
     assert transport_options(SENTINELS)["master_name"] == "main"
 
 
-def test_client_of_a_socket_ignores_what_only_tcp_has() -> None:
+def test_client_of_a_socket_ignores_options_of_tcp() -> None:
     client = connect("unix:///run/redis.sock?db=4", socket_keepalive=True, socket_connect_timeout=1)
     assert issubclass(client.connection_pool.connection_class, UnixDomainSocketConnection)
     assert database_of(client) == 4
@@ -67,7 +67,7 @@ def test_client_of_a_socket_ignores_what_only_tcp_has() -> None:
         ("sentinel://:secret@h,g/0?master_name=m", "semicolons"),
     ],
 )
-def test_wrong_url_is_explained_without_its_password(url: str, message: str) -> None:
+def test_invalid_redis_url_is_explained_without_its_password(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse_redis_url(url)
     assert "secret" not in str(caught.value) + mask_url(url)

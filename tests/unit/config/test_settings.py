@@ -1,4 +1,4 @@
-"""Settings: sources, and a clear error for every mistake."""
+"""Settings are read from the environment and a file, and every mistake has a clear error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_settings_environment_wins_over_the_file(settings_environment: SetVariab
         '[{"id":"tiny","source":"bundled://tiny"},{"id":"big","source":"/m/big.gguf"}]',
     ],
 )
-def test_settings_models_have_a_short_form_and_json(settings_environment: SetVariables, text: str) -> None:
+def test_settings_models_accept_a_short_format_and_json(settings_environment: SetVariables, text: str) -> None:
     settings_environment(models=text)
     settings = get_settings()
     assert [(m.id, m.source) for m in settings.models] == [("tiny", "bundled://tiny"), ("big", "/m/big.gguf")]
@@ -55,7 +55,7 @@ def test_settings_models_without_an_id_are_named_after_their_files(settings_envi
         assert id_of_source(source, {"tiny"}) == new_id(source, {"tiny": None})  # type: ignore[dict-item]
 
 
-def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: SetVariables, tmp_path: Path) -> None:
+def test_settings_adapters_accept_a_source_or_a_table(settings_environment: SetVariables, tmp_path: Path) -> None:
     (tmp_path / "cellama.toml").write_text(
         '[[models]]\nid = "a"\nsource = "a.gguf"\n'
         'adapters = {pirate = "/p.gguf", calm = {source = "hf://o/r/c.gguf", scale = 0}}\n'
@@ -91,7 +91,7 @@ def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: S
         ({"config": "nowhere.toml"}, "CELLAMA_CONFIG: 'nowhere.toml' does not exist"),
     ],
 )
-def test_settings_mistake_names_setting_value_and_remedy(
+def test_settings_error_names_setting_value_and_remedy(
     settings_environment: SetVariables, variables: dict[str, str], message: str
 ) -> None:
     settings_environment(**variables)
@@ -103,7 +103,7 @@ def test_settings_mistake_names_setting_value_and_remedy(
     ("text", "message"),
     [("redis_ulr = 1", r"redis_ulr: no such setting .* did you mean redis_url\?"), ("= 3", "can't be read: Invalid")],
 )
-def test_settings_file_mistake_is_told(
+def test_settings_file_error_names_the_mistake(
     settings_environment: SetVariables, tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "cellama.toml").write_text(text)
@@ -122,7 +122,7 @@ def test_settings_hide_the_password(settings_environment: SetVariables) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_settings_of_a_model_may_be_left_to_what_was_tuned(settings_environment: SetVariables) -> None:
+def test_settings_of_a_model_accept_auto_for_tuned_options(settings_environment: SetVariables) -> None:
     settings_environment(
         models='[{"id":"a","source":"x","n_parallel":"auto","n_ubatch":"auto","threads":"auto","kv_layout":"auto"}]',
         look_ahead="0",
@@ -136,12 +136,12 @@ def test_settings_of_a_model_may_be_left_to_what_was_tuned(settings_environment:
 
 
 def test_settings_of_a_model_are_the_engine_options() -> None:
-    """Each option is said twice, for people and for the library; names and defaults must not drift apart."""
+    """The options of ModelSettings and EngineOptions must have the same names and defaults."""
     model = Settings.model_fields["models"].default[0].__class__
     options = {n: f.default for n, f in model.model_fields.items() if n not in NOT_OPTIONS}
     own = {name: f.default for name, f in EngineOptions.__dataclass_fields__.items()}
-    assert own.pop("max_queue") == 0  # a worker refuses nothing that it took
-    quota = Settings.model_fields["cache_disk_bytes"].default  # a model's own is that of its worker
+    assert own.pop("max_queue") == 0  # a worker accepts every job that it has taken
+    quota = Settings.model_fields["cache_disk_bytes"].default  # the default of a model is that of its worker
     assert (options.pop("cache_disk_bytes"), own.pop("cache_disk_bytes")) == (None, quota)
     assert options == own
 
@@ -158,13 +158,15 @@ def test_settings_of_a_model_are_the_engine_options() -> None:
         ("8000000000", 8_000_000_000),
     ],
 )
-def test_memory_budget_is_a_word_or_a_size(settings_environment: SetVariables, text: str, budget: int | str) -> None:
+def test_memory_budget_accepts_a_keyword_or_a_size(
+    settings_environment: SetVariables, text: str, budget: int | str
+) -> None:
     settings_environment(memory_budget=text)
     assert get_settings().memory_budget == budget
 
 
 @pytest.mark.parametrize("text", ["much", "-1GB", "0", "8GB RAM", "1e9", "8XB"])
-def test_memory_budget_that_is_none_is_told(settings_environment: SetVariables, text: str) -> None:
+def test_invalid_memory_budget_is_rejected(settings_environment: SetVariables, text: str) -> None:
     settings_environment(memory_budget=text)
     with pytest.raises(SettingsError, match=f"memory_budget.* is '?{text}'?: "):
         get_settings()

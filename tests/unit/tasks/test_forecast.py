@@ -1,4 +1,4 @@
-"""When a job gets a slot: single cases, and a simulated queue that shows how often the range holds."""
+"""The forecast of when a job gets a slot, in single cases and in simulated queues that measure its range."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from cellama.tasks.estimates.samples import JobClass, Sample, Samples
 KIND = JobClass("q", "generate", is_bulk=False)
 
 
-def test_free_slot_means_no_wait() -> None:
+def test_forecast_is_zero_when_a_slot_is_free() -> None:
     assert forecast(2, [ServiceTime(9.0, 1.0)], [], 0, 5) == WaitEstimate(0.0, 0.0, HANDLING_S, 5)
 
 
-def test_slots_take_the_jobs_ahead_in_turn() -> None:
+def test_forecast_assigns_jobs_ahead_to_the_slot_that_is_free_first() -> None:
     found = forecast(2, [ServiceTime(8.0, 0.0), ServiceTime(2.0, 0.0)], [ServiceTime(3.0, 0.0)], 1)
     assert found.eta_s == 5.0
     assert found.min_s < 5.0 < (found.max_s or 0.0)
 
 
-def test_pieces_of_a_job_take_several_slots_and_a_sample_stands_for_all() -> None:
+def test_forecast_counts_several_slots_per_job_and_extrapolates_a_sample() -> None:
     job = ServiceTime(20.0, 4.0, num_slots=2)
     assert [forecast(2, [], [job] * 2, num_ahead).eta_s for num_ahead in (2, 8)] == [20.0, 80.0]
 
 
-def test_job_that_takes_longer_than_any_before_is_about_to_end() -> None:
+def test_service_time_assumes_a_tenth_more_when_a_job_exceeds_all_samples() -> None:
     assert service_time([1.0, 2.0, 6.0], elapsed_s=1.5) == ServiceTime(2.5, 4.0)
     assert service_time([1.0], elapsed_s=100.0) == ServiceTime(10.0, 0.0)
 
 
-def test_range_is_wider_while_lengths_are_guessed() -> None:
+def test_range_is_wider_while_lengths_are_assumed() -> None:
     guessed, learnt = (forecast(1, [ServiceTime(10.0, 0.0)], [], 0, learnt_from) for learnt_from in (0, 1))
     assert guessed.min_s < learnt.min_s < (learnt.max_s or 0.0) < (guessed.max_s or 0.0)
 
 
 @dataclass
 class Queue:
-    """Slots that serve jobs in turn; each arriving job gets an estimate from the samples of those that have ended."""
+    """Slots that serve jobs in turn. Each arriving job gets an estimate from the samples of finished jobs."""
 
     num_slots: int
-    length: Callable[[random.Random], tuple[int, float]]  # asked, generated
+    length: Callable[[random.Random], tuple[int, float]]  # requested and generated tokens
     load: float
     chance: random.Random
     speed: float = 20.0  # tokens per second and slot
 
     def hits(self, num_jobs: int) -> list[bool]:
-        """Whether the wait of each job that had to wait was within its range."""
+        """Return for each job that had to wait whether its wait was within the range."""
         lengths = [self.length(self.chance) for _ in range(num_jobs)]
         gap_s = sum(made for _, made in lengths) / num_jobs / self.speed / self.num_slots / self.load
         now, samples, running, waiting = 0.0, list[Sample](), list[tuple[float, int]](), list[int]()
@@ -73,8 +73,8 @@ class Queue:
             while waiting and len(running) < self.num_slots:
                 job = waiting.pop(0)
                 heapq.heappush(running, (now + lengths[job][1] / self.speed, job))
-                if (told := estimates.get(job)) is not None:
-                    hits.append(told.min_s <= now - arrived[job] <= (told.max_s or 0.0))
+                if (estimate := estimates.get(job)) is not None:
+                    hits.append(estimate.min_s <= now - arrived[job] <= (estimate.max_s or 0.0))
         return hits
 
     def _estimate(
@@ -86,7 +86,7 @@ class Queue:
         waiting: list[int],
     ) -> WaitEstimate:
         learnt = Samples({KIND: samples[:128]})
-        speed = self.speed * self.chance.uniform(0.85, 1.15)  # as an engine reports it
+        speed = self.speed * self.chance.uniform(0.85, 1.15)  # with the error of an engine's report
 
         def time_of(job: int, elapsed_s: float = 0.0) -> ServiceTime:
             return service_time([amount / speed for amount in learnt.amounts(KIND, lengths[job][0])], elapsed_s)
@@ -96,9 +96,9 @@ class Queue:
 
 
 def mixed(chance: random.Random) -> tuple[int, float]:
-    """Requests for 8 to 512 tokens, of which some end early."""
-    asked = round(2 ** chance.uniform(3, 9))
-    return asked, max(1.0, asked * chance.choice([0.1, 0.4, 1.0, 1.0])) * chance.uniform(1.0, 1.3)
+    """Return the length of a request for 8 to 512 tokens, of which some end early."""
+    requested = round(2 ** chance.uniform(3, 9))
+    return requested, max(1.0, requested * chance.choice([0.1, 0.4, 1.0, 1.0])) * chance.uniform(1.0, 1.3)
 
 
 def equal(chance: random.Random) -> tuple[int, float]:
@@ -106,7 +106,7 @@ def equal(chance: random.Random) -> tuple[int, float]:
 
 
 def unlimited(chance: random.Random) -> tuple[int, float]:
-    """Requests with the default limit, of which most end far below it."""
+    """Return the length of a request with the default limit, most of which end far below it."""
     return 256, min(256.0, 256 * chance.lognormvariate(-1.5, 0.8))
 
 

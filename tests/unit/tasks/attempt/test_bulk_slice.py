@@ -1,4 +1,4 @@
-"""A chunk's lines in a worker: what goes wrong with one is its own affair."""
+"""The lines of a chunk in a worker: an error affects only its own line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..attempt_contexts import context
 
 
 class LineStream:
-    """Keeps the events, and notes lines as Redis would."""
+    """Stores the events, and reports finished lines as Redis would."""
 
     def __init__(self) -> None:
         self.attempt = SimpleNamespace(run_id="job#1")
@@ -37,7 +37,7 @@ class LineStream:
 
 
 class Embedder:
-    """Answers with a vector, with an error, or never."""
+    """Returns a vector, raises an error, or never finishes."""
 
     per_token, n_embd, max_tokens = False, 2, 8
 
@@ -77,7 +77,7 @@ def run_lines(*params: dict[str, Any]) -> dict[int, str]:
     return codes
 
 
-def test_line_that_fails_in_whatever_way_leaves_the_others_alone() -> None:
+def test_failing_line_does_not_affect_other_lines() -> None:
     good, failing, unforeseen, silent = ({"texts": [str(kind)]} for kind in range(4))
     found = run_lines(good, failing, unforeseen, {"texts": []}, {**silent, "timeout": 0.05}, good)
     assert found == {

@@ -1,4 +1,4 @@
-"""Which jobs depend on the version of llguidance: attempt/engine_request.py, bulk_slice.py."""
+"""Jobs with constrained text depend on the version of llguidance."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SCHEMA = {"json_schema": "{}"}
         ({"tools": []}, {}, False),
     ],
 )
-def test_job_is_constrained_by_its_form_its_models_form_or_its_tools(
+def test_job_is_constrained_by_its_format_the_models_default_or_its_tools(
     params: dict[str, Any], defaults: dict[str, Any], expected: bool
 ) -> None:
     assert is_constrained(params, defaults) is expected
 
 
-def test_slice_of_a_bulk_run_is_constrained_if_the_text_of_a_line_is() -> None:
+def test_bulk_slice_is_constrained_when_a_line_is_constrained() -> None:
     def slice_of(*lines: tuple[str, dict[str, Any]]) -> ChunkJob:
         made: Any = [{"kind": kind, "params": params} for kind, params in lines]
         return ChunkJob(model="m", lines=made)
@@ -48,5 +48,5 @@ def test_slice_of_a_bulk_run_is_constrained_if_the_text_of_a_line_is() -> None:
     assert not has_constrained_lines(slice_of(("embed", {"texts": ["a"]})), SCHEMA)
 
 
-def test_forms_of_a_job_are_those_of_the_engine() -> None:
+def test_constraints_of_a_job_match_those_of_the_engine() -> None:
     assert CONSTRAINTS == OF_THE_ENGINE

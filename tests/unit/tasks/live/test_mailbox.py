@@ -1,4 +1,4 @@
-"""What a reader finds in its mailbox, and how much that can be."""
+"""A mailbox holds the unread messages of one reader, up to a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_mailbox(body: Callable[[Mailbox], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_mailbox_gives_all_messages_at_once_in_their_order() -> None:
+def test_mailbox_returns_all_messages_in_order() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"a")
         box.put(b"b")
@@ -29,7 +29,7 @@ def test_mailbox_gives_all_messages_at_once_in_their_order() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_wakes_its_reader_for_what_comes() -> None:
+def test_mailbox_wakes_its_reader_for_messages_and_signs() -> None:
     async def body(box: Mailbox) -> None:
         for come, found in ((lambda: box.put(b"a"), [b"a"]), (box.subscribed, Sign.SUBSCRIBED)):
             reading = asyncio.ensure_future(box.get(LATE_S))
@@ -40,7 +40,7 @@ def test_mailbox_wakes_its_reader_for_what_comes() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_that_is_full_drops_all_and_says_so_once() -> None:
+def test_full_mailbox_drops_all_messages_and_reports_it_once() -> None:
     async def body(box: Mailbox) -> None:
         for _ in range(MAX_UNREAD_BYTES // 1000 + 1):
             box.put(b"x" * 1000)
@@ -52,7 +52,7 @@ def test_mailbox_that_is_full_drops_all_and_says_so_once() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_takes_no_message_that_is_too_large_for_it() -> None:
+def test_mailbox_drops_a_message_larger_than_its_limit() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"x" * (MAX_UNREAD_BYTES + 1))
         assert await box.get(LATE_S) is Sign.LAGGED
@@ -60,7 +60,7 @@ def test_mailbox_takes_no_message_that_is_too_large_for_it() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_says_that_it_is_subscribed_again_whatever_lay_in_it() -> None:
+def test_mailbox_reports_a_new_subscription_before_any_message() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"old")
         box.subscribed()
@@ -73,7 +73,7 @@ def test_mailbox_says_that_it_is_subscribed_again_whatever_lay_in_it() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_that_failed_raises_that_for_every_get() -> None:
+def test_failed_mailbox_raises_its_error_on_every_get() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"a")
         box.fail(RuntimeError("closed"))
@@ -84,7 +84,7 @@ def test_mailbox_that_failed_raises_that_for_every_get() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_keeps_one_timer_for_all_waits_and_none_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mailbox_uses_one_timer_for_all_waits_and_cancels_it_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(box: Mailbox) -> None:
         loop, timers = asyncio.get_running_loop(), []
         monkeypatch.setattr(loop, "call_at", lambda *args, make=loop.call_at: timers.append(make(*args)) or timers[-1])

@@ -1,4 +1,4 @@
-"""Streams over shared connections: every event once and in order, whatever becomes of connections and readers."""
+"""Streams over shared connections yield every event once and in order, even if connections or readers fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOB, CHANNEL = "j", events_channel("j", 0).encode()
 
 
 class Server:
-    """A Redis with the journal of one job; what is published reaches the wire of the moment."""
+    """A Redis with the journal of one job, whose published events reach the current connection."""
 
     def __init__(self) -> None:
         self.redis = fakeredis.FakeAsyncRedis()
@@ -37,13 +37,13 @@ class Server:
         self.wire = ScriptedWire()
         return self.wire
 
-    async def tell(self, count: int = 1, ends: bool = False, lost: bool = False) -> None:
-        """`lost`: pub/sub does not bring them."""
-        for place in range(count):
-            kind = "done" if ends and place == count - 1 else "token"
-            await self.say({"seq": self.num_events, "type": kind, "text": "x" * 100}, lost)
+    async def write_events(self, count: int = 1, ends: bool = False, lost: bool = False) -> None:
+        """Write events to the journal, and publish them unless they are `lost`."""
+        for index in range(count):
+            kind = "done" if ends and index == count - 1 else "token"
+            await self.write_event({"seq": self.num_events, "type": kind, "text": "x" * 100}, lost)
 
-    async def say(self, event: dict[str, Any], lost: bool = False) -> None:
+    async def write_event(self, event: dict[str, Any], lost: bool = False) -> None:
         data = json.dumps(event)
         await self.redis.xadd(journal_key(JOB), {"event": data}, id=stream_id(event["seq"]))
         self.num_events = event["seq"] + 1
@@ -65,11 +65,11 @@ async def seqs(stream: AsyncIterator[Any]) -> list[int]:
     return [event.get("seq", -1) async for event in stream]
 
 
-ACTIONS = st.sampled_from(["tell", "lose", "many", "break", "read", "settle"])
+ACTIONS = st.sampled_from(["write_events", "lose", "many", "break", "read", "settle"])
 
 
 @given(st.lists(ACTIONS, max_size=12), st.integers(-1, 5))
-def test_stream_brings_each_event_once_in_order_whatever_happens(actions: list[str], after: int) -> None:
+def test_stream_yields_each_event_once_in_order_despite_disturbances(actions: list[str], after: int) -> None:
     async def body(server: Server) -> None:
         may_read = asyncio.Semaphore(1)
 
@@ -80,18 +80,18 @@ def test_stream_brings_each_event_once_in_order_whatever_happens(actions: list[s
                 got.append(event["seq"])
             return got
 
-        await server.tell(2)
+        await server.write_events(2)
         reading = asyncio.create_task(read())
         for action in actions:
-            if action in ("tell", "lose", "many"):
-                await server.tell(50 if action == "many" else 1, lost=action == "lose")
+            if action in ("write_events", "lose", "many"):
+                await server.write_events(50 if action == "many" else 1, lost=action == "lose")
             elif action == "break":
                 server.wire.abort()
             elif action == "read":
                 may_read.release()
             else:
                 await settle()
-        await server.tell(8, ends=True)
+        await server.write_events(8, ends=True)
         for _ in range(server.num_events):
             may_read.release()
         assert await reading == list(range(after + 1, server.num_events))
@@ -102,31 +102,31 @@ def test_stream_brings_each_event_once_in_order_whatever_happens(actions: list[s
         with_server(body)
 
 
-def test_slow_reader_keeps_a_bounded_part_of_what_it_has_not_read() -> None:
+def test_slow_reader_buffers_a_bounded_number_of_unread_bytes() -> None:
     async def body(server: Server) -> None:
         stream = server.streams.events(JOB)
-        await server.tell()
+        await server.write_events()
         assert (await anext(stream))["seq"] == 0
         (box,) = server.streams._subscriptions._boxes[CHANNEL]
         for _ in range(10):
-            await server.tell(PAGE)
+            await server.write_events(PAGE)
             await settle()
             assert sum(map(len, box._messages)) <= subscriptions.MAX_UNREAD_BYTES
-        await server.tell(ends=True)
+        await server.write_events(ends=True)
         assert await seqs(stream) == list(range(1, server.num_events))
 
     with_server(body)
 
 
-def test_reader_that_is_cancelled_gives_its_channel_up_at_once_and_others_read_on() -> None:
+def test_cancelled_reader_releases_its_channel_and_others_continue() -> None:
     async def body(server: Server) -> None:
-        await server.tell()
+        await server.write_events()
         readers = [asyncio.create_task(seqs(server.streams.events(JOB))) for _ in range(2)]
         await settle(lambda: CHANNEL in server.wire.channels)
         readers[0].cancel()
         await settle(readers[0].done)
         assert CHANNEL in server.wire.channels
-        await server.tell(3, ends=True)
+        await server.write_events(3, ends=True)
         assert await readers[1] == [0, 1, 2, 3]
         await settle(lambda: CHANNEL not in server.wire.channels)
         assert not server.wire.channels
@@ -134,13 +134,13 @@ def test_reader_that_is_cancelled_gives_its_channel_up_at_once_and_others_read_o
     with_server(body)
 
 
-def test_many_readers_ask_for_their_journals_in_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_readers_share_few_round_trips_for_their_journals(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Server) -> None:
         trips = []
         monkeypatch.setattr(
             server.redis, "pipeline", lambda make=server.redis.pipeline, **how: trips.append(1) or make(**how)
         )
-        await server.tell(3, ends=True)
+        await server.write_events(3, ends=True)
         read = await asyncio.gather(*(seqs(server.streams.events(JOB)) for _ in range(100)))
         assert read == [[0, 1, 2]] * 100
         assert len(trips) <= 5
@@ -148,15 +148,15 @@ def test_many_readers_ask_for_their_journals_in_few_round_trips(monkeypatch: pyt
     with_server(body)
 
 
-def test_stream_says_so_when_redis_has_other_events_after_a_failover() -> None:
+def test_stream_raises_when_redis_has_other_events_after_a_failover() -> None:
     async def body(server: Server) -> None:
-        await server.tell(3)
+        await server.write_events(3)
         stream = server.streams.events(JOB)
         for _ in range(3):
             await anext(stream)
         await server.redis.delete(journal_key(JOB))
         for seq in range(3):
-            await server.say({"seq": seq, "type": "token", "text": f"other {seq}"}, lost=True)
+            await server.write_event({"seq": seq, "type": "token", "text": f"other {seq}"}, lost=True)
         server.wire.abort()
         with pytest.raises(StreamTrimmed, match="others stand in their place"):
             await anext(stream)
@@ -164,7 +164,7 @@ def test_stream_says_so_when_redis_has_other_events_after_a_failover() -> None:
     with_server(body)
 
 
-def test_stream_of_a_silent_job_pings_until_its_time_is_over() -> None:
+def test_stream_of_a_silent_job_pings_until_its_timeout() -> None:
     async def body(server: Server) -> None:
         await server.redis.hset(job_key(JOB), "state", "queued")
         stream = server.streams.events(JOB, ping_s=0.05)
@@ -180,7 +180,7 @@ def test_stream_of_an_unknown_job_raises_unknown_job(monkeypatch: pytest.MonkeyP
     async def body(server: Server) -> None:
         with pytest.raises(UnknownJob, match="there is no job j"):
             await seqs(server.streams.events(JOB))
-        await server.redis.hset(job_key(JOB), mapping={"state": "done", "next_seq": 3})  # it has outlived its events
+        await server.redis.hset(job_key(JOB), mapping={"state": "done", "next_seq": 3})  # without events
         with pytest.raises(UnknownJob, match="not any more"):
             await seqs(server.streams.events(JOB))
         with pytest.raises(StreamTrimmed, match="events 1 to 2 of job j are gone"):
@@ -191,9 +191,9 @@ def test_stream_of_an_unknown_job_raises_unknown_job(monkeypatch: pytest.MonkeyP
     with_server(body)
 
 
-def test_stream_after_the_last_event_of_an_ended_job_ends_at_once() -> None:
+def test_stream_after_the_last_event_of_a_finished_job_ends_immediately() -> None:
     async def body(server: Server) -> None:
-        await server.tell(6, ends=True)
+        await server.write_events(6, ends=True)
         for after in (5, 6, 10**6):
             assert await seqs(server.streams.events(JOB, after)) == []
         await server.redis.hset(job_key(JOB), mapping={"state": "done", "next_seq": 6})
@@ -203,22 +203,22 @@ def test_stream_after_the_last_event_of_an_ended_job_ends_at_once() -> None:
     with_server(body)
 
 
-def test_stream_whose_job_ends_below_after_ends_with_it() -> None:
+def test_stream_ends_when_the_job_ends_before_the_requested_event() -> None:
     async def body(server: Server) -> None:
         await server.redis.hset(job_key(JOB), "state", "running")
         reading = asyncio.create_task(seqs(server.streams.events(JOB, after=7)))
         await settle(lambda: CHANNEL in server.wire.channels)
         await settle()
         assert not reading.done()
-        await server.tell(6, ends=True)
+        await server.write_events(6, ends=True)
         assert await reading == []
 
     with_server(body)
 
 
-def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_ends_when_redis_loses_a_known_job(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Server) -> None:
-        await server.tell()
+        await server.write_events()
         stream = server.streams.events(JOB, timeout_s=math.inf)
         assert (await anext(stream))["seq"] == 0
         await server.redis.flushall()
@@ -230,9 +230,9 @@ def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypa
     with_server(body)
 
 
-def test_closed_streams_end_their_readers_with_an_error() -> None:
+def test_closed_streams_raise_in_their_readers() -> None:
     async def body(server: Server) -> None:
-        await server.tell()
+        await server.write_events()
         stream = server.streams.events(JOB)
         await anext(stream)
         reading = asyncio.ensure_future(anext(stream))
@@ -244,7 +244,7 @@ def test_closed_streams_end_their_readers_with_an_error() -> None:
     with_server(body)
 
 
-def test_look_into_a_journal_that_is_closed_before_it_has_begun_gets_the_error_too() -> None:
+def test_read_of_a_journal_raises_when_closed_before_it_starts() -> None:
     async def body(server: Server) -> None:
         journals = server.streams._journals
         reading = asyncio.create_task(journals.read(JOB, "-"))
@@ -258,6 +258,6 @@ def test_look_into_a_journal_that_is_closed_before_it_has_begun_gets_the_error_t
     with_server(body)
 
 
-def test_tick_is_long_enough_for_a_busy_loop() -> None:
-    """A loop that computes for a while must not take its own connection for dead."""
+def test_tick_exceeds_the_delays_of_a_busy_event_loop() -> None:
+    """A busy event loop must not consider its own connection dead."""
     assert subscriptions.TICK_S * subscriptions.MAX_SILENT_TICKS >= 10

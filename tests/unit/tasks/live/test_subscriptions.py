@@ -1,4 +1,4 @@
-"""One connection for all channels: who joins, who leaves, what is lost and made again."""
+"""One connection serves the channels of all readers, while readers join and leave and connections are lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE_S = 60.0
 
 
 def with_wires(*script: ScriptedWire | Exception) -> Callable[[Callable[[Subscriptions], Awaitable[None]]], None]:
-    """Runs the body with subscriptions over these connections; afterwards nothing is left of them."""
+    """Run the body with subscriptions over these connections, and check that they are released afterwards."""
 
     def run(body: Callable[[Subscriptions], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -37,7 +37,7 @@ async def news(box: Mailbox) -> list[bytes] | Sign:
     return await box.get(LATE_S)
 
 
-def test_readers_that_come_together_are_subscribed_with_one_command() -> None:
+def test_readers_that_join_together_are_subscribed_with_one_command() -> None:
     wire = ScriptedWire()
 
     @with_wires(wire)
@@ -65,7 +65,7 @@ def test_message_reaches_all_readers_of_its_channel_and_no_other() -> None:
                 assert await news(third) is Sign.SUBSCRIBED
 
 
-def test_channel_is_given_up_in_the_same_turn_in_which_its_last_reader_leaves() -> None:
+def test_channel_is_unsubscribed_when_its_last_reader_leaves() -> None:
     wire = ScriptedWire()
 
     @with_wires(wire)
@@ -84,8 +84,8 @@ def test_channel_is_given_up_in_the_same_turn_in_which_its_last_reader_leaves() 
         assert wire.channels == set()
 
 
-def test_reader_that_comes_after_the_last_one_has_left_waits_for_its_own_subscription() -> None:
-    """Confirmations come in order, and an older one says nothing: in between the channel was not subscribed to."""
+def test_reader_that_joins_after_the_last_one_left_waits_for_a_new_subscription() -> None:
+    """An older confirmation does not count, because the channel was unsubscribed after it."""
     wire = ScriptedWire(confirms=False)
 
     @with_wires(wire)
@@ -102,7 +102,7 @@ def test_reader_that_comes_after_the_last_one_has_left_waits_for_its_own_subscri
             assert await news(box) is Sign.SUBSCRIBED
 
 
-def test_lost_connection_is_made_again_and_every_reader_hears_of_it() -> None:
+def test_lost_connection_is_reopened_and_every_reader_is_notified() -> None:
     first, second = ScriptedWire(), ScriptedWire()
 
     @with_wires(first, second)
@@ -118,7 +118,7 @@ def test_lost_connection_is_made_again_and_every_reader_hears_of_it() -> None:
             assert first.is_closed
 
 
-def test_reader_that_comes_while_the_connection_is_made_again_is_subscribed_with_the_others() -> None:
+def test_reader_that_joins_during_a_reconnect_is_subscribed_with_the_others() -> None:
     first, second = ScriptedWire(), ScriptedWire(confirms=False)
 
     @with_wires(first, second)
@@ -135,7 +135,7 @@ def test_reader_that_comes_while_the_connection_is_made_again_is_subscribed_with
 
 
 @pytest.mark.parametrize("error", [RedisConnectionError("refused"), AuthenticationError("no"), NoPermissionError("no")])
-def test_error_of_the_connection_reaches_every_reader_and_the_next_one_begins_anew(error: Exception) -> None:
+def test_connection_error_reaches_every_reader_and_the_next_one_reconnects(error: Exception) -> None:
     last, refusing = ScriptedWire(), ScriptedWire(confirms=False)
     refusing.reply(error)
     script = [refusing, last] if isinstance(error, NoPermissionError) else [error, last]
@@ -151,7 +151,7 @@ def test_error_of_the_connection_reaches_every_reader_and_the_next_one_begins_an
         assert last.commands(b"SUBSCRIBE") == [{b"a"}]
 
 
-def test_readers_of_closed_subscriptions_get_an_error_that_is_not_tried_again() -> None:
+def test_readers_of_closed_subscriptions_get_an_error_that_is_not_retried() -> None:
     @with_wires(ScriptedWire())
     async def _(subscriptions: Subscriptions) -> None:
         with subscriptions.mailbox("a") as box:
@@ -161,7 +161,7 @@ def test_readers_of_closed_subscriptions_get_an_error_that_is_not_tried_again() 
                 await news(box)
 
 
-def test_reader_of_subscriptions_that_are_closed_before_they_have_begun_gets_the_error_too() -> None:
+def test_reader_raises_when_subscriptions_are_closed_before_they_start() -> None:
     @with_wires()
     async def _(subscriptions: Subscriptions) -> None:
         with subscriptions.mailbox("a") as box:
@@ -170,7 +170,7 @@ def test_reader_of_subscriptions_that_are_closed_before_they_have_begun_gets_the
                 await box.get(0.0)
 
 
-def test_connection_that_is_silent_after_pings_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_is_reopened_when_pings_get_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TICK_S", 0.001)
     first, second = ScriptedWire(), ScriptedWire()
 
@@ -183,7 +183,7 @@ def test_connection_that_is_silent_after_pings_is_made_again(monkeypatch: pytest
             monkeypatch.setattr(module, "TICK_S", 60.0)
 
 
-def test_connection_without_readers_ends_by_itself(
+def test_connection_without_readers_is_closed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -199,4 +199,4 @@ def test_connection_without_readers_ends_by_itself(
         with subscriptions.mailbox("b") as box:
             assert await news(box) is Sign.SUBSCRIBED
         assert second.commands(b"SUBSCRIBE") == [{b"b"}]
-        assert caplog.messages == []  # nobody has lost anything
+        assert caplog.messages == []  # no message was lost

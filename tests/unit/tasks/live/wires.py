@@ -1,4 +1,4 @@
-"""A connection to a Redis that is not there: the test says what comes, and sees what went."""
+"""A simulated connection to Redis, whose replies the test defines and whose commands it checks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-TURNS = 50  # of the loop, more than any of these tests needs until nothing is left to do
+TURNS = 50  # iterations of the event loop, more than any of these tests needs to settle
 
 
 class ScriptedWire:
-    """Confirms what it is asked for unless told otherwise."""
+    """Records commands, and confirms them unless `confirms` is false."""
 
     def __init__(self, confirms: bool = True) -> None:
         self.sent: list[Sequence[bytes]] = []
@@ -59,12 +59,12 @@ class ScriptedWire:
         return self.closed.is_set()
 
     def commands(self, kind: bytes) -> list[set[bytes]]:
-        """The channels of each command of a kind."""
+        """Return the channels of each command of this kind."""
         return [set(channels) for name, *channels in self.sent if name == kind]
 
 
 class Wires:
-    """Gives the wires of a list, one for each connect; an exception in it is raised."""
+    """Returns the next wire of a script for each connection, or raises the exception in its place."""
 
     def __init__(self, *script: ScriptedWire | Exception) -> None:
         self.script = list(script)
@@ -77,7 +77,7 @@ class Wires:
 
 
 async def settle(until: Callable[[], Any] = lambda: False) -> None:
-    """Turns the loop until that is so, or nothing is left to do."""
+    """Iterate the event loop until the condition holds, or nothing is left to do."""
     for _ in range(TURNS):
         if until():
             return

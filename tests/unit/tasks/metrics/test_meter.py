@@ -1,4 +1,4 @@
-"""Counting, and the text that Prometheus reads, through its own parser."""
+"""Metrics are counted, and formatted as text that the parser of Prometheus accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples_of(text: bytes) -> Samples:
-    """By name and labels."""
+    """Return the values in a text by name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text.decode())
@@ -30,32 +30,32 @@ def samples_of(text: bytes) -> Samples:
     }
 
 
-def told(meter: Meter) -> Samples:
+def samples(meter: Meter) -> Samples:
     figures = Figures()
     meter.add_to(figures)
     return samples_of(text_of(figures))
 
 
-def test_histogram_has_a_value_at_a_bound_below_it() -> None:
+def test_histogram_counts_a_value_equal_to_a_bound_in_its_bucket() -> None:
     meter = Meter()
     for value in (0.001, 0.0011, 5000.0, -1.0):
         meter.observe(FIRST, value, "m")
-    samples = told(meter)
-    buckets = {dict(labels)["le"]: value for (name, labels), value in samples.items() if name == f"{FIRST}_bucket"}
+    values = samples(meter)
+    buckets = {dict(labels)["le"]: value for (name, labels), value in values.items() if name == f"{FIRST}_bucket"}
     assert (buckets["0.001"], buckets["0.0025"], buckets["3600.0"], buckets["+Inf"]) == (2, 3, 3, 4)
     labels = frozenset({("model", "m")})
-    assert samples[f"{FIRST}_count", labels] == 4
-    assert samples[f"{FIRST}_sum", labels] == pytest.approx(5000.0021)
+    assert values[f"{FIRST}_count", labels] == 4
+    assert values[f"{FIRST}_sum", labels] == pytest.approx(5000.0021)
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ü", "{}"])
-def test_label_may_be_any_text(name: str) -> None:
+def test_label_value_may_be_any_text(name: str) -> None:
     meter = Meter()
     meter.count(REQUESTS, name, "stop")
-    assert told(meter)[REQUESTS, frozenset({("model", name), ("finish_reason", "stop")})] == 1
+    assert samples(meter)[REQUESTS, frozenset({("model", name), ("finish_reason", "stop")})] == 1
 
 
-def test_figures_refuse_what_is_not_in_the_table() -> None:
+def test_figures_reject_metrics_and_labels_missing_in_the_table() -> None:
     figures = Figures()
     figures.add("cellama_invented", 1)
     with pytest.raises(KeyError, match="cellama_invented"):
@@ -66,7 +66,7 @@ def test_figures_refuse_what_is_not_in_the_table() -> None:
         text_of(figures)
 
 
-def test_meter_counts_all_of_several_threads() -> None:
+def test_meter_counts_on_several_threads() -> None:
     meter = Meter()
 
     def count() -> None:
@@ -79,12 +79,12 @@ def test_meter_counts_all_of_several_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    samples = told(meter)
-    assert samples[REQUESTS, frozenset({("model", "m"), ("finish_reason", "stop")})] == 4000
-    assert samples[f"{FIRST}_count", frozenset({("model", "m")})] == 4000
+    values = samples(meter)
+    assert values[REQUESTS, frozenset({("model", "m"), ("finish_reason", "stop")})] == 4000
+    assert values[f"{FIRST}_count", frozenset({("model", "m")})] == 4000
 
 
-def test_bounded_keeps_the_first_values() -> None:
+def test_bounded_label_replaces_values_above_the_limit() -> None:
     bounded = Bounded(2)
     assert [bounded.of(value) for value in "abcab"] == ["a", "b", OTHER, "a", "b"]
     assert bounded.num_dropped == 1
@@ -105,15 +105,15 @@ def server() -> Iterator[MetricsServer]:
     server.close()
 
 
-def test_server_tells_the_figures(server: MetricsServer) -> None:
+def test_server_returns_the_figures(server: MetricsServer) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        samples = samples_of(answer.read())
-    assert samples[REQUESTS, frozenset({("model", "m"), ("finish_reason", "stop")})] == 7
+        values = samples_of(answer.read())
+    assert values[REQUESTS, frozenset({("model", "m"), ("finish_reason", "stop")})] == 7
 
 
 @pytest.mark.parametrize(("path", "method", "status"), [("/", "GET", 404), ("/metrics", "POST", 501)])
-def test_server_answers_nothing_else(server: MetricsServer, path: str, method: str, status: int) -> None:
+def test_server_answers_404_for_other_paths(server: MetricsServer, path: str, method: str, status: int) -> None:
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=30)
@@ -130,7 +130,7 @@ def test_server_frees_its_port(server: MetricsServer) -> None:
         MetricsServer("127.0.0.1", server.port, Figures)
 
 
-def test_server_gives_up_on_a_client_that_sends_a_byte_now_and_then(
+def test_server_disconnects_a_client_that_sends_too_slowly(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exposition, "CLIENT_TIMEOUT_S", 0.2)

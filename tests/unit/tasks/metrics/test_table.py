@@ -1,4 +1,4 @@
-"""The table of metrics: whole, and in words that Prometheus takes."""
+"""The table of metrics is complete and valid for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_table_has_each_name_once() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row_is_what_prometheus_takes(row: Row) -> None:
+def test_row_is_valid_for_prometheus(row: Row) -> None:
     assert re.fullmatch(r"(vllm:|cellama_|celery_)[a-z0-9_]+", row.name)
     assert row.help
     assert all(re.fullmatch(r"[a-z_]+", label) for label in row.labels)
@@ -28,10 +28,10 @@ def test_row_is_what_prometheus_takes(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row_has_no_label_whose_values_grow_with_the_work(row: Row) -> None:
+def test_row_has_only_labels_with_few_values(row: Row) -> None:
     assert not UNBOUNDED & set(row.labels)
 
 
-def test_fields_are_those_of_snapshots() -> None:
+def test_fields_of_rows_exist_in_snapshots() -> None:
     known = set(EngineSnapshot.__dataclass_fields__) | set(EmbedderSnapshot.__dataclass_fields__)
     assert {row.field for row in ROWS if row.field} <= known

@@ -22,7 +22,7 @@ def attempt(job_id: str, number: int = 1) -> Attempt:
 
 
 class MemoryLedger:
-    """Keeps what is written; `failures` are raised first, one per call."""
+    """Stores written entries. Each of the first calls raises one of `failures`."""
 
     def __init__(self, *failures: Exception, void: str = "", torn: str = "", refused: str = "") -> None:
         self.entries: list[Entry] = []
@@ -46,10 +46,10 @@ class MemoryLedger:
 
 
 class PublisherOfTest(Publisher):
-    """Opens attempts by the ids of their jobs."""
+    """A publisher that opens attempts by the ids of their jobs."""
 
     def open_job(self, job_id: str, number: int = 1, next_seq: int = 0, **options: Any) -> AttemptStream:
-        """The stream of an attempt that runs in this thread, as far as its control is concerned."""
+        """Open the stream of an attempt whose control interrupts nothing."""
         made = replace(attempt(job_id, number), next_seq=next_seq)
         return self.open(made, JobControl(number), **options)
 

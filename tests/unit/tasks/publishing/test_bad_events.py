@@ -1,4 +1,4 @@
-"""Events that can not be told, or not be written."""
+"""Events that can't be converted or encoded end only their own attempt or line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cellama.tasks.publishing.results import error_event
 
 from .memory_ledger import COMPLETION, MemoryLedger, publisher_of
 
-HALF = "\ud800"  # of a surrogate pair, which has no UTF-8
+HALF = "\ud800"  # half of a surrogate pair, which UTF-8 can't encode
 
 
 def deep() -> list[Any]:
@@ -48,14 +48,14 @@ def test_text_without_utf8_reaches_readers_as_valid_text() -> None:
     [*(events.token("x", odd) for odd in ({1, 2}, deep(), object(), 10**5000)), {"type": "in no table"}],  # type: ignore[arg-type]
     ids=["set", "deep", "object", "huge", "type"],
 )
-def test_event_that_can_not_be_written_ends_its_run_and_no_other(odd: Any) -> None:
+def test_unwritable_event_ends_only_its_attempt(odd: Any) -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream, other = publisher.open_job("a"), publisher.open_job("b")
-    tell = publisher.listener("tiny")
-    tell((Started("a#1", 0, 3, 0, 7), Text("b#1", "y", (2,))))
+    report = publisher.listener("tiny")
+    report((Started("a#1", 0, 3, 0, 7), Text("b#1", "y", (2,))))
     stream.publish(odd)
-    tell((Text("a#1", "z", (1,)), Finished("a#1", COMPLETION), Finished("b#1", COMPLETION)))
+    report((Text("a#1", "z", (1,)), Finished("a#1", COMPLETION), Finished("b#1", COMPLETION)))
     with pytest.raises(JobFailed, match="an event could not be written") as caught:
         stream.ended.result(10)
     assert other.ended.result(10) is True
@@ -66,7 +66,7 @@ def test_event_that_can_not_be_written_ends_its_run_and_no_other(odd: Any) -> No
     assert [event["type"] for event in ledger.journal("b")] == ["token", "done"]
 
 
-def test_engine_event_that_can_not_be_told_ends_its_run_after_what_is_gathered() -> None:
+def test_unconvertible_event_ends_its_attempt_after_the_gathered_tokens() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a", streams=False)
@@ -77,7 +77,7 @@ def test_engine_event_that_can_not_be_told_ends_its_run_after_what_is_gathered()
     assert [event["type"] for event in ledger.journal("a")] == ["token", "error"]
 
 
-def test_line_that_can_not_be_written_fails_and_the_chunk_goes_on() -> None:
+def test_unwritable_line_fails_and_its_chunk_continues() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a", streams=False)

@@ -1,4 +1,4 @@
-"""The publisher: numbering, one write for many events, retries that change nothing, runs that are void."""
+"""The publisher numbers events, writes many at once, retries without effects, and drops superseded attempts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ....conftest import PATIENCE_S, wait_until
 from .memory_ledger import COMPLETION, MemoryLedger, publisher_of
 
 
-def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
+def test_publisher_numbers_each_attempt_separately_and_resolves_its_end() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ends = [publisher.open_job("a"), publisher.open_job("b", 3, next_seq=5)]
-    tell = publisher.listener("tiny")
-    tell((Started("a#1", 0, 3, 0, 7), Started("b#3", 1, 3, 0, 8)))
-    tell((Text("a#1", "x", (1,)), Text("b#3", "y", (2,)), Text("a#1", "z", (3,))))
-    tell((Finished("a#1", COMPLETION), Finished("b#3", error=DecodeFailed("no"))))
+    report = publisher.listener("tiny")
+    report((Started("a#1", 0, 3, 0, 7), Started("b#3", 1, 3, 0, 8)))
+    report((Text("a#1", "x", (1,)), Text("b#3", "y", (2,)), Text("a#1", "z", (3,))))
+    report((Finished("a#1", COMPLETION), Finished("b#3", error=DecodeFailed("no"))))
     assert publisher.close()
     assert [(e["seq"], e["type"]) for e in ledger.journal("a")] == [
         *((0, "started"), (1, "token"), (2, "token"), (3, "done"))
@@ -45,7 +45,7 @@ def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
     assert [end.ended.result(1) for end in ends] == [True, True]
 
 
-def test_publisher_goes_on_where_an_earlier_attempt_ended() -> None:
+def test_publisher_continues_the_numbers_of_an_earlier_attempt() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", 2, next_seq=4, started=True)
@@ -58,10 +58,10 @@ def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", streams=False)
-    tell = publisher.listener("tiny")
+    report = publisher.listener("tiny")
     for token in range(STRIDE + 1):
-        tell((Text("a#1", str(token), (token,)),))
-    tell((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
+        report((Text("a#1", str(token), (token,)),))
+    report((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
     assert publisher.close()
     first, second, other, end = ledger.journal("a")
     assert first == {"seq": 0, **events.token("01234567", list(range(STRIDE)))}
@@ -70,20 +70,20 @@ def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
     assert (end["seq"], end["type"]) == (3, "done")
 
 
-def test_publisher_writes_the_parts_of_one_token_together() -> None:
+def test_publisher_joins_the_parts_of_one_token() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", streams=False)
-    tell = publisher.listener("tiny")
-    tell((Text("a#1", "I ", (1,), kind="reasoning"),))
-    tell(
+    report = publisher.listener("tiny")
+    report((Text("a#1", "I ", (1,), kind="reasoning"),))
+    report(
         (
             Text("a#1", "see", (2, 3), kind="reasoning"),
             Text("a#1", "I see", (), kind="reasoning_end"),
             Text("a#1", "Yes", ()),
         )
     )
-    tell((Text("a#1", ".", (4,)),))
+    report((Text("a#1", ".", (4,)),))
     wait_until(lambda: len(ledger.entries) == 3, "three entries")
     assert ledger.journal("a") == [
         {"seq": 0, **events.reasoning("I see", [1, 2, 3])},
@@ -93,18 +93,18 @@ def test_publisher_writes_the_parts_of_one_token_together() -> None:
     assert publisher.close()
 
 
-def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
-    ledger, told = MemoryLedger(), []
+def test_publisher_reports_a_token_after_writing_it() -> None:
+    ledger, received = MemoryLedger(), []
     publisher = publisher_of(ledger)
-    publisher.open_job("a", on_token=lambda: told.append(len(ledger.entries)))
+    publisher.open_job("a", on_token=lambda: received.append(len(ledger.entries)))
     publisher.listener("tiny")((Started("a#1", 0, 3, 0, 7),))
     publisher.listener("tiny")((Text("a#1", "x", (1,)),))
     assert publisher.close()
-    assert told == [2]
+    assert received == [2]
 
 
 @pytest.mark.parametrize(("problem", "reason"), [("void", Interruption.SUPERSEDED), ("torn", Interruption.HANDED_BACK)])
-def test_publisher_ends_a_run_that_may_not_write(problem: str, reason: Interruption) -> None:
+def test_publisher_interrupts_a_superseded_attempt(problem: str, reason: Interruption) -> None:
     ledger = MemoryLedger(**{problem: "a"})  # type: ignore[arg-type]
     publisher = publisher_of(ledger)
     stream, other = publisher.open_job("a"), publisher.open_job("b")
@@ -118,21 +118,21 @@ def test_publisher_ends_a_run_that_may_not_write(problem: str, reason: Interrupt
     assert other.ended.result(1) is True
 
 
-def test_publisher_writes_what_is_gathered_and_nothing_more_of_a_run_that_is_handed_back() -> None:
+def test_publisher_writes_only_gathered_tokens_of_an_attempt_that_is_handed_back() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a", streams=False)
-    tell = publisher.listener("tiny")
-    tell((Text("a#1", "x", (1,)),))
+    report = publisher.listener("tiny")
+    report((Text("a#1", "x", (1,)),))
     stream.hand_back()
-    tell((Text("a#1", "y", (2,)), Finished("a#1", COMPLETION)))
+    report((Text("a#1", "y", (2,)), Finished("a#1", COMPLETION)))
     assert publisher.close()
     assert stream.ended.result(1) is False
     assert ledger.journal("a") == [{"seq": 0, **events.token("x", [1])}]
     assert stream.control.interruption is None
 
 
-def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job() -> None:
+def test_publisher_continues_when_redis_refuses_the_events_of_one_job() -> None:
     ledger = MemoryLedger(refused="broken")
     publisher = publisher_of(ledger)
     stream = publisher.open_job("broken")
@@ -144,7 +144,7 @@ def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job() -> None:
     assert stream.control.interruption is Interruption.SUPERSEDED
 
 
-def test_publisher_writes_again_what_redis_did_not_take() -> None:
+def test_publisher_retries_events_that_redis_did_not_accept() -> None:
     ledger = MemoryLedger(RedisConnectionError("gone"), RedisConnectionError("still gone"))
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a")
@@ -155,7 +155,7 @@ def test_publisher_writes_again_what_redis_did_not_take() -> None:
     assert [e["seq"] for e in ledger.journal("a")] == [0]
 
 
-def test_publisher_that_can_not_go_on_ends_the_process() -> None:
+def test_failed_publisher_ends_the_process() -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     publisher = publisher_of(MemoryLedger(ZeroDivisionError()))
     Watchdog(end=reasons.put).watch(publisher.pulse)
@@ -163,21 +163,21 @@ def test_publisher_that_can_not_go_on_ends_the_process() -> None:
     assert reasons.get(timeout=10) == "thread 'cellama-publisher' died: ZeroDivisionError: "
 
 
-def test_publisher_that_waits_for_redis_does_not_hang() -> None:
-    asked, answer = threading.Event(), threading.Event()
+def test_publisher_waiting_for_redis_does_not_count_as_hanging() -> None:
+    requested, answer = threading.Event(), threading.Event()
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     write = ledger.write
-    ledger.write = lambda entries: (asked.set(), answer.wait(30), write(entries))[-1]  # type: ignore[assignment]
+    ledger.write = lambda entries: (requested.set(), answer.wait(30), write(entries))[-1]  # type: ignore[assignment]
     publisher.open_job("a").publish(events.done("stop", {}))
-    assert asked.wait(10)
+    assert requested.wait(10)
     assert publisher.pulse.step is None
     answer.set()
     assert publisher.close()
     assert publisher.pulse.closed
 
 
-def test_publisher_waits_while_redis_takes_no_writes() -> None:
+def test_publisher_waits_while_redis_refuses_writes() -> None:
     ledger = MemoryLedger(RefusedForNow("OOM", "no room"))
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a")
@@ -186,7 +186,7 @@ def test_publisher_waits_while_redis_takes_no_writes() -> None:
     assert publisher.close()
 
 
-def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_written_in_pages_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cellama.tasks.publishing.publisher.MAX_BATCH_BYTES", 1500)
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
@@ -198,14 +198,14 @@ def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytes
     assert [event["seq"] for event in ledger.journal("a")] == list(range(6))
 
 
-def test_events_carry_what_mirostat_has_learned_and_the_past_reads_the_last() -> None:
+def test_events_have_the_state_of_mirostat_and_resuming_uses_the_last() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", streams=False)
-    tell = publisher.listener("tiny")
+    report = publisher.listener("tiny")
     for token in range(STRIDE):
-        tell((Text("a#1", str(token), (token,), mirostat_mu=token / 3),))
-    tell((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
+        report((Text("a#1", str(token), (token,), mirostat_mu=token / 3),))
+    report((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
     assert publisher.close()
     past = Past()
     for event in ledger.journal("a"):
@@ -216,10 +216,10 @@ def test_events_carry_what_mirostat_has_learned_and_the_past_reads_the_last() ->
 
 
 class Large(dict[str, Any]):
-    """A result that can be looked at from afar."""
+    """A result that a test can reference weakly."""
 
 
-def test_publisher_that_waits_keeps_nothing_of_the_last_result() -> None:
+def test_idle_publisher_does_not_keep_the_last_result_in_memory() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a")
@@ -233,23 +233,23 @@ def test_publisher_that_waits_keeps_nothing_of_the_last_result() -> None:
     assert publisher.close()
 
 
-def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -> None:
+def test_celery_gets_the_end_with_the_last_event_unless_the_job_fails() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ways = {
-        "told": CeleryEnd(lambda result: CeleryState(b"told", 9), "token"),
+        "received": CeleryEnd(lambda result: CeleryState(b"received", 9), "token"),
         "interrupted": CeleryEnd(lambda result: None, "token"),
-        "failed": CeleryEnd(lambda result: CeleryState(b"told", 9), "token"),
+        "failed": CeleryEnd(lambda result: CeleryState(b"received", 9), "token"),
     }
     ends = [publisher.open_job(job_id, celery_end=way) for job_id, way in ways.items()]
-    tell = publisher.listener("tiny")
-    tell((Finished("told#1", COMPLETION), Finished("interrupted#1", COMPLETION)))
-    tell((Finished("failed#1", error=DecodeFailed("no")),))
+    report = publisher.listener("tiny")
+    report((Finished("received#1", COMPLETION), Finished("interrupted#1", COMPLETION)))
+    report((Finished("failed#1", error=DecodeFailed("no")),))
     assert [end.ended.result(PATIENCE_S) for end in ends] == [True] * 3
     assert publisher.close()
     written = {entry.job_id: entry for entry in ledger.entries}
-    assert (written["told"].stored, written["told"].token, written["told"].result) == (
-        CeleryState(b"told", 9),
+    assert (written["received"].stored, written["received"].token, written["received"].result) == (
+        CeleryState(b"received", 9),
         "token",
         None,
     )
@@ -258,7 +258,7 @@ def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -
     assert [way.result is not None for way in ways.values()] == [True, False, False]
 
 
-def test_end_of_a_job_brings_its_contexts_and_that_of_a_line_does_not() -> None:
+def test_end_of_a_job_has_contexts_and_end_of_a_line_has_none() -> None:
     context = Context(b"an identity", (), "", (5, 6, 7), (1, 2))
     done = replace(COMPLETION, context=context, alternatives=(replace(COMPLETION, index=1, context=context),))
     ledger = MemoryLedger()
@@ -268,7 +268,7 @@ def test_end_of_a_job_brings_its_contexts_and_that_of_a_line_does_not() -> None:
     publisher.listener("tiny")((Finished("a#1", done), Finished(f"b#1{LINE_MARK}0", done)))
     assert publisher.close()
     of_job, of_line = ledger.entries
-    assert [key for key, _ in of_job.contexts] == [context.key]  # the alternative says the same
+    assert [key for key, _ in of_job.contexts] == [context.key]  # the alternative has the same context
     assert of_job.event["finish_key"] == context.key
     assert of_line.event["result"]["finish_key"] == context.key
     assert of_line.contexts == ()

@@ -1,4 +1,4 @@
-"""Reasoning is signed with the conversation before it: of a job, and of each line of a bulk run."""
+"""The reasoning of a job, or of a line of a bulk run, is signed together with the conversation before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNER = Signer("a secret")
 TURNS: list[list[Any]] = [[{"role": "user", "content": text}] for text in ("Hi", "Ho")]
 
 
-def test_reasoning_of_jobs_and_lines_is_signed_by_its_own_conversation() -> None:
+def test_reasoning_of_jobs_and_lines_is_signed_with_their_conversations() -> None:
     ledger, middleware = MemoryLedger(), SignReasoning(SIGNER)
     publisher = publisher_of(ledger)
     requests = {"a#1": TURNS[0], f"b#1{LINE_MARK}0": TURNS[0], f"b#1{LINE_MARK}1": TURNS[1]}
@@ -26,9 +26,9 @@ def test_reasoning_of_jobs_and_lines_is_signed_by_its_own_conversation() -> None
     for request_id, turns in requests.items():
         line = request_id.partition(LINE_MARK)[2]
         middleware.before_request(contexts[request_id[0]], line, ChatJob(model="m", messages=turns))
-    tell = publisher.listener("tiny")
-    tell(tuple(Text(request_id, "so", (1,), kind="reasoning_end") for request_id in requests))
-    tell((Finished("a#1", COMPLETION),))
+    report = publisher.listener("tiny")
+    report(tuple(Text(request_id, "so", (1,), kind="reasoning_end") for request_id in requests))
+    report((Finished("a#1", COMPLETION),))
     assert publisher.close()
     signatures = [event["signature"] for job_id in "ab" for event in ledger.journal(job_id) if "signature" in event]
     assert signatures == [SIGNER.after(turns).sign("so") for turns in requests.values()]

@@ -1,4 +1,4 @@
-"""Spans of this process, kept in memory."""
+"""Fixtures that collect the spans of this process in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABOVE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01
 
 
 class Spans:
-    """What was told so far."""
+    """The spans that were exported until now."""
 
     def __init__(self, sampled: bool = True) -> None:
         self._exporter = InMemorySpanExporter()
@@ -37,12 +37,12 @@ class Spans:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch, settings_environment: Callable[..., None]) -> Iterator[Spans]:
-    """Those of this process, which has the setting on and an OpenTelemetry of its own."""
-    told = Spans()
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: told.provider)
+    """Enable traces with a provider of this process, and collect its spans."""
+    collected = Spans()
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: collected.provider)
     settings_environment(traces="true")
     gate._tracing.cache_clear()
-    yield told
+    yield collected
     gate._tracing.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Whether there are spans at all, and the one of a sending of jobs."""
+"""Spans of producers exist only if traces are enabled, and jobs carry their context."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(*job_ids: str, **headers: str) -> list[dict[str, Any]]:
     return [{"task_id": job_id, "queue": "q", "headers": dict(headers)} for job_id in job_ids]
 
 
-def test_without_the_setting_nothing_is_imported_and_no_header_added() -> None:
+def test_traces_import_nothing_and_add_no_header_when_disabled() -> None:
     code = """
 import sys
 from cellama.tasks.traces.gate import sending, tracing
@@ -46,7 +46,7 @@ assert not {"cellama.tasks.traces.tracing", "opentelemetry.sdk.trace"} & sys.mod
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_setting_without_the_packages_says_what_to_install(
+def test_traces_setting_names_the_extra_when_packages_are_missing(
     settings_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
     settings_environment(traces="true")
@@ -57,30 +57,30 @@ def test_setting_without_the_packages_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "message"),
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, r"'zipkin' is not installed.*cellama\[otel\]"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json.*http/protobuf or grpc"),
         ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, "'otlp_proto_grpc'"),
     ],
 )
-def test_exporter_that_is_not_there_is_told(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: str
+def test_missing_exporter_is_rejected_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         spans.make_provider()
 
 
-def test_service_has_our_name_unless_it_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_name_is_cellama_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     assert spans.make_provider().resource.attributes["service.name"] == "cellama"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     assert spans.make_provider().resource.attributes["service.name"] == "mine"
 
 
-def test_jobs_of_one_sending_have_its_context(spans: Spans) -> None:
+def test_jobs_sent_together_have_the_context_of_one_span(spans: Spans) -> None:
     jobs = options("a", "b")
     with sending(jobs):
         pass
@@ -92,7 +92,7 @@ def test_jobs_of_one_sending_have_its_context(spans: Spans) -> None:
         assert int(flags, 16) & 1
 
 
-def test_sending_is_below_the_callers_header_then_the_current_span_then_the_running_job(
+def test_sending_span_has_parent_from_header_then_current_span_then_running_job(
     spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = SimpleNamespace(request=SimpleNamespace(traceparent=f"00-{'7' * 32}-{'8' * 16}-01", tracestate=None))
@@ -110,7 +110,7 @@ def test_sending_is_below_the_callers_header_then_the_current_span_then_the_runn
     assert spans.all[0].context.trace_state.get("vendor") == "x"
 
 
-def test_span_over_many_sendings_goes_on_below_what_is_given(spans: Spans) -> None:
+def test_span_over_many_sendings_has_the_given_parent(spans: Spans) -> None:
     assert headers_here() == {}
     assert trace_id_here() == ""
     with spanning("run", ABOVE) as own:
@@ -122,24 +122,24 @@ def test_span_over_many_sendings_goes_on_below_what_is_given(spans: Spans) -> No
 @pytest.mark.parametrize(
     "headers", [{}, {"tracestate": "a=b"}, {"traceparent": 5}, {"traceparent": "0" * 600}, {"traceparent": None}]
 )
-def test_what_is_no_context_is_left_out(headers: dict[str, Any]) -> None:
+def test_malformed_context_is_ignored(headers: dict[str, Any]) -> None:
     assert carried(headers) == {}
 
 
-def test_names_are_those_of_the_conventions_that_are_installed() -> None:
+def test_attribute_names_match_the_installed_conventions() -> None:
     modules = (gen_ai_attributes, messaging_attributes)
     known = [value for module in modules for value in vars(module).values() if isinstance(value, str)]
-    told = {*NUMBERS.values(), *USAGE.values(), *of_message("q", "send", "j")}
-    told |= of_request("chat", {"model": "m", "stop": "x"}).keys()
-    assert told <= set(known)
+    names = {*NUMBERS.values(), *USAGE.values(), *of_message("q", "send", "j")}
+    names |= of_request("chat", {"model": "m", "stop": "x"}).keys()
+    assert names <= set(known)
     operations = {value.value for value in gen_ai_attributes.GenAiOperationNameValues}
     assert set(OPERATIONS.values()) - operations == {"rerank", "prefill"}
     assert SCHEMA in {schema.value for schema in Schemas}
 
 
-def test_parameters_of_a_call_are_told_if_they_are_what_they_should_be() -> None:
-    asked = {"model": "m", "temperature": "hot", "max_tokens": 5, "stop": ["a", 3], "prompt": "secret"}
-    assert of_request("chat", asked) == {
+def test_attributes_have_only_valid_parameters_of_a_call() -> None:
+    parameters = {"model": "m", "temperature": "hot", "max_tokens": 5, "stop": ["a", 3], "prompt": "secret"}
+    assert of_request("chat", parameters) == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "cellama",
         "gen_ai.request.model": "m",

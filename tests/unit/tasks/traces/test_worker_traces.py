@@ -1,4 +1,4 @@
-"""Spans of attempts and requests: which there are, below what, with what in them."""
+"""Spans of attempts and requests have the right parents, times and attributes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPLETION = Completion("text", (1, 2), "stop", None, Usage(10, 2, 4), TIMINGS, 
 
 
 def attempt(number: int = 1, *before: Earlier, task: str = TASK_GENERATE, **parameters: Any) -> AttemptContext:
-    """An attempt whose message has a trace above it."""
+    """Return an attempt whose message carries the context of a trace."""
     return context(
         record=Attempt(JOB, new_run(), number, 1, "run", 2.0, before=before),
         task=task,
@@ -53,7 +53,7 @@ def run(
     interruption: Interruption | None = None,
     result: Any = None,
 ) -> None:
-    """An attempt in which these requests end, and that ends so."""
+    """Run an attempt with these ends of requests and this end."""
     with running(Traces(traces, "w@here"), made, interruption) as middlewares:
         for event in events:
             middlewares.after_request(made.record.run_id, "m", event)
@@ -67,7 +67,7 @@ def finished(made: AttemptContext, completion: Completion | None = COMPLETION, l
     return Finished(made.record.run_id + line, completion, error)
 
 
-def test_request_has_the_times_that_its_engine_told(spans: Spans, traces: Tracing) -> None:
+def test_request_span_has_the_times_reported_by_the_engine(spans: Spans, traces: Tracing) -> None:
     made = attempt(max_tokens=5)
     run(traces, made, finished(made))
     process, request = spans.one("process q"), spans.one("text_completion m")
@@ -83,30 +83,33 @@ def test_request_has_the_times_that_its_engine_told(spans: Spans, traces: Tracin
     ]
     assert {part.parent.span_id for part in parts} == {request.context.span_id}
     assert spans.one("result").parent.span_id == process.context.span_id
-    told = request.attributes
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.cache_read.input_tokens"]) == (10, 4)
-    assert told["gen_ai.response.finish_reasons"] == ("stop",)
+    attributes = request.attributes
+    assert (
+        attributes["gen_ai.usage.input_tokens"],
+        attributes["gen_ai.usage.cache_read.input_tokens"],
+    ) == (10, 4)
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert "a secret" not in str([dict(span.attributes) for span in spans.all])
 
 
-def test_contents_are_told_if_a_setting_asks(spans: Spans, settings_environment: Any) -> None:
+def test_spans_have_contents_when_enabled(spans: Spans, settings_environment: Any) -> None:
     settings_environment(traces="true", trace_contents="true")
     traces = gate.tracing()
     assert traces is not None
     messages = [{"role": "user", "content": [{"type": "text", "text": "a secret"}]}]
     made = attempt(task="cellama.chat", messages=messages, system="be kind", prompt=None)
     run(traces, made, finished(made, replace(COMPLETION, reasoning="hm")))
-    told = spans.one("chat m").attributes
-    assert json.loads(told["gen_ai.input.messages"]) == [
+    attributes = spans.one("chat m").attributes
+    assert json.loads(attributes["gen_ai.input.messages"]) == [
         {"role": "user", "parts": [{"type": "text", "content": "a secret"}]}
     ]
-    assert json.loads(told["gen_ai.system_instructions"]) == [{"type": "text", "content": "be kind"}]
-    (reply,) = json.loads(told["gen_ai.output.messages"])
+    assert json.loads(attributes["gen_ai.system_instructions"]) == [{"type": "text", "content": "be kind"}]
+    (reply,) = json.loads(attributes["gen_ai.output.messages"])
     assert [part["content"] for part in reply["parts"]] == ["hm", "text"]
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_attempt_is_linked_to_the_one_before_which_it_tells_if_that_was_lost(
+def test_attempt_links_to_the_previous_one_and_adds_its_span_when_lost(
     spans: Spans, traces: Tracing, is_lost: bool
 ) -> None:
     before = Earlier(new_run(), 1.5, 0.5, is_lost, "old@host 12 1.0")
@@ -123,10 +126,10 @@ def test_attempt_is_linked_to_the_one_before_which_it_tells_if_that_was_lost(
     assert lost.parent.span_id == ABOVE_ID
     assert (lost.end_time - lost.start_time) / 1e9 == pytest.approx(1.0)
     assert (lost.attributes["cellama.attempt.end"], lost.attributes["cellama.worker"]) == ("lost", "old@host")
-    assert waits == pytest.approx([0.5, 0.5])  # 2 s before this one began the job was submitted
+    assert waits == pytest.approx([0.5, 0.5])  # the job was submitted 2 s before this attempt started
 
 
-def test_job_that_killed_several_workers_has_all_its_attempts(spans: Spans, traces: Tracing) -> None:
+def test_trace_has_all_attempts_of_a_job_that_crashed_several_workers(spans: Spans, traces: Tracing) -> None:
     before = [Earlier(new_run(), at, at - 0.25, True, f"w{at}@host 12 1.0") for at in (1.75, 1.0, 0.5)]
     run(traces, attempt(4, *before), error=JobFailed("dead", "no"))
     attempts = sorted((s for s in spans.all if s.name == "process q"), key=lambda s: s.start_time)
@@ -135,16 +138,16 @@ def test_job_that_killed_several_workers_has_all_its_attempts(spans: Spans, trac
     linked = [[link.context.span_id for link in span.links] for span in attempts]
     assert linked == [[], *([span.context.span_id] for span in attempts[:3])]
     waits = sorted((s for s in spans.all if s.name == "queue"), key=lambda s: s.start_time)
-    told = [(span.end_time - span.start_time) / 1e9 for span in waits]
-    assert told == pytest.approx([0.25, 0.5, 0.25, 0.25])
+    attributes = [(span.end_time - span.start_time) / 1e9 for span in waits]
+    assert attributes == pytest.approx([0.25, 0.5, 0.25, 0.25])
 
 
-def test_superseded_attempt_leaves_its_span_to_the_next_one(spans: Spans, traces: Tracing) -> None:
+def test_superseded_attempt_gets_its_span_from_the_next_one(spans: Spans, traces: Tracing) -> None:
     run(traces, attempt(), error=Ignore(), interruption=Interruption.SUPERSEDED)
     assert spans.all == []
 
 
-def test_failure_has_its_code(spans: Spans, traces: Tracing) -> None:
+def test_span_of_a_failed_attempt_has_the_error_code(spans: Spans, traces: Tracing) -> None:
     made = attempt()
     run(traces, made, finished(made, None), error=JobFailed("decode_failed", "no"))
     for name in ("process q", "text_completion m"):
@@ -152,7 +155,7 @@ def test_failure_has_its_code(spans: Spans, traces: Tracing) -> None:
         assert (span.attributes["error.type"], span.status.is_ok) == ("decode_failed", False)
 
 
-def test_lines_of_a_slice_have_a_request_each(spans: Spans, traces: Tracing) -> None:
+def test_each_line_of_a_slice_has_a_request_span(spans: Spans, traces: Tracing) -> None:
     lines = [{"kind": "generate", "params": {"prompt": "x"}}, {"kind": "chat", "params": {"messages": []}}]
     made = attempt(task=TASK_CHUNK, lines=lines)
     run(traces, made, *(finished(made, line=f"\x1f{place}") for place in (0, 1)))
@@ -160,12 +163,12 @@ def test_lines_of_a_slice_have_a_request_each(spans: Spans, traces: Tracing) -> 
     assert found == {"text_completion m": 0, "chat m": 1}
 
 
-def test_work_without_a_slot_is_told_from_its_result(spans: Spans, traces: Tracing) -> None:
+def test_work_without_a_slot_gets_a_span_from_its_result(spans: Spans, traces: Tracing) -> None:
     run(traces, attempt(task=TASK_EMBED), result={"usage": {"prompt_tokens": 9}, "model": "m"})
     assert spans.one("embeddings m").attributes["gen_ai.usage.input_tokens"] == 9
 
 
-def test_job_of_a_producer_without_traces_has_one_trace_in_all_attempts(spans: Spans, traces: Tracing) -> None:
+def test_attempts_of_a_job_without_producer_span_share_one_trace(spans: Spans, traces: Tracing) -> None:
     for number in (1, 2):
         made = attempt(number)
         made.headers = {}
@@ -176,20 +179,20 @@ def test_job_of_a_producer_without_traces_has_one_trace_in_all_attempts(spans: S
     assert len({span.context.span_id for span in attempts}) == 2
 
 
-def test_what_is_not_sampled_is_not_told(spans: Spans, traces: Tracing) -> None:
+def test_unsampled_attempts_export_no_spans(spans: Spans, traces: Tracing) -> None:
     made = attempt()
     made.headers = {**ABOVE, "traceparent": ABOVE["traceparent"][:-1] + "0"}
     run(traces, made, finished(made))
     assert spans.all == []
 
 
-def test_request_that_can_not_be_told_costs_a_span_and_no_event(spans: Spans, traces: Tracing) -> None:
+def test_invalid_request_end_loses_a_span_and_no_event(spans: Spans, traces: Tracing) -> None:
     made = attempt(task=TASK_CHUNK, lines=[])
     run(traces, made, finished(made, line="\x1f3"))
     assert [span.name for span in spans.all] == ["queue", "process q"]
 
 
-def test_worker_without_the_packages_says_what_to_install(
+def test_worker_names_the_extra_when_packages_are_missing(
     monkeypatch: pytest.MonkeyPatch, settings_environment: Any
 ) -> None:
     settings_environment(traces="true")

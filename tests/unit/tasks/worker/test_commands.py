@@ -1,4 +1,4 @@
-"""Commands that meet what a worker does by itself at the same time."""
+"""Commands that arrive while a worker reconciles its models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DESIRED = Override(model=ModelSettings(id="big", source="big.gguf"))
 
 
 def changes(desired: Override | None, *, leaving: bool) -> tuple[ModelChanges, DesiredStateRecord]:
-    """Those of a worker that has no model `big`, but is about to load or to unload it."""
+    """Return the changes of a worker that lacks the model `big`, and is loading or unloading it."""
 
     def get(model_id: str) -> None:
         raise UnknownModel(f"model {model_id!r} is on its way")
@@ -31,16 +31,14 @@ def changes(desired: Override | None, *, leaving: bool) -> tuple[ModelChanges, D
     return ModelChanges(manager, None, loader, record, lambda _: 0), record
 
 
-def test_model_whose_load_is_retried_just_now_is_not_desired_any_more_when_it_is_unloaded() -> None:
+def test_unload_removes_a_model_from_the_desired_state_during_a_retry_of_its_load() -> None:
     commands, record = changes(DESIRED, leaving=False)
     commands.unload("big", 1.0)
     assert record.read()[BIG][0].gone
 
 
 @pytest.mark.parametrize(("desired", "leaving"), [(None, False), (DESIRED, True)])
-def test_model_that_was_never_there_or_leaves_already_can_not_be_unloaded(
-    desired: Override | None, leaving: bool
-) -> None:
+def test_unload_rejects_an_unknown_or_unloading_model(desired: Override | None, leaving: bool) -> None:
     commands, record = changes(desired, leaving=leaving)
     before = record.read()
     with pytest.raises(UnknownModel):

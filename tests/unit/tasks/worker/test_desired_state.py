@@ -1,4 +1,4 @@
-"""The desired state of a worker: its settings, overridden by the record of its pool, overridden by its own record."""
+"""The desired state of a worker: its settings, overridden by the record of its pool, and that by its own record."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ def of_pool(entries: dict[Key, Override]) -> Overrides:
         ),
     ],
 )
-def test_entries_override_the_settings(entries: dict[Key, Override], expected: dict[str, tuple[str, str]]) -> None:
+def test_entries_of_commands_override_the_settings(
+    entries: dict[Key, Override], expected: dict[str, tuple[str, str]]
+) -> None:
     desired = desired_state(SETTINGS, of_pool(entries))
     found = {id_: (model.source, desired.origins[model_key(id_)]) for id_, model in desired.models.items()}
     assert found == expected
 
 
-def test_adapters_and_default_are_those_of_models_that_are_desired() -> None:
+def test_desired_adapters_and_default_belong_to_desired_models() -> None:
     overrides = of_pool(
         {
             model_key("second"): Override(model=SECOND),
@@ -79,7 +81,7 @@ def test_adapters_and_default_are_those_of_models_that_are_desired() -> None:
     assert desired_state(SETTINGS, of_pool({DEFAULT_KEY: Override(default="nowhere")})).default is None
 
 
-def test_corrections_lead_to_the_desired_state_and_unload_first() -> None:
+def test_corrections_reach_the_desired_state_and_unload_first() -> None:
     overrides = of_pool(
         {
             model_key("second"): Override(model=SECOND),
@@ -102,7 +104,7 @@ def test_corrections_lead_to_the_desired_state_and_unload_first() -> None:
 
 
 @pytest.mark.parametrize("model", [SECOND, SECOND.model_copy(update={"hub_token": "hidden", "default": True})])
-def test_entry_is_read_as_it_was_written_without_secrets(model: ModelSettings) -> None:
+def test_entry_is_read_as_written_and_has_no_secrets(model: ModelSettings) -> None:
     text = Override(at=1.5, model=model).text()
     assert "hidden" not in text
     assert override_of(model_key("second"), text) == Override(at=1.5, model=SECOND)
@@ -111,7 +113,7 @@ def test_entry_is_read_as_it_was_written_without_secrets(model: ModelSettings) -
 @pytest.mark.parametrize(
     "field", [b"", b"model", b"{}", b"[]", b'["model"]', b'["thing","x"]', b'["model",1]', b'["model", "x"]', b"\xff"]
 )
-def test_field_that_is_not_a_key_is_refused(field: bytes) -> None:
+def test_invalid_key_is_rejected(field: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         key_of(field)
 
@@ -130,12 +132,12 @@ def test_field_that_is_not_a_key_is_refused(field: bytes) -> None:
         {"at": "now", "gone": True},
     ],
 )
-def test_value_that_is_not_an_entry_of_its_key_is_refused(value: Any) -> None:
+def test_entry_that_does_not_match_its_key_is_rejected(value: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         override_of(model_key("second"), json.dumps(value))
 
 
-def test_entry_of_the_worker_overrides_that_of_its_pool_and_stays_with_it() -> None:
+def test_entry_of_a_worker_overrides_its_pool_and_applies_to_no_other_worker() -> None:
     redis = fakeredis.FakeRedis()
     one, two = (DesiredStateRecord(redis, "p", name) for name in ("one", "two"))
     one.write(model_key("second"), Override(model=SECOND), whole_pool=True)
@@ -146,7 +148,7 @@ def test_entry_of_the_worker_overrides_that_of_its_pool_and_stays_with_it() -> N
     assert one.read()[model_key("second")][1] == "pool"
 
 
-def test_record_that_redis_has_lost_is_written_again_by_a_worker_that_has_read_it() -> None:
+def test_record_lost_by_redis_is_restored_from_the_last_read() -> None:
     redis = fakeredis.FakeRedis()
     record = DesiredStateRecord(redis, "p", "one")
     record.write(model_key("second"), Override(model=SECOND), whole_pool=True)
@@ -156,7 +158,7 @@ def test_record_that_redis_has_lost_is_written_again_by_a_worker_that_has_read_i
     assert DesiredStateRecord(redis, "p", "two").read() == known
 
 
-def test_entries_that_cannot_be_read_are_ignored_and_old_notes_of_what_is_gone_are_removed() -> None:
+def test_invalid_entries_are_ignored_and_old_notes_are_removed() -> None:
     redis = fakeredis.FakeRedis()
     now = time.time()
     fields: dict[Any, Any] = {
@@ -172,7 +174,7 @@ def test_entries_that_cannot_be_read_are_ignored_and_old_notes_of_what_is_gone_a
     assert not redis.hexists(POOL, field_of(model_key("old")).decode())
 
 
-def test_entries_of_adapters_go_with_their_model() -> None:
+def test_entries_of_adapters_are_removed_with_their_model() -> None:
     record = DesiredStateRecord(fakeredis.FakeRedis(), "p", "one")
     record.write(model_key("second"), Override(model=SECOND), whole_pool=True)
     record.write(adapter_key("second", "pirate"), Override(adapter=PIRATE), whole_pool=True)
@@ -181,7 +183,7 @@ def test_entries_of_adapters_go_with_their_model() -> None:
     assert [*record.read()] == [model_key("second")]
 
 
-def test_load_that_ends_the_process_again_and_again_is_not_begun_once_more() -> None:
+def test_load_is_refused_after_it_has_crashed_the_process_repeatedly() -> None:
     redis = fakeredis.FakeRedis()
     key = model_key("second")
     for _ in range(MAX_CRASHED_LOADS):
@@ -189,6 +191,6 @@ def test_load_that_ends_the_process_again_and_again_is_not_begun_once_more() -> 
     record = DesiredStateRecord(redis, "p", "one")
     with pytest.raises(ModelLoadFailed, match=r"crashed the worker"):
         record.start_load(key)
-    DesiredStateRecord(redis, "p", "two").start_load(key)  # counted for each worker
+    DesiredStateRecord(redis, "p", "two").start_load(key)  # loads are counted per worker
     record.end_load(key)
     record.start_load(key)

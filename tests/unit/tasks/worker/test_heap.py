@@ -1,4 +1,4 @@
-"""What the worker asks of the C library's heap."""
+"""A worker limits the free memory that the C library keeps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cellama.tasks.worker.runtime import MAPPED_BYTES, MAX_FREE_BYTES, NUM_HEAPS
 
 
 class Glibc:
-    """Notes what it is asked; refuses the options in `unknown`."""
+    """Records the options of mallopt, and refuses those in `unknown`."""
 
     def __init__(self, *unknown: int) -> None:
         self.unknown = unknown
-        self.asked: dict[int, int] = {}
+        self.options: dict[int, int] = {}
         self.num_trims = 0
 
     def gnu_get_libc_version(self) -> str:
         return "2.36"
 
     def mallopt(self, option: int, value: int) -> int:
-        self.asked[option] = value
+        self.options[option] = value
         return int(option not in self.unknown)
 
     def malloc_trim(self, kept: int) -> int:
@@ -29,31 +29,31 @@ class Glibc:
         return 1
 
 
-def test_heap_is_told_how_much_it_may_keep() -> None:
+def test_limit_free_heap_sets_the_options_of_mallopt() -> None:
     libc = Glibc()
     assert limit_free_heap(libc)
-    assert sorted(libc.asked.values()) == sorted((MAX_FREE_BYTES, MAPPED_BYTES, NUM_HEAPS))
+    assert sorted(libc.options.values()) == sorted((MAX_FREE_BYTES, MAPPED_BYTES, NUM_HEAPS))
 
 
-def test_heap_that_refuses_an_option_is_told_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_free_heap_sets_the_other_options_when_one_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     libc = Glibc(-1)
     assert not limit_free_heap(libc)
-    assert len(libc.asked) == 3
+    assert len(libc.options) == 3
     assert "[-1]" in caplog.text
 
 
-def test_heap_is_trimmed() -> None:
+def test_trim_heap_calls_malloc_trim() -> None:
     libc = Glibc()
     trim_heap(libc)
     assert libc.num_trims == 1
 
 
-def test_heap_of_another_c_library_is_left_alone() -> None:
+def test_heap_functions_do_nothing_without_glibc() -> None:
     assert not limit_free_heap(object())
     trim_heap(object())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the options are glibc's")
-def test_glibc_takes_the_options() -> None:
+def test_glibc_accepts_the_options() -> None:
     assert limit_free_heap()
     trim_heap()

@@ -1,4 +1,4 @@
-"""The options of a model's engine: its own, and what the worker's settings say of all."""
+"""The options of a model's engine come from the model, or from the settings of its worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cellama.tasks.worker.model_loading import check_models, options_of
     [
         ({}, "/all", 7),
         ({"cache_dir": "/own"}, "/own", 7),
-        ({"cache_disk_bytes": 0}, "/all", 0),  # this model keeps none
+        ({"cache_disk_bytes": 0}, "/all", 0),  # this model has no cache on disk
         ({"cache_dir": "/own", "cache_disk_bytes": 9}, "/own", 9),
     ],
 )
-def test_model_has_the_folder_of_its_worker_or_its_own(own: dict[str, Any], folder: str, quota: int) -> None:
+def test_options_use_the_models_cache_dir_or_that_of_the_worker(own: dict[str, Any], folder: str, quota: int) -> None:
     model = ModelSettings(id="m", source="bundled://tiny", **own)
     options = options_of(model, Settings(cache_dir="/all", cache_disk_bytes=7, models=(model,)))
     assert (options.cache_dir, options.cache_disk_bytes) == (folder, quota)
@@ -45,7 +45,7 @@ def model(**options: Any) -> str:
         (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
     ],
 )
-def test_impossible_model_is_named_before_anything_is_loaded(
+def test_check_models_names_an_invalid_model_before_anything_is_loaded(
     settings_environment: Callable[..., None], tmp_path: Path, models: str, message: str
 ) -> None:
     (tmp_path / "text.gguf").write_text("I am no model")

@@ -1,4 +1,4 @@
-"""Who may begin beside whom."""
+"""The quarantine decides which jobs may start concurrently."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ PATIENCE_S = 30
 
 
 class Job:
-    """A job on a thread of its own that passes the gate, proves itself and ends when it is told to."""
+    """A job on its own thread, which passes the quarantine, becomes proven and ends on request of the test."""
 
     def __init__(self, gate: Quarantine, pool: ThreadPoolExecutor, *, alone: bool) -> None:
-        self.begun, self.interrupted, self._end = threading.Event(), threading.Event(), threading.Event()
-        self.stands = threading.Event()  # at the gate, which asks whether it is interrupted
+        self.started, self.interrupted, self._end = threading.Event(), threading.Event(), threading.Event()
+        self.checked = threading.Event()  # set when the quarantine checks whether the job is interrupted
         self.prove: Callable[[], None]
         self._gate, self._alone = gate, alone
         self._run = pool.submit(self._body)
 
     def _body(self) -> None:
         with self._gate.passed(self._is_interrupted, alone=self._alone) as self.prove:
-            self.begun.set()
+            self.started.set()
             assert self._end.wait(PATIENCE_S)
 
     def _is_interrupted(self) -> bool:
-        self.stands.set()
+        self.checked.set()
         return self.interrupted.is_set()
 
-    def stays(self) -> bool:
-        """True if the gate finds once more that it must not pass."""
-        self.stands.clear()
-        return self.stands.wait(PATIENCE_S) and not self.begun.is_set()
+    def is_waiting(self) -> bool:
+        """Return whether the quarantine makes the job wait."""
+        self.checked.clear()
+        return self.checked.wait(PATIENCE_S) and not self.started.is_set()
 
-    def begins(self) -> None:
-        assert self.begun.wait(PATIENCE_S)
+    def wait_for_start(self) -> None:
+        assert self.started.wait(PATIENCE_S)
 
-    def ends(self) -> None:
+    def finish(self) -> None:
         self._end.set()
         self._run.result(PATIENCE_S)
 
@@ -53,9 +53,9 @@ class World:
         return Job(self._gate, self._pool, alone=alone)
 
     def waiting(self, *, alone: bool = False) -> Job:
-        """A job that stands at the gate, and does not pass."""
+        """Return a job that waits in the quarantine."""
         job = self.job(alone=alone)
-        assert job.stays()
+        assert job.is_waiting()
         return job
 
 
@@ -64,55 +64,55 @@ def world() -> World:
     return World(ThreadPoolExecutor(8))
 
 
-def test_jobs_begin_side_by_side(world: World) -> None:
+def test_unsuspected_jobs_start_concurrently(world: World) -> None:
     jobs = [world.job() for _ in range(3)]
     for job in jobs:
-        job.begins()
+        job.wait_for_start()
     for job in jobs:
-        job.ends()
+        job.finish()
 
 
-def test_suspect_waits_for_the_unproven_and_new_ones_for_it(world: World) -> None:
+def test_suspect_waits_for_unproven_jobs_and_new_jobs_wait_for_the_suspect(world: World) -> None:
     embedding, story = world.job(), world.job()
-    embedding.begins()
-    story.begins()
+    embedding.wait_for_start()
+    story.wait_for_start()
     suspect = world.waiting(alone=True)
     fresh = world.waiting()
-    embedding.ends()
-    assert suspect.stays()
+    embedding.finish()
+    assert suspect.is_waiting()
     story.prove()
-    suspect.begins()
-    assert fresh.stays()
+    suspect.wait_for_start()
+    assert fresh.is_waiting()
     suspect.prove()
-    fresh.begins()  # beside the other two, which go on
+    fresh.wait_for_start()  # while the other two are still running
     for job in (story, suspect, fresh):
-        job.ends()
+        job.finish()
 
 
-def test_suspects_begin_one_by_one(world: World) -> None:
+def test_suspects_start_one_at_a_time(world: World) -> None:
     first = world.job(alone=True)
-    first.begins()
+    first.wait_for_start()
     second, fresh = world.waiting(alone=True), world.waiting()
-    first.ends()
-    second.begins()
-    assert fresh.stays()
-    second.ends()
-    fresh.begins()
-    fresh.ends()
+    first.finish()
+    second.wait_for_start()
+    assert fresh.is_waiting()
+    second.finish()
+    fresh.wait_for_start()
+    fresh.finish()
 
 
-def test_who_is_interrupted_waits_no_longer_and_holds_nobody_up(world: World) -> None:
+def test_interrupted_job_leaves_the_quarantine_and_blocks_no_other_job(world: World) -> None:
     story = world.job()
-    story.begins()
+    story.wait_for_start()
     suspect = world.waiting(alone=True)
     suspect.interrupted.set()
-    suspect.begins()
-    suspect.ends()
+    suspect.wait_for_start()
+    suspect.finish()
     fresh = world.job()
-    fresh.begins()
+    fresh.wait_for_start()
     for job in (story, fresh):
-        job.ends()
-        job.prove()  # too late to count a second time
+        job.finish()
+        job.prove()  # a second call has no effect
     last = world.job(alone=True)
-    last.begins()
-    last.ends()
+    last.wait_for_start()
+    last.finish()

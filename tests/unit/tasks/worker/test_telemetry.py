@@ -1,4 +1,4 @@
-"""Telemetry on its way to a hook and into the log: whatever a hook does, engines go on."""
+"""Telemetry reaches hooks and the log, and hooks never delay engines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the logger of JSON lines says."""
+    """Collect the lines of the logger for telemetry."""
     written: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def relay_to(hook: Hook | None, logged: Logged = "off") -> TelemetryRelay:
 
 
 def report(engine: Engine, hook: Hook | None, logged: Logged = "off", times: int = 1) -> None:
-    """Run requests of an engine that is watched, up to the end of all."""
+    """Run requests on an engine whose telemetry is relayed, until all have ended."""
     relay = relay_to(hook, logged)
     relay.watch(engine)
     for _ in range(times):
@@ -73,7 +73,7 @@ def report(engine: Engine, hook: Hook | None, logged: Logged = "off", times: int
     relay.close()
 
 
-def test_hook_gets_typed_events_with_model_and_worker(engine: Engine) -> None:
+def test_hook_receives_typed_events_with_model_and_worker(engine: Engine) -> None:
     events: list[Stats] = []
     report(engine, events.append)
     assert {(event.model, event.worker) for event in events} == {("mine", "w@host")}
@@ -85,7 +85,7 @@ def test_hook_gets_typed_events_with_model_and_worker(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake"), SystemExit(3)])
-def test_hook_that_fails_is_logged_once_per_kind_of_event_and_costs_no_token(
+def test_failing_hook_is_logged_once_per_kind_of_event_and_loses_no_token(
     engine: Engine, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[Stats] = []
@@ -102,7 +102,7 @@ def test_hook_that_fails_is_logged_once_per_kind_of_event_and_costs_no_token(
     ]
 
 
-def test_hook_that_hangs_loses_events_and_costs_no_token(
+def test_hanging_hook_loses_events_and_no_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(telemetry, "MAX_EVENTS", 3)
@@ -123,7 +123,7 @@ def test_hook_that_hangs_loses_events_and_costs_no_token(
 @pytest.mark.parametrize(
     ("logged", "kinds"), [("off", set()), ("requests", {"request"}), ("steps", {"request", "step"})]
 )
-def test_lines_of_json_are_what_the_setting_says(
+def test_telemetry_log_writes_the_configured_events(
     engine: Engine, lines: list[str], logged: Logged, kinds: set[str]
 ) -> None:
     report(engine, None, logged)
@@ -136,7 +136,7 @@ def test_lines_of_json_are_what_the_setting_says(
             assert (event["prompt_tokens"], event["prefix_cache_ratio"]) == (5, 0.0)
 
 
-def test_engines_are_left_alone_where_nobody_wants_their_telemetry(engine: Engine) -> None:
+def test_relay_adds_no_listener_without_hooks(engine: Engine) -> None:
     before = set(threading.enumerate())
     relay = relay_to(None)
     relay.watch(engine)
@@ -145,7 +145,7 @@ def test_engines_are_left_alone_where_nobody_wants_their_telemetry(engine: Engin
     relay.close()
 
 
-def test_hook_is_a_function_or_an_object_of_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_may_be_a_function_or_a_callable_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hooks_of_a_test.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     stats: Any = "figures"

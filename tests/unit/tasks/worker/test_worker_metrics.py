@@ -1,4 +1,4 @@
-"""What a worker counts: each figure is what the load implies."""
+"""The metrics of a worker have the values that its load implies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def value(figures: Figures, metric: str, /, **labels: str) -> float | None:
 
 @pytest.fixture
 def metrics() -> Iterator[Metrics]:
-    """Of a worker without models."""
+    """Return the metrics of a worker without models."""
     made = Metrics("127.0.0.1", 0, TelemetryRelay("w"), dict)
     yield made
     made.close()
@@ -42,7 +42,7 @@ def finished(reason: Any, cached: int = 0, tier: Any = None, slot: int | None = 
     return Finished("a#1", Completion("x", (1,), reason, None, usage, timings, slot, 7))
 
 
-def test_requests_are_counted_by_reason_and_in_their_buckets(metrics: Metrics) -> None:
+def test_requests_are_counted_by_finish_reason_and_bucket(metrics: Metrics) -> None:
     for event in (finished("stop", 30, "device"), finished("timeout", 10, "ram"), finished("cancelled", slot=None)):
         metrics.after_request("m", event, None)
     metrics.after_request("m", Finished("b#1", error=DecodeFailed("no")), None)
@@ -64,7 +64,7 @@ def test_requests_are_counted_by_reason_and_in_their_buckets(metrics: Metrics) -
     assert value(figures, "vllm:e2e_request_latency_seconds_count", **m) == 3
 
 
-def test_request_with_several_completions_lasts_until_the_last_of_them(metrics: Metrics) -> None:
+def test_request_with_several_completions_lasts_until_its_last_completion(metrics: Metrics) -> None:
     event = finished("stop")
     assert event.completion is not None
     later = replace(event.completion, index=1, timings=replace(event.completion.timings, duration_ms=2300.0))
@@ -74,7 +74,7 @@ def test_request_with_several_completions_lasts_until_the_last_of_them(metrics: 
     assert value(figures, "vllm:request_params_n_sum", model_name="m") == 2
 
 
-def test_engine_counts_a_gap_for_each_token_but_the_first(make_engine: MakeEngine) -> None:
+def test_engine_counts_a_gap_for_each_token_except_the_first(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     loaded: dict[str, Any] = {}
     metrics = Metrics("127.0.0.1", 0, TelemetryRelay("w"), lambda: loaded)
@@ -107,7 +107,7 @@ def test_engine_counts_a_gap_for_each_token_but_the_first(make_engine: MakeEngin
         (SoftTimeLimitExceeded(), Interruption.SOFT_LIMIT, "failure"),
     ],
 )
-def test_attempts_are_counted_by_how_they_end(metrics: Metrics, error: Any, interruption: Any, end: str) -> None:
+def test_attempts_are_counted_by_their_end(metrics: Metrics, error: Any, interruption: Any, end: str) -> None:
     with running(metrics, context(queue="cellama:queue:m", priority=9), interruption):
         if error is not None:
             raise error
@@ -117,7 +117,7 @@ def test_attempts_are_counted_by_how_they_end(metrics: Metrics, error: Any, inte
     assert value(figures, "celery_task_queuetime_seconds_sum", name="cellama.generate") == 2.0
 
 
-def test_port_that_is_taken_is_told_with_its_setting(metrics: Metrics) -> None:
+def test_metrics_reject_a_port_that_is_not_available(metrics: Metrics) -> None:
     relay = TelemetryRelay("w")
     relay.num_dropped = 3
     other = Metrics("127.0.0.1", 0, relay, dict)
