@@ -30,7 +30,7 @@ check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check
 
 docs: $(VENV)/.dev ## Build the site of docs/ into build/site; a dead link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/mkdocs.yml
+	$(BIN)/python .ci/site.py
 
 bench: $(VENV)/.dev ## A short form of every benchmark, in under 10 minutes; bench/README.md has the peers
 	$(BIN)/cellama bench all --short

@@ -44,8 +44,8 @@ def filled(markdown: str) -> str:
     )
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page for the site (MkDocs calls this for each): included files in place, notes on figures removed."""
+def page_for_site(markdown: str) -> str:
+    """Return a page as the site shows it: with the files that it includes, and without the sources of its figures."""
     return FIGURE.sub("", INCLUDED.sub(lambda found: include(found[1]), markdown))
 
 
