@@ -61,11 +61,11 @@ GbnfPart = GbnfSequence | GbnfChoice | GbnfChars | GbnfRepeat | GbnfReference
 def parse(text: str) -> dict[str, GbnfPart]:
     """Return the rules of a grammar by name. A later rule replaces an earlier one. Raises InvalidRequest."""
     if len(text) > limits.MAX_GRAMMAR_CHARS:
-        raise bad_grammar(f"it has {len(text)} characters (limit {limits.MAX_GRAMMAR_CHARS})")
+        raise grammar_error(f"it has {len(text)} characters (limit {limits.MAX_GRAMMAR_CHARS})")
     return _Parser(text).rules()
 
 
-def bad_grammar(reason: str) -> InvalidRequest:
+def grammar_error(reason: str) -> InvalidRequest:
     """Return the error for a grammar that can't be used."""
     return InvalidRequest(f"the grammar can't be used: {reason}; see llama.cpp's grammars/README.md")
 
@@ -91,7 +91,7 @@ class _Parser:
                 raise self._error("expected the end of the line")
             self._skip(_LINES)
         if not found:
-            raise bad_grammar("it has no rule")
+            raise grammar_error("it has no rule")
         return found
 
     def _choice(self) -> GbnfPart:
@@ -248,7 +248,7 @@ class _Parser:
     def _error(self, reason: str) -> InvalidRequest:
         line = self._text.count("\n", 0, self._at) + 1
         near = self._text[self._at : self._at + 20]
-        return bad_grammar(f"{reason} in line {line}" + (f", at {near!r}" if near else ", at the end"))
+        return grammar_error(f"{reason} in line {line}" + (f", at {near!r}" if near else ", at the end"))
 
 
 def merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

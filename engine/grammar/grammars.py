@@ -131,10 +131,10 @@ class Grammars:
         """Prepare a schema, which includes compiling it, because only that shows whether it can be compiled."""
         attempts: list[tuple[str, LLMatcher]] = []
 
-        def compiled(grammar: str) -> str:
+        def try_compile(grammar: str) -> str:
             attempts.append((grammar, self._matcher_tokens.attempt(grammar)))
             return attempts[-1][1].get_error()
 
-        warnings = prepare_schema(spec.text, strict=spec.strict, compiled=compiled).warnings
+        warnings = prepare_schema(spec.text, strict=spec.strict, try_compile=try_compile).warnings
         grammar, first = attempts[-1]
         return _CachedGrammar(SharedGrammar(self._matcher_tokens, grammar, spec.kind, first), warnings)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cellama.config import limits
 
 from . import gbnf
-from .gbnf import GbnfChars, GbnfChoice, GbnfPart, GbnfReference, GbnfRepeat, GbnfSequence, bad_grammar
+from .gbnf import GbnfChars, GbnfChoice, GbnfPart, GbnfReference, GbnfRepeat, GbnfSequence, grammar_error
 
 # Ranges of code points whose UTF-8 has the same number of bytes; surrogates have none.
 _SAME_LENGTH = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, gbnf.MAX_CODE_POINT))
@@ -71,7 +71,7 @@ def compile_grammar(text: str, root: str) -> Program:
     """Return the program of a grammar. Raises InvalidRequest if it is invalid, too large or left-recursive."""
     rules = gbnf.parse(text)
     if root not in rules:
-        raise bad_grammar(f"rule {root!r} is not defined")
+        raise grammar_error(f"rule {root!r} is not defined")
     nullable = _NullableParts(rules)
     _reject_left_recursion(rules, nullable)
     return _Compiler(rules, nullable).program(root)
@@ -102,7 +102,7 @@ class _NullableParts:
         for name, part in rules.items():
             for inner in set(_references(part)):
                 if inner not in rules:
-                    raise bad_grammar(f"rule {inner!r} is not defined")
+                    raise grammar_error(f"rule {inner!r} is not defined")
                 users[inner].append(name)
         self._num_checks = 0
         waiting = list(reversed(rules))
@@ -113,7 +113,7 @@ class _NullableParts:
                 self._rules.add(name)
                 waiting += users[name]
             if self._num_checks > _MAX_CHECKS:
-                raise bad_grammar("its rules depend on each other in too many ways; simplify it")
+                raise grammar_error("its rules depend on each other in too many ways; simplify it")
         self._results.clear()
 
     def has(self, part: GbnfPart) -> bool:
@@ -165,7 +165,7 @@ def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts)
                 path[following] = iter(set(_first_rules(rules[following], nullable)))
             following = next((name for name in path[next(reversed(path))] if name not in done), None)
             if following in path:
-                raise bad_grammar(f"rule {following!r} starts with itself (left recursion); write it as a repetition")
+                raise grammar_error(f"rule {following!r} starts with itself (left recursion); write it as a repetition")
             if following is None:
                 done.add(path.popitem()[0])
 
@@ -193,7 +193,7 @@ class _Compiler:
 
     def _new(self, node: Node) -> int:
         if len(self._program.nodes) >= limits.MAX_GRAMMAR_NODES:
-            raise bad_grammar(f"it has more than {limits.MAX_GRAMMAR_NODES} parts; shorten it")
+            raise grammar_error(f"it has more than {limits.MAX_GRAMMAR_NODES} parts; shorten it")
         self._program.nodes.append(node)
         return len(self._program.nodes) - 1
 
@@ -216,7 +216,7 @@ class _Compiler:
         if self._nullable.has(inner):
             min_count = 0  # empty repetitions satisfy any minimum
             if max_count is not None and max_count > _MAX_NULLABLE_REPEATS:
-                raise bad_grammar(
+                raise grammar_error(
                     f"it repeats a possibly empty part {max_count} times (limit {_MAX_NULLABLE_REPEATS}); make the "
                     "repeated part non-empty"
                 )

@@ -119,7 +119,7 @@ class ChatTemplate:
         If the template takes longer, the markup is unknown.
         """
         try:
-            rendered = self._process.texts_of(probes(for_template))
+            rendered = self._process.request({"probes": probes(for_template)})["texts"]
         except TemplateFailed as error:
             log.warning(
                 "reply markup not derived",
@@ -245,14 +245,6 @@ class TemplateProcess:
             raise InvalidRequest(answer["error"])
         verb = "rejected" if answer["kind"] == "refused" else "failed on"
         raise TemplateFailed(f"the model's chat template {verb} the messages: {answer['error']}")
-
-    def texts_of(self, probes: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
-        """Return the prompts of conversations by name, or None for those that the template can't render.
-
-        All of them together have the time limit of a single rendering. Raises TemplateFailed, EngineStopped.
-        """
-        texts: dict[str, str | None] = self.request({"probes": probes})["texts"]
-        return texts
 
     def close(self) -> None:
         """End the process. Later requests fail. Idempotent."""

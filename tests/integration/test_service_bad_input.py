@@ -130,7 +130,7 @@ def test_invalid_call_is_rejected_before_queueing(
             ["tiny", HELLO],
             {"tools": [tool()], "tool_choice": "f", "json_schema": "{}"},
             "invalid_request",
-            "excludes json_schema",
+            "be combined with json_schema",
         ),
         (
             "chat",

@@ -43,7 +43,7 @@ class SchemaDocument:
         self._dynamic: Counter[str] = Counter()  # name → number of $dynamicAnchor with this name
         self._add_schemas(self.root, "#", "")
 
-    def refused(self, path: str, reason: str) -> InvalidRequest:
+    def error_at(self, path: str, reason: str) -> InvalidRequest:
         """Return the error for a schema at this path."""
         shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
         return InvalidRequest(f"{self._where} at {shown}{reason}")
@@ -68,14 +68,14 @@ class SchemaDocument:
             full = reference
         uri, _, fragment = full.partition("#")
         if uri not in self._by_uri:
-            raise self.refused(
+            raise self.error_at(
                 path,
                 f"/{keyword} is {show(reference)}; only references within the schema are supported; move the "
                 "target into $defs",
             )
         found = self._at(self._by_uri[uri], fragment) if fragment[:1] in ("", "/") else self._by_uri.get(full)
         if found is None:
-            raise self.refused(path, f"/{keyword} is {show(reference)}, which the schema does not contain")
+            raise self.error_at(path, f"/{keyword} is {show(reference)}, which the schema does not contain")
         return self._by_path[found]
 
     def is_dynamic(self, node: int) -> bool:
@@ -104,7 +104,7 @@ class SchemaDocument:
             raise InvalidRequest(f"{self._where} is not valid JSON: {error}") from None
         self._check_values(parsed)
         if not isinstance(parsed, dict | bool):
-            raise self.refused("#", f" is {show(parsed)}; it must be a schema (an object or a boolean)")
+            raise self.error_at("#", f" is {show(parsed)}; it must be a schema (an object or a boolean)")
         return parsed
 
     def _check_values(self, parsed: Any) -> None:
@@ -129,9 +129,9 @@ class SchemaDocument:
             if path in self._by_path:
                 continue
             if depth > limits.MAX_SCHEMA_DEPTH:
-                raise self.refused(path, f" is nested more than {limits.MAX_SCHEMA_DEPTH} schemas deep; flatten it")
+                raise self.error_at(path, f" is nested more than {limits.MAX_SCHEMA_DEPTH} schemas deep; flatten it")
             if not isinstance(schema, Mapping | bool):
-                raise self.refused(path, f" is {show(schema)}; it must be a schema (an object or a boolean)")
+                raise self.error_at(path, f" is {show(schema)}; it must be a schema (an object or a boolean)")
             if isinstance(schema, Mapping):
                 self._check(schema, path)
                 base = self._base_of(schema, path, base)
@@ -147,7 +147,7 @@ class SchemaDocument:
         for name, value in schema.items():
             problem = KEYWORDS[name].check(value) if name in KEYWORDS else None
             if problem:
-                raise self.refused(path, f"/{_escaped(name)} is {show(value)}; it {problem}")
+                raise self.error_at(path, f"/{_escaped(name)} is {show(value)}; it {problem}")
 
     def _base_of(self, schema: Mapping[str, Any], path: str, base: str) -> str:
         """Register the URI and the anchors of a schema. Return the URI to which its references are relative."""
@@ -156,7 +156,7 @@ class SchemaDocument:
             try:
                 base = urljoin(base, uri).partition("#")[0]
             except ValueError:
-                raise self.refused(path, f"/$id is {show(uri)}; it must be a URI") from None
+                raise self.error_at(path, f"/$id is {show(uri)}; it must be a URI") from None
             self._by_uri.setdefault(base, path)
         elif path == "#":
             self._by_uri[base] = path

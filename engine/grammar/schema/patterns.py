@@ -22,17 +22,17 @@ LAYOUT = {
 
 
 def compile_error(grammar: str) -> str:
-    """Return llguidance's message if a grammar can't be compiled, else an empty text. Needs no vocabulary."""
+    """Return llguidance's message if a grammar can't be try_compile, else an empty text. Needs no vocabulary."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if failed else ""
 
 
-def problem_of(schema: Mapping[str, Any], compiled: Callable[[str], str] = compile_error) -> str:
+def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = compile_error) -> str:
     """Return why llguidance can't compile a schema, or an empty text if it can.
 
-    `compiled` compiles a grammar and returns llguidance's message.
+    `try_compile` compiles a grammar and returns llguidance's message.
     """
-    text = compiled(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LAYOUT})))
+    text = try_compile(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LAYOUT})))
     if "Unsatisfiable schema" in text:
         return UNSATISFIABLE
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]

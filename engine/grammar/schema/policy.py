@@ -30,7 +30,7 @@ class Policy:
     def not_enforced(self, path: str, keyword: str, reason: str) -> None:
         """Record that a keyword at this path can't be enforced. Raises InvalidRequest in strict use."""
         if self.strict:
-            raise self._document.refused(
+            raise self._document.error_at(
                 f"{path}/{keyword}",
                 f": {keyword!r} can't be enforced: {reason}; remove it, or disable strict to ignore it",
             )

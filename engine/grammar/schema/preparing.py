@@ -34,22 +34,22 @@ class Prepared(NamedTuple):
 
 
 def prepare_schema(
-    text: str, *, strict: bool, where: str = "json_schema", compiled: Callable[[str], str] = compile_error
+    text: str, *, strict: bool, where: str = "json_schema", try_compile: Callable[[str], str] = compile_error
 ) -> Prepared:
     """Return the schema for llguidance, with the layout of the JSON text in `x-guidance`.
 
     Every text that it allows conforms to the caller's schema, except for what the warnings list. With `strict`,
-    keywords that can't be enforced are rejected instead. `compiled` compiles a grammar and returns llguidance's
+    keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns llguidance's
     message, which is empty on success. Its last call is for the returned schema. Raises InvalidRequest, whose message
     calls the schema `where` and names the path within it.
     """
     try:
-        return _prepared(text, strict, where, compiled)
+        return _prepared(text, strict, where, try_compile)
     except RecursionError:
         raise InvalidRequest(f"{where} is nested too deeply; flatten it") from None
 
 
-def _prepared(text: str, strict: bool, where: str, compiled: Callable[[str], str]) -> Prepared:
+def _prepared(text: str, strict: bool, where: str, try_compile: Callable[[str], str]) -> Prepared:
     document = SchemaDocument(text, where)
     policy = Policy(document, where, strict)
     patterns = Patterns(policy)
@@ -57,13 +57,13 @@ def _prepared(text: str, strict: bool, where: str, compiled: Callable[[str], str
     writer = SchemaWriter(FormBuilder(reader, policy, patterns), document, policy, where)
     root = reader.condition(SchemaDocument.ROOT)
     schema = writer.write(root)
-    problem = problem_of(schema, compiled)
+    problem = problem_of(schema, try_compile)
     if problem and _drop_unsupported_patterns(writer, policy):
         schema = writer.write(root)
-        problem = problem_of(schema, compiled)
+        problem = problem_of(schema, try_compile)
     if "too big" in problem and writer.shorten_arrays():
         schema = writer.write(root)
-        problem = problem_of(schema, compiled)
+        problem = problem_of(schema, try_compile)
     if problem:
         raise InvalidRequest(f"{where} can't be compiled: {problem}; simplify it")
     return Prepared({**schema, "x-guidance": LAYOUT}, policy.warnings)

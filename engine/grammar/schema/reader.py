@@ -211,9 +211,9 @@ class SchemaReader:
             return self._found[key]
         schema, path, _ = self._document.nodes[node]
         if key in self._reading:
-            raise self._document.refused(path, " refers to itself directly; remove the reference")
+            raise self._document.error_at(path, " refers to itself directly; remove the reference")
         if len(self._reading) > limits.MAX_SCHEMA_DEPTH:
-            raise self._document.refused(path, " is reached through too many references; use fewer")
+            raise self._document.error_at(path, " is reached through too many references; use fewer")
         self._policy.spend()
         self._reading.append(key)
         before = self._num_narrowings
@@ -371,7 +371,7 @@ class SchemaReader:
             return self._either(branches)
         found = self._either(exclusive)
         if not found and base:
-            raise self._document.refused(
+            raise self._document.error_at(
                 path, "/oneOf: every value matches either none or several of these schemas; use anyOf"
             )
         return found
@@ -546,7 +546,7 @@ class SchemaReader:
         scalars += [Null(True)] if None in values else []
         found = (*scalars, *(self._container(each, node) for each in values if isinstance(each, dict | list)))
         if not found:
-            raise self._document.refused(
+            raise self._document.error_at(
                 path,
                 f"/{name} is {show(schema[name])}, which can't be written; avoid control characters other than line "
                 "breaks and tabs, and numbers beyond ±10^18 or with too many digits",

@@ -41,7 +41,7 @@ class SchemaWriter:
         self._satisfiable = self._conditions_that(self._has_value)
         self._complete = self._conditions_that(self._has_complete_value)
         if root not in self._satisfiable:
-            raise self._document.refused(
+            raise self._document.error_at(
                 self._contradiction(root), ": no value conforms to this schema; its conditions contradict each other"
             )
         self._check_depth(root)
