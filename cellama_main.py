@@ -1,4 +1,7 @@
-"""Where the command `cellama` begins: apart from its packages, so that Ctrl-C ends the import of those, too."""
+"""The entry point of the command `cellama`.
+
+It is outside of the packages, so that Ctrl-C exits without a traceback even while they are imported.
+"""
 
 import os
 import signal
@@ -6,8 +9,8 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line (cellama.api.cli)."""
-    if os.getpid() == 1:  # in a container: Linux drops signals for PID 1 that it does not handle
+    """Run the command line (`cellama.api.cli`)."""
+    if os.getpid() == 1:  # in a container: Linux ignores signals that PID 1 does not handle
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         from cellama.api.cli import main as run

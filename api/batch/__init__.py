@@ -1,1 +1,1 @@
-"""Bulk runs: a file of lines in, a file of results out (docs/batch.md)."""
+"""Bulk runs: each line of a file becomes a job, and its result becomes a line of the output."""

@@ -1,4 +1,4 @@
-"""What is refused before a run starts: an input that is not text, an output whose name promises another format."""
+"""Check the files of a run before it starts: the input must be text, and the output must have a fitting name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .lines import format_of
 from .options import STANDARD, BatchOptions
 
 HEAD_BYTES = 4096  # of an input: enough to recognise its encoding
-NUL_SHARE = 0.25  # of every second byte: in UTF-16, letters of Latin scripts have a NUL each
-_BEGINNINGS = {  # of files → what they are, and the command that makes them text in UTF-8
+MIN_NUL_SHARE = 0.25  # of every second byte, from which on it is UTF-16: its Latin letters have one NUL byte each
+_SIGNATURES = {  # first bytes of a file → its format, and a command that converts it to UTF-8 text
     b"\xff\xfe\0\0": ("UTF-32 text", "iconv -f UTF-32 -t UTF-8"),
     b"\0\0\xfe\xff": ("UTF-32 text", "iconv -f UTF-32 -t UTF-8"),
     b"\xff\xfe": ("UTF-16 text", "iconv -f UTF-16 -t UTF-8"),
@@ -38,9 +38,9 @@ _OTHERS = (".db", ".sqlite", ".sqlite3", ".duckdb", ".npy", ".npz", ".pkl", ".pi
 
 
 def check_files(options: BatchOptions) -> None:
-    """Raise InvalidJob for files that a run could not read, or would write in another format than their names say."""
+    """Raise InvalidJob if the input can't be read, or if the name of an output has the suffix of another format."""
     if options.input != STANDARD and not options.input.is_file():
-        raise InvalidJob(f"there is no file {str(options.input)!r}; check the path")
+        raise InvalidJob(f"there is no file {str(options.input)!r}; correct the path")
     for path in (options.output, options.errors):
         if path is not None and path != STANDARD:
             _check_target(path)
@@ -51,24 +51,24 @@ def check_files(options: BatchOptions) -> None:
 
 def _check_target(path: Path) -> None:
     suffix = path.suffix.lower()
-    wanted = path.with_name(path.name.removesuffix(path.suffix)).with_suffix(".jsonl")
+    better = path.with_name(path.name.removesuffix(path.suffix)).with_suffix(".jsonl")
     if suffix in _COMPRESSED:
         raise InvalidJob(
-            f"results are written as JSON lines, without compression, so {str(path)!r} is the wrong name; write "
-            f"{str(wanted)!r}, then compress that"
+            f"results can't be written to {str(path)!r}, because they are JSON lines without compression; write "
+            f"them to {str(better)!r}, and compress this file afterwards"
         )
     if suffix in (*_TABLES, *_OTHERS):
-        then = ""
+        command = ""
         if suffix in (".csv", ".parquet"):
-            then = f": pandas.read_json({str(wanted)!r}, lines=True).to_{suffix[1:]}({str(path)!r})"
+            command = f": pandas.read_json({str(better)!r}, lines=True).to_{suffix[1:]}({str(path)!r})"
         raise InvalidJob(
-            f"results are written as JSON lines, not as {suffix[1:]}, so {str(path)!r} is the wrong name; write "
-            f"{str(wanted)!r}, then convert that{then}"
+            f"results can't be written to {str(path)!r}, because they are JSON lines, not {suffix[1:]}; write them to "
+            f"{str(better)!r}, and convert this file afterwards{command}"
         )
     if not path.parent.is_dir():
         raise InvalidJob(f"there is no directory {str(path.parent)!r}; create it, or name another file")
     if path.exists() and not path.is_file():
-        raise InvalidJob(f"{str(path)!r} is not a file; name another one")
+        raise InvalidJob(f"{str(path)!r} is not a file; name a file")
 
 
 def _head(path: Path) -> bytes:
@@ -80,13 +80,13 @@ def _head(path: Path) -> bytes:
 
 
 def _check_head(name: str, head: bytes) -> None:
-    for beginning, (what, command) in _BEGINNINGS.items():
-        if head.startswith(beginning):
-            remedy = _REMEDIES.get(what) or f"convert it: `{command} IN > OUT`"
-            raise InvalidJob(f"{name} is {what}, and must be text in UTF-8; {remedy}")
+    for signature, (kind, command) in _SIGNATURES.items():
+        if head.startswith(signature):
+            remedy = _REMEDIES.get(kind) or f"convert it with `{command} IN > OUT`"
+            raise InvalidJob(f"{name} is {kind}, but must be UTF-8 text; {remedy}")
     for half, encoding in ((head[1::2], "UTF-16LE"), (head[::2], "UTF-16BE")):
-        if half.count(0) > NUL_SHARE * len(half):
+        if half.count(0) > MIN_NUL_SHARE * len(half):
             raise InvalidJob(
-                f"{name} seems to be {encoding} text, and must be text in UTF-8; convert it: `iconv -f {encoding} "
+                f"{name} seems to be {encoding} text, but must be UTF-8 text; convert it with `iconv -f {encoding} "
                 "-t UTF-8 IN > OUT`"
             )

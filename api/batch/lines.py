@@ -1,4 +1,4 @@
-"""What a bulk run reads: files of lines and tables in several formats → lines that are checked, one at a time."""
+"""Read the input of a bulk run: JSON lines, text, CSV or Parquet. Check each line before it becomes a job."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 
 Form = Literal["openai", "short"]
-LineId = str | int  # as it is in the input: 7 and "7" are two ids
+LineId = str | int  # as in the input: 7 and "7" are different ids
 Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
 _BY_SUFFIX: dict[str, Format] = {".txt": "text", ".csv": "csv", ".parquet": "parquet"}
-_KINDS: dict[str, tuple[LineKind, str]] = {  # the field that tells the kind of a short line, and the job's own name
+_KINDS: dict[str, tuple[LineKind, str]] = {  # field of a short line → kind of its job, and name of the parameter
     "prompt": ("generate", "prompt"),
     "messages": ("chat", "messages"),
     "text": ("embed", "texts"),
     "texts": ("embed", "texts"),
 }
-KEY_CHARS = 4096  # of a prompt, by which lines are sorted: prompts that share more are neighbours anyway
-READ_BYTES = 1 << 16  # of a line that is too long, at once
-ID_COLUMNS = ("custom_id", "id")  # that tell rows apart if nothing else is said
+MAX_KEY_CHARS = 4096  # of the prompt in a sort key: prompts with a longer common prefix are adjacent anyway
+READ_BYTES = 1 << 16  # of an oversized line that are skipped at once
+ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a table. `columns` are all but those of the id and the prompt."""
+    """A row of a table. `columns` has all columns except those of the id and the prompt."""
 
     id: str | int
     prompt: str
@@ -43,7 +43,11 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of a table have the prompt and the id. None: its only one; one that is called so, if there is."""
+    """The columns of a table that have the prompt and the id.
+
+    Without `prompt`, the table must have only one column in addition to the id. Without `id`, a column in ID_COLUMNS is
+    used if the table has one.
+    """
 
     prompt: str | None = None
     id: str | None = None
@@ -55,7 +59,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A line that can be run. `params` are those of its job; `number` counts from 1."""
+    """A valid line. `params` are the parameters of its job, and `number` counts from 1."""
 
     number: int
     id: LineId
@@ -63,17 +67,17 @@ class BatchLine:
     kind: LineKind
     model: str
     params: Mapping[str, Any]
-    columns: Mapping[str, Any] = field(default_factory=dict)  # of a table's row: what is written beside the result
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of a row in a table, which are copied into the result
 
     @property
     def hash(self) -> str:
-        """What its result depends on."""
+        """Return a digest of everything that the result of the line depends on."""
         text = json.dumps([self.kind, self.model, self.params], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def is_repeatable(self) -> bool:
-        """True if identical lines have the same result: texts that are greedy, and embeddings."""
+        """Return whether identical lines have the same result: embeddings, and greedy texts with one choice."""
         return self.kind == "embed" or (self._is_greedy and self.params.get("n", 1) == 1)
 
     @property
@@ -82,13 +86,13 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """Lines with keys that begin alike have prompts that begin alike."""
-        return _key_of(self.kind, self.params)[:KEY_CHARS]
+        """Return a sort key. Lines with a common prefix of their prompts have a common prefix of their keys."""
+        return _key_of(self.kind, self.params)[:MAX_KEY_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that can't be run, and why."""
+    """A line that can't become a job, with the reason."""
 
     number: int
     id: LineId | None
@@ -100,7 +104,7 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What lines get that don't say it themselves."""
+    """The model and the parameters of lines that don't set them."""
 
     model: str | None
     params: Mapping[str, Any]
@@ -117,28 +121,30 @@ def read_lines(
     columns: Columns = Columns(),
     check: CheckLine = lambda number, value: None,
 ) -> Iterator[BatchLine | BadLine]:
-    """Yield each line of a file that is not blank. A line whose job is larger than `max_bytes` is a bad one.
+    """Yield each line of a file that is not blank. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    `check` gets the number and the object of each line of JSON before it is read, and may raise. Raises InvalidJob for
-    a file that can't be read in this format.
+    `check` is called with the number and the object of each JSON line before the line is validated, and may raise.
+    Raises InvalidJob if the file does not have this format.
     """
     if columns.are_named and format_ not in ("csv", "parquet"):
-        raise InvalidJob(f"--column and --id-column are for CSV and Parquet; {format_} has no columns")
+        raise InvalidJob(f"--column and --id-column need CSV or Parquet, but the format is {format_}; leave them out")
     if format_ == "jsonl":
         for number, raw in raw_lines(stream, max_bytes):
             value = _object(number, raw)
             check(number, value)
-            yield value if isinstance(value, BadLine) else _fitting(_from_object(number, value, defaults), max_bytes)
+            yield (
+                value if isinstance(value, BadLine) else _within_limit(_from_object(number, value, defaults), max_bytes)
+            )
         return
     for number, row in _rows(stream, format_, columns, max_bytes):
         if isinstance(row, BadLine):
             yield row
         else:
             line = _checked(number, row.id, "short", {"prompt": row.prompt}, defaults)
-            yield _fitting(replace(line, columns=row.columns), max_bytes)
+            yield _within_limit(replace(line, columns=row.columns), max_bytes)
 
 
-def _fitting(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
+def _within_limit(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
     if isinstance(line, BadLine):
         return line
     num_over = line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)
@@ -149,18 +155,18 @@ def _fitting(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
 
 
 def _too_long(size: int, limit: int) -> str:
-    return f"it has {size} bytes, and the limit is {limit}; split it, or raise max_payload_bytes"
+    return f"the line has {size} bytes, and the limit is {limit}; split the line, or raise max_payload_bytes"
 
 
 def format_of(path: Path | None, given: Format) -> Format:
-    """The form of a file: as given, else by its name; JSON lines if that says nothing."""
+    """Return the given format, or for "auto" the format by the suffix of the file (default: jsonl)."""
     if given != "auto" or path is None:
         return "jsonl" if given == "auto" else given
     return _BY_SUFFIX.get(path.suffix.lower(), "jsonl")
 
 
 def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | str]]:
-    """Number and bytes of each line that is not blank, or what is wrong with one that is too long to be read."""
+    """Yield the number and the bytes of each line that is not blank. For an oversized line, yield an error instead."""
     number = 0
     while raw := stream.readline(max_bytes + 1):
         number += 1
@@ -189,36 +195,43 @@ def _rows(
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"it is not valid UTF-8 at byte {error.start}; convert the file"
+    return f"the line is not valid UTF-8 at byte {error.start}; convert the file to UTF-8"
 
 
 def _object(number: int, raw: bytes | str) -> dict[str, Any] | BadLine:
     if isinstance(raw, str):
         return BadLine(number, None, raw, code="line_too_long")
     try:
-        value = json.loads(raw.decode("utf-8-sig"))  # of bytes, `loads` would guess the encoding
+        value = json.loads(raw.decode("utf-8-sig"))  # `loads` would guess the encoding of bytes
     except UnicodeDecodeError as error:
         return BadLine(number, None, _not_utf8(error), code="invalid_json_line")
     except (ValueError, RecursionError) as error:
-        return BadLine(number, None, f"it is not valid JSON: {error}", code="invalid_json_line")
+        return BadLine(number, None, f"the line is not valid JSON: {error}", code="invalid_json_line")
     if not isinstance(value, dict):
-        return BadLine(number, None, f"it is {type(value).__name__}, not an object", code="invalid_json_line")
+        return BadLine(
+            number,
+            None,
+            f"the line is of type {type(value).__name__}; it must be a JSON object",
+            code="invalid_json_line",
+        )
     return value
 
 
 def _from_object(number: int, value: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
     if "url" in value or "body" in value:
         return _from_openai(number, value, defaults)
-    custom_id = value.pop("custom_id", value.pop("id", f"line-{number}"))  # no id that counts could give
+    custom_id = value.pop(
+        "custom_id", value.pop("id", f"line-{number}")
+    )  # ids that count the lines of a file don't collide with it
     return _checked(number, custom_id, "short", value, defaults)
 
 
 def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
     custom_id = value.get("custom_id")
     if custom_id is None:
-        return BadLine(number, None, "custom_id is missing; each line needs one of its own")
+        return BadLine(number, None, "custom_id is missing; each line needs a unique custom_id")
     if not isinstance(custom_id, str) or not _is_id(custom_id):
-        return BadLine(number, None, f"custom_id is {custom_id!r}; it must be a text")
+        return BadLine(number, None, f"custom_id is {custom_id!r}; it must be a string")
     try:
         if value.get("method", "POST") != "POST":
             raise InvalidJob(f"method is {value['method']!r}; it must be POST")
@@ -229,24 +242,26 @@ def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Batc
 
 
 def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
-    """The line, if its job would be accepted."""
+    """Return the line if its job would be accepted, or else a BadLine with the reason."""
     if not _is_id(custom_id):
-        return BadLine(number, None, f"its id is {custom_id!r}; it must be a text or a whole number")
+        return BadLine(number, None, f"id is {custom_id!r}; it must be a string or a whole number")
     found = [name for name in _KINDS if name in given]
     if len(found) != 1:
-        what = " and ".join(found) if found else "none of them"
-        return BadLine(number, custom_id, f"a line has one of {', '.join(_KINDS)}; this one has {what}")
+        actual = " and ".join(found) if found else "none of them"
+        return BadLine(
+            number, custom_id, f"a line must have exactly one of {', '.join(_KINDS)}; this line has {actual}"
+        )
     kind, name = _KINDS[found[0]]
     params = {name: given[found[0]], **{key: value for key, value in given.items() if key != found[0]}}
     model = params.pop("model", None) or defaults.model
     if model is None:
-        message = "it names no model; add one, or give the run one with --model"
+        message = "model is missing; set it in the line, or for the whole run with --model"
         return BadLine(number, custom_id, message, lacks_model=True)
     known = LINE_JOBS[kind].model_fields
     params = {**{key: value for key, value in defaults.params.items() if key in known}, **params}
     try:
         if "priority" in params or "stream" in params:
-            raise InvalidJob("priority and stream mean nothing in a bulk run; leave them out")
+            raise InvalidJob("priority and stream are not supported in bulk runs; leave them out")
         parse_job(LINE_JOBS[kind], (), (), {**params, "model": model, "priority": PRIORITY_BULK})
     except InvalidJob as error:
         return BadLine(number, custom_id, str(error))
@@ -254,7 +269,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
 
 
 def _is_id(value: Any) -> bool:
-    """False also for a text with half a surrogate pair, which JSON can have and no file can."""
+    """Return whether the value is a whole number, or a string that can be encoded (JSON allows lone surrogates)."""
     if not isinstance(value, str):
         return isinstance(value, int) and not isinstance(value, bool)
     try:
@@ -268,14 +283,14 @@ def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
         head = json.dumps([params.get("tools"), params.get("template_args")]) if params.get("tools") else ""
         return head + "\n".join(f"{turn.get('role')}\x02{turn.get('content')}" for turn in params["messages"])
     if kind == "embed":
-        return ""  # nothing is shared
+        return ""  # embeddings share no prefix
     prompt = params["prompt"]
     return prompt if isinstance(prompt, str) else "".join(chr(0x10000 + token % 0xF0000) for token in prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLine:
-    """A line as the work file has it."""
+    """A line in the work file."""
 
     number: int
     id: LineId
@@ -284,13 +299,13 @@ class StoredLine:
     model: str
     params: dict[str, Any]
     tries: int
-    place: int | None  # in its chunk
+    place: int | None  # index in its chunk
     state: int
-    columns: dict[str, Any] = field(default_factory=dict)  # of a table's row, for its result
+    columns: dict[str, Any] = field(default_factory=dict)  # of a row in a table, which are copied into the result
 
 
 def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
-    """The rows of a CSV file. Raises InvalidJob."""
+    """Yield the rows of a CSV file. Raises InvalidJob."""
     csv.field_size_limit(1 << 30)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(text, restval="")
@@ -301,18 +316,18 @@ def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
             row.pop(None, None)  # values beyond the last column
             yield _row(row, number, prompt, row_id)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidJob(f"the CSV can't be read after row {number}: {error}; it must be CSV in UTF-8") from None
+        raise InvalidJob(f"can't read the CSV file after row {number}: {error}; it must be CSV in UTF-8") from None
     finally:
-        text.detach()  # who opened the stream closes it
+        text.detach()  # leave the stream open, because the caller closes it
 
 
 def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
-    """The rows of a Parquet file. Raises InvalidJob."""
+    """Yield the rows of a Parquet file. Raises InvalidJob."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise InvalidJob("Parquet files need pyarrow; install cellama[parquet]") from None
+        raise InvalidJob("missing packages: pyarrow; run `pip install 'cellama[parquet]'`") from None
     number = 0
     try:
         file = ParquetFile(stream)
@@ -321,9 +336,9 @@ def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
             for row in batch.to_pylist():
                 number += 1
                 yield _row(row, number, prompt, row_id)
-    except (ArrowException, OSError) as error:  # a pipe has no end to begin at
+    except (ArrowException, OSError) as error:  # a pipe can't be read from its end
         raise InvalidJob(
-            f"the Parquet file can't be read after row {number}: {error}; it can't come from stdin"
+            f"can't read the Parquet file after row {number}: {error}; it must be a file, not stdin"
         ) from None
 
 
@@ -333,7 +348,7 @@ def _row(row: dict[str, Any], number: int, prompt: str, row_id: str | None) -> T
 
 
 def _id(value: Any) -> str | int:
-    """The id of a row: a whole number stays one."""
+    """Return the id of a row. Whole numbers remain numbers, and other values become strings."""
     return value if isinstance(value, int) and not isinstance(value, bool) else _text(value)
 
 
@@ -342,7 +357,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can have it: a time, for instance, as text."""
+    """Return the value if JSON supports it, or else as text (for example a time)."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -351,26 +366,26 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(columns: Columns, names: list[str]) -> tuple[str, str | None]:
-    """The columns of the prompt and of the id. Raises InvalidJob."""
+    """Return the names of the columns of the prompt and of the id. Raises InvalidJob."""
     row_id = columns.id or next((name for name in names if name.lower() in ID_COLUMNS), None)
     if row_id is not None and row_id not in names:
-        raise InvalidJob(f"there is no column {row_id!r} for --id-column; the file has: {_listed(names)}")
+        raise InvalidJob(f"--id-column: there is no column {row_id!r}; columns: {_listed(names)}")
     others = [name for name in names if name != row_id]
     prompt = others[0] if columns.prompt is None and len(others) == 1 else columns.prompt
     if prompt not in names or (columns.prompt is None and _other_separator(names)):
-        said = "no --column is given" if columns.prompt is None else f"there is no column {prompt!r}"
-        raise InvalidJob(f"{said}; the file has: {_listed(names)}{_separator_hint(names)}")
+        problem = "name the column of the prompts" if columns.prompt is None else f"there is no column {prompt!r}"
+        raise InvalidJob(f"--column: {problem}; columns: {_listed(names)}{_separator_hint(names)}")
     return prompt, None if row_id == prompt and columns.id is None else row_id
 
 
 def _other_separator(names: list[str]) -> str:
-    """What separates the columns of a table that has only one by its commas; "" if nothing does."""
+    """Return the character other than a comma that seems to separate columns; "" if there is none."""
     return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), "")
 
 
 def _separator_hint(names: list[str]) -> str:
     mark = _other_separator(names)
-    return f"; its columns seem to be separated by {mark!r}, and must be by commas" if mark else ""
+    return f"; the file seems to use the separator {mark!r}, but must use commas" if mark else ""
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is asked of a bulk run, where it is, and how it has ended."""
+"""The options, the progress and the summary of a bulk run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cellama.tasks.typed_tasks import ChatParams, EmbedParams
 from .lines import Format
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
-CLOCK_S = 1e-6  # the least time that a rate divides by: a clock may not have moved yet
+MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have advanced
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is. Lines and tokens are those of all its commands, rates those of this one."""
+    """The progress of a run. Lines and tokens count all commands of the run, rates only the current one."""
 
     total: int = 0
     finished: int = 0
@@ -29,51 +29,51 @@ class Progress:
     completion_tokens: int = 0
     in_flight: int = 0
     workers: int = 0
-    ahead: int = 0  # jobs that get a slot before the first line
-    notice: str = ""  # what it waits for, if it waits
+    ahead: int = 0  # jobs of others that get a slot before the first line
+    notice: str = ""  # why the run is waiting, if it is
     started_at: float = field(default_factory=time.monotonic)
-    already: int = 0  # lines that had ended before this command sent any
-    finished_before: int = 0  # of `finished`, those of earlier commands
-    tokens_before: int = 0  # of `completion_tokens`, those of earlier commands
+    already: int = 0  # lines that had finished or failed before this command
+    finished_before: int = 0  # lines that earlier commands finished
+    tokens_before: int = 0  # `completion_tokens` of earlier commands
 
     @property
     def left(self) -> int:
-        """Lines that have not ended."""
+        """Return the number of lines that have neither finished nor failed."""
         return self.total - self.finished - self.failed
 
     @property
     def seconds(self) -> float:
-        """Since this command began."""
+        """Return the seconds since this command started."""
         return time.monotonic() - self.started_at
 
     @property
     def ended(self) -> int:
-        """Lines that this command has brought to an end."""
+        """Return the number of lines that finished or failed in this command."""
         return self.finished + self.failed - self.already
 
     @property
     def generated(self) -> int:
-        """Tokens that this command has generated."""
+        """Return the number of tokens that were generated in this command."""
         return self.completion_tokens - self.tokens_before
 
     @property
     def rate(self) -> float:
-        """Generated tokens per second."""
-        return self.generated / max(CLOCK_S, self.seconds)
+        """Return the generated tokens per second of this command."""
+        return self.generated / max(MIN_ELAPSED_S, self.seconds)
 
     @property
     def line_rate(self) -> float:
-        """Lines per second."""
-        return self.ended / max(CLOCK_S, self.seconds)
+        """Return the lines per second of this command."""
+        return self.ended / max(MIN_ELAPSED_S, self.seconds)
 
 
 STANDARD = Path("-")
-ONCE = ("output", "overwrite", "retry_failed")  # options that `resume` does not take over
+NOT_RESUMED = ("output", "overwrite", "retry_failed")  # options that `resume` does not repeat
 OutputForm = Literal["auto", "openai", "short"]
 
 
 class BatchParams(ChatParams, EmbedParams, total=False):
-    """Options of the run, and parameters for lines that do not say otherwise."""
+    """Options of a run, and parameters of lines that don't set them."""
 
     model: str | None
     ordered: bool
@@ -90,40 +90,40 @@ class BatchParams(ChatParams, EmbedParams, total=False):
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What a run is asked to do. `-` as input is stdin, as output stdout."""
+    """The options of a run. The path `-` stands for stdin or stdout."""
 
     input: Path
     output: Path
-    errors: Path | None = None  # default: beside the output
+    errors: Path | None = None  # default: OUTPUT.errors.jsonl, next to the output
     format: Format = "auto"
-    column: str | None = None  # of a table: where the prompts are
-    id_column: str | None = None  # and the ids
-    form: OutputForm = "auto"  # as each line came
+    column: str | None = None  # of the prompts in a table
+    id_column: str | None = None  # of the ids in a table
+    form: OutputForm = "auto"  # the format of each input line
     ordered: bool = False
     model: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float | None = None
-    merge_identical: bool = False  # lines that must have the same result are run once
+    merge_identical: bool = False  # run lines that must have the same result only once
     retry_failed: bool = False
     overwrite: bool = False
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
-        """The options among the keywords; all others are parameters for the lines. Raises InvalidJob."""
-        own = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
+        """Return the options among the keywords. All other keywords become `params`. Raises InvalidJob."""
+        options = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
         for name, known in (("format", get_args(Format)), ("form", get_args(OutputForm))):
-            if own.get(name, "auto") not in known:
-                raise InvalidJob(f"{name} is {own[name]!r}; it must be one of {', '.join(known)}")
-        if own.get("errors") is not None:
-            own["errors"] = Path(own["errors"])
-        return cls(Path(input), Path(output), params=given, **own)
+            if options.get(name, "auto") not in known:
+                raise InvalidJob(f"{name} is {options[name]!r}; it must be one of {', '.join(known)}")
+        if options.get("errors") is not None:
+            options["errors"] = Path(options["errors"])
+        return cls(Path(input), Path(output), params=given, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How a run ended."""
+    """The outcome of a run."""
 
     id: str
     state: str
     progress: Progress
-    errors: Path | None  # the error file, if there is one with something in it
+    errors: Path | None  # the error file, unless it is empty

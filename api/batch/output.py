@@ -1,4 +1,4 @@
-"""What a bulk run writes: results and errors of lines, whole lines only, on disk before they count."""
+"""Write the results and errors of lines. They are whole lines, and are on disk before the work file counts them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .options import TOKENS, Progress
 from .work import TWIN, WorkFile
 
 _BLOCK = 1 << 16
-_ESCAPED = {code: f"\\u{code:04x}" for code in (0x7F, *range(0x80, 0xA0))}  # `json` escapes those below 0x20 itself
+_ESCAPED = {code: f"\\u{code:04x}" for code in (0x7F, *range(0x80, 0xA0))}  # `json` escapes the codes below 0x20
 
 
 def json_for_terminal(text: str) -> str:
-    """Return the same JSON with every control character of its strings escaped: a terminal would act on them."""
+    """Return the JSON with all control characters in its strings escaped, because a terminal would interpret them."""
     return text.translate(_ESCAPED)
 
 
@@ -28,9 +28,9 @@ class LineFile:
     """Appends JSON lines to a file."""
 
     def __init__(self, path: Path, echo: int | None = None) -> None:
-        """Opens or makes the file; half a line at its end, which a crash may have left, is cut off. Raises OSError.
+        """Open or create the file. Cut off an incomplete last line, which a crash may have left. Raises OSError.
 
-        The open file `echo` gets the lines that are appended, too.
+        Appended lines are also written to the open file `echo`.
         """
         self.path = path
         self._echo = echo
@@ -41,7 +41,7 @@ class LineFile:
         self.count = 0  # lines appended by this object
 
     def append(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Writes lines; they are on disk when this returns. Raises OSError; nothing of them stays then."""
+        """Append lines, and return when they are on disk. If it raises OSError, no part of them remains in the file."""
         if not values:
             return
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
@@ -50,7 +50,7 @@ class LineFile:
             _write_all(self._fd, data)
             os.fsync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, self.size)  # half a line must not stay
+            os.ftruncate(self._fd, self.size)  # remove an incomplete line
             os.lseek(self._fd, self.size, os.SEEK_SET)
             raise
         self.size += len(data)
@@ -59,7 +59,7 @@ class LineFile:
             _write_all(self._echo, json_for_terminal(text).encode() if self._is_on_terminal else data)
 
     def lines(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The lines from a byte on."""
+        """Yield the lines from the byte `start` on."""
         with self.path.open("rb") as file:
             file.seek(start)
             for raw in file:
@@ -70,9 +70,9 @@ class LineFile:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]
 
 
 def _end_of_whole_lines(fd: int) -> int:
@@ -88,7 +88,7 @@ def _end_of_whole_lines(fd: int) -> int:
 
 
 def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
-    """Drops the lines whose ids are to go, all at once or not at all."""
+    """Remove the lines for whose ids `drops` returns True. After a crash, either all or none are removed."""
     partial = path.with_name(path.name + ".part")
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
@@ -100,25 +100,27 @@ def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
 
 
 def id_of(value: Mapping[str, Any]) -> Any:
-    """The id of a line of output, in either form."""
+    """Return the id of a line of the output, in either format."""
     return value.get("custom_id", value.get("id"))
 
 
-_TOLD = tuple("finish_reason stop_sequence choices logprobs shapes usage model seed finish_key warnings".split())
+_RESULT_FIELDS = tuple(
+    "finish_reason stop_sequence choices logprobs shapes usage model seed finish_key warnings".split()
+)
 
 
 def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
-    """A line of the output."""
+    """Return the line of the output for a result."""
     shaped: Any = with_messages(result) if line.kind == "chat" else result
     if line.form == "openai":
-        return {**response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
+        return {**response_of(line.id, _request_id(line), line.kind, shaped), **_columns(line.columns)}
     names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
-    kept = {name: shaped[name] for name in (*names, *_TOLD) if shaped.get(name) is not None}
-    return {"id": line.id, **kept, **_beside(line.columns)}
+    fields = {name: shaped[name] for name in (*names, *_RESULT_FIELDS) if shaped.get(name) is not None}
+    return {"id": line.id, **fields, **_columns(line.columns)}
 
 
 def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
-    """Return the token counts in a line of the output, in either form."""
+    """Return the token counts of a line of the output, in either format."""
     if "response" not in value:
         usage = value.get("usage") or {}
         return {name: usage.get(name, 0) for name in TOKENS}
@@ -129,18 +131,17 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the error file for a line that was run."""
-    return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_beside(line.columns)}
+    """Return the line of the error file for a line whose job failed."""
+    return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_columns(line.columns)}
 
 
 def bad_line(form: str, bad: BadLine) -> dict[str, Any]:
-    """A line of the error file for one that could not be run at all."""
+    """Return the line of the error file for a line that could not become a job."""
     error = {"code": "invalid_request", "message": bad.message}
-    return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_beside(bad.columns)}
+    return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_columns(bad.columns)}
 
 
-def _beside(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What else the row of a table has had."""
+def _columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {"columns": columns} if columns else {}
 
 
@@ -156,27 +157,31 @@ def _request_id(line: StoredLine) -> str:
     return f"line_{line.number}"
 
 
-LINES_PER_WRITE = 1000  # lines that end without a worker, at once: some MB of memory
-Ended = list[tuple[StoredLine, dict[str, Any]]]  # lines with their results, or with their errors
+LINES_PER_WRITE = 1000  # of lines that are finished without a worker: a few MB of memory
+OutcomeList = list[tuple[StoredLine, dict[str, Any]]]  # lines with their results, or with their errors
 
 
 class Outcomes:
-    """Writes each outcome once, and counts it. One thread."""
+    """Writes and counts each outcome exactly once. It is used by one thread."""
 
     def __init__(
         self, work: WorkFile, output: LineFile, errors: LineFile, progress: Progress, *, ordered: bool = False
     ) -> None:
-        """`ordered` writes results in the order of the input."""
+        """Write results as they arrive, or in the order of the input if `ordered` is true."""
         self._work = work
         self._output = output
         self._errors = errors
         self._progress = progress
         self._ordered = ordered
-        self._open_from: int | None = 0 if ordered else None  # lines before this one have ended; None: write any
+        self._first_open: int | None = 0 if ordered else None  # number of the first unfinished line; None: in any order
         self._merges = work.count(TWIN) > 0
 
-    def keep(self, results: Ended, failures: Ended) -> None:
-        """On disk first, then in the work file: a crash between the two is found by reading the output's end."""
+    def save(self, results: OutcomeList, failures: OutcomeList) -> None:
+        """Write outcomes, also for the twins of their lines.
+
+        The output is written before the work file. After a crash between the two, the next command reads the end of the
+        output.
+        """
         self._write(results, failures, computed=results)
         if self._merges:
             for line, result in results:
@@ -186,8 +191,8 @@ class Outcomes:
                 while twins := self._work.twins(line, LINES_PER_WRITE):
                     self._write([], [(twin, error) for twin in twins])
 
-    def _write(self, results: Ended, failures: Ended, computed: Ended | tuple[()] = ()) -> None:
-        """Tokens count of results that were `computed`: lines that take over another's result have cost none."""
+    def _write(self, results: OutcomeList, failures: OutcomeList, computed: OutcomeList | tuple[()] = ()) -> None:
+        """Write outcomes. Only results in `computed` add tokens, because twins copy the result of another line."""
         tokens = {
             name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
             for name in TOKENS
@@ -198,11 +203,11 @@ class Outcomes:
         self._errors.append([error_line(line, error) for line, error in failures])
         with self._work.transaction():
             for line, outcome in outcomes:
-                kept = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
-                self._work.finish(line, outcome=kept)
+                held = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
+                self._work.finish(line, outcome=held)
             for line, _ in failures:
                 self._work.finish(line, failed=True)
-            self._work.note(output_size=self._output.size, errors_size=self._errors.size, **tokens)
+            self._work.set(output_size=self._output.size, errors_size=self._errors.size, **tokens)
         for name, count in tokens.items():
             setattr(self._progress, name, count)
         self._progress.finished += len(results)
@@ -212,11 +217,11 @@ class Outcomes:
             self.write_held()
 
     def write_held(self) -> None:
-        """Results whose turn it is; all that a command before has held, if the order does not matter any more."""
-        if self._open_from is not None:
-            self._open_from = self._work.first_open(self._open_from)
-        while held := self._work.held(LINES_PER_WRITE, self._open_from):
+        """Write held results up to the first unfinished line, or all of them if the order no longer matters."""
+        if self._first_open is not None:
+            self._first_open = self._work.first_open(self._first_open)
+        while held := self._work.held(LINES_PER_WRITE, self._first_open):
             self._output.append([json.loads(outcome) for _, outcome in held])
             with self._work.transaction():
                 self._work.drop_outcomes(number for number, _ in held)
-                self._work.note(output_size=self._output.size)
+                self._work.set(output_size=self._output.size)

@@ -1,4 +1,4 @@
-"""From a file to a run that can begin, or go on: what is in the input, what the output has already."""
+"""Start or resume a bulk run: read its input into the work file, compare it with the output, and run what is left."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from cellama.tasks.traces.gate import spanning
 
 from .checks import check_files
 from .lines import BadLine, BatchLine, Columns, Defaults, format_of, read_lines
-from .options import ONCE, STANDARD, TOKENS, BatchOptions, Progress, Summary
+from .options import NOT_RESUMED, STANDARD, TOKENS, BatchOptions, Progress, Summary
 from .output import LineFile, bad_line, id_of, rewrite_without, usage_of_line
 from .run import BatchRun, check_model
 from .work import WorkFile
 
-LINES_PER_WORD = 2000  # lines between two reports while the input is read: about ten reports per second
+LINES_PER_REPORT = 2000  # while the input is read: about ten reports per second
 
 
 class CheckInput(Protocol):
-    """Checks the lines of an input while it is read, and may refuse all of it by raising InvalidJob."""
+    """Checks the lines of an input while it is read, and may reject the whole input by raising InvalidJob."""
 
     def line(self, number: int, value: dict[str, Any] | BadLine) -> None: ...
 
@@ -57,7 +57,7 @@ class Paths:
 
 
 def paths_of(output: Path, errors: Path | None = None) -> Paths:
-    """The error file and the work file lie beside the output."""
+    """Return the files of a run. By default, the error file and the work file are next to the output."""
     return Paths(
         output, errors or output.with_name(f"{output.stem}.errors.jsonl"), output.with_name(output.name + ".work")
     )
@@ -71,10 +71,10 @@ def run_batch(
     on_progress: OnProgress = lambda progress: None,
     check: CheckInput | None = None,
 ) -> Summary:
-    """Run a file to its end, or resume it. Raises InvalidJob, OSError; finished lines stay finished.
+    """Start or resume a run, and return when it has finished. Raises InvalidJob and OSError.
 
-    Results for stdout are printed as they come, and errors on stderr unless they have a file; such a run can't be
-    resumed. `check` may refuse the input while it is read.
+    If it raises, finished lines are saved. A run with its output on stdout prints results as they arrive, and errors to
+    stderr unless a file is given. Such a run can't be resumed. `check` may reject the input while it is read.
     """
     check_model(redis, options.model)
     check_files(options)
@@ -91,10 +91,10 @@ def run_batch(
         try:
             lines = _read_input(work, options, paths, on_read, error_echo, check)
         except InvalidJob:
-            if is_new:  # nothing of it has begun
+            if is_new:  # no line has been sent
                 work.remove()
             raise
-        opened.callback(_drop_if_empty, paths.errors)
+        opened.callback(_remove_if_empty, paths.errors)
         errors = opened.enter_context(contextlib.closing(lines))
         echo = sys.stdout.fileno() if to_stdout else None
         results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
@@ -123,17 +123,17 @@ def run_batch(
 
 @contextlib.contextmanager
 def _traced(work: WorkFile) -> Iterator[None]:
-    """Spans of a resumed run are below the span that started it."""
-    began = {name: text for name in NAMES if (text := work.get(name))}
-    with spanning("batch run", began) as own:
-        if not began:
-            work.note(**own)
+    """Trace the run. The span of a resumed run is a child of the span that started the run."""
+    parent = {name: text for name in NAMES if (text := work.get(name))}
+    with spanning("batch run", parent) as carrier:
+        if not parent:
+            work.set(**carrier)
         yield
 
 
 @contextlib.contextmanager
 def _disk_errors(options: BatchOptions) -> Iterator[None]:
-    """Turn errors of the work file into OSErrors, like those of the output."""
+    """Convert errors of the work file to OSError, as errors of the output are."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -143,11 +143,11 @@ def _disk_errors(options: BatchOptions) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recorded(batches: Batches, run_id: str, options: BatchOptions, paths: Paths) -> Iterator[None]:
-    """Record the run in Redis before its input is read. If it can't start, Redis gets the state that it had before."""
+    """Record the run in Redis before its input is read. If the run can't start, restore its previous state."""
     before: dict[str, Any] = {}
     with contextlib.suppress(RedisError):
         before = batches.read(run_id) or {}
-        batches.take_cancel(run_id)  # a user who starts it again wants it to run
+        batches.take_cancel(run_id)  # starting it again withdraws an earlier cancellation
         source = str(options.input if options.input == STANDARD else options.input.absolute())
         facts = {"input": source, "output": str(paths.output.absolute()), "model": options.model}
         batches.write(run_id, state="validating", **facts)
@@ -158,32 +158,32 @@ def _recorded(batches: Batches, run_id: str, options: BatchOptions, paths: Paths
             if before:
                 batches.write(run_id, state=before["state"])
             elif isinstance(error, InvalidJob):
-                batches.forget(run_id)  # nothing of it has begun
+                batches.forget(run_id)  # no line has been sent
             else:
                 batches.write(run_id, state="failed")
         raise
 
 
-def _drop_if_empty(path: Path) -> None:
+def _remove_if_empty(path: Path) -> None:
     if path.is_file() and not path.stat().st_size:
         path.unlink()
 
 
 def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
-    """Open the work file of this output. Raises InvalidJob if the output is not that of a run."""
+    """Open the work file of this output. Raises InvalidJob if the output belongs to no run."""
     if options.overwrite:
         if paths.work.exists():
-            _work_file(paths).close()  # no other command has it
+            _work_file(paths).close()  # raises if another command uses it
         for path in (paths.output, paths.errors, paths.work):
             path.unlink(missing_ok=True)
     if paths.output.exists() and paths.output.stat().st_size and not paths.work.exists():
         raise InvalidJob(
-            f"{str(paths.output)!r} is there already, and no run of this command has made it ({paths.work.name} is "
-            "missing); name another file, or say --overwrite"
+            f"{str(paths.output)!r} exists, but is not the output of a run ({paths.work.name} is missing); name "
+            "another file, or use --overwrite"
         )
     work = _work_file(paths)
     if not work.get("run_id"):
-        work.note(run_id=str(uuid.uuid4()))
+        work.set(run_id=str(uuid.uuid4()))
     return work
 
 
@@ -192,9 +192,11 @@ def _work_file(paths: Paths) -> WorkFile:
         return WorkFile(paths.work)
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
-            raise InvalidJob(f"{str(paths.output)!r} is the output of a command that runs; wait for it") from None
+            raise InvalidJob(
+                f"{str(paths.output)!r} is the output of a running command; wait until it finishes"
+            ) from None
         if "unable to open" in str(error) or "readonly" in str(error):
-            raise InvalidJob(f"{str(paths.work)!r} can't be written: {error}; name another output") from None
+            raise InvalidJob(f"can't write {str(paths.work)!r}: {error}; name another output") from None
         raise
 
 
@@ -206,39 +208,39 @@ def _read_input(
     echo: int | None,
     check: CheckInput | None = None,
 ) -> LineFile:
-    """Add all lines of the input to the work file. Return the error file with the lines that can't be run."""
-    fresh = paths.errors.with_name(paths.errors.name + ".part")
-    fresh.unlink(missing_ok=True)
-    unreadable = LineFile(fresh, echo)
+    """Add all lines of the input to the work file. Return the error file, which has the invalid lines."""
+    new_errors = paths.errors.with_name(paths.errors.name + ".part")
+    new_errors.unlink(missing_ok=True)
+    invalid = LineFile(new_errors, echo)
     try:
         with work.reading():
-            work.note(options=_stored(options))
+            work.set(options=_serialise(options))
             count = 0
             without_model = 0
             for count, line in enumerate(_lines_of(options, check), start=1):
-                _note(work, line, options, unreadable)
+                _add(work, line, options, invalid)
                 without_model += isinstance(line, BadLine) and line.lacks_model
-                if count % LINES_PER_WORD == 0:
+                if count % LINES_PER_REPORT == 0:
                     on_read(count)
             if check is not None:
                 check.end()
             if count and without_model == count:
-                raise InvalidJob("no line names a model; give the run one with --model")
+                raise InvalidJob("no line has a model; set it with --model")
             _check_reading(work, count, options, paths)
-            work.note(unreadable=unreadable.count)
+            work.set(unreadable=invalid.count)
             if options.retry_failed:
                 work.retry_failed()
         if paths.errors.exists():
-            with contextlib.closing(LineFile(paths.errors)) as before:
-                failed = (value for value in before.lines() if work.has_failed(id_of(value)))
-                while page := list(itertools.islice(failed, LINES_PER_WORD)):
-                    unreadable.append(page)
+            with contextlib.closing(LineFile(paths.errors)) as earlier:
+                failed = (value for value in earlier.lines() if work.has_failed(id_of(value)))
+                while page := list(itertools.islice(failed, LINES_PER_REPORT)):
+                    invalid.append(page)
     except BaseException:
-        fresh.unlink()
+        new_errors.unlink()
         raise
     finally:
-        unreadable.close()
-    fresh.replace(paths.errors)
+        invalid.close()
+    new_errors.replace(paths.errors)
     return LineFile(paths.errors, echo)
 
 
@@ -248,71 +250,71 @@ def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Batch
     stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
     with stream:
         defaults, columns = Defaults(options.model, options.params), Columns(options.column, options.id_column)
-        form = format_of(path, options.format)
+        format_ = format_of(path, options.format)
         if check is None:
-            yield from read_lines(stream, form, defaults, max_bytes, columns)
+            yield from read_lines(stream, format_, defaults, max_bytes, columns)
         else:
-            yield from read_lines(stream, form, defaults, max_bytes, columns, check.line)
+            yield from read_lines(stream, format_, defaults, max_bytes, columns, check.line)
 
 
 def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:
     """Raise InvalidJob for an empty input, and for one that does not belong to the output."""
     name = "stdin" if options.input == STANDARD else repr(str(options.input))
     if not count:
-        raise InvalidJob(f"{name} has no lines; is it the right one?")
+        raise InvalidJob(f"{name} has no lines; name the right file")
     if not work.keeps_results():
         raise InvalidJob(
-            f"{str(paths.output)!r} has results of another run: none of them fits a line of {name} with these "
-            "parameters; name another output, or say --overwrite to drop them"
+            f"{str(paths.output)!r} has results of another run, because none of them belongs to a line of {name} with "
+            "these parameters; name another output, or use --overwrite to delete them"
         )
 
 
-def _note(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, unreadable: LineFile) -> None:
+def _add(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, invalid: LineFile) -> None:
     if isinstance(line, BatchLine):
         if options.form != "auto":
             line = replace(line, form=options.form)
         earlier = work.add(line, merge=options.merge_identical and line.is_repeatable)
         if earlier is None:
             return
-        message = f"its id {line.id!r} is that of line {earlier}, too; ids must differ"
+        message = f"id is {line.id!r}, as in line {earlier}; ids must be unique"
         line = BadLine(number=line.number, id=line.id, message=message, columns=line.columns)
-    unreadable.append([bad_line(options.form, line)])
+    invalid.append([bad_line(options.form, line)])
 
 
 def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
-    """Open the output. Results of lines that have changed are removed; the work file gets results that it misses."""
+    """Open the output. Remove results of changed lines, and record results that the work file does not have yet."""
     output = LineFile(paths.output, echo)
-    if work.is_outdated():  # what is done here may be cut off anywhere, and is done again then
+    if work.is_outdated():  # a crash at any point is safe, because the next command repeats this
         output.close()
-        work.note(output_size=0)
+        work.set(output_size=0)
         rewrite_without(paths.output, work.is_outdated)
         output = LineFile(paths.output, echo)
     known = int(work.get("output_size", "0"))
     if output.size < known:
         output.close()
         raise InvalidJob(
-            f"{str(paths.output)!r} is shorter than this run has left it; put it back, or say --overwrite to begin anew"
+            f"{str(paths.output)!r} has lost results of this run; restore the file, or start over with --overwrite"
         )
     with work.transaction():
-        _take_over(work, output, known)
+        _recover(work, output, known)
         work.forget_outdated()
-        work.note(output_size=output.size)
+        work.set(output_size=output.size)
     return output
 
 
-def _take_over(work: WorkFile, output: LineFile, start: int) -> None:
-    """Mark lines as finished whose results follow this byte of the output: a crash came before that."""
+def _recover(work: WorkFile, output: LineFile, start: int) -> None:
+    """Mark lines as finished whose results are behind byte `start` of the output, which a crash has prevented."""
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
         if work.finish_by_id(id_of(value)):
             for name, count in usage_of_line(value).items():
                 tokens[name] += count
-    work.note(**tokens)
+    work.set(**tokens)
     work.find_twins()
 
 
-def _stored(options: BatchOptions) -> str:
-    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in ONCE}
+def _serialise(options: BatchOptions) -> str:
+    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in NOT_RESUMED}
     values |= {name: str(Path(value).absolute()) for name, value in values.items() if isinstance(value, Path)}
     if options.input == STANDARD:
         values["input"] = str(STANDARD)
@@ -320,15 +322,21 @@ def _stored(options: BatchOptions) -> str:
 
 
 def options_of(output: Path) -> BatchOptions:
-    """Return the options with which the run of an output was started. Raises InvalidJob."""
+    """Return the options with which the run of this output was started. Raises InvalidJob."""
     paths = paths_of(output)
     if not paths.work.exists():
-        raise InvalidJob(f"there is no run for {str(output)!r}: {paths.work.name} is not beside it")
+        raise InvalidJob(
+            f"{str(output)!r} is not the output of a run, because {paths.work.name} is missing; name another file"
+        )
     with contextlib.closing(WorkFile(paths.work)) as work:
         values = json.loads(work.get("options", "{}"))
     if "input" not in values:
-        raise InvalidJob(f"the run of {str(output)!r} ended before its input was read; use `cellama batch run` again")
+        raise InvalidJob(
+            f"the run of {str(output)!r} stopped before its input was read; start it again with `cellama batch run`"
+        )
     if values.get("input") == str(STANDARD):
-        raise InvalidJob("this run read stdin; give the same lines to `cellama batch run - -o OUT` again")
+        raise InvalidJob(
+            "this run has read stdin; to resume it, pass the same lines to `cellama batch run - -o OUTPUT`"
+        )
     values |= {name: Path(values[name]) for name in ("input", "errors") if values.get(name)}
     return BatchOptions(output=output, **values)

@@ -1,4 +1,4 @@
-"""The work file of a run: its lines and what became of them, on disk. Memory does not grow with the lines."""
+"""The work file of a run, an SQLite database with the state of each line. Memory use does not grow with the lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from .lines import BatchLine, LineId, StoredLine
 
-PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
-LINES_PER_TRANSACTION = 2000  # of a first reading: the log of a transaction takes room on the disk
+PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for the outcome of an identical line
+LINES_PER_TRANSACTION = 2000  # when the input is read for the first time, which limits the size of the log on disk
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS outdated (id TEXT PRIMARY KEY);
@@ -32,10 +32,10 @@ _LINE = "number, id, form, kind, model, params, tries, place, state, columns"
 
 
 class WorkFile:
-    """Owned by one command at a time: a second one is refused by `open`."""
+    """The lines of a run with their states. Only one command at a time can open the file."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes the file and locks it. Raises sqlite3.OperationalError if another command has it."""
+        """Open or create the file, and lock it. Raises sqlite3.OperationalError if another command uses it."""
         self.path = path
         self._pending: Counter[str] | None = None
         self._num_added = 0
@@ -55,32 +55,33 @@ class WorkFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it on disk at the end, or nothing."""
+        """Write everything inside to disk, or nothing if it raises."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
-            if self._db.in_transaction:  # SQLite itself ends one for which there is no room
+            if self._db.in_transaction:  # SQLite rolls back itself if the disk is full
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
     def get(self, name: str, default: str = "") -> str:
-        """A fact about the run."""
+        """Return a property of the run."""
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else default
 
-    def note(self, **facts: str | int) -> None:
-        rows = [(name, str(value)) for name, value in facts.items()]
+    def set(self, **properties: str | int) -> None:
+        """Set properties of the run."""
+        rows = [(name, str(value)) for name, value in properties.items()]
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
     # Reading the input
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """The whole input is added inside; lines that it has no more are forgotten at the end.
+        """Add the whole input inside of this context. At the end, lines that the input no longer has are deleted.
 
-        If it raises, the lines are those of the reading before. The first one is committed in pieces.
+        If it raises, the lines of the previous reading remain. The first reading is committed in several parts.
         """
         self._is_first_reading = self._db.execute("SELECT 1 FROM lines LIMIT 1").fetchone() is None
         self._had_results = self.count(FINISHED) > 0
@@ -91,13 +92,13 @@ class WorkFile:
             self._end_reading()
 
     def add(self, line: BatchLine, *, merge: bool = False) -> int | None:
-        """Notes a line of the input; returns the number of an earlier one with its id, if there is one.
+        """Add a line of the input. If an earlier line has the same id, return its number instead.
 
-        A line that was there with the same content keeps its state. With `merge` it takes over what becomes of an
-        earlier line with the same content.
+        A line that an earlier reading had with the same content keeps its state. With `merge`, the line copies the
+        outcome of an earlier line with the same content.
         """
-        self._save_now_and_then()
-        line_id = _written(line.id)
+        self._commit_regularly()
+        line_id = _id_text(line.id)
         known = self._db.execute("SELECT number, hash, state FROM lines WHERE id = ?", (line_id,)).fetchone()
         if known is not None and known[0] > 0:
             return int(known[0])
@@ -114,14 +115,14 @@ class WorkFile:
         self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return None
 
-    def _save_now_and_then(self) -> None:
+    def _commit_regularly(self) -> None:
         self._num_added += 1
         if self._num_added % LINES_PER_TRANSACTION == 0 and self._is_first_reading:
             self._db.execute("COMMIT")
             self._db.execute("BEGIN IMMEDIATE")
 
     def keeps_results(self) -> bool:
-        """Within a reading: False if there are results, but none is of a line that the input has."""
+        """Return False if there are results, but none belongs to a line of the current input. Call it while reading."""
         query = "SELECT 1 FROM lines WHERE state = ? AND number > 0 LIMIT 1"
         return not self._had_results or self._db.execute(query, (FINISHED,)).fetchone() is not None
 
@@ -132,7 +133,7 @@ class WorkFile:
         self.find_twins()
 
     def find_twins(self) -> None:
-        """Let lines wait for identical ones that have not ended, and for no other ones."""
+        """Make exactly those lines twins that have an identical line before them without an outcome."""
         self._pending = None
         self._db.execute("UPDATE lines SET state = 0 WHERE state = ?", (TWIN,))
         self._db.execute(
@@ -142,22 +143,22 @@ class WorkFile:
         )
 
     def retry_failed(self) -> None:
-        """Lines that have failed wait again."""
+        """Make failed lines pending again."""
         self._db.execute("UPDATE lines SET state = 0, tries = 0 WHERE state = ?", (FAILED,))
 
     def is_outdated(self, line_id: Any = None) -> bool:
-        """True for an id whose result is not wanted any more, without one if there are any; until `forget_outdated`."""
+        """Return whether the result of an id is outdated. Without an id, return whether any result is outdated."""
         query = "SELECT 1 FROM outdated WHERE id = coalesce(?, id) LIMIT 1"
-        key = None if line_id is None else _written(line_id)
+        key = None if line_id is None else _id_text(line_id)
         return self._db.execute(query, (key,)).fetchone() is not None
 
     def forget_outdated(self) -> None:
-        """The output has their results no more."""
+        """Forget the outdated ids, after their results were removed from the output."""
         self._db.execute("DELETE FROM outdated")
 
     def has_failed(self, line_id: Any) -> bool:
-        """True for a line that has failed for good."""
-        return self._state_of(_written(line_id)) == FAILED
+        """Return whether a line has failed."""
+        return self._state_of(_id_text(line_id)) == FAILED
 
     def _state_of(self, key: str) -> int | None:
         row = self._db.execute("SELECT state FROM lines WHERE id = ?", (key,)).fetchone()
@@ -166,57 +167,60 @@ class WorkFile:
     # Planning
 
     def count(self, state: int) -> int:
-        """Lines in a state; looks at all lines."""
+        """Return the number of lines in a state. It scans all lines."""
         return int(self._db.execute("SELECT count(*) FROM lines WHERE state = ?", (state,)).fetchone()[0])
 
     def in_flight(self, model: str | None = None) -> int:
-        """Lines in flight, of a model or all."""
+        """Return the number of lines in flight, of one model or of all."""
         query = "SELECT count(*) FROM lines INDEXED BY chunks WHERE state = 1 AND model = coalesce(?, model)"
         return int(self._db.execute(query, (model,)).fetchone()[0])
 
     @property
     def pending(self) -> Mapping[str, int]:
-        """Model → lines that wait for it, if there are any. Counted once, then kept."""
+        """Return the number of pending lines by model. They are counted once, and then updated."""
         if self._pending is None:
             rows = self._db.execute("SELECT model, count(*) FROM lines WHERE state = 0 GROUP BY model")
             self._pending = Counter(dict(rows.fetchall()))
         return +self._pending
 
-    def _now_pending(self, models: Iterable[str]) -> None:
+    def _add_pending(self, models: Iterable[str]) -> None:
         if self._pending is not None:
             self._pending.update(models)
 
     def next_lines(self, model: str, count: int) -> list[StoredLine]:
-        """Neighbours that wait, in the order of their keys. One that failed before comes last, and alone."""
+        """Return up to `count` pending lines, in the order of their keys.
+
+        Lines that were tried before come last, and each of them alone, because it may have crashed its worker.
+        """
         query = (
             f"SELECT {_LINE} FROM lines WHERE state = 0 AND model = ? ORDER BY model, tries > 0, key, number LIMIT ?"
         )
         found = [_stored(row) for row in self._db.execute(query, (model, count))]
-        fresh = [line for line in found if not line.tries]
-        return fresh or found[:1]
+        untried = [line for line in found if not line.tries]
+        return untried or found[:1]
 
     def take(self, chunk: str, lines: Sequence[StoredLine]) -> None:
-        """These are in flight now, in this chunk."""
+        """Mark lines as in flight in this chunk."""
         if self._pending is not None:
             self._pending.subtract(line.model for line in lines)
         rows = [(IN_FLIGHT, chunk, place, line.number) for place, line in enumerate(lines)]
         self._db.executemany("UPDATE lines SET state = ?, chunk = ?, place = ? WHERE number = ?", rows)
 
     def give_back(self, chunk: str, *, tried: bool) -> int:
-        """What is still in flight of a chunk waits again; returns how many lines. `tried` counts as an attempt."""
+        """Make the unfinished lines of a chunk pending again, and return their number. `tried` counts an attempt."""
         models = self._db.execute("SELECT model FROM lines WHERE state = 1 AND chunk = ?", (chunk,)).fetchall()
-        self._now_pending(row[0] for row in models)
+        self._add_pending(row[0] for row in models)
         query = (
             "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + ? WHERE state = 1 AND chunk = ?"
         )
         return self._db.execute(query, (int(tried), chunk)).rowcount
 
     def chunks(self) -> list[str]:
-        """Chunks in flight."""
+        """Return the ids of the chunks in flight."""
         return [row[0] for row in self._db.execute("SELECT DISTINCT chunk FROM lines WHERE state = 1")]
 
     def line(self, chunk: str, place: int) -> StoredLine | None:
-        """A line in flight by its place in its chunk; None if it has ended already."""
+        """Return the line in flight at this place of a chunk; None if it already has an outcome."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 1 AND chunk = ? AND place = ?"
         row = self._db.execute(query, (chunk, place)).fetchone()
         return None if row is None else _stored(row)
@@ -224,7 +228,7 @@ class WorkFile:
     # Results
 
     def twins(self, line: StoredLine, limit: int) -> list[StoredLine]:
-        """Lines that wait for what becomes of this one."""
+        """Return up to `limit` twins of a line."""
         query = (
             f"SELECT {_LINE} FROM lines WHERE merges AND hash = (SELECT hash FROM lines WHERE number = ?) "
             "AND state = ? LIMIT ?"
@@ -232,7 +236,7 @@ class WorkFile:
         return [_stored(row) for row in self._db.execute(query, (line.number, TWIN, limit))]
 
     def finish(self, line: StoredLine, *, failed: bool = False, outcome: str | None = None) -> None:
-        """A line has ended; `outcome` is kept until it is its turn to be written."""
+        """Mark a line as finished or failed. `outcome` is stored until the result is written in order."""
         if line.state == PENDING and self._pending is not None:
             self._pending[line.model] -= 1
         state = FAILED if failed else FINISHED
@@ -241,24 +245,24 @@ class WorkFile:
             (state, outcome, line.number),
         )
 
-    def try_again(self, line: StoredLine) -> None:
-        """A line in flight waits again, after one more attempt."""
-        self._now_pending([line.model])
+    def retry(self, line: StoredLine) -> None:
+        """Make a line in flight pending again, and count an attempt."""
+        self._add_pending([line.model])
         self._db.execute(
             "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + 1 WHERE number = ?", (line.number,)
         )
 
     def tried_out(self, max_tries: int) -> list[StoredLine]:
-        """Lines that wait although they have been tried so often."""
+        """Return the pending lines that were tried at least `max_tries` times."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 0 AND tries >= ?"
         return [_stored(row) for row in self._db.execute(query, (max_tries,))]
 
     def finish_by_id(self, line_id: Any) -> bool:
-        """Note that the output has the result of a line.
+        """Mark a line as finished because the output has its result.
 
-        Return True if this file did not know of the result, and the result was computed for this very line.
+        Return whether the line was unfinished in this file, and its result was not copied from an identical line.
         """
-        key = _written(line_id)
+        key = _id_text(line_id)
         state = self._state_of(key)
         query = (
             "UPDATE lines SET state = 2, chunk = NULL, place = NULL, outcome = NULL WHERE id = ? "
@@ -268,19 +272,19 @@ class WorkFile:
         return state in (PENDING, IN_FLIGHT)
 
     def open_lines(self) -> Iterator[tuple[int, LineId]]:
-        """Number and id of each line that has not ended, in order."""
+        """Yield the number and the id of each unfinished line, in order."""
         query = "SELECT number, id FROM lines WHERE number > 0 AND state NOT IN (?, ?) ORDER BY number"
         for number, key in self._db.execute(query, (FINISHED, FAILED)):
             yield number, json.loads(key)
 
     def first_open(self, start: int) -> int | None:
-        """The number of the first line from `start` on that has not ended; None if all have."""
+        """Return the number of the first unfinished line from `start` on; None if all have an outcome."""
         query = "SELECT number FROM lines WHERE number >= ? AND state NOT IN (?, ?) ORDER BY number LIMIT 1"
         row = self._db.execute(query, (start, FINISHED, FAILED)).fetchone()
         return None if row is None else int(row[0])
 
     def held(self, limit: int, before: int | None = None) -> list[tuple[int, str]]:
-        """Number and outcome of lines that are finished and not written, in order; `before` a line, or of all."""
+        """Return number and outcome of finished lines that are not written yet, in order, up to the line `before`."""
         query = (
             "SELECT number, outcome FROM lines WHERE outcome IS NOT NULL AND number < coalesce(?, number + 1) "
             "ORDER BY number LIMIT ?"
@@ -288,11 +292,11 @@ class WorkFile:
         return self._db.execute(query, (before, limit)).fetchall()
 
     def drop_outcomes(self, numbers: Iterable[int]) -> None:
-        """They are written."""
+        """Delete the outcomes of lines, after they were written to the output."""
         self._db.executemany("UPDATE lines SET outcome = NULL WHERE number = ?", ((number,) for number in numbers))
 
     def shrink(self) -> None:
-        """Keeps ids, hashes and states of finished lines only: what is needed to know them again."""
+        """Delete the content of finished lines. Ids, hashes and states remain, so that a later command finds them."""
         self._db.execute("UPDATE lines SET key = '', params = '{}', columns = '{}' WHERE state = ?", (FINISHED,))
         self._db.execute("VACUUM")
 
@@ -300,14 +304,14 @@ class WorkFile:
         self._db.close()
 
     def remove(self) -> None:
-        """Close the file and delete it."""
+        """Close and delete the file."""
         self.close()
         for path in (self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm"))):
             path.unlink(missing_ok=True)
 
 
-def _written(line_id: Any) -> str:
-    """An id as the file has it."""
+def _id_text(line_id: Any) -> str:
+    """Return an id in the form that the file stores."""
     return json.dumps(line_id, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
 """The command line `cellama`: one module per group of commands.
 
-May use: `client`, `batch`, `machine`, the settings, and `tasks` but for what runs in workers.
+It may import `client`, `batch`, `machine`, the settings, and `tasks` except the modules that run in workers.
 """
 
 from .commands import app, main

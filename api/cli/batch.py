@@ -1,4 +1,4 @@
-"""`cellama batch`: run and resume bulk runs; list them, show where they are and cancel them from any machine."""
+"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel those of all machines."""
 
 from __future__ import annotations
 
@@ -26,46 +26,59 @@ from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 
 from .batch_progress import showing, summarise
-from .generation import JsonOption
-from .options import with_options
+from .options import JsonOption, with_options
 from .output import called, err, out, print_error, print_json, readable_time, table_of
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Run lines again that have failed.")]
+RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Retry the lines that failed.")]
 MergeOption = Annotated[
-    bool, typer.Option("--merge-identical", help="Run identical lines once, if they are greedy or embeddings.")
+    bool,
+    typer.Option(
+        "--merge-identical", help="Run identical lines only once. This applies to greedy generations and embeddings."
+    ),
 ]
 IdColumnOption = Annotated[
-    str | None, typer.Option(help="Column of a CSV or Parquet file that has the ids; default: id, else row numbers.")
+    str | None, typer.Option(help="Column with the ids in CSV and Parquet files (default: id, or else row numbers).")
 ]
 OutputOption = Annotated[
-    Path, typer.Option("--output", "-o", help="File for results, a JSON object per line; - is stdout.")
+    Path, typer.Option("--output", "-o", help="Output file with one JSON object per line, or - for stdout.")
 ]
-CONNECT_TIMEOUT_S = 3.0  # a user at a terminal is told soon that Redis is away
-ID_SHOWN = 8  # characters of an id: enough to tell apart all runs of 30 days
-_WORDS = {
+CONNECT_TIMEOUT_S = 3.0  # short, because a user waits at the terminal
+SHOWN_ID_CHARS = 8  # enough to distinguish all runs of 30 days
+_STATE_TEXTS = {
     "validating": "reading its input",
     "in_progress": "running",
     "finalizing": "finishing",
     "cancelling": "stopping",
 }
-RunArgument = Annotated[str, typer.Argument(help="Id of the run, its first characters, or its output.")]
+RunArgument = Annotated[str, typer.Argument(help="Id of the run, a prefix of it, or the output file.")]
 _NUMBERS = "lines, tokens"
 
 
-@with_options(ChatJob, without=frozenset({"priority"}))  # a bulk run has the priority of one
+@with_options(ChatJob, without=frozenset({"priority"}))  # bulk runs always have the lowest priority
 def batch_run_command(
-    input: Annotated[Path, typer.Argument(help="JSON lines, text with a prompt per line, CSV or Parquet; - is stdin.")],
+    input: Annotated[
+        Path,
+        typer.Argument(help="Input file (JSON lines, text with a prompt per line, CSV or Parquet), or - for stdin."),
+    ],
     output: OutputOption,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model for lines that name none.")] = None,
-    format: Annotated[str, typer.Option(help="Input format: auto (by its name), jsonl, text, csv, parquet.")] = "auto",
-    column: Annotated[str | None, typer.Option(help="Column of a CSV or Parquet file that has the prompts.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model of lines that don't set one.")] = None,
+    format: Annotated[
+        str, typer.Option(help="Input format: jsonl, text, csv, parquet, or auto (by the file name).")
+    ] = "auto",
+    column: Annotated[str | None, typer.Option(help="Column with the prompts in CSV and Parquet files.")] = None,
     id_column: IdColumnOption = None,
-    form: Annotated[str, typer.Option(help="Form of the results: auto (as each line came), openai, short.")] = "auto",
+    form: Annotated[
+        str, typer.Option(help="Output format: openai, short, or auto (the format of each input line).")
+    ] = "auto",
     order: Annotated[str, typer.Option(help="Order of the results: completion or input.")] = "completion",
-    errors: Annotated[Path | None, typer.Option(help="File for failed lines (default OUT.errors.jsonl).")] = None,
-    deadline: Annotated[str | None, typer.Option(help="Maximum duration of the run, such as 90m or 12h.")] = None,
+    errors: Annotated[
+        Path | None, typer.Option(help="File for the errors of failed lines (default: OUTPUT.errors.jsonl).")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="Maximum duration of the run, for example 90m or 12h (default: no limit).")
+    ] = None,
     merge_identical: MergeOption = False,
     retry_failed: RetryOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start a new run and overwrite the output.")] = False,
@@ -74,9 +87,10 @@ def batch_run_command(
 ) -> None:
     """Run every line of a file. The same command resumes a run that was interrupted.
 
-    Lines: {"prompt": "…"}, {"messages": […]} or {"text": "…"}, with an "id" and parameters; or the OpenAI batch form.
+    A line is a JSON object with "prompt", "messages" or "text", and optionally "id" and parameters of the job. Lines
+    of OpenAI's batch format are also accepted.
 
-    Example:  cellama batch run questions.jsonl -o answers.jsonl --model tiny --max-tokens 64
+    Example:  cellama batch run questions.jsonl -o answers.jsonl --model tiny
     """
     options = BatchOptions(
         input=input,
@@ -98,11 +112,11 @@ def batch_run_command(
 
 
 def batch_resume_command(
-    output: Annotated[Path, typer.Argument(help="The output of the run.")],
+    output: Annotated[Path, typer.Argument(help="Output file of the run.")],
     retry_failed: RetryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Resume a run that was interrupted, with its options.
+    """Resume a run that was interrupted, with the options that it was started with.
 
     Example:  cellama batch resume answers.jsonl
     """
@@ -116,22 +130,22 @@ def _run(options: BatchOptions, json: bool) -> None:
             summary = run_batch(redis, celery_app, options, show.reading, show.progress)
     except KeyboardInterrupt:
         if to_stdout:
-            err.print("\n[yellow]interrupted; a run with -o FILE can be resumed[/]")
+            err.print("\n[yellow]interrupted; to be able to resume a run, write its output to a file (-o FILE)[/]")
         else:
             command = f"{called()} batch resume {shlex.quote(str(options.output))}"
-            err.print("\n[yellow]interrupted; what is in flight is kept. Resume with:[/]")
+            err.print("\n[yellow]interrupted; workers finish the lines in flight. To resume the run:[/]")
             err.print(f"  {command}", markup=False, soft_wrap=True)
         raise
     except BrokenPipeError:
-        raise typer.Exit(Exit.FAILED) from None  # the reader of the results has closed the pipe
+        raise typer.Exit(Exit.FAILED) from None  # the program that reads the results has closed the pipe
     except OSError as error:
         hint = (
             "free some space and run the same command again"
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-            else "correct that and run the same command again"
+            else "correct the cause and run the same command again"
         )
         raise OSError(
-            f"{error.filename or options.output}: {error.strerror}; {hint}; finished lines are kept"
+            f"{error.filename or options.output}: {error.strerror}; finished lines are saved; {hint}"
         ) from None
     summarise(summary, json, to_stdout)
     if summary.state != "completed" or summary.progress.failed:
@@ -143,26 +157,26 @@ def _seconds(text: str | None) -> float | None:
         return None
     match = _DURATION.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise typer.BadParameter(f"{text!r} is no time; write for instance 90m or 12h", param_hint="--deadline")
+        raise typer.BadParameter(f"invalid duration {text!r}; use for example 90m or 12h", param_hint="--deadline")
     return float(match[1]) * _SECONDS[match[2]]
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> Any:
     if value not in known:
-        raise typer.BadParameter(f"{value!r}; it must be one of {', '.join(known)}", param_hint=flag)
+        raise typer.BadParameter(f"{value!r} is not supported; use one of {', '.join(known)}", param_hint=flag)
     return value
 
 
 @contextlib.contextmanager
 def redis_here() -> Iterator[Redis]:
-    """Connect to the Redis of the settings. Raises RedisUnreachable."""
+    """Yield a connection to the Redis of the settings. Raises RedisUnreachable."""
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         redis.ping()
         yield redis
 
 
 def batch_list_command(json: JsonOption = False) -> None:
-    """Show the runs of the last 30 days.
+    """List the bulk runs of the last 30 days.
 
     Example:  cellama batch list
     """
@@ -171,12 +185,12 @@ def batch_list_command(json: JsonOption = False) -> None:
     if json:
         print_json(runs)
     elif not runs:
-        out.print("no bulk run in the last 30 days; `cellama batch run IN -o OUT` starts one")
+        out.print("no bulk run in the last 30 days; start one with `cellama batch run INPUT -o OUTPUT`")
     else:
-        columns = ("run", "begun", "state", "model", "lines", "tokens", "output")
-        table = table_of(*columns, right=_NUMBERS, whole="run, begun, state, lines")
+        columns = ("run", "started", "state", "model", "lines", "tokens", "output")
+        table = table_of(*columns, right=_NUMBERS, whole="run, started, state, lines")
         for run in runs:
-            output = "at the gateway" if _is_of_gateway(run) else _from_here(str(run.get("output", "")))
+            output = "at the gateway" if _is_of_gateway(run) else _relative(str(run.get("output", "")))
             tokens = str(run.get("completion_tokens", 0))
             failed = f"\n{run['failed']} failed" if run.get("failed") else ""
             table.add_row(*_head(run), _lines(run) + failed, tokens, output)
@@ -207,31 +221,31 @@ def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
     with redis_here() as redis:
         facts = _find(redis, run)
         if facts["state"] not in OPEN_STATES:
-            print_error(f"run {facts['id']} has ended: it is {_state(facts)}")
+            print_error(f"run {facts['id']} has already finished; its state is {_state(facts)}")
             raise typer.Exit(Exit.FAILED)
         Batches(redis).cancel(str(facts["id"]))
     if json:
         print_json({"id": facts["id"], "cancelled": True})
         return
-    who = "gateway" if _is_of_gateway(facts) else "command"
-    how = f"its {who} stops it now" if facts["alive"] else f"no {who} worked on it"
-    out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {_output(facts)}", soft_wrap=True)
+    driver = "gateway" if _is_of_gateway(facts) else "command"
+    effect = f"its {driver} is stopping it" if facts["alive"] else f"no {driver} was running it"
+    out.print(f"cancelled run {facts['id']}: {effect}; finished lines are in {_output(facts)}", soft_wrap=True)
 
 
-def _from_here(path: str) -> str:
-    """Return a path, relative to the current directory if the file is below it."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+def _relative(path: str) -> str:
+    """Return a path relative to the current directory if the file is in it or below."""
+    current = Path.cwd()
+    return str(Path(path).relative_to(current)) if Path(path).is_relative_to(current) else path
 
 
 def _short(run_id: Any) -> str:
-    """Return the first characters of an id. Those of a gateway start with the same prefix, which is added."""
+    """Return the first characters of an id, and before them the prefix that all ids of gateways have."""
     text = str(run_id)
-    return text[: text.find("_") + 1 + ID_SHOWN]
+    return text[: text.find("_") + 1 + SHOWN_ID_CHARS]
 
 
 def _is_of_gateway(run: dict[str, Any]) -> bool:
-    """Return whether a gateway drives the run. The gateway deletes the files of the run when it has ended."""
+    """Return whether a gateway drives the run. The gateway deletes the local files of the run when it has finished."""
     return str(run["id"]).startswith("batch_")
 
 
@@ -240,14 +254,14 @@ def _output(run: dict[str, Any]) -> str:
 
 
 def _head(run: dict[str, Any]) -> tuple[str, str, str, str]:
-    begun = readable_time(run["created_at"])[5:16] if "created_at" in run else ""  # of the last 30 days
-    return _short(run["id"]), begun, _state(run), str(run.get("model") or "")
+    started = readable_time(run["created_at"])[5:16] if "created_at" in run else ""  # without the year
+    return _short(run["id"]), started, _state(run), str(run.get("model") or "")
 
 
 def _state(run: dict[str, Any]) -> str:
     if run["state"] in OPEN_STATES and not run["alive"]:
         return "interrupted"
-    return _WORDS.get(run["state"], str(run["state"]))
+    return _STATE_TEXTS.get(run["state"], str(run["state"]))
 
 
 def _lines(run: dict[str, Any]) -> str:
@@ -255,19 +269,23 @@ def _lines(run: dict[str, Any]) -> str:
 
 
 def _facts(run: dict[str, Any]) -> dict[str, str]:
-    resume = "a gateway" if _is_of_gateway(run) else f"`cellama batch resume {run.get('output')}`"
-    resumed = f"; {resume} resumes it" if _state(run) == "interrupted" else ""
+    remedy = (
+        "a gateway will resume it"
+        if _is_of_gateway(run)
+        else f"resume it with `cellama batch resume {run.get('output')}`"
+    )
+    resume = f"; {remedy}" if _state(run) == "interrupted" else ""
     cached = f" ({run['cached_tokens']} of them cached)" if run.get("cached_tokens") else ""
     return {
         "run": str(run["id"]),
-        "state": _state(run) + resumed,
+        "state": _state(run) + resume,
         "lines": f"{_lines(run)} done, {run.get('failed', 0)} failed",
-        "tokens": f"{run.get('prompt_tokens', 0)} read{cached}, {run.get('completion_tokens', 0)} generated",
-        "model": str(run.get("model") or "as the lines say"),
-        "input": "the input file of the batch" if _is_of_gateway(run) else str(run.get("input") or "not known"),
+        "tokens": f"{run.get('prompt_tokens', 0)} in prompts{cached}, {run.get('completion_tokens', 0)} generated",
+        "model": str(run.get("model") or "set by the lines"),
+        "input": "the input file of the batch" if _is_of_gateway(run) else str(run.get("input") or "unknown"),
         "output": _output(run),
-        "begun": readable_time(run["created_at"]) if "created_at" in run else "not known",
-        "last word": readable_time(run["at"]),
+        "started": readable_time(run["created_at"]) if "created_at" in run else "unknown",
+        "last update": readable_time(run["at"]),
     }
 
 
@@ -279,4 +297,4 @@ def _find(redis: Redis, run: str) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     known = ", ".join(_short(facts["id"]) for facts in found or runs) or "none"
-    raise UnknownJob(f"{'several runs begin with' if found else 'no run'} {run!r}; there are: {known}")
+    raise UnknownJob(f"{'several runs start with' if found else 'there is no run'} {run!r}; runs: {known}")

@@ -1,4 +1,4 @@
-"""What the user sees of a bulk run while it runs, and at its end."""
+"""Show the progress of a bulk run as a bar, as lines of a log or as JSON, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from cellama.api.batch.options import Progress, Summary
 
 from .output import err, out
 
-LOG_S = 10.0  # between lines in a log, which a run of a day must not fill
-WIDE = 80  # columns of a terminal that has room for both rates
+LOG_S = 10.0  # between two lines: a run of one day logs fewer than 10,000
+MIN_COLUMNS = 80  # of a terminal that shows both rates
 
 
 class _Show:
-    """Shows the progress of a run, as a bar, as lines or as JSON."""
+    """Shows the progress of a run as a bar, as lines or as JSON."""
 
     def __init__(self, bar: Bar | None, events: Console | None) -> None:
-        """`events` gets JSON; without it and without a bar, lines are written to stderr."""
+        """JSON goes to `events`. Without `bar` and without `events`, text lines go to stderr."""
         self._bar = bar
         self._events = events
         self._task: TaskID | None = None
-        self._next_word = 0.0 if events is not None else time.monotonic() + LOG_S
+        self._next_log = 0.0 if events is not None else time.monotonic() + LOG_S
         self._notice = ""
 
     def reading(self, count: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._task_of(f"reading: {count} lines"), total=None)
+            self._bar.update(self._task_of(f"reading the input: {count} lines"), total=None)
 
     def progress(self, progress: Progress) -> None:
         if self._bar is not None:
             done = progress.finished + progress.failed
-            self._bar.update(self._task_of(_words(progress)), completed=done, total=progress.total)
-        elif time.monotonic() >= self._next_word or (progress.notice and not self._notice):
-            self._next_word, self._notice = time.monotonic() + LOG_S, progress.notice
+            self._bar.update(self._task_of(_text_of(progress)), completed=done, total=progress.total)
+        elif time.monotonic() >= self._next_log or (progress.notice and not self._notice):
+            self._next_log, self._notice = time.monotonic() + LOG_S, progress.notice
             if self._events is not None:
                 _print_event(self._events, {"type": "progress", **_numbers(progress)})
             else:
-                err.print(f"{progress.finished + progress.failed} of {progress.total} lines, {_words(progress)}")
+                err.print(f"{progress.finished + progress.failed} of {progress.total} lines, {_text_of(progress)}")
 
     def _task_of(self, text: str) -> TaskID:
         assert self._bar is not None
@@ -56,7 +56,10 @@ class _Show:
 
 @contextlib.contextmanager
 def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
-    """Show a bar only if nothing else writes to stderr: with results on stdout, errors of lines go there."""
+    """Yield a display of progress. It is a bar if stderr is a terminal that shows nothing else.
+
+    With results on stdout, errors of lines go to stderr.
+    """
     if json or to_stdout or not err.is_terminal:
         yield _Show(None, _events(to_stdout) if json else None)
         return
@@ -65,9 +68,9 @@ def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
         yield _Show(bar, None)
 
 
-def _words(progress: Progress) -> str:
+def _text_of(progress: Progress) -> str:
     parts = _rates(progress) if progress.ended else []
-    if err.is_terminal and err.width < WIDE:
+    if err.is_terminal and err.width < MIN_COLUMNS:
         del parts[1:]
     if progress.ended and progress.left:
         parts.append(f"about {progress.left / progress.line_rate:.0f} s left")
@@ -77,7 +80,7 @@ def _words(progress: Progress) -> str:
 
 
 def _rates(progress: Progress) -> list[str]:
-    """Return lines per second, and tokens per second if some are generated: embeddings have none."""
+    """Return lines per second, and also tokens per second if the run generates text."""
     lines = f"{progress.line_rate:.{0 if progress.line_rate >= 10 else 1}f} lines/s"
     return [lines, f"{progress.rate:.0f} tok/s"] if progress.generated else [lines]
 
@@ -100,7 +103,7 @@ def _numbers(progress: Progress) -> dict[str, Any]:
 
 
 def _events(to_stdout: bool) -> Console:
-    """Return where JSON about the run is written: not between results."""
+    """Return the console for JSON about the run: stdout, unless the results go there."""
     return err if to_stdout else out
 
 
@@ -115,7 +118,7 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
         facts = {"type": "end", "id": summary.id, "state": summary.state, "errors": errors, **_numbers(progress)}
         _print_event(_events(to_stdout), facts)
         return
-    err.print(_lines_of(summary), soft_wrap=True)
+    err.print(_outcome(summary), soft_wrap=True)
     if progress.ended:
         err.print(f"[dim]{' · '.join([f'{progress.seconds:.1f} s', *_rates(progress)])}[/]", soft_wrap=True)
     if progress.prompt_tokens:
@@ -123,19 +126,16 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
         generated = f", {progress.completion_tokens} generated" if progress.completion_tokens else ""
         err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
     if errors and progress.failed:
-        err.print(f"[yellow]the reasons for failed lines are in[/] {escape(errors)}", soft_wrap=True)
+        err.print(f"[yellow]errors of failed lines:[/] {escape(errors)}", soft_wrap=True)
 
 
-def _lines_of(summary: Summary) -> str:
+def _outcome(summary: Summary) -> str:
     progress = summary.progress
-    before = f" ({progress.finished_before} of them earlier)" if progress.finished_before and progress.ended else ""
-    counts = f"{progress.finished} {_lines(progress.finished)} done{before}, {progress.failed} failed"
+    earlier = f" ({progress.finished_before} of them earlier)" if progress.finished_before and progress.ended else ""
+    lines = "line" if progress.finished == 1 else "lines"
+    counts = f"{progress.finished} {lines} done{earlier}, {progress.failed} failed"
     if summary.state == "completed" and not progress.ended:
-        return f"was complete already: {counts}"
+        return f"already completed: {counts}"
     if summary.state == "completed" and not progress.finished:
-        return f"failed: no line was done, {progress.failed} failed"
+        return f"failed: all {progress.failed} lines failed"
     return f"{summary.state}: {counts}"
-
-
-def _lines(count: int) -> str:
-    return "line" if count == 1 else "lines"

@@ -1,4 +1,4 @@
-"""The command line `cellama`. What its exit codes mean is in `tasks/contract/codes.py`."""
+"""The table of all commands, and the entry point. `tasks/contract/codes.py` defines the exit codes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ from cellama.tasks.contract.errors import JobError
 
 from . import (
     batch,
-    bench,
     cache,
     demo,
-    embed,
-    generation,
     jobs,
     keys,
+    measuring,
     models,
     services,
     status,
-    top,
-    tune,
+    submitting,
     webhooks,
 )
 from .help import HelpfulCommand, group_of_commands
@@ -36,20 +33,20 @@ from .output import print_error
 from .services import NotInstalled
 
 EPILOGUE = """
-Settings come from CELLAMA_* variables or cellama.toml.
+Settings are read from CELLAMA_* environment variables and from cellama.toml.
 Exit codes: {exits}.
 """.format(exits=", ".join(f"{code:d} {meaning}" for code, meaning in EXITS.items()))
 
 app = group_of_commands(
     name="cellama",
-    help="Run open models on your own machines as a job queue: llama.cpp behind Celery and Redis.",
+    help="Run open models on your own machines: a job queue with llama.cpp, Celery and Redis.",
     epilog=EPILOGUE,
     pretty_exceptions_enable=False,
 )
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C ends a command with its own exit code."""
+    """Return the command with Ctrl-C mapped to the exit code 130."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -61,33 +58,32 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-# Groups of commands, and what their help says.
+# Groups of commands, with their help
 _GROUPS = {
-    "models": "Models on running workers.",
-    "models adapter": "A LoRA adapter of a model.",
-    "batch": "Bulk runs: a file of lines in, a file of results out.",
-    "jobs": "Jobs that run or wait.",
-    "queue": "The queue of a model. `cellama status` shows them all.",
-    "dead": "Jobs that were put aside because their workers died.",
-    "keys": "API keys of the gateway.",
-    "webhooks": "Endpoints that are notified when batches and responses end.",
-    "cache": "KV states on disk: the folder cache_dir of this machine's workers.",
+    "models": "Load, unload and list models on running workers.",
+    "models adapter": "Load, unload and scale LoRA adapters of a model.",
+    "batch": "Run every line of a file as a job, and write the results to a file.",
+    "jobs": "List, follow and cancel jobs.",
+    "queue": "Purge the queue of a model. `cellama status` shows all queues.",
+    "dead": "List and requeue dead jobs, whose workers crashed repeatedly.",
+    "keys": "Create, list and revoke API keys of the gateway.",
+    "webhooks": "Manage endpoints that are notified when batches and responses finish.",
+    "cache": "Manage KV states on disk, in the `cache_dir` of this machine's workers.",
 }
-# All commands in the order of the help: a new one is a function in one of the modules, and a line here.
-# Modules with a command for each kind of job list these themselves.
+# All commands, in the order of the help. To add a command, write a function in one of the modules and add it here.
+# The commands that submit jobs are listed in `submitting`.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo_command,
     "up": services.up_command,
     "worker": services.worker_command,
     "gateway": services.gateway_command,
     "metrics": services.metrics_command,
-    **generation.COMMANDS,
-    **embed.COMMANDS,
+    **submitting.COMMANDS,
     "status": status.status_command,
-    "top": top.top_command,
+    "top": status.top_command,
     "cancel": jobs.cancel_command,
-    "tune": tune.tune_command,
-    "bench": bench.bench_command,
+    "tune": measuring.tune_command,
+    "bench": measuring.bench_command,
     "models list": models.models_list_command,
     "models info": models.models_info_command,
     "models load": models.models_load_command,
@@ -122,7 +118,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "cache pin": cache.cache_pin_command,
     "cache unpin": cache.cache_unpin_command,
 }
-# The options of `bench` are those of the benchmark that it runs.
+# `bench` passes its options on to the benchmark.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bench": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 }
@@ -143,31 +139,31 @@ def _add_commands() -> None:
 _add_commands()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"cellama {version('cellama')}")
         raise typer.Exit()
 
 
 @app.callback()
 def _options(
-    _debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """The command line of cellama."""
 
 
 def exit_code_of(error: Exception) -> Exit:
-    """The exit code that tells what kind of error it was."""
+    """Return the exit code for an error."""
     if isinstance(error, JobError):
         return error.exit_code
     return Exit.USAGE if isinstance(error, SettingsError | NotInstalled) else Exit.FAILED
 
 
 def main() -> None:
-    """Runs the command line. Mistakes end in a message and an exit code, never in a trace."""
+    """Run the command line. Print errors without a traceback, unless `--debug` is given, and set the exit code."""
     try:
         app()
     except (JobError, SettingsError, NotInstalled, RedisServerError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`cellama demo`: the main job on real parts: a Redis, a worker process with the bundled model, a producer process."""
+"""`cellama demo`: run a Redis, a worker with the bundled model and a producer, and show what they do."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from cellama.tasks.contract.names import PRIORITY_BULK
 from .output import called, err, out
 from .services import check_installed, wait_for_worker
 
-BULK_LINES = 48  # several times the slots of the bundled model, so that slots are reused
-PATIENCE_S = 60.0  # for a job, on a slow machine
-POLL_S = 0.05  # between two looks at the producer process
+NUM_BULK_JOBS = 48  # several times the slots of the bundled model, so that slots are reused
+JOB_TIMEOUT_S = 60.0  # enough for a slow machine
+POLL_S = 0.05  # between two checks of the producer process
 MODEL = "tiny"
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 NEXT_STEPS = """\
 [bold]Where to go next[/]
-  cellama up                           everything on this machine, with Flower
-  cellama chat tiny "Who are you?"     in another terminal
-  cellama up -m chat=/path/to/my.gguf  your own model
-  cellama --help                       all commands"""
+  cellama up                           run everything on this machine
+  cellama chat tiny "Who are you?"     chat, in another terminal
+  cellama up -m chat=/path/to/my.gguf  serve your own model
+  cellama --help                       list all commands"""
 
 
 def demo_command() -> None:
-    """Show the main job: Redis, a worker with the bundled model, a stream, a chat, and a bulk run.
+    """Show cellama at work: start Redis and a worker, stream a text, chat, and run jobs in bulk.
 
     Example:  cellama demo
     """
@@ -47,7 +47,7 @@ def demo_command() -> None:
         _prepare_environment(Path(folder))
         with RedisServer.start(Path(folder) / "redis") as redis:
             os.environ["CELLAMA_REDIS_URL"] = redis.url
-            out.print(f"[green]✓[/] Redis on port {redis.port}, append-only file on (pid {redis.pid})")
+            out.print(f"[green]✓[/] Redis on port {redis.port}, with an append-only file (pid {redis.pid})")
             supervisor = Supervisor([worker_child(log_path=Path(folder) / "worker.log")])
             with supervisor.handling_signals():
                 supervisor.start()
@@ -61,7 +61,7 @@ def demo_command() -> None:
 
 
 def _prepare_environment(folder: Path) -> None:
-    """Remove the settings of this shell, so that the demo is always the same."""
+    """Remove the settings of this shell, so that the demo always runs the same way."""
     for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
         del os.environ[name]
     (folder / "cellama.toml").write_text("")
@@ -74,7 +74,9 @@ def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
     assert worker.process is not None
     out.print(f"[green]✓[/] a Celery worker with the bundled model (pid {worker.process.pid})")
     argv = [sys.executable, "-c", "from cellama.api.cli.demo import main; main()"]
-    producer = subprocess.Popen(argv, start_new_session=True)  # Ctrl-C is for this process, which ends all others
+    producer = subprocess.Popen(
+        argv, start_new_session=True
+    )  # only this process handles Ctrl-C, and it stops all others
     out.print(f"[green]✓[/] a producer process (pid {producer.pid})")
     try:
         while (code := producer.poll()) is None:
@@ -85,7 +87,7 @@ def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
         producer.wait()
         raise
     if code:
-        err.print(f"the producer ended with code {code}; the worker's log ends:\n{worker.log_tail()}", markup=False)
+        err.print(f"the producer exited with code {code}; end of the worker's log:\n{worker.log_tail()}", markup=False)
     return code
 
 
@@ -105,7 +107,7 @@ def _stream(client: Client) -> None:
 
 
 def _print_stream(job: Job) -> None:
-    for event in job.stream(timeout=PATIENCE_S):
+    for event in job.stream(timeout=JOB_TIMEOUT_S):
         if event["type"] == "token":
             sys.stdout.write(event["text"])
             sys.stdout.flush()
@@ -117,15 +119,15 @@ def _print_stream(job: Job) -> None:
 
 
 def _chat(client: Client) -> None:
-    out.print(Rule("2. A chat turn", align="left"))
+    out.print(Rule("2. One chat message", align="left"))
     question = "What is the capital of France?"
     out.print(f"[bold]user[/]       {question}\n[bold]assistant[/]  ", end="")
     _print_stream(client.chat(MODEL, [{"role": "user", "content": question}], temperature=0))
 
 
 def _bulk(client: Client) -> None:
-    out.print(Rule(f"3. {BULK_LINES} jobs at once", align="left"))
-    animals = itertools.islice(itertools.cycle(ANIMALS), BULK_LINES)
+    out.print(Rule(f"3. {NUM_BULK_JOBS} jobs at the same time", align="left"))
+    animals = itertools.islice(itertools.cycle(ANIMALS), NUM_BULK_JOBS)
     started = time.monotonic()
     jobs = [
         generate.delay(
@@ -138,19 +140,19 @@ def _bulk(client: Client) -> None:
     with Progress(*columns, console=out) as progress:
         task = progress.add_task("lines", total=len(jobs))
         for job in jobs:
-            usage = job.get(timeout=PATIENCE_S)["usage"]
+            usage = job.get(timeout=JOB_TIMEOUT_S)["usage"]
             tokens += usage["completion_tokens"]
             progress.advance(task)
     seconds = time.monotonic() - started
     out.print(
         f"[green]✓[/] {len(jobs)} lines, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second"
     )
-    _show_batching(client, BULK_LINES)
+    _show_batching(client, NUM_BULK_JOBS)
 
 
 def _show_batching(client: Client, num_requests: int) -> None:
-    """Show the number of steps from the worker's heartbeat, once it counts all requests."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Print the number of steps from the worker's heartbeat, as soon as it counts all requests."""
+    deadline = time.monotonic() + JOB_TIMEOUT_S
     while time.monotonic() < deadline:
         for worker in client.workers():
             engine = worker.models[0]["engine"]
@@ -158,8 +160,8 @@ def _show_batching(client: Client, num_requests: int) -> None:
                 per_step = engine["generated_tokens"] / engine["steps"]
                 out.print(
                     f"[green]✓[/] {engine['slots_total']} slots, {engine['steps']} steps, "
-                    f"{engine['mixed_steps']} of them with decode and prefill mixed, {per_step:.1f} tokens per step"
+                    f"{engine['mixed_steps']} of which mix decode and prefill, {per_step:.1f} tokens per step"
                 )
                 return
         time.sleep(0.1)
-    sys.exit("the worker's heartbeat did not come")
+    sys.exit("no heartbeat of the worker with all requests; look at the log of the worker")

@@ -1,4 +1,4 @@
-"""How a command follows a job to its end: it shows the position while nothing comes, the text, and the outcome."""
+"""Follow a job until it finishes: show its position while it waits, its text while it runs, and its outcome."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cellama.api.client.client import RESULT_AFTER_END_S, Job, R
+from cellama.api.client.client import RESULT_TIMEOUT_S, Job, R
 from cellama.tasks.contract.errors import JobCancelled, JobFailed, JobTimeout
 from cellama.tasks.contract.events import DoneEvent, Event
 from cellama.tasks.contract.shapes.results import Timings
@@ -16,55 +16,58 @@ from cellama.tasks.estimates.position import Position
 
 from .output import err, print_json, print_warning, printable, write_text
 
-PING_S = 1.0  # between two looks at the position of a silent job: about as often as people look
+PING_S = 1.0  # between two updates of the position of a job that produces no output
 
 
 class SilenceTimeout:
-    """Limits how long a job may be silent. A job that waits for a slot may be silent forever if a worker serves it."""
+    """Limits how long a job may produce no output.
 
-    def __init__(self, job_id: str, patience_s: float, *, unserved: bool = False) -> None:
-        """`unserved` allows a job to wait until a worker serves it."""
+    The time that a job waits for a slot does not count, provided that a worker serves its model.
+    """
+
+    def __init__(self, job_id: str, patience_s: float, *, allow_unserved: bool = False) -> None:
+        """Limit a job. With `allow_unserved`, waiting for a worker that serves the model does not count either."""
         self._job_id = job_id
         self._patience_s = patience_s
-        self._unserved = unserved
-        self._heard_at = time.monotonic()
-        self._ahead = -1
+        self._allow_unserved = allow_unserved
+        self._last_event_at = time.monotonic()
+        self._num_ahead = -1
         self._moved_at = 0.0  # when the number of jobs ahead last changed
 
     def note_event(self) -> None:
-        """Restart the time, because the job has sent an event."""
-        self._heard_at = time.monotonic()
+        """Restart the timeout because the job has sent an event."""
+        self._last_event_at = time.monotonic()
 
     def describe(self, position: Position) -> str:
-        """Return where the job is, in words. Raises JobTimeout."""
+        """Return the state of the job as text. Raises JobTimeout."""
         now = time.monotonic()
-        if position.state == "waiting" and (position.served or self._unserved):
-            self._heard_at = now
-        if now - self._heard_at > self._patience_s:
-            why = "no worker serves its model" if position.state == "waiting" else "it continues"
+        if position.state == "waiting" and (position.served or self._allow_unserved):
+            self._last_event_at = now
+        if now - self._last_event_at > self._patience_s:
+            state = "no worker serves its model" if position.state == "waiting" else "it is still running"
             raise JobTimeout(
-                f"job {self._job_id} produced no output for {self._patience_s:g} s; {why}: `cellama jobs follow "
-                f"{self._job_id}` waits longer, `cellama cancel {self._job_id}` ends it"
+                f"job {self._job_id} produced no output for {self._patience_s:g} s, and {state}; wait for it with "
+                f"`cellama jobs follow {self._job_id}`, or cancel it with `cellama cancel {self._job_id}`"
             )
         if position.state != "waiting":
-            return f"job {self._job_id}: the prompt is being processed …"
-        if position.ahead != self._ahead:
-            self._ahead, self._moved_at = position.ahead, now
-        return f"job {self._job_id} waits: {position.ahead} job(s) ahead, {self._when(position, now)}"
+            return f"job {self._job_id}: processing the prompt …"
+        if position.ahead != self._num_ahead:
+            self._num_ahead, self._moved_at = position.ahead, now
+        return f"job {self._job_id} is waiting: {position.ahead} job(s) ahead, {self._estimate(position, now)}"
 
-    def _when(self, position: Position, now: float) -> str:
+    def _estimate(self, position: Position, now: float) -> str:
         """Return when the job gets a slot. The estimate counts from the last change of the number of jobs ahead."""
         if not position.served:
             return "no worker serves its model"
         if position.eta_s is None:
-            return "it is not known yet how long such jobs take"
-        left_s = position.eta_s - (now - self._moved_at)
-        return f"about {left_s:.0f} s" if left_s >= 1 else "soon"
+            return "no estimate yet"
+        remaining_s = position.eta_s - (now - self._moved_at)
+        return f"about {remaining_s:.0f} s" if remaining_s >= 1 else "soon"
 
 
 @contextlib.contextmanager
 def cancelled_with(job: Job[Any]) -> Iterator[None]:
-    """Cancel the job on Ctrl-C, or if the reader of the output has closed it."""
+    """Cancel the job on Ctrl-C, or if the program that reads the output has closed the pipe."""
     try:
         yield
     except (KeyboardInterrupt, BrokenPipeError):
@@ -74,15 +77,15 @@ def cancelled_with(job: Job[Any]) -> Iterator[None]:
 
 
 def result_of(job: Job[R], patience: SilenceTimeout) -> R:
-    """Return the result of a job without showing its output. Raises as `show`."""
+    """Return the result of a job without showing its output. Raises the same errors as `show`."""
     with cancelled_with(job):
         for _ in _events(job, patience):
             pass
-    return job.result(RESULT_AFTER_END_S)
+    return job.result(RESULT_TIMEOUT_S)
 
 
 def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
-    """Stream a job to stdout, and return its text. Raises JobTimeout, JobFailed, JobCancelled."""
+    """Stream a job to stdout and return its text. Raises JobTimeout, JobFailed and JobCancelled."""
     text = ""
     for event in _events(job, patience):
         text += event["text"] if event["type"] == "token" else ""
@@ -95,7 +98,7 @@ def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
 
 
 def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
-    """Yield the events of a job. While it is silent, stderr shows where it is."""
+    """Yield the events of a job. While there are none, show its state on stderr."""
     with err.status("…") as spinner:
         spinner.stop()
         for event in job.stream(timeout=math.inf, ping=PING_S):
@@ -109,7 +112,7 @@ def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
 
 
 def _show_event(event: Event, job_id: str) -> None:
-    """Write the answer to stdout, and reasoning and the summary to stderr."""
+    """Write the answer to stdout, and the reasoning and the summary to stderr."""
     if event["type"] == "token":
         write_text(event["text"])
     elif event["type"] == "reasoning":
@@ -139,7 +142,7 @@ def _summarise(event: DoneEvent, job_id: str) -> None:
     if rate := timings.get("generation_rate"):
         parts.append(f"{rate:.0f} tok/s")
     if (ttft_ms := timings.get("ttft_ms")) is not None:
-        parts.append(f"first after {ttft_ms:.0f} ms")
+        parts.append(f"first token after {ttft_ms:.0f} ms")
     summary, job = " · ".join(parts), f"job {job_id}"
     between = " · " if len(f"{summary} · {job}") <= err.width else "\n"
     err.print(f"[dim]{summary}{between}{job}[/]", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The text of `--help`: plain, in groups, with every name whole, because names are there to be typed."""
+"""Format the text of `--help`: plain text, with a section per group of options, in which no name is cut off."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-ARGUMENTS, OPTIONS = "Arguments", "Options"  # the groups of parameters that name no other one
+ARGUMENTS, OPTIONS = "Arguments", "Options"  # sections of parameters without a section of their own
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose help has one section per group of options."""
+    """A command whose help has a section for each group of options."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         for paragraph in cleandoc(self.help or "").split("\n\n"):
             formatter.write_paragraph()
             with formatter.indentation():
-                if ":  " in paragraph:  # before a command, which must stay in one line to be copied
+                if ":  " in paragraph:  # an example: it stays in one line, so that users can copy it
                     formatter.write(f"{'':{formatter.current_indent}}{paragraph}\n")
                 else:
                     formatter.write_text(paragraph)
@@ -28,7 +28,7 @@ class HelpfulCommand(TyperCommand):
 
 
 class HelpfulGroup(TyperGroup):
-    """A group whose help describes each of its commands in a whole sentence."""
+    """A group whose help shows the whole first paragraph of each command."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)
@@ -42,7 +42,7 @@ class HelpfulGroup(TyperGroup):
 
 
 def group_of_commands(**settings: Any) -> typer.Typer:
-    """Return a group whose help is plain text: Rich's tables cut off names that are longer than a column."""
+    """Return a group whose help is plain text, because Rich cuts off names that are longer than a column."""
     return typer.Typer(cls=HelpfulGroup, rich_markup_mode=None, no_args_is_help=True, **settings)
 
 
@@ -51,7 +51,9 @@ def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
     for parameter in command.get_params(ctx):
         if (row := parameter.get_help_record(ctx)) is not None:
             default = ARGUMENTS if parameter.param_type_name == "argument" else OPTIONS
-            groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(row)
+            name, text = row
+            name = name.replace("<list[str]>", "<str>").replace(" range>", ">")  # the text has the range
+            groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append((name, text))
     for name, rows in groups.items():
         if rows:
             with formatter.section(name):

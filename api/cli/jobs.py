@@ -1,4 +1,4 @@
-"""The commands for jobs and queues: jobs list, follow, cancel; queue purge."""
+"""The commands `cellama jobs`, `cancel`, `queue` and `dead`, which list, follow, cancel and requeue jobs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cellama.api.client.client import Client
 from cellama.tasks.contract.codes import Exit
 
 from .following import SilenceTimeout, show
-from .generation import JsonOption, PatienceOption
-from .output import err, out, print_error, print_json, readable_time, table_of
+from .options import JsonOption, PatienceOption
+from .output import err, out, plural, print_error, print_json, readable_time, table_of
 
-LIMIT = 50  # jobs: about a screen
+DEFAULT_LIMIT = 50  # jobs: about one screen
 JobArgument = Annotated[str, typer.Argument(help="Id of the job.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Show only jobs for this model.")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Show only jobs of this model.")]
 
 
 def jobs_list_command(
     model: ModelOption = None,
-    limit: Annotated[int, typer.Option(help="Maximum number of jobs to show.", min=1)] = LIMIT,
+    limit: Annotated[int, typer.Option(help="Maximum number of jobs to show.", min=1)] = DEFAULT_LIMIT,
     json: JsonOption = False,
 ) -> None:
-    """List the jobs that run or wait, including those of models that no worker serves.
+    """List running and waiting jobs, including jobs of models that no worker serves.
 
     Example:  cellama jobs list --model tiny
     """
@@ -35,26 +35,28 @@ def jobs_list_command(
         print_json([asdict(job) for job in jobs])
         return
     if not jobs:
-        out.print("no job runs or waits")
+        out.print("no job is running or waiting")
         return
     table = table_of("job", "state", "kind", "model", "since", right="")
     for job in jobs:
         table.add_row(job.job_id, job.state, job.kind, job.model, readable_time(job.submitted_at)[5:])
     out.print(table)
     if len(jobs) == limit:
-        out.print(f"[dim]these are the first {limit}; --limit shows more, `cellama status` counts them[/]")
+        out.print(
+            f"[dim]only the first {limit} jobs are shown; see more with --limit, or count them with `cellama status`[/]"
+        )
 
 
 def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience: PatienceOption = 60.0) -> None:
-    """Show the stream of a job from its start to its end. Ctrl-C does not cancel the job.
+    """Stream the output of a job from its start until it finishes. Ctrl-C does not cancel the job.
 
     Example:  cellama jobs follow 5f0c…
     """
     with Client() as client:
         try:
-            show(client.job(job_id), json, SilenceTimeout(job_id, patience, unserved=True))
+            show(client.job(job_id), json, SilenceTimeout(job_id, patience, allow_unserved=True))
         except KeyboardInterrupt:
-            err.print(f"\n[yellow]job {job_id} continues; `cellama cancel {job_id}` cancels it[/]")
+            err.print(f"\n[yellow]job {job_id} continues; to cancel it: cellama cancel {job_id}[/]")
             raise
 
 
@@ -62,12 +64,14 @@ def cancel_command(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
     json: JsonOption = False,
 ) -> None:
-    """Cancel jobs that wait or run.
+    """Cancel running or waiting jobs.
 
     Example:  cellama cancel 5f0c…
     """
     with Client() as client:
-        states = {job_id: client.position(job_id).state for job_id in job_ids}  # all are checked before any is touched
+        states = {
+            job_id: client.position(job_id).state for job_id in job_ids
+        }  # an unknown id raises before any job is cancelled
         open_ids = [job_id for job_id in job_ids if states[job_id] != "done"]
         for job_id in open_ids:
             client.cancel(job_id)
@@ -75,9 +79,9 @@ def cancel_command(
         if json:
             print_json({"job_id": job_id, "state": states[job_id], "cancelled": job_id in open_ids})
         elif job_id in open_ids:
-            out.print(f"job {job_id} is cancelled: it {'ran' if states[job_id] == 'running' else 'waited'}")
+            out.print(f"cancelled job {job_id}, which was {states[job_id]}")
         else:
-            print_error(f"job {job_id} has ended already; `cellama status {job_id}` shows how")
+            print_error(f"job {job_id} has already finished; see its outcome with `cellama status {job_id}`")
     if len(open_ids) < len(job_ids):
         raise typer.Exit(Exit.FAILED)
 
@@ -86,7 +90,7 @@ def jobs_cancel_command(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
     json: JsonOption = False,
 ) -> None:
-    """Cancel jobs that wait or run, as `cellama cancel` does.
+    """Cancel running or waiting jobs. This is the same as `cellama cancel`.
 
     Example:  cellama jobs cancel 5f0c…
     """
@@ -95,25 +99,25 @@ def jobs_cancel_command(
 
 def queue_purge_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Cancel all jobs that wait for a model. Running jobs continue, and bulk runs send their lines again.
+    """Cancel all waiting jobs of a model. Running jobs continue, and bulk runs resend their lines.
 
     Example:  cellama queue purge tiny --yes
     """
     with Client() as client:
-        if not yes and not Confirm.ask(f"Cancel all jobs that wait for {model}?", console=err):
+        if not yes and not Confirm.ask(f"Cancel all waiting jobs of {model}?", console=err):
             raise typer.Exit(Exit.FAILED)
         count = client.purge(model)
     if json:
         print_json({"model": model, "ended": count})
     else:
-        out.print(f"ended {count} job(s) that waited for {model}")
+        out.print(f"cancelled {plural(count, 'waiting job')} of {model}")
 
 
 def dead_list_command(json: JsonOption = False) -> None:
-    """List the jobs that were stopped because their workers died three times while they ran.
+    """List dead jobs: jobs that cellama gave up because their workers crashed three times.
 
     Example:  cellama dead list
     """
@@ -123,9 +127,9 @@ def dead_list_command(json: JsonOption = False) -> None:
         print_json(dead)
         return
     if not dead:
-        out.print("no job was put aside")
+        out.print("no dead jobs")
         return
-    table = table_of("job", "task", "queue", "attempts", "died", "last worker", right="attempts", title="Dead jobs")
+    table = table_of("job", "task", "queue", "attempts", "time", "last worker", right="attempts", title="Dead jobs")
     for entry in dead:
         died = readable_time(entry["at"])
         attempts = str(entry["attempts"])
@@ -134,10 +138,10 @@ def dead_list_command(json: JsonOption = False) -> None:
 
 
 def dead_requeue_command(
-    job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or `all`.")],
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or all.")],
     json: JsonOption = False,
 ) -> None:
-    """Queue dead jobs again as new jobs, because the streams of the old ones have ended.
+    """Queue dead jobs again, under new ids.
 
     Example:  cellama dead requeue all
     """
@@ -149,4 +153,4 @@ def dead_requeue_command(
         print_json(requeued)
     else:
         for old, new in requeued.items():
-            out.print(f"{old} is queued again as {new}")
+            out.print(f"job {old} is queued again as {new}")

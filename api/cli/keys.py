@@ -1,4 +1,4 @@
-"""The commands for the API keys of the gateway: keys create, keys list, keys revoke."""
+"""`cellama keys`: create, list and revoke API keys of the gateway."""
 
 from __future__ import annotations
 
@@ -22,54 +22,58 @@ from cellama.config.settings import explain
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis
 
-from .generation import JsonOption
+from .options import JsonOption
 from .output import err, out, print_json, readable_time, table_of
 
 _T = TypeVar("_T")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-CONNECT_TIMEOUT_S = 3.0  # a person waits for the answer
+CONNECT_TIMEOUT_S = 3.0  # short, because a user waits at the terminal
 
 
 def keys_create_command(
-    tenant: Annotated[str, typer.Argument(help="Tenant of the key. Keys of one tenant share prefixes and answers.")],
-    name: Annotated[str, typer.Option(help="Name of the key, for people.")] = "",
+    tenant: Annotated[
+        str,
+        typer.Argument(help="Tenant of the key. Keys of the same tenant share cached prefixes, files and responses."),
+    ],
+    name: Annotated[str, typer.Option(help="Name of the key, shown in `cellama keys list`.")] = "",
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="Model that requests may use. May be given more than once (default: all)."),
+        typer.Option("--model", "-m", help="Model that requests may use. Can be repeated (default: all)."),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(
-            "--adapter", help="LoRA adapter that requests may use. May be given more than once (default: all)."
-        ),
+        typer.Option("--adapter", help="LoRA adapter that requests may use. Can be repeated (default: all)."),
     ] = None,
-    no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Refuse requests that name an adapter.")] = False,
+    no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Reject requests that name an adapter.")] = False,
     priority: Annotated[
         str | None,
         typer.Option(
-            help="flex, default or priority: the tier of requests that name none, and the most urgent one allowed."
+            help="Service tier (flex, default or priority): the highest that requests may use, and their default."
         ),
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Maximum number of requests in any 60 s.")] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens in any 60 s, prompts included.")
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="Maximum number of requests in any 60 seconds.")
     ] = None,
-    concurrent_jobs: Annotated[int | None, typer.Option(help="Maximum number of jobs at the same time.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens in any 60 seconds, prompts included.")
+    ] = None,
+    concurrent_jobs: Annotated[int | None, typer.Option(help="Maximum number of simultaneous jobs.")] = None,
     expires_in: Annotated[
-        str | None, typer.Option(help="Lifetime, for example 30m, 12h, 90d or 4w (default: no end).")
+        str | None, typer.Option(help="Lifetime, for example 30m, 12h, 90d or 4w (default: unlimited).")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Create an API key for the gateway. It is shown once, because only a digest of it is kept.
+    """Create an API key for the gateway and print it. cellama stores only a digest and can't show the key again.
 
-    Clients send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. Without options, a key has no limits.
+    Clients send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without options, a key has no limits.
 
-    Where CELLAMA_GATEWAY_KEYS_FILE names a file, nothing is kept: the entry for that file is shown.
+    If CELLAMA_GATEWAY_KEYS_FILE names a file, the key is not stored in Redis. The command prints an entry to add to
+    that file.
 
     Example:  cellama keys create acme --model tiny --requests-per-minute 60
     """
     if adapter and no_adapters:
-        raise typer.BadParameter("--adapter and --no-adapters exclude each other; leave one of them out")
+        raise typer.BadParameter("--adapter and --no-adapters can't be combined; use one of them")
     key = new_key()
     given: dict[str, Any] = {
         "id": key.id,
@@ -94,9 +98,9 @@ def _show(key: KeyText, entry: KeyEntry) -> None:
     file = get_settings().gateway_keys_file
     out.print(key.text, soft_wrap=True)
     if file is None:
-        err.print(f"this is the only time that the key is shown; `cellama keys revoke {entry.id}` ends it")
+        err.print(f"store the key now, because it can't be shown again; to revoke it: cellama keys revoke {entry.id}")
     else:
-        err.print(f"this is the only time that the key is shown; it counts when these lines stand in {file}:")
+        err.print(f"store the key now, because it can't be shown again; to activate it, add these lines to {file}:")
         out.print(as_toml(entry), markup=False, soft_wrap=True)
 
 
@@ -113,16 +117,16 @@ async def _create(store: KeyStore, given: dict[str, Any], expires_in_s: float | 
 
 
 def keys_list_command(json: JsonOption = False) -> None:
-    """List the API keys of the gateway with their tenants, rights and last use.
+    """List the API keys of the gateway with their tenants, limits and last use.
 
     Example:  cellama keys list
     """
     found = _with_store(lambda store: store.all(), get_settings().gateway_keys_file)
     if json:
-        print_json([_told(key) for key in found])
+        print_json([_public_fields(key) for key in found])
         return
     if not found:
-        out.print("there are no API keys; `cellama keys create TENANT` makes one")
+        out.print("no API keys; create one with `cellama keys create TENANT`")
         return
     columns = ("id", "tenant: name", "models", "tier", "limits", "state", "last used")
     table = table_of(*columns, whole="id, limits, last used", title="API keys")
@@ -132,7 +136,7 @@ def keys_list_command(json: JsonOption = False) -> None:
 
 
 def _cells(key: KeyLookup) -> Iterator[str]:
-    """Return the cells of a key, which wrap in a terminal of 80 columns."""
+    """Yield the cells of a key. They wrap on a terminal of 80 columns."""
     entry = key.entry
     assert entry is not None
     yield entry.id
@@ -150,33 +154,33 @@ def keys_revoke_command(
     ],
     json: JsonOption = False,
 ) -> None:
-    """Revoke an API key. New requests with it are refused, and running requests continue.
+    """Revoke an API key. New requests with it are rejected, and running requests finish.
 
     Example:  cellama keys revoke 4k2m9x0c7d1a
     """
     file = get_settings().gateway_keys_file
     if file is not None:
-        raise typer.BadParameter(f"the keys are those of {file}: delete the entry there, or give it `revoked_at`")
+        raise typer.BadParameter(f"the keys are in the file {file}; delete the entry there, or set its `revoked_at`")
     key = parse_key(key_id)
     revoked = _with_store(lambda store: _revoke(store, key_id if key is None else key.id))
     if json:
-        print_json(_told(revoked))
+        print_json(_public_fields(revoked))
     else:
         assert revoked.entry is not None
-        out.print(f"the key {revoked.entry.id} of {revoked.entry.tenant} is revoked")
+        out.print(f"revoked key {revoked.entry.id} of tenant {revoked.entry.tenant}")
 
 
 async def _revoke(store: KeyStore, key_id: str) -> KeyLookup:
     found = await store.look_up(key_id)
     if found.entry is None:
-        raise typer.BadParameter("there is no API key with that id; `cellama keys list` shows those that there are")
+        raise typer.BadParameter("there is no API key with this id; list the keys with `cellama keys list`")
     if found.entry.revoked_at is None:
         await store.write(found.entry.model_copy(update={"revoked_at": await store.now()}))
     return await store.look_up(key_id)
 
 
 def as_toml(entry: KeyEntry) -> str:
-    """Return the lines of a file of keys."""
+    """Return the entry of a key in a keys file."""
     lines = ["[[keys]]"]
     for name, value in entry.model_dump(exclude_none=True).items():
         if isinstance(value, datetime):
@@ -186,12 +190,12 @@ def as_toml(entry: KeyEntry) -> str:
     return "\n".join(lines)
 
 
-def _with_store(ask: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
-    """Return what an action on the keys in Redis, or on those of a file, returns."""
-    return ask_redis(lambda redis: ask(KeyStore(redis, None if file is None else KeyFile(file))))
+def _with_store(action: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
+    """Run an action on the keys in Redis, or on the keys in `file`, and return its result."""
+    return with_redis(lambda redis: action(KeyStore(redis, None if file is None else KeyFile(file))))
 
 
-def _told(found: KeyLookup) -> dict[str, Any]:
+def _public_fields(found: KeyLookup) -> dict[str, Any]:
     assert found.entry is not None
     facts = found.entry.model_dump(mode="json", exclude={"digest"})
     used_at = None if found.used_at is None else datetime.fromtimestamp(found.used_at, UTC).isoformat()
@@ -215,17 +219,17 @@ def _seconds_of(text: str | None) -> float | None:
     found = re.fullmatch(r"([1-9]\d{0,3})([mhdw])", text, re.ASCII)
     if found is None:
         raise typer.BadParameter(
-            f"{text!r} is no time: write for instance 30m, 12h, 90d or 4w", param_hint="--expires-in"
+            f"invalid duration {text!r}; use for example 30m, 12h, 90d or 4w", param_hint="--expires-in"
         )
     return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
 
 
-def ask_redis(ask: Callable[[Redis], Awaitable[_T]]) -> _T:
-    """Return what an action with a connection returns. Raises QueueError if Redis can't be reached."""
+def with_redis(action: Callable[[Redis], Awaitable[_T]]) -> _T:
+    """Run an action with a connection to Redis, and return its result. Raises RedisUnreachable and RedisRefused."""
 
-    async def asked() -> _T:
+    async def run() -> _T:
         async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
-            return await ask(redis)
+            return await action(redis)
 
     with reaching_redis():
-        return asyncio.run(asked())
+        return asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The commands for models and their adapters on running workers."""
+"""`cellama models`: list, load and unload models and their adapters on running workers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ from cellama.api.client.client import (
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.shapes.workers import DeviceUse, LoadFailure, MemoryView, ModelView
 
-from .generation import JsonOption
-from .output import err, out, print_json, readable, readable_time, table_of
+from .options import JsonOption
+from .output import NO_WORKERS, err, out, print_json, readable, readable_time, table_of
 
-WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Name of one worker, instead of a pool.")]
+WorkerOption = Annotated[
+    str | None, typer.Option("--worker", "-w", help="Act on this worker only, instead of on a pool.")
+]
 PoolOption = Annotated[
-    str | None, typer.Option("--pool", help="Name of a pool (default: all). It includes workers that join later.")
+    str | None,
+    typer.Option("--pool", help="Act on all workers of this pool, and on workers that join it (default: all)."),
 ]
 NameArgument = Annotated[str, typer.Argument(help="Name of the adapter.")]
 IdArgument = Annotated[str, typer.Argument(help="Id of the model.")]
-FINGERPRINT_SHOWN = 16  # digits; --json has all
+SHOWN_FINGERPRINT_DIGITS = 16  # --json prints all digits
 
 
 def models_list_command(json: JsonOption = False) -> None:
-    """List the models that live workers have or are loading.
+    """List the models that running workers serve or are loading.
 
     Example:  cellama models list
     """
@@ -47,7 +50,7 @@ def models_list_command(json: JsonOption = False) -> None:
         print_json(models)
         return
     if not models:
-        out.print("no worker is running; start one with `cellama up` or `cellama worker`")
+        out.print(NO_WORKERS)
         return
     table = table_of("model", "status", "for", "file", "memory", "workers")
     for model in models:
@@ -61,18 +64,18 @@ def models_list_command(json: JsonOption = False) -> None:
     out.print(table)
     for model in models:
         for worker, why in model["lacks"].items():
-            out.print(f"[yellow]{escape(worker)} lacks {escape(model['id'])}: {escape(why['message'])}[/]")
+            out.print(f"[yellow]{escape(model['id'])} is missing on {escape(worker)}: {escape(why['message'])}[/]")
 
 
 def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
-    """Show a model: its file, how it is loaded, and the memory that it takes.
+    """Show the file, the options and the memory use of a model.
 
     Example:  cellama models info tiny
     """
     with Client() as client:
         models = {model["id"]: model for model in client.models()}
     if model_id not in models:
-        raise UnknownModel(f"no live worker has a model {model_id!r}; there are: {', '.join(models) or 'none'}")
+        raise UnknownModel(f"no running worker has a model {model_id!r}; models: {', '.join(models) or 'none'}")
     if json:
         print_json(models[model_id])
     else:
@@ -80,7 +83,7 @@ def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
 
 
 def models_memory_command(worker: WorkerOption = None, json: JsonOption = False) -> None:
-    """Show the memory of each worker's devices, its budget, and what each model takes of it.
+    """Show the devices and the memory budget of each worker, and the memory use of each model.
 
     Example:  cellama models memory
     """
@@ -89,84 +92,83 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
     if json:
         print_json(workers)
     elif not workers:
-        out.print("no worker is running; start one with `cellama up` or `cellama worker`")
+        out.print(NO_WORKERS)
     else:
         out.print(render_memory(workers))
 
 
 def models_load_command(
-    model: Annotated[str, typer.Argument(help="Id of the model (default: made from the source).")],
+    model: Annotated[str, typer.Argument(help="Id for the model. It can be omitted, and is then derived from SOURCE.")],
     source: Annotated[
-        str | None, typer.Argument(help="Path of a GGUF file as the workers see it, hf://…, or bundled://tiny.")
+        str | None, typer.Argument(help="Path of a GGUF file on the workers, hf://…, or bundled://tiny.")
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Setting as NAME=VALUE, as in cellama.toml. May be given more than once."),
+        typer.Option("--set", help="Option of the model as NAME=VALUE, as in cellama.toml. Can be repeated."),
     ] = None,
-    default: Annotated[bool, typer.Option("--default", help="Serve `:default` from this model.")] = False,
+    default: Annotated[bool, typer.Option("--default", help="Make this model the default model (`:default`).")] = False,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Timeout in seconds until the model takes jobs.")] = LOAD_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds for the model to become ready.")] = LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Load a model on running workers. Other models are served meanwhile.
+    """Load a model on running workers, which continue to serve other models.
 
     Example:  cellama models load big /models/big.gguf --set n_parallel=16
     """
     options = _options(option or [])
-    given, source = (None, model) if source is None else (model, source)
-    whom: dict[str, Any] = {"worker": worker, "pool": pool}
-    with Client() as client, _loading(model, f"cellama models unload {given or 'ID'}"):
-        model_id = client.load_model(given, source, default=default, timeout=timeout, **whom, **options)
-        but = _not_so_on(client, model_id)
-    _say(json, {"model": model_id, "status": "ready", "not_on": but}, f"model {model_id} takes jobs", but)
+    given_id, source = (None, model) if source is None else (model, source)
+    target: dict[str, Any] = {"worker": worker, "pool": pool}
+    with Client() as client, _loading(model, f"cellama models unload {given_id or 'ID'}"):
+        model_id = client.load_model(given_id, source, default=default, timeout=timeout, **target, **options)
+        failures = _failures(client, model_id)
+    _report(json, {"model": model_id, "status": "ready", "not_on": failures}, f"model {model_id} is ready", failures)
 
 
 def models_unload_command(
     model_id: IdArgument,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[
-        float, typer.Option(help="Timeout in seconds for its running jobs to finish.")
-    ] = UNLOAD_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds for running jobs to finish.")] = UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Unload a model from running workers after its jobs have ended.
+    """Unload a model from running workers after its running jobs have finished.
 
     Example:  cellama models unload big
     """
     with Client() as client, err.status(f"unloading {model_id} …"):
         client.unload_model(model_id, worker=worker, pool=pool, timeout=timeout)
-        but = _not_so_on(client, model_id)
-    _say(json, {"model": model_id, "status": "unloaded", "not_on": but}, f"model {model_id} is unloaded", but)
+        failures = _failures(client, model_id)
+    value = {"model": model_id, "status": "unloaded", "not_on": failures}
+    _report(json, value, f"model {model_id} is unloaded", failures)
 
 
 def models_evict_command(
     model_id: IdArgument,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Timeout in seconds for saving the KV states.")] = EVICT_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds for writing KV states to disk.")] = EVICT_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Evict the KV states of a model from idle slots and RAM. Those that are worth it go to disk. Jobs continue.
+    """Evict the KV states of a model from idle slots and RAM. Valuable states are written to disk. Jobs continue.
 
     Example:  cellama models evict tiny
     """
-    with Client() as client, err.status(f"emptying the cache of {model_id} …"):
+    with Client() as client, err.status(f"evicting the KV states of {model_id} …"):
         client.evict(model_id, worker=worker, pool=pool, timeout=timeout)
-    _say(json, {"model": model_id, "status": "evicted"}, f"the cache of {model_id} is empty")
+    _report(json, {"model": model_id, "status": "evicted"}, f"evicted the KV states of {model_id}")
 
 
 def models_default_command(
     model_id: IdArgument, worker: WorkerOption = None, pool: PoolOption = None, json: JsonOption = False
 ) -> None:
-    """Serve jobs for `:default` from a model.
+    """Make a model the default model, which serves jobs for `:default`.
 
     Example:  cellama models default big
     """
     with Client() as client:
         client.set_default_model(model_id, worker=worker, pool=pool)
-    _say(json, {"default": model_id}, f"model {model_id} serves :default")
+    _report(json, {"default": model_id}, f"model {model_id} is the default model")
 
 
 def models_adapters_command(model_id: IdArgument, json: JsonOption = False) -> None:
@@ -180,38 +182,48 @@ def models_adapters_command(model_id: IdArgument, json: JsonOption = False) -> N
         print_json(adapters)
         return
     if not adapters:
-        out.print(f"model {model_id} has no adapters; load one with `cellama models adapter load {model_id} NAME FILE`")
+        out.print(
+            f"model {model_id} has no adapters; load one with `cellama models adapter load {model_id} NAME SOURCE`"
+        )
         return
     table = table_of("adapter", "scale", "status", "in use", "source", "SHA-256", "workers", right="in use")
-    for a in adapters:
-        scale = f"{a['scale']:g}" if a["scale"] else "0 [dim](on request)[/]"
-        numbers = (scale, a["status"], str(a["in_use"]))
-        table.add_row(a["name"], *numbers, a["source"], a["fingerprint"][:12], "\n".join(a["workers"]))
+    for adapter in adapters:
+        table.add_row(
+            adapter["name"],
+            f"{adapter['scale']:g}" if adapter["scale"] else "0 [dim](on request)[/]",
+            adapter["status"],
+            str(adapter["in_use"]),
+            adapter["source"],
+            adapter["fingerprint"][:12],
+            "\n".join(adapter["workers"]),
+        )
     out.print(table)
 
 
 def adapter_load_command(
     model_id: IdArgument,
     name: NameArgument,
-    source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file as the workers see it, or hf://….")],
+    source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file on the workers, or hf://….")],
     scale: Annotated[
-        float, typer.Option(help="Scale for jobs that do not choose one. 0: only jobs that choose it have the adapter.")
+        float, typer.Option(help="Scale in jobs that don't choose adapters. 0 applies the adapter only on request.")
     ] = 1.0,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Timeout in seconds until jobs can use it.")] = ADAPTER_LOAD_TIMEOUT_S,
+    timeout: Annotated[
+        float, typer.Option(help="Timeout in seconds for the adapter to become ready.")
+    ] = ADAPTER_LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Load a LoRA adapter for a model. Jobs continue meanwhile.
+    """Load a LoRA adapter of a model. Running jobs continue.
 
-    Example:  cellama models adapter load tiny pirate /models/pirate.gguf --scale 0
+    Example:  cellama models adapter load tiny pirate /models/pirate.gguf
     """
     with Client() as client, _loading(name, f"cellama models adapter unload {model_id} {name}"):
         client.load_adapter(model_id, name, source, scale=scale, worker=worker, pool=pool, timeout=timeout)
-        but = _not_so_on(client, model_id, name)
-    whose = f"all its jobs have it with scale {scale:g}" if scale else f"jobs with --adapter {name} have it"
-    loaded = {"model": model_id, "adapter": name, "scale": scale, "status": "ready", "not_on": but}
-    _say(json, loaded, f"{name} is loaded: {whose}", but)
+        failures = _failures(client, model_id, name)
+    usage = f"new jobs use it with scale {scale:g}" if scale else f"jobs with --adapter {name} use it"
+    value = {"model": model_id, "adapter": name, "scale": scale, "status": "ready", "not_on": failures}
+    _report(json, value, f"adapter {name} is ready; {usage}", failures)
 
 
 def adapter_scale_command(
@@ -219,19 +231,20 @@ def adapter_scale_command(
     name: NameArgument,
     scale: Annotated[
         float,
-        typer.Argument(help="Scale for jobs that do not choose one. 0: only jobs that choose it have the adapter."),
+        typer.Argument(help="Scale in jobs that don't choose adapters. 0 applies the adapter only on request."),
     ],
     worker: WorkerOption = None,
     pool: PoolOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Change the scale of an adapter for new jobs.
+    """Change the scale of an adapter in new jobs.
 
     Example:  cellama models adapter scale tiny pirate 0.5
     """
     with Client() as client:
         client.set_adapter_scale(model_id, name, scale, worker=worker, pool=pool)
-    _say(json, {"model": model_id, "adapter": name, "scale": scale}, f"new jobs of {model_id} have {name} × {scale:g}")
+    value = {"model": model_id, "adapter": name, "scale": scale}
+    _report(json, value, f"new jobs of {model_id} use {name} with scale {scale:g}")
 
 
 def adapter_unload_command(
@@ -244,35 +257,35 @@ def adapter_unload_command(
     ] = ADAPTER_UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Unload an adapter after the jobs that have it have ended.
+    """Unload an adapter after the jobs that use it have finished.
 
     Example:  cellama models adapter unload tiny pirate
     """
     with Client() as client, err.status(f"unloading {name} …"):
         client.unload_adapter(model_id, name, worker=worker, pool=pool, timeout=timeout)
-        but = _not_so_on(client, model_id, name)
-    unloaded = {"model": model_id, "adapter": name, "status": "unloaded", "not_on": but}
-    _say(json, unloaded, f"adapter {name} is unloaded", but)
+        failures = _failures(client, model_id, name)
+    value = {"model": model_id, "adapter": name, "status": "unloaded", "not_on": failures}
+    _report(json, value, f"adapter {name} is unloaded", failures)
 
 
 @contextlib.contextmanager
 def _loading(name: str, undo: str) -> Iterator[None]:
-    """Explain after Ctrl-C that workers continue to load, because others may wait for that too."""
+    """Show that something is loading. After Ctrl-C, explain that the workers continue to load it."""
     try:
         with err.status(f"loading {name} …"):
             yield
     except KeyboardInterrupt:
-        err.print(f"\n[yellow]the workers continue to load {name}; `{undo}` unloads it afterwards[/]", soft_wrap=True)
+        err.print(f"\n[yellow]workers continue to load {name}; to unload it afterwards: {undo}[/]", soft_wrap=True)
         raise
 
 
 def _options(given: list[str]) -> dict[str, Any]:
-    """Return options given as NAME=VALUE. Values are JSON, or else text."""
+    """Return the options that are given as NAME=VALUE. Values that are not valid JSON are text."""
     options: dict[str, Any] = {}
     for entry in given:
         name, equals, text = entry.partition("=")
         if not equals:
-            raise InvalidJob(f"--set {entry!r} is not NAME=VALUE; write, for example, --set n_parallel=16")
+            raise InvalidJob(f"--set: {entry!r} is not NAME=VALUE; use for example --set n_parallel=16")
         try:
             options[name] = json_module.loads(text)
         except ValueError:
@@ -280,23 +293,23 @@ def _options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def _not_so_on(client: Client, model_id: str, adapter: str | None = None) -> dict[str, LoadFailure]:
-    """Return, by worker, why it could not load or unload what others did."""
+def _failures(client: Client, model_id: str, adapter: str | None = None) -> dict[str, LoadFailure]:
+    """Return, by worker, why it could not load or unload the model or the adapter."""
     found = {worker.name: thing for worker in client.workers() for thing in worker.wanted if thing["model"] == model_id}
     return {name: thing["why"] for name, thing in found.items() if thing["adapter"] == adapter and thing["why"]}
 
 
-def _say(json: bool, value: dict[str, Any], text: str, but: dict[str, LoadFailure] | None = None) -> None:
-    """Report what was done. `but` has the workers that could not do it yet, with the reason."""
+def _report(json: bool, value: dict[str, Any], text: str, failures: dict[str, LoadFailure] | None = None) -> None:
+    """Print the outcome. `failures` are the errors of workers on which it failed so far, by worker."""
     if json:
         print_json(value)
         return
     out.print(text)
-    for worker, failure in (but or {}).items():
-        err.print(f"[yellow]but not on {escape(worker)}, which retries: {escape(failure['message'])}[/]")
+    for worker, failure in (failures or {}).items():
+        err.print(f"[yellow]failed on {escape(worker)}, which retries: {escape(failure['message'])}[/]")
 
 
-# How models and their memory look on a terminal
+# Rendering of models and their memory
 
 
 def num_params(count: int) -> str:
@@ -305,7 +318,7 @@ def num_params(count: int) -> str:
 
 
 def render_info(model: ModelView) -> RenderableType:
-    """Return what `models info` shows."""
+    """Return the output of `cellama models info`."""
     grid = Table.grid(padding=(0, 2))
     for name, value in _facts(model).items():
         grid.add_row(f"[dim]{name}[/]", value)
@@ -321,10 +334,10 @@ def _facts(model: ModelView) -> dict[str, str]:
         facts |= {
             "architecture": f"{model['architecture']}, {num_params(model['n_params'])} parameters",
             "file type": f"{model['file_type']}, {readable(model['size_bytes'])}",
-            "fingerprint": f"{model['fingerprint'][:FINGERPRINT_SHOWN]}…",
+            "fingerprint": f"{model['fingerprint'][:SHOWN_FINGERPRINT_DIGITS]}…",
             "backend": model["backend"],
             "context": _context(model),
-            "loaded": f"{readable_time(model['ready_at'])}, in {model['load_s']:.2f} s",
+            "loaded": f"{readable_time(model['ready_at'])}, within {model['load_s']:.2f} s",
             "last used": readable_time(model["last_used_at"]),
         }
     if model.get("sampling"):
@@ -345,11 +358,11 @@ def _context(model: ModelView) -> str:
 
 def _status(model: ModelView) -> str:
     colour = {"ready": "green", "loading": "yellow"}.get(model["status"], "red")
-    return f"[{colour}]{model['status']}[/]" + ("  [dim]serves :default[/]" if model["default"] else "")
+    return f"[{colour}]{model['status']}[/]" + ("  [dim](default)[/]" if model["default"] else "")
 
 
 def _usage_table(memory: dict[str, DeviceUse]) -> Table:
-    sizes = ("weights", "KV cache", "compute", "saved", "together")
+    sizes = ("weights", "KV cache", "compute", "saved", "total")
     table = table_of("memory on", *sizes, right=", ".join(sizes))
     for device, usage in memory.items():
         table.add_row(device, *(readable(size) for size in _sizes(usage)))
@@ -362,15 +375,15 @@ def _sizes(usage: DeviceUse) -> list[int]:
 
 
 def render_memory(workers: Sequence[MemoryView]) -> RenderableType:
-    """Return a table per worker with its devices, and below each device the models on it."""
+    """Return a table per worker with its devices, and with the models below each device."""
     return Group(*(_worker_table(worker) for worker in workers))
 
 
 def _worker_table(worker: MemoryView) -> Table:
     budget = worker["budget"] if isinstance(worker["budget"], str) else readable(worker["budget"])
-    taken = readable(sum(model.get("memory_bytes", 0) for model in worker["models"]))
-    title = f"{worker['worker']}  [dim]models take {taken}; memory_budget {budget}, on_full {worker['on_full']}[/]"
-    sizes = ("total", "free", "weights", "KV cache", "compute", "saved", "together")
+    used = readable(sum(model.get("memory_bytes", 0) for model in worker["models"]))
+    title = f"{worker['worker']}  [dim]models use {used}; memory_budget {budget}, on_full {worker['on_full']}[/]"
+    sizes = ("size", "free", "weights", "KV cache", "compute", "saved", "total")
     table = table_of("device, models", *sizes, right=", ".join(sizes), title=title)
     for device in worker["devices"]:
         label = f"{device['name']} [dim]{device['description']}[/]"
@@ -380,8 +393,8 @@ def _worker_table(worker: MemoryView) -> Table:
             if usage:
                 table.add_row(f"  {model['id']}", "", "", *(readable(size) for size in _sizes(usage)))
     vram = worker.get("vram")
-    table.caption, table.caption_justify = "no GPU: llama.cpp is built for the CPU, or finds no other device", "left"
+    table.caption, table.caption_justify = "no GPU: llama.cpp is built for the CPU only, or found no GPU", "left"
     if vram is not None:
         used, total = readable(vram["used_bytes"]), readable(vram["total_bytes"])
-        table.caption = f"of all GPUs together {used} of {total} are in use"
+        table.caption = f"all GPUs: {used} of {total} used"
     return table

@@ -1,4 +1,4 @@
-"""Generation parameters as command-line options, taken from the payload model: one place says what exists."""
+"""Options that several commands share, and options that are derived from the parameters of a job."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.generate import GenerateJob
 from cellama.tasks.contract.kinds.prefill import PrefillJob
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one document per line.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if no worker serves the model.")]
+PatienceOption = Annotated[
+    float, typer.Option("--patience", help="Give up if a running job produces no output for this many seconds.")
+]
+
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
 _FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction"}
 _JSON = {"tools", "template_args"}
-_SINGULAR = {"adapters": "adapter", "allowed_tools": "allowed_tool"}  # options that are given once per entry
+_SINGULAR = {"adapters": "adapter", "allowed_tools": "allowed_tool"}  # these options are repeated, once per value
 SAMPLING = "Sampling"
-GROUPS: dict[str, tuple[str, ...]] = {  # of the help, the most used first; options that none has are about sampling
+# Sections of the help, in their order. All parameters that are not listed belong to the section about sampling.
+GROUPS: dict[str, tuple[str, ...]] = {
     "Answer": ("max_tokens", "temperature", "stop", "seed", "ignore_eos"),
     "Format of the answer": ("json_schema", "strict_schema", "regex", "lark", "grammar", "grammar_root"),
     "Chat": (
@@ -41,7 +48,10 @@ _RANK = {name: rank for rank, name in enumerate(_GROUP_OF)}
 def with_options(
     job: type[GenerateJob | ChatJob | PrefillJob], *, without: frozenset[str] = frozenset()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add one option to a command for each parameter of a job; the command gets those that were given as `params`."""
+    """Return a decorator that adds an option for each parameter of a job to a command.
+
+    The command receives the parameters that the user has given as the dictionary `params`.
+    """
     return lambda command: _with_options(job, command, without)
 
 
@@ -57,26 +67,26 @@ def _with_options(
         params = {name: _read(name, value) for name, value in given.items() if value not in (None, [])}
         command(**kwargs, params=params)
 
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "params"]
-    options = [_option(name, field) for name, field in fields.items()]
-    wrapper.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in own + options}
+    parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "params"]
+    parameters += [_option(name, field) for name, field in fields.items()]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of an option, or what is in the file that it names."""
+    """Return the value of an option. A value that starts with "@" is read from the file that it names."""
     if name in _FROM_FILE and value.startswith("@"):
         try:
             value = Path(value[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(f"{value!r}: the file can't be read: {error}", param_hint=_flag(name)) from None
+            raise typer.BadParameter(f"can't read the file of {value!r}: {error}", param_hint=_flag(name)) from None
     if name not in _JSON:
         return value
     try:
         return json.loads(value)
     except ValueError as error:
-        raise typer.BadParameter(f"it is no JSON: {error}", param_hint=_flag(name)) from None
+        raise typer.BadParameter(f"{value!r} is not valid JSON: {error}", param_hint=_flag(name)) from None
 
 
 def _flag(name: str) -> str:
@@ -84,26 +94,26 @@ def _flag(name: str) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    default = None if field.is_required() else field.get_default()
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     text = (field.description or name.replace("_", " ")) + _default_text(default)
     two_sided = field.default is True or (field.default is None and _kind(name, field) is bool)
     flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)
     kind = _kind(name, field)
     panel = _GROUP_OF.get(name, SAMPLING)
-    metavar = "<str>" if kind == list[str] else None  # given once per value
+    metavar = "<str>" if kind == list[str] else None  # typer would show <list[str]>
     option = typer.Option(flags, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
     annotation: Any = Annotated[(kind | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _default_text(default: Any) -> str:
-    if default in (None, (), "") or isinstance(default, bool):
+    if default in (None, (), "", {}) or isinstance(default, bool):
         return ""
     return f" (default: {default:g})" if isinstance(default, int | float) else f" (default: {default!r})"
 
 
 def _kind(name: str, field: FieldInfo) -> Any:
-    """What typer parses an option as, from the default and the annotation of the field."""
+    """Return the type that typer parses an option as, from the default and the annotation of the field."""
     if name in _FROM_FILE:
         return str
     names = str(field.annotation)

@@ -1,4 +1,4 @@
-"""How commands speak: text for people on a terminal, JSON for machines, errors on stderr with an exit code."""
+"""Print text, tables, JSON, warnings and errors. Text on a terminal has no control characters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.table import Table
 
 from cellama.api.batch.output import json_for_terminal
 
-_CONTROLS = dict.fromkeys([*range(0x20), 0x7F, *range(0x80, 0xA0)])  # C0, DEL and C1 …
-for _kept in "\n\t":
-    del _CONTROLS[ord(_kept)]  # … except those that only move on
+# C0, DEL and C1, except newline and tab
+_CONTROLS = dict.fromkeys(code for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-PIPE_COLUMNS = 200  # where no terminal says how wide it is: nothing is cut off, and most lines are whole
+NO_WORKERS = "no worker is running; start one with `cellama up` or `cellama worker`"
+PIPE_COLUMNS = 200  # if the output is not a terminal: wide enough that most lines are not wrapped
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
@@ -33,46 +33,47 @@ err = _console(sys.stderr, stderr=True)
 
 
 def called() -> str:
-    """How this command is called in the user's shell: `cellama`, or its path where it is in no folder of PATH."""
+    """Return how the user can call this program: `cellama`, or its relative path if it is not on the PATH."""
     if shutil.which("cellama") or Path(sys.argv[0]).name != "cellama":
         return "cellama"
     return os.path.relpath(sys.argv[0])
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, by which it could change what a terminal shows and does."""
+    """Return the text without control characters, with which it could control the terminal."""
     return text.translate(_CONTROLS)
 
 
 def write_text(text: str) -> None:
-    """Write a model's text to stdout: as it is to a file or a pipe, without control characters to a terminal."""
+    """Write the text of a model to stdout. On a terminal, remove control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def print_json(value: Any) -> None:
-    """Writes one JSON document as one line."""
+    """Print a JSON document in one line."""
     text = json.dumps(value, ensure_ascii=False)
     sys.stdout.write((json_for_terminal(text) if sys.stdout.isatty() else text) + "\n")
     sys.stdout.flush()
 
 
 def print_error(message: str) -> None:
-    """Writes a message for people to stderr."""
+    """Print an error message to stderr."""
     err.print("[bold red]error:[/] ", end="")
     err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
-    """Write a warning for people to stderr."""
+    """Print a warning to stderr."""
     err.print("[bold yellow]warning:[/] ", end="")
     err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
 
 
 def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:
-    """A table that is narrow and cuts nothing off: what does not fit goes on in the next line.
+    """Return an empty table. Cells that are too long wrap, and nothing is cut off.
 
-    `right` names the columns of numbers, `whole` those that stay in one line: what people copy.
+    `right` names the columns that are aligned to the right (numbers), and `whole` those that never wrap (ids that
+    users copy). Both are lists separated by ", ".
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
@@ -82,18 +83,23 @@ def table_of(*columns: str, right: str = "", whole: str = "", title: str | None 
     return table
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, for example "1 model" or "2 models"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def url_of(host: str, port: int) -> str:
-    """Where that port is asked over HTTP."""
+    """Return the HTTP URL of a host and a port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def readable_time(unix_s: float) -> str:
-    """A time by the clock of this machine: "2026-01-31 13:05:00"."""
+    """Return a Unix time as local time, for example "2026-01-31 13:05:00"."""
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def readable(num_bytes: float) -> str:
-    """A size: "1.5 GiB"."""
+    """Return a size as text, for example "1.5 GiB"."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1

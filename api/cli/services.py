@@ -1,4 +1,4 @@
-"""The commands that run services on this machine: worker, up, gateway, metrics."""
+"""The commands that run services on this machine: up, worker, gateway and metrics."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from .output import called, err, out, url_of
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
 HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `http`
 START_TIMEOUT_S = 300.0  # for a large model to load from a slow disk
-ANSWER_S = 5.0  # for one answer of the gateway
+GATEWAY_TIMEOUT_S = 5.0  # for one response of the gateway
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
     list[str] | None,
-    typer.Option("--model", "-m", help="Model to serve, as ID=SOURCE. May be given more than once."),
+    typer.Option("--model", "-m", help="Model to serve, as ID=SOURCE. Can be repeated."),
 ]
 RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL (default: CELLAMA_REDIS_URL).")]
 GATEWAY_PORT = 8000
@@ -54,13 +54,13 @@ SOCKET_TIMEOUT_S = 2.0  # less than the timeout of Prometheus, even if it scrape
 
 
 class NotInstalled(Exception):
-    """An extra of cellama is not installed. The message names it."""
+    """Packages of an extra are not installed. The message names the extra."""
 
 
 def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
-    """Run a worker, which loads the models and serves their queues. A worker process that dies is replaced.
+    """Run a worker, which loads models and runs their jobs. A worker process that crashes is restarted.
 
-    SIGTERM or Ctrl-C lets running jobs finish. A second one hands them to other workers.
+    After SIGTERM or Ctrl-C, the worker finishes its running jobs. A second signal hands them to other workers.
 
     Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
     """
@@ -68,7 +68,7 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
     check_installed()
     if not is_reachable(settings.redis_url):
         raise RedisUnreachable(
-            f"Redis at {settings.redis_url_masked} does not answer; start it, or use `cellama up`, which brings one"
+            f"Redis at {settings.redis_url_masked} does not answer; start it, or use `cellama up`, which starts one"
         )
     supervisor = Supervisor([worker_child()])
     with supervisor.handling_signals():
@@ -81,23 +81,23 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
 def up_command(
     model: ModelsOption = None,
     redis: RedisOption = None,
-    flower_port: Annotated[int, typer.Option(help="Port of Flower.")] = FLOWER_PORT,
+    flower_port: Annotated[int, typer.Option(help="Port on which Flower listens.")] = FLOWER_PORT,
     flower_address: Annotated[
-        str, typer.Option(help="Address on which Flower listens. Outside loopback it asks for a password.")
+        str, typer.Option(help="Address on which Flower listens. Addresses other than loopback require a password.")
     ] = LOOPBACK,
-    flower: Annotated[bool, typer.Option(help="Run Flower.")] = True,
+    flower: Annotated[bool, typer.Option(help="Start Flower, which shows tasks and workers in a browser.")] = True,
     gateway_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port of loopback on which to serve OpenAI's API (default: none)."),
+        typer.Option(min=1, max=65535, help="Loopback port of the OpenAI-compatible gateway (default: no gateway)."),
     ] = None,
 ) -> None:
-    """Run everything on this machine: Redis (unless one is reachable), a worker and Flower. Ctrl-C stops everything.
+    """Run everything on this machine: a worker, Flower, and Redis unless one is reachable. Ctrl-C stops everything.
 
     Example:  cellama up
     """
     settings = apply(model, redis)
     check_installed()
-    _check_beside(flower_port if flower else None, gateway_port)
+    _check_services(flower_port if flower else None, gateway_port)
     from cellama.tasks.worker.model_loading import check_models  # imports the engine, which takes half a second
 
     check_models(settings)
@@ -116,27 +116,27 @@ def up_command(
                 wait_for_worker(settings.redis_url, worker, supervisor)
                 _wait_for_gateway(gateway, gateway_port, supervisor)
                 where = _describe_flower(flower_address, flower_port) if flower else None
-                _say_ready(settings, embedded, where, gateway_port, logs)
+                _print_ready(settings, embedded, where, gateway_port, logs)
                 code = supervisor.run()
             finally:
-                err.print("[dim]stopping: running jobs finish first; Ctrl-C again ends them[/]")
+                err.print("[dim]stopping after running jobs finish; press Ctrl-C again to stop them[/]")
                 supervisor.stop()
     raise typer.Exit(code)
 
 
-def _check_beside(flower_port: int | None, gateway_port: int | None) -> None:
-    """Check what runs in addition to the worker, unless its port is None. Raises NotInstalled, PortTaken."""
+def _check_services(flower_port: int | None, gateway_port: int | None) -> None:
+    """Check Flower and the gateway, unless their port is None. Raises NotInstalled and PortTaken."""
     if flower_port is not None:
         if importlib.util.find_spec("flower") is None:
-            raise NotInstalled("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
-        check_port_free(flower_port, "choose another with --flower-port, or use --no-flower")
+            raise NotInstalled("Flower is not installed; run `pip install 'cellama[flower]'`, or use --no-flower")
+        check_port_free(flower_port, "choose another port with --flower-port, or use --no-flower")
     if gateway_port is not None:
         check_http_installed()
-        check_port_free(gateway_port, "choose another with --gateway-port")
+        check_port_free(gateway_port, "choose another port with --gateway-port")
 
 
 class _RedisChild(Child):
-    """The embedded Redis, which a supervisor starts again when it dies."""
+    """The embedded Redis as a child, which the supervisor restarts when it crashes."""
 
     def __init__(self, server: RedisServer) -> None:
         super().__init__("redis", (), final_codes=(), process=server.process, started_at=time.monotonic())
@@ -148,7 +148,7 @@ class _RedisChild(Child):
 
 
 def apply(models: list[str] | None, redis: str | None) -> Settings:
-    """Set options in the environment, so that child processes have them too. Raises SettingsError."""
+    """Set options in the environment, so that child processes also use them. Raises SettingsError."""
     if models:
         os.environ["CELLAMA_MODELS"] = ",".join(models)
     if redis:
@@ -158,21 +158,21 @@ def apply(models: list[str] | None, redis: str | None) -> Settings:
 
 
 def check_installed() -> None:
-    """Raise NotInstalled if a package is missing that workers need."""
+    """Raise NotInstalled if a package that workers need is missing."""
     missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise NotInstalled(f"this needs {', '.join(missing)}, as every worker does; `pip install 'cellama[worker]'`")
+        raise NotInstalled(f"missing packages: {', '.join(missing)}; run `pip install 'cellama[worker]'`")
 
 
 def check_http_installed() -> None:
-    """Raise NotInstalled if the gateway's extra is missing."""
+    """Raise NotInstalled if a package that the gateway needs is missing."""
     missing = [name for name in HTTP_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise NotInstalled(f"the gateway needs {', '.join(missing)}; `pip install 'cellama[http]'`")
+        raise NotInstalled(f"missing packages: {', '.join(missing)}; run `pip install 'cellama[http]'`")
 
 
 def is_reachable(url: str) -> bool:
-    """Return whether a Redis answers at this URL. Raises RedisRefused if it refuses the client."""
+    """Return whether a Redis answers at this URL. Raises RedisRefused if it rejects the credentials."""
     try:
         with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
@@ -184,25 +184,25 @@ def is_reachable(url: str) -> bool:
 
 @contextlib.contextmanager
 def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
-    """Yield None if the configured Redis answers, else an embedded one on the same loopback port."""
+    """Yield None if the configured Redis answers, or else start an embedded one on the same loopback port."""
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
     is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)
     if with_kept_password(where, settings.data_dir) != where and _answers_without_password(host, port):
-        (directory / URL_FILE).unlink()  # that is another server: the embedded one asks for the password
+        (directory / URL_FILE).unlink()  # another server uses the port: the embedded one requires a password
     try:
         is_there = is_reachable(settings.redis_url)
     except RedisRefused as error:
         if not is_local:
             raise
-        own = f"redis://{LOOPBACK}:{port + 1}/0"
-        raise RedisRefused(f"{error}. To start a Redis of your own, choose another port: --redis {own}") from None
+        other = f"redis://{LOOPBACK}:{port + 1}/0"
+        raise RedisRefused(f"{error}. To start another Redis, choose another port: --redis {other}") from None
     if is_there:
         yield None
         return
     if not is_local:
         raise RedisUnreachable(
-            f"Redis at {settings.redis_url_masked} does not answer, and only a loopback one can be started here; "
+            f"Redis at {settings.redis_url_masked} does not answer, and `cellama up` can start one only on loopback; "
             "start it, or unset CELLAMA_REDIS_URL"
         )
     with RedisServer.start(directory, port=port, password=where.password) as server:
@@ -210,8 +210,8 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
 
 
 def _answers_without_password(host: str, port: int) -> bool:
-    one_try = Retry(NoBackoff(), 0)  # a server that wants a password says so each time
-    with contextlib.suppress(RedisError), Redis(host=host, port=port, socket_timeout=2, retry=one_try) as redis:
+    no_retry = Retry(NoBackoff(), 0)  # a server that requires a password rejects every attempt
+    with contextlib.suppress(RedisError), Redis(host=host, port=port, socket_timeout=2, retry=no_retry) as redis:
         return bool(redis.ping())
     return False
 
@@ -219,7 +219,7 @@ def _answers_without_password(host: str, port: int) -> bool:
 def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = None) -> None:
     """Wait until the worker serves its models.
 
-    Raises RedisServerError with the end of its log if it exits, KeyboardInterrupt if a stop is requested.
+    Raises RedisServerError with the end of its log if it exits, and KeyboardInterrupt if a stop is requested.
     """
     with connect(url) as client:
 
@@ -230,15 +230,15 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
 
 
 def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Supervisor) -> None:
-    """Wait until the gateway, if there is one, has a model for requests. Raises what `wait_for_worker` raises."""
+    """Wait until the gateway, if there is one, can serve requests. Raises the same errors as `wait_for_worker`."""
     if gateway is not None and port is not None:
         _wait_for(gateway, lambda: _is_ready(port), "waiting for the gateway …", supervisor)
 
 
-def _wait_for(child: Child, is_ready: Callable[[], bool], what: str, supervisor: Supervisor | None) -> None:
-    """Wait for a child. Raises RedisServerError if it exits, KeyboardInterrupt if a stop is requested."""
+def _wait_for(child: Child, is_ready: Callable[[], bool], status: str, supervisor: Supervisor | None) -> None:
+    """Wait for a child. Raises RedisServerError if it exits, and KeyboardInterrupt if a stop is requested."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    with err.status(what):
+    with err.status(status):
         while time.monotonic() < deadline:
             if supervisor is not None:
                 supervisor.check()
@@ -247,19 +247,19 @@ def _wait_for(child: Child, is_ready: Callable[[], bool], what: str, supervisor:
             if not child.running:
                 if child.process is not None and child.process.returncode == Exit.CONFIG:
                     raise SettingsError(f"the {child.name} did not start: {child.log_tail(1)}")
-                raise RedisServerError(f"the {child.name} did not start; its log ends:\n{child.log_tail()}")
+                raise RedisServerError(f"the {child.name} did not start; end of its log:\n{child.log_tail()}")
             time.sleep(0.05)
     raise RedisServerError(
-        f"the {child.name} was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{child.log_tail()}"
+        f"the {child.name} was not ready after {START_TIMEOUT_S:g} s; end of its log:\n{child.log_tail()}"
     )
 
 
 def _is_ready(gateway_port: int) -> bool:
-    """Return whether the gateway on this port has a model for requests."""
-    asking = http.client.HTTPConnection(LOOPBACK, gateway_port, timeout=ANSWER_S)
-    with contextlib.closing(asking), contextlib.suppress(OSError, http.client.HTTPException):
-        asking.request("GET", "/ready")
-        return asking.getresponse().status == HTTPStatus.OK
+    """Return whether the gateway on this port can serve requests."""
+    connection = http.client.HTTPConnection(LOOPBACK, gateway_port, timeout=GATEWAY_TIMEOUT_S)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == HTTPStatus.OK
     return False
 
 
@@ -270,7 +270,7 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """Return USER:PASSWORD for Flower from the environment, else new ones unless it listens on loopback only."""
+    """Return USER:PASSWORD of Flower from the environment, or None on loopback, or else generate new credentials."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given
@@ -281,58 +281,56 @@ def _flower_credentials(address: str) -> str | None:
 def _describe_flower(address: str, port: int) -> str:
     credentials = os.environ.get("FLOWER_BASIC_AUTH")
     host = socket.gethostname() if address in ("0.0.0.0", "::") else address
-    more = (
-        f"user:password {credentials}"
-        if credentials
-        else "to look; FLOWER_BASIC_AUTH=user:password lets it cancel jobs"
-    )
-    return f"{url_of(host, port)}  ({more})"
+    access = f"user:password {credentials}" if credentials else "read-only; set FLOWER_BASIC_AUTH to control jobs"
+    return f"{url_of(host, port)}  ({access})"
 
 
 def _describe_model(model: ModelSettings) -> str:
     return model.id if model.n_parallel is None else f"{model.id} ({model.n_parallel} slots)"
 
 
-def _say_ready(
+def _print_ready(
     settings: Settings, embedded: RedisServer | None, flower: str | None, gateway_port: int | None, logs: Path
 ) -> None:
     table = Table.grid(padding=(0, 2))
-    kept = f" (embedded, data in {embedded.data_dir})" if embedded else ""
-    table.add_row("[bold]Redis[/]", settings.redis_url_masked + kept)
+    table.add_row("[bold]Redis[/]", settings.redis_url_masked + (" (embedded)" if embedded else ""))
+    if embedded:
+        table.add_row("", f"URL with password in {embedded.data_dir / URL_FILE}")
     table.add_row("[bold]Models[/]", ", ".join(map(_describe_model, settings.models)))
     if flower:
         table.add_row("[bold]Flower[/]", flower)
     if gateway_port:
-        table.add_row("[bold]OpenAI's API[/]", f"http://{LOOPBACK}:{gateway_port}/v1")
+        table.add_row("[bold]OpenAI API[/]", f"http://{LOOPBACK}:{gateway_port}/v1")
     table.add_row("[bold]Logs[/]", str(logs))
     table.add_row("[bold]Try[/]", f'{called()} generate {settings.default_model.id} "Once upon a time"')
-    out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C ends it", expand=False, border_style="green"))
+    out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C to stop", expand=False, border_style="green"))
     sys.stdout.flush()
 
 
 def gateway_command(
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Addresses outside loopback need API keys.")
+        str, typer.Option(help="Address to listen on. Addresses other than loopback require API keys.")
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = GATEWAY_PORT,
     redis: RedisOption = None,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs over HTTP. Requests become jobs, which any worker can run.
+    """Serve the OpenAI and Anthropic APIs over HTTP. Requests become jobs, which any worker can run.
 
-    Clients for OpenAI need the base URL http://127.0.0.1:8000/v1, clients for Anthropic the same without /v1.
+    Set the base URL of OpenAI clients to http://127.0.0.1:8000/v1, and of Anthropic clients to http://127.0.0.1:8000.
 
-    Until `cellama keys create` creates a key, any key is accepted, and only this machine is served.
+    Until you create a key with `cellama keys create`, the gateway accepts any key, but only requests from this
+    machine.
 
-    SIGTERM or Ctrl-C lets running requests finish.
+    After SIGTERM or Ctrl-C, running requests finish.
 
     Example:  cellama gateway --port 8000
     """
     settings = apply(None, redis)
     check_http_installed()
-    from cellama.api.http.serving import serve  # only this command needs it, and an extra
+    from cellama.api.http.serving import serve  # needs the extra `http`
 
-    check_port_free(port, "choose another with --port, or another address with --host", host)
-    err.print(f"gateway: {url_of(host, port)}/v1 in front of {settings.redis_url_masked}", markup=False)
+    check_port_free(port, "choose another port with --port, or another address with --host", host)
+    err.print(f"gateway: {url_of(host, port)}/v1, Redis {settings.redis_url_masked}", markup=False)
     serve(settings, host, port)
 
 
@@ -342,20 +340,21 @@ def metrics_command(
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = METRICS_PORT,
     redis: RedisOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the metrics once, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
 ) -> None:
-    """Serve metrics of queues, ledger, bulk runs and tenants for Prometheus. Run one per Redis.
+    """Serve metrics of queues, leases, bulk runs and tenants for Prometheus. Run one instance per Redis.
 
-    Workers serve their own with the setting metrics_port, and the gateway under /metrics. --once fails without Redis.
+    Workers serve their own metrics if metrics_port is set, and the gateway serves its metrics under /metrics. With
+    --once, the exit code is 3 if Redis does not answer.
 
     Example:  cellama metrics --once
     """
     settings = apply(None, redis)
     try:
-        from cellama.api.metrics.scrape import Scrape  # needs an extra
+        from cellama.api.metrics.scrape import Scrape  # needs the extra `metrics`
         from cellama.tasks.metrics.exposition import MetricsServer, text_of
     except ImportError:
-        raise NotInstalled("metrics need prometheus_client; `pip install 'cellama[metrics]'`") from None
+        raise NotInstalled("missing packages: prometheus_client; run `pip install 'cellama[metrics]'`") from None
     timeouts = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
     with connect(settings.redis_url, **timeouts) as client:
         scrape = Scrape(client)
@@ -365,11 +364,13 @@ def metrics_command(
         try:
             server = MetricsServer(host, port, scrape)
         except OSError as error:
-            raise PortTaken(f"port {port} on {host} can't be had: {error}; choose another with --port") from None
-        err.print(f"metrics: {url_of(host, port)}/metrics of {settings.redis_url_masked}", markup=False)
-        ended = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+            raise PortTaken(
+                f"can't listen on port {port} of {host}: {error}; choose another port with --port"
+            ) from None
+        err.print(f"metrics: {url_of(host, port)}/metrics, Redis {settings.redis_url_masked}", markup=False)
+        stopped = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stopped.set())
         try:
-            ended.wait()
+            stopped.wait()
         finally:
             server.close()

@@ -1,4 +1,4 @@
-"""The commands for webhooks: webhooks create, webhooks list, webhooks delete."""
+"""`cellama webhooks`: create, list and delete endpoints of webhooks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from cellama.api.webhooks.endpoints import Endpoint, EndpointStore, new_id, new_
 from cellama.config import get_settings
 from cellama.config.settings import explain
 
-from .generation import JsonOption
-from .keys import ask_redis
+from .keys import with_redis
+from .options import JsonOption
 from .output import err, out, print_json, table_of
 
 _T = TypeVar("_T")
 
 
 def webhooks_create_command(
-    url: Annotated[str, typer.Argument(help="URL of the endpoint, https://…, which gateways must reach.")],
+    url: Annotated[str, typer.Argument(help="URL of the endpoint (https://…). Gateways must be able to reach it.")],
     tenant: Annotated[
-        str, typer.Option(help="Tenant whose events to send (default: events of requests without a key).")
+        str, typer.Option(help="Tenant whose events to send (default: requests without an API key).")
     ] = "",
     event: Annotated[
         list[str] | None,
-        typer.Option("--event", "-e", help="Type of event to send. May be given more than once (default: all)."),
+        typer.Option("--event", "-e", help="Event type to send. Can be repeated (default: all)."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Register an endpoint for the ends of batches and responses. Its secret is shown once.
+    """Create an endpoint that is notified when batches and responses finish. Its secret is shown only once.
 
-    Calls are signed as in Standard Webhooks, and retried for about three days until the endpoint answers with 2xx.
+    Calls are signed as Standard Webhooks describes, and retried for about three days until the endpoint answers with
+    a status of 2xx.
 
-    Example:  cellama webhooks create https://example.org/hooks --tenant acme --event batch.completed
+    Example:  cellama webhooks create https://example.org/hooks --tenant acme
     """
     secret = new_secret()
     given = {"id": new_id(), "tenant": tenant, "url": url, "events": tuple(event or ()), "secret": secret}
@@ -45,12 +46,13 @@ def webhooks_create_command(
         raise typer.BadParameter("; ".join(map(explain, error.errors()))) from None
     endpoint = _with_store(lambda store: _create(store, endpoint))
     if json:
-        print_json({**_told(endpoint), "secret": secret})
+        print_json({**_public_fields(endpoint), "secret": secret})
         return
     out.print(secret, soft_wrap=True)
-    err.print(f"this is the only time that the secret is shown; `cellama webhooks delete {endpoint.id}` ends it")
+    err.print("store the secret now, because it can't be shown again")
+    err.print(f"to delete the endpoint: cellama webhooks delete {endpoint.id}")
     if not url.startswith("https:") and not get_settings().gateway_webhook_private:
-        err.print("[yellow]it starts with http://: only gateways with gateway_webhook_private=true call it[/]")
+        err.print("[yellow]gateways call http:// URLs only if gateway_webhook_private is true[/]")
 
 
 async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
@@ -60,18 +62,18 @@ async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
 
 
 def webhooks_list_command(json: JsonOption = False) -> None:
-    """List the endpoints with their tenants and events. One that is off has answered 410.
+    """List the endpoints with their tenants and events. An endpoint that answered 410 is disabled (off).
 
     Example:  cellama webhooks list
     """
     endpoints = _with_store(lambda store: store.all())
     if json:
-        print_json([_told(endpoint) for endpoint in endpoints])
+        print_json([_public_fields(endpoint) for endpoint in endpoints])
         return
     if not endpoints:
-        out.print("there are no endpoints; `cellama webhooks create URL` registers one")
+        out.print("no endpoints; create one with `cellama webhooks create URL`")
         return
-    table = table_of("id", "tenant", "url", "events", "state", title="webhooks", whole="id")
+    table = table_of("id", "tenant", "url", "events", "state", title="Webhooks", whole="id")
     for endpoint in endpoints:
         events = ", ".join(endpoint.events) or "all"
         table.add_row(endpoint.id, escape(endpoint.tenant), escape(endpoint.url), events, endpoint.state)
@@ -80,26 +82,28 @@ def webhooks_list_command(json: JsonOption = False) -> None:
 
 def webhooks_delete_command(
     endpoint_id: Annotated[
-        str, typer.Argument(metavar="ENDPOINT_ID", help="Id of the endpoint, as `cellama webhooks list` shows it.")
+        str, typer.Argument(metavar="ENDPOINT_ID", help="Id of the endpoint, from `cellama webhooks list`.")
     ],
     json: JsonOption = False,
 ) -> None:
-    """Delete an endpoint. Nothing is sent to it any more, including calls that wait for a retry.
+    """Delete an endpoint. Pending retries are dropped.
 
     Example:  cellama webhooks delete we_0f3a9c1d2b4e5f60
     """
     if not _with_store(lambda store: store.delete(endpoint_id)):
-        raise typer.BadParameter(f"there is no endpoint {endpoint_id!r}; `cellama webhooks list` shows them")
+        raise typer.BadParameter(
+            f"there is no endpoint {endpoint_id!r}; list the endpoints with `cellama webhooks list`"
+        )
     if json:
         print_json({"id": endpoint_id, "deleted": True})
     else:
-        out.print(f"{endpoint_id} hears of nothing any more")
+        out.print(f"deleted endpoint {endpoint_id}")
 
 
-def _told(endpoint: Endpoint) -> dict[str, Any]:
-    """Return an endpoint without its secret."""
+def _public_fields(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the fields of an endpoint without its secret."""
     return endpoint.model_dump(mode="json", exclude={"secret"})
 
 
-def _with_store(ask: Callable[[EndpointStore], Awaitable[_T]]) -> _T:
-    return ask_redis(lambda redis: ask(EndpointStore(redis)))
+def _with_store(action: Callable[[EndpointStore], Awaitable[_T]]) -> _T:
+    return with_redis(lambda redis: action(EndpointStore(redis)))

@@ -1,4 +1,4 @@
-"""The client for asyncio: as `Client`, which documents what its methods do."""
+"""The client for asyncio. It has the methods of `Client`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 from .client import (
     CONNECT_TIMEOUT_S,
     OUTAGE_RETRY_S,
-    RESULT_AFTER_END_S,
+    RESULT_TIMEOUT_S,
     Client,
     Job,
     Outage,
@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 
 class AsyncJob(Generic[R]):
-    """A submitted job, for asyncio (see Job)."""
+    """A submitted job, for asyncio; `R` is the type of its result."""
 
     def __init__(self, client: AsyncClient, job_id: str) -> None:
         self.id = job_id
         self._client = client
 
     async def result(self, timeout: float | None = None) -> R:
-        """As Job.result; no thread is held meanwhile."""
+        """Wait for the result and return it, as `Job.result` does. No thread is blocked."""
         return cast(R, await self._client.result(self.id, timeout))
 
     def stream(
@@ -54,22 +54,22 @@ class AsyncJob(Generic[R]):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        """As Job.stream; no thread is held meanwhile."""
+        """Yield the events of the job, as `Job.stream` does. No thread is blocked."""
         return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
 
     async def position(self) -> Position:
-        """As Job.position."""
+        """Return whether the job is waiting, running or done, and how many jobs are ahead of it."""
         return await self._client.position(self.id)
 
     async def cancel(self) -> None:
-        """As Job.cancel."""
+        """Cancel the job, whether it is waiting or running."""
         await self._client.cancel(self.id)
 
 
 def _in_thread(
     method: Callable[Concatenate[Client, P], T],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[None, None, T]]:
-    """The method, run in a thread."""
+    """Return a coroutine function that runs a method of `Client` in a thread."""
 
     @functools.wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,7 +81,7 @@ def _in_thread(
 def _submitting(
     method: Callable[Concatenate[Client, P], Job[R]],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[None, None, AsyncJob[R]]]:
-    """The method, run in a thread, with a job for asyncio."""
+    """Return a coroutine function that runs a method of `Client` in a thread, and returns an `AsyncJob`."""
 
     @functools.wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncJob[R]:
@@ -93,7 +93,7 @@ def _submitting(
 def _submitting_many(
     method: Callable[Concatenate[Client, P], list[Job[R]]],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[None, None, list[AsyncJob[R]]]]:
-    """The method, run in a thread, with jobs for asyncio."""
+    """Return a coroutine function that runs a method of `Client` in a thread, and returns a list of `AsyncJob`."""
 
     @functools.wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> list[AsyncJob[R]]:
@@ -103,17 +103,17 @@ def _submitting_many(
 
 
 class _Stopped(Exception):
-    """Ends a bulk run whose caller was cancelled."""
+    """Stops a bulk run whose caller was cancelled."""
 
 
 class AsyncClient:
-    """The Client for asyncio: same methods, same errors. Short blocking calls run in threads, streams don't.
+    """The client for asyncio. It has the methods of `Client`, and raises the same errors.
 
-    All streams that are read in an event loop share two connections, however many they are.
+    Short blocking calls run in threads, and streams don't. All streams of an event loop share two connections.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """As that of Client."""
+        """Create a client of the Redis at `url`, as `Client` does."""
         self._client = Client(url)
         self._url = url
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
@@ -151,7 +151,7 @@ class AsyncClient:
     unload_adapter = _in_thread(Client.unload_adapter)
 
     def job(self, job_id: str) -> AsyncJob[Result]:
-        """As Client.job."""
+        """Return the job with this id, as `Client.job` does."""
         return AsyncJob(self, job_id)
 
     async def batch(
@@ -162,9 +162,9 @@ class AsyncClient:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         **options: Unpack[BatchParams],
     ) -> Summary:
-        """As Client.batch, in a thread of its own, which calls `on_progress`.
+        """Run every line of a file, as `Client.batch` does, in another thread, which also calls `on_progress`.
 
-        When this is cancelled the run is interrupted: the same call goes on with it.
+        Cancelling this coroutine interrupts the run, and the same call resumes it.
         """
         stopping = threading.Event()
 
@@ -192,7 +192,10 @@ class AsyncClient:
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        """As Client.stream. With `cancel_on_exit` the job is cancelled also when the caller's task is."""
+        """Yield the events of a job, as `Client.stream` does.
+
+        With `cancel_on_exit`, cancelling the task of the caller also cancels the job.
+        """
         return self._stream(EventCursor(job_id, after), timeout, ping, cancel_on_exit)
 
     async def _stream(
@@ -201,20 +204,20 @@ class AsyncClient:
         outage = Outage(self._url)
         try:
             while not cursor.ended:
-                with outage.watching():
-                    async for event in self._streams_here().events(
+                with outage.tolerated():
+                    async for event in self._loop_streams().events(
                         cursor.job_id, timeout_s=timeout_s, ping_s=ping_s, cursor=cursor
                     ):
-                        outage.is_over()
+                        outage.clear()
                         yield event
                 if not cursor.ended:
                     await asyncio.sleep(OUTAGE_RETRY_S)
         finally:
             if cancel_on_exit and not cursor.ended:
-                await self._cancel_for_certain(cursor.job_id)
+                await self._cancel_shielded(cursor.job_id)
 
-    def _streams_here(self) -> Streams:
-        """Those of this event loop."""
+    def _loop_streams(self) -> Streams:
+        """Return the streams of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._streams:
             for closed in [each for each in self._streams if each.is_closed()]:
@@ -222,16 +225,16 @@ class AsyncClient:
             self._streams[loop] = Streams(connect_async(self._url, socket_connect_timeout=CONNECT_TIMEOUT_S))
         return self._streams[loop]
 
-    async def _cancel_for_certain(self, job_id: str) -> None:
-        """The job is cancelled, although the caller may be cancelled itself, again and again (a scope of anyio).
+    async def _cancel_shielded(self, job_id: str) -> None:
+        """Cancel a job even if the caller is cancelled repeatedly, as by a cancel scope of anyio.
 
-        The thread has the work at once; a task would not begin any more when its loop ends.
+        A thread starts immediately. A task would not start if its event loop is closing.
         """
         cancelling = asyncio.get_running_loop().run_in_executor(None, self._client.cancel, job_id)
         await asyncio.shield(cancelling)
 
     async def result(self, job_id: str, timeout: float | None = None) -> Result:
-        """The result. It follows the stream to its end first, so that no thread is held meanwhile."""
+        """Wait for the result of a job and return it. It waits by reading the stream, so that no thread is blocked."""
         if not await asyncio.to_thread(has_result, self._client, job_id):
             try:
                 async with asyncio.timeout(timeout):
@@ -239,10 +242,10 @@ class AsyncClient:
                         pass
             except TimeoutError:
                 raise result_timeout(job_id, timeout) from None
-        return await asyncio.to_thread(self._client.result, job_id, RESULT_AFTER_END_S)
+        return await asyncio.to_thread(self._client.result, job_id, RESULT_TIMEOUT_S)
 
     async def close(self) -> None:
-        """As Client.close. Streams that are still read in this event loop end with a RuntimeError."""
+        """Close the connections. Streams that are still being read in this event loop raise RuntimeError."""
         if (streams := self._streams.pop(asyncio.get_running_loop(), None)) is not None:
             await streams.close()
         self._client.close()

@@ -1,4 +1,4 @@
-"""Submit, watch and cancel jobs, and control workers. `async_client.py` has the same methods for asyncio."""
+"""The client: submit, follow and cancel jobs, and control workers. `AsyncClient` has the same methods for asyncio."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ from cellama.tasks.typed_tasks import (
     TokenizeParams,
 )
 
-from .commands import REPLY_S, Commands, Whom
+from .commands import REPLY_TIMEOUT_S, Commands, CommandTarget
 from .registry_views import Stats, memory_of, models_of, queues, stats
 
-CONNECT_TIMEOUT_S = 3.0  # a Redis in reach accepts a connection at once; without it, callers learn soon that it is away
-RESULT_POLL_S = 5.0  # a result that comes while Celery subscribes may be missed: how late it is then
-RESULT_AFTER_END_S = 30.0  # the result is stored right after the terminal event
-LOAD_TIMEOUT_S = 600.0  # for a large model, or one that is downloaded first
-UNLOAD_TIMEOUT_S = 60.0  # for the jobs that have the model
-ADAPTER_LOAD_TIMEOUT_S = 120.0  # adapters are some hundred megabytes
-ADAPTER_UNLOAD_TIMEOUT_S = 60.0  # for the jobs that have the adapter
-EVICT_TIMEOUT_S = 60.0  # KV states are written to disk meanwhile
-OUTAGE_S = 15.0  # for Redis to come back, while a stream is read: a failover takes less
-OUTAGE_RETRY_S = 0.5  # between attempts to read on: short beside a restart of Redis
+CONNECT_TIMEOUT_S = 3.0  # a reachable Redis accepts connections immediately, so a longer timeout only delays the error
+RESULT_POLL_S = 5.0  # the maximum delay of a result that is stored while Celery subscribes, which it may miss
+RESULT_TIMEOUT_S = 30.0  # after the terminal event, immediately after which the result is stored
+LOAD_TIMEOUT_S = 600.0  # enough for a large model that is downloaded first
+UNLOAD_TIMEOUT_S = 60.0  # for running jobs of the model to finish
+ADAPTER_LOAD_TIMEOUT_S = 120.0  # adapters have a few hundred megabytes
+ADAPTER_UNLOAD_TIMEOUT_S = 60.0  # for jobs that use the adapter to finish
+EVICT_TIMEOUT_S = 60.0  # for KV states to be written to disk
+OUTAGE_S = 15.0  # for which readers of a stream wait for Redis: longer than a failover
+OUTAGE_RETRY_S = 0.5  # between attempts to resume a stream: shorter than a restart of Redis
 
 R = TypeVar("R", covariant=True, default=Result)
 
@@ -101,9 +101,9 @@ class Job(Generic[R]):
         self._client = client
 
     def result(self, timeout: float | None = None) -> R:
-        """Return the result. Raises JobFailed, JobCancelled, or JobTimeout after `timeout` seconds.
+        """Wait for the result and return it.
 
-        The job continues after a JobTimeout.
+        Raises JobFailed, JobCancelled, and JobTimeout after `timeout` seconds. The job continues after a JobTimeout.
         """
         return cast(R, self._client.result(self.id, timeout))
 
@@ -115,36 +115,36 @@ class Job(Generic[R]):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> Iterator[Event]:
-        """Yield its events (see Client.stream)."""
+        """Yield the events of the job (see `Client.stream`)."""
         return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
 
     def position(self) -> Position:
-        """Return whether the job waits, runs or is done, and how many jobs are before it."""
+        """Return whether the job is waiting, running or done, and how many jobs are ahead of it."""
         return self._client.position(self.id)
 
     def cancel(self) -> None:
-        """Cancel the job wherever it is; its slot is free within one step."""
+        """Cancel the job, whether it is waiting or running. A running job stops within one step."""
         self._client.cancel(self.id)
 
 
 class Client:
-    """Talks to the workers through Redis. Threads may share one.
+    """Submits jobs to workers, and controls workers, through Redis. Threads can share a client.
 
-    Every method raises RedisUnreachable when Redis does not answer, RedisRefused when it refuses a command, RedisFull
-    if it refuses because it is full.
+    Every method raises RedisUnreachable if Redis does not answer, RedisRefused if it rejects a command, and RedisFull
+    if its memory is full.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """`url` is that of the Redis, in any form of docs/redis.md; without it, that of the settings counts.
+        """Create a client of the Redis at `url` (default: the setting `redis_url`). The first command connects.
 
-        Raises ValueError if it is not the URL of a Redis. Size limits are those of the settings in any case.
+        The size limits of the settings apply to every URL. Raises ValueError if `url` is not the URL of a Redis.
         """
         self._url = url
         self._app = app if url is None else app_at(url)
         self._redis = connect(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
         self._commands = Commands(self._app, self.workers)
 
-    # Submitting
+    # Submit jobs
 
     def generate(
         self,
@@ -155,9 +155,11 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[GenerateParams],
     ) -> Job[GenerateResult]:
-        """Submit a generation. Raises InvalidJob, and UnknownModel if no worker serves the model (unless `wait`).
+        """Submit a prompt to continue.
 
-        With `idempotency_key=`, a second call with the same key returns the same job, as long as its result is kept.
+        With `wait`, the job is queued even if no worker serves the model. A second call with the same
+        `idempotency_key` returns the same job, for as long as its result is stored. Raises InvalidJob, and UnknownModel
+        if no worker serves the model.
         """
         return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, params)
 
@@ -170,7 +172,7 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[ChatParams],
     ) -> Job[ChatResult]:
-        """Submit a chat turn; raises as `generate`."""
+        """Submit a conversation to answer. Raises the same errors as `generate`."""
         return self._submit(TASK_CHAT, model, messages, wait, idempotency_key, params)
 
     def prefill(
@@ -182,9 +184,10 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[PrefillParams],
     ) -> Job[PrefillResult]:
-        """Submit a prefix of later jobs, which is prefilled into the cache: a prompt, or the `messages` (or the
-        `system`) of a chat. Later jobs continue it with the `finish_key` of its result as their `parent_key`. Raises
-        as `generate`.
+        """Submit a prefix to prefill into the cache for later jobs.
+
+        The prefix is a `prompt`, or the `messages` or the `system` message of a chat. To continue it, pass the
+        `finish_key` of its result as the `parent_key` of a later job. Raises the same errors as `generate`.
         """
         return self._submit(TASK_PREFILL, model, prompt, wait, idempotency_key, params)
 
@@ -197,7 +200,7 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[EmbedParams],
     ) -> Job[EmbedResult]:
-        """Submit texts, or token ids, to embed; raises as `generate`."""
+        """Submit texts or token ids to embed. Raises the same errors as `generate`."""
         return self._submit(TASK_EMBED, model, texts, wait, idempotency_key, params)
 
     def rerank(
@@ -210,7 +213,7 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[RerankParams],
     ) -> Job[RerankResult]:
-        """Submit documents to rank for a query; raises as `generate`."""
+        """Submit documents to rank by how well they answer a query. Raises the same errors as `generate`."""
         return self._submit(TASK_RERANK, model, query, wait, idempotency_key, {"documents": documents, **params})
 
     def generate_many(
@@ -222,10 +225,11 @@ class Client:
         idempotency_keys: Sequence[str] | None = None,
         **params: Unpack[GenerateParams],
     ) -> list[Job[GenerateResult]]:
-        """Submit many generations with the same parameters, much faster than one by one. Jobs are in order of prompts.
+        """Submit many prompts with the same parameters, and return the jobs in the same order.
 
-        All are checked before any is queued: InvalidJob names the indexes of all that are invalid. With
-        `idempotency_keys=`, one for each, the call may be repeated, for instance after RedisUnreachable.
+        This is much faster than calling `generate` for each. All prompts are checked before any is queued, and
+        InvalidJob names the indexes of all invalid prompts. With `idempotency_keys`, one for each prompt, the call can
+        safely be repeated, for example after RedisUnreachable.
         """
         return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
 
@@ -238,7 +242,7 @@ class Client:
         idempotency_keys: Sequence[str] | None = None,
         **params: Unpack[ChatParams],
     ) -> list[Job[ChatResult]]:
-        """Submit many chat turns, as `generate_many`."""
+        """Submit many conversations to answer, as `generate_many` does for prompts."""
         return self._submit_many(TASK_CHAT, model, conversations, wait, idempotency_keys, params)
 
     def embed_many(
@@ -250,7 +254,7 @@ class Client:
         idempotency_keys: Sequence[str] | None = None,
         **params: Unpack[EmbedParams],
     ) -> list[Job[EmbedResult]]:
-        """Submit a job for each of the texts, or lists of texts, as `generate_many`."""
+        """Submit one job for each text or list of texts, as `generate_many` does for prompts."""
         return self._submit_many(TASK_EMBED, model, texts, wait, idempotency_keys, params)
 
     def tokenize(
@@ -262,7 +266,7 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[TokenizeParams],
     ) -> Job[TokenizeResult]:
-        """Submit a text to convert into token ids; raises as `generate`."""
+        """Submit a text to convert into token ids. Raises the same errors as `generate`."""
         return self._submit(TASK_TOKENIZE, model, text, wait, idempotency_key, params)
 
     def detokenize(
@@ -274,7 +278,7 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[DetokenizeParams],
     ) -> Job[DetokenizeResult]:
-        """Submit token ids to convert into text; raises as `generate`."""
+        """Submit token ids to convert into text. Raises the same errors as `generate`."""
         return self._submit(TASK_DETOKENIZE, model, tokens, wait, idempotency_key, params)
 
     def apply_chat_template(
@@ -286,14 +290,14 @@ class Client:
         idempotency_key: str | None = None,
         **params: Unpack[TemplateParams],
     ) -> Job[TemplateResult]:
-        """Submit a conversation to convert into its prompt; raises as `generate`."""
+        """Submit a conversation to convert into its prompt. Raises the same errors as `generate`."""
         return self._submit(TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, params)
 
     def _submit(
         self, name: str, model: str, content: Any, wait: bool, key: str | None, params: Mapping[str, Any]
     ) -> Job[Any]:
         task = self._app.tasks[name]
-        task.parse((model, content), params)  # mistakes of the caller are reported even if Redis is away
+        task.parse((model, content), params)  # reports invalid jobs even if Redis is unreachable
         with reaching_redis(self._url):
             if not wait:
                 self._check_served(model)
@@ -321,16 +325,18 @@ class Client:
             return
         if not served:
             raise UnknownModel(
-                f"no worker is running, so none serves {model!r}; start one with `cellama up` or `cellama worker`, "
-                "or pass wait=True to queue the job all the same"
+                f"no worker is running, so none serves {model!r}; start one with `cellama up` or `cellama worker`, or "
+                "queue the job without a worker (--wait, or wait=True in Python)"
             )
         close = difflib.get_close_matches(model, served, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"served: {', '.join(sorted(set(served)))}"
-        raise UnknownModel(f"no live worker serves a model {model!r}; {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else f"models: {', '.join(sorted(set(served)))}"
+        raise UnknownModel(f"no running worker serves a model {model!r}; {hint}")
 
     def job(self, job_id: str) -> Job[Result]:
-        """Return a job that was submitted elsewhere, for instance with `generate.delay(…).id`. Its methods raise
-        UnknownJob if there is no such job."""
+        """Return the job with this id, for example `generate.delay(…).id`.
+
+        This does not connect to Redis. The methods of the job raise UnknownJob if it does not exist.
+        """
         return Job(self, job_id)
 
     def batch(
@@ -341,17 +347,17 @@ class Client:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         **options: Unpack[BatchParams],
     ) -> Summary:
-        """Run every line of a file as `cellama batch run` does. The same call resumes a run that was interrupted.
+        """Run every line of a file, as `cellama batch run` does. The same call resumes a run that was interrupted.
 
-        `options` are those of the command: model, ordered, errors, format, column, id_column, form, deadline_s,
-        merge_identical, retry_failed, overwrite; all others are parameters for lines that do not say otherwise. Raises
-        InvalidJob, OSError; what was finished is kept.
+        The `options` model, ordered, errors, format, column, id_column, form, deadline_s, merge_identical, retry_failed
+        and overwrite are the options of the command. All other keywords are parameters of lines that don't set them.
+        Raises InvalidJob and OSError. Finished lines are saved also if it raises.
         """
         with reaching_redis(self._url):
             self._redis.ping()
         return run_batch(self._redis, self._app, BatchOptions.of(input, output, **options), on_progress=on_progress)
 
-    # Jobs
+    # Follow and cancel jobs
 
     def stream(
         self,
@@ -362,14 +368,14 @@ class Client:
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> Iterator[Event]:
-        """Yield the job's events with a `seq` above `after`: first those that were published, then live ones, up to the
-        terminal event.
+        """Yield the events of a job with a `seq` above `after`, up to and including the terminal event.
 
-        The stream resumes by itself when Redis was away for less than 15 s. After each `ping` seconds without an event
-        it yields one of type `ping`. Leaving the loop does not cancel the job, unless `cancel_on_exit` is set.
-        On a finished job an `after` that is the last `seq`, or above it, ends the stream at once without an event.
-        Raises InvalidJob when `after` is not a seq, JobTimeout when nothing comes for `timeout` seconds, StreamTrimmed
-        when events are gone, UnknownJob.
+        Events that were already published come first, and then new events as they arrive. The stream resumes
+        automatically after an outage of Redis of less than 15 s. With `ping`, an event of type `ping` is yielded after
+        each interval of this many seconds without an event. With `cancel_on_exit`, leaving the loop cancels the job. If
+        the job has finished and `after` is its last `seq` or higher, no event is yielded. Raises InvalidJob if `after`
+        is not a `seq`, JobTimeout if no event arrives for `timeout` seconds, StreamTrimmed if events were deleted, and
+        UnknownJob.
         """
         return self._stream(EventCursor(job_id, after), timeout, ping, cancel_on_exit)
 
@@ -377,11 +383,11 @@ class Client:
         outage = Outage(self._url)
         try:
             while not cursor.ended:
-                with outage.watching():
+                with outage.tolerated():
                     for event in stream_events(
                         self._redis, cursor.job_id, timeout_s=timeout_s, ping_s=ping_s, cursor=cursor
                     ):
-                        outage.is_over()
+                        outage.clear()
                         yield event
                 if not cursor.ended:
                     time.sleep(OUTAGE_RETRY_S)
@@ -390,16 +396,16 @@ class Client:
                 self.cancel(cursor.job_id)
 
     def result(self, job_id: str, timeout: float | None = None) -> Result:
-        """Return the result of any job (see Job.result)."""
+        """Wait for the result of a job and return it (see `Job.result`)."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with reaching_redis(self._url):
-            self._check_kept(job_id)
+            self._check_stored(job_id)
             while True:
                 remaining_s = max(0.0, deadline - time.monotonic())
                 try:
-                    asked = AsyncResult(job_id, app=self._app)
-                    asked.ready()  # then Celery has no need to subscribe
-                    result: Result = asked.get(timeout=min(RESULT_POLL_S, remaining_s), interval=0.05)
+                    handle = AsyncResult(job_id, app=self._app)
+                    handle.ready()  # if the result is stored, Celery does not subscribe
+                    result: Result = handle.get(timeout=min(RESULT_POLL_S, remaining_s), interval=0.05)
                     return result
                 except CeleryTimeoutError:
                     if remaining_s <= RESULT_POLL_S:
@@ -407,19 +413,19 @@ class Client:
                 except TaskRevokedError:
                     raise JobCancelled(f"job {job_id} was cancelled") from None
 
-    def _check_kept(self, job_id: str) -> None:
+    def _check_stored(self, job_id: str) -> None:
         if self._redis.hexists(job_key(job_id), IGNORED_FIELD):
             raise ResultIgnored(
-                f"job {job_id} was queued with ignore_result, so its result is not stored; read its stream"
+                f"job {job_id} was queued with ignore_result, so its result is not stored; read its stream instead"
             )
 
     def cancel(self, job_id: str) -> None:
-        """Cancel any job wherever it is. Idempotent; an unknown or finished job is left alone."""
+        """Cancel a job, whether it is waiting or running. Nothing happens if it is unknown or has finished."""
         with reaching_redis(self._url):
             self._app.control.revoke(job_id, terminate=True)
 
     def position(self, job_id: str) -> Position:
-        """Return whether a job waits, runs or is done, how many jobs are before it, and an estimate.
+        """Return whether a job is waiting, running or done, how many jobs are ahead of it, and when it may start.
 
         Raises UnknownJob.
         """
@@ -427,54 +433,54 @@ class Client:
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """Return the jobs that run or wait, of one model or all, whether a worker serves it or not."""
+        """Return up to `limit` running and waiting jobs, of one model or all, even if no worker serves the model."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
     def purge(self, model: str) -> int:
-        """Cancel all jobs that wait for a model, and return their number. Raises UnknownModel."""
+        """Cancel all waiting jobs of a model, and return their number. Raises UnknownModel."""
         with reaching_redis(self._url):
             known = (*queues(live_workers(self._redis), queued_models(self._redis)), DEFAULT_MODEL)
             if model not in known and not any(self._queue_depths([model]).values()):
-                waited_for = ", ".join(queued_models(self._redis)) or "none"
+                queued = ", ".join(queued_models(self._redis)) or "none"
                 raise UnknownModel(
-                    f"no worker serves a model {model!r}, and no job waits for it; jobs wait for: {waited_for}"
+                    f"no worker serves a model {model!r}, and no job is waiting for it; models with jobs: {queued}"
                 )
             return purge_queue(self._app, queue_name(model))
 
     def dead(self) -> list[DeadJob]:
-        """Return the jobs that were put aside because their workers died again and again, the last one first."""
+        """Return the dead jobs, latest first. cellama gave them up because their workers crashed repeatedly."""
         with reaching_redis(self._url):
             return Ledger(self._redis).dead()
 
     def requeue_dead(self, job_id: str) -> Job[Result]:
-        """Queue a dead job again, as a new job. Raises UnknownJob."""
+        """Queue a dead job again under a new id, and return the new job. Raises UnknownJob."""
         with reaching_redis(self._url):
             new_id = Ledger(self._redis).requeue_dead(job_id)
         if new_id is None:
-            raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
+            raise UnknownJob(f"there is no dead job {job_id}; list the dead jobs with `cellama dead list`")
         return Job(self, new_id)
 
-    # Workers and their models
+    # Control workers and their models
 
     def workers(self) -> list[WorkerEntry]:
-        """Return the live workers."""
+        """Return the running workers, from their last heartbeats."""
         with reaching_redis(self._url):
             return live_workers(self._redis)
 
     def models(self) -> list[ModelView]:
-        """Return the models that live workers serve."""
+        """Return the models that workers serve, are loading, or failed to load."""
         return models_of(self.workers())
 
     def memory(self, worker: str | None = None) -> list[MemoryView]:
-        """Return for each worker its memory budget, the devices' total and free bytes, and what each model takes.
+        """Return the memory budget, the devices and the memory use of each model, of all workers or one.
 
         Raises UnknownWorker.
         """
         return memory_of(self.workers(), worker)
 
     def stats(self) -> Stats:
-        """Return slots, rate and waiting jobs over all workers."""
+        """Return slots, token rates and waiting jobs, summed over all workers."""
         workers = self.workers()
         with reaching_redis(self._url):
             models = queues(workers, queued_models(self._redis))
@@ -501,11 +507,12 @@ class Client:
         timeout: float = LOAD_TIMEOUT_S,
         **options: Unpack[ModelOptions],
     ) -> str:
-        """Load a model on every worker, or those of a pool, and on those that join it later; or on one worker.
+        """Load a model on workers, and return its id when it is ready for jobs.
 
-        Returns its id once it takes jobs. Without a `model_id` it gets one from the name of its file, which no live
-        worker has. `models()` lists the workers that could not load it, and why. `options` are those of a `[[models]]`
-        table. Raises UnknownWorker, JobTimeout, JobFailed (the error of a worker, if none could load the model).
+        The model is loaded on all workers, on those of a `pool`, or on one `worker`. Workers that join the pool later
+        also load it. With `model_id=None`, the id is derived from the name of the file, and is unique. `options` are
+        those of a `[[models]]` table in the settings. `models()` returns the workers that could not load the model,
+        with their errors. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
         """
         if model_id is None:
             workers = self.workers()
@@ -513,47 +520,48 @@ class Client:
             taken |= {loaded["id"] for entry in workers for loaded in entry.models}
             model_id = id_of_source(source, taken)
         model = {"id": model_id, "source": source, "default": default, **options}
-        begun = self._commands.send("cellama_load", {"model": model}, Whom(worker, pool))
-        self._commands.wait_for_status(begun, model_id, _status_of_model(model_id), "ready", timeout)
+        accepted = self._commands.send("cellama_load", {"model": model}, CommandTarget(worker, pool))
+        self._commands.wait_for_status(accepted, model_id, _status_of_model(model_id), "ready", timeout)
         return model_id
 
     def unload_model(
         self, model_id: str, *, worker: str | None = None, pool: str | None = None, timeout: float = UNLOAD_TIMEOUT_S
     ) -> None:
-        """Unload a model after its running jobs have ended.
+        """Unload a model from workers after its running jobs have finished.
 
-        Raises as `load_model` if no worker could unload it; the model serves on then. If some could, the others retry.
+        Raises the same errors as `load_model`. If no worker could unload it, the model stays in service. If only some
+        workers could, the others retry.
         """
         arguments = {"model_id": model_id, "timeout_s": timeout}
-        begun = self._commands.send("cellama_unload", arguments, Whom(worker, pool))
-        self._commands.wait_for_status(begun, model_id, _status_of_model(model_id), None, timeout + REPLY_S)
+        accepted = self._commands.send("cellama_unload", arguments, CommandTarget(worker, pool))
+        self._commands.wait_for_status(accepted, model_id, _status_of_model(model_id), None, timeout + REPLY_TIMEOUT_S)
 
     def set_default_model(self, model_id: str, *, worker: str | None = None, pool: str | None = None) -> None:
-        """Serve `:default` from this model. Raises UnknownWorker, JobFailed."""
-        self._commands.send("cellama_default", {"model_id": model_id}, Whom(worker, pool))
+        """Make a model the default model, which serves `:default`. Raises UnknownWorker and JobFailed."""
+        self._commands.send("cellama_default", {"model_id": model_id}, CommandTarget(worker, pool))
 
-    # LoRA adapters: each method acts on every worker that has the model, or on those of a pool, also on those that join
-    # it later; or on one worker.
+    # Control LoRA adapters. Each method acts on all workers that have the model, on those of a pool, or on one worker.
+    # Workers that join the pool later do the same.
 
     def adapters(self, model_id: str) -> list[AdapterView]:
-        """Return a model's adapters on all live workers.
+        """Return the LoRA adapters of a model on all workers.
 
-        A name is listed more than once if workers have different files or scales. Raises UnknownModel.
+        If workers have different files or scales under a name, each of them is an entry. Raises UnknownModel.
         """
         workers = self.workers()
         known = {model["id"] for worker in workers for model in worker.models}
         if model_id not in known:
             raise UnknownModel(
-                f"no live worker has a model {model_id!r}; there are: {', '.join(sorted(known)) or 'none'}"
+                f"no running worker has a model {model_id!r}; models: {', '.join(sorted(known)) or 'none'}"
             )
         found: dict[tuple[str, str, float, str], AdapterView] = {}
         for worker in workers:
             for adapter in _adapters_of(worker, model_id):
-                kind = (adapter["name"], adapter["fingerprint"], adapter["scale"], adapter["status"])
-                entry = found.setdefault(kind, {**adapter, "in_use": 0, "workers": []})
+                key = (adapter["name"], adapter["fingerprint"], adapter["scale"], adapter["status"])
+                entry = found.setdefault(key, {**adapter, "in_use": 0, "workers": []})
                 entry["in_use"] += adapter["in_use"]
                 entry["workers"].append(worker.name)
-        return [found[kind] for kind in sorted(found)]
+        return [found[key] for key in sorted(found)]
 
     def load_adapter(
         self,
@@ -566,22 +574,26 @@ class Client:
         pool: str | None = None,
         timeout: float = ADAPTER_LOAD_TIMEOUT_S,
     ) -> None:
-        """Load a LoRA adapter, and return once jobs can use it. `models()` lists the workers that could not load it.
+        """Load a LoRA adapter of a model, and return when jobs can use it.
 
-        Jobs that do not choose adapters use it with this scale from then on; with 0, only jobs that ask for it do.
-        Raises UnknownModel, UnknownWorker, JobTimeout, JobFailed (the error of a worker, if none could load it).
+        From then on, jobs that don't choose adapters use it with this scale. With scale 0, only jobs that request the
+        adapter use it. `models()` returns the workers that could not load it, with their errors. Raises UnknownModel,
+        UnknownWorker, JobTimeout, and JobFailed if no worker could load it.
         """
         arguments = {"model_id": model_id, "name": name, "source": source, "scale": scale}
-        begun = self._commands.send("cellama_load_adapter", arguments, Whom(worker, pool), model_id)
+        accepted = self._commands.send("cellama_load_adapter", arguments, CommandTarget(worker, pool), model_id)
         status = _status_of_adapter(model_id, name)
-        self._commands.wait_for_status(begun, failure_key(model_id, name), status, "ready", timeout)
+        self._commands.wait_for_status(accepted, failure_key(model_id, name), status, "ready", timeout)
 
     def set_adapter_scale(
         self, model_id: str, name: str, scale: float, *, worker: str | None = None, pool: str | None = None
     ) -> None:
-        """Use the adapter with this scale in jobs that do not choose adapters. Raises as `load_adapter`."""
+        """Change the scale of an adapter in new jobs that don't choose adapters.
+
+        Raises the same errors as `load_adapter`.
+        """
         arguments = {"model_id": model_id, "name": name, "scale": scale}
-        self._commands.send("cellama_scale_adapter", arguments, Whom(worker, pool), model_id)
+        self._commands.send("cellama_scale_adapter", arguments, CommandTarget(worker, pool), model_id)
 
     def unload_adapter(
         self,
@@ -592,53 +604,64 @@ class Client:
         pool: str | None = None,
         timeout: float = ADAPTER_UNLOAD_TIMEOUT_S,
     ) -> None:
-        """Unload an adapter after the jobs that use it.
+        """Unload an adapter after the jobs that use it have finished.
 
-        Raises as `load_adapter` if no worker could unload it; it stays in use then. If some could, the others retry.
+        Raises the same errors as `load_adapter`. If no worker could unload it, the adapter stays in use. If only some
+        workers could, the others retry.
         """
         arguments = {"model_id": model_id, "name": name, "timeout_s": timeout}
-        begun = self._commands.send("cellama_unload_adapter", arguments, Whom(worker, pool), model_id)
+        accepted = self._commands.send("cellama_unload_adapter", arguments, CommandTarget(worker, pool), model_id)
         status = _status_of_adapter(model_id, name)
-        self._commands.wait_for_status(begun, failure_key(model_id, name), status, None, timeout + REPLY_S)
+        self._commands.wait_for_status(accepted, failure_key(model_id, name), status, None, timeout + REPLY_TIMEOUT_S)
 
-    # KV caches of models on running workers
+    # Inspect and control KV caches
 
     def cached_prefix(
         self, model: str, prompt: Prompt | None = None, *, worker: str | None = None, **params: Unpack[PrefillParams]
     ) -> list[CachedPrefix]:
         """Return how much of a prompt, or of the `messages` of a chat, each worker has in its cache, and in which tier.
-        The worker that has most comes first. The call waits for no engine and changes nothing.
 
-        `params` are those of `prefill`, except `parent_key`. Texts have at most 100,000 characters here; pass longer
-        ones as token ids. Raises InvalidJob, UnknownModel, UnknownWorker, JobFailed.
+        The worker with the longest cached prefix comes first. The call does not wait for the engine, and changes
+        nothing. `params` are the parameters of `prefill` except `parent_key`. A text may have up to 100,000 characters;
+        pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and JobFailed.
         """
         parse_job(KINDS[TASK_PREFILL].payload, (), (), {"model": model, "prompt": prompt, **params})
         model_id = None if model == DEFAULT_MODEL else model
-        answers = self._commands.ask(
-            "cellama_cached_prefix", {"job": {"model": model, "prompt": prompt, **params}}, Whom(worker), model_id
+        replies = self._commands.call(
+            "cellama_cached_prefix",
+            {"job": {"model": model, "prompt": prompt, **params}},
+            CommandTarget(worker),
+            model_id,
         )
-        found = [cast(CachedPrefix, {"worker": name, **answer["ok"]}) for name, answer in answers.items()]
+        found = [cast(CachedPrefix, {"worker": name, **reply["ok"]}) for name, reply in replies.items()]
         return sorted(found, key=lambda prefix: (-prefix["cached_tokens"], prefix["worker"]))
 
     def last_cache_hit(self, model_id: str) -> dict[str, CacheHit | None]:
-        """Return by worker how much of its prompt the last job that got a slot of the model found in the cache; None
-        before the first job. The values are those of the last heartbeats. Raises UnknownModel."""
+        """Return, for each worker of a model, how much of the prompt of the last started job was in the cache.
+
+        The value is None before the first job. The values come from the last heartbeats. Raises UnknownModel.
+        """
         found = {w.name: m.get("last_cache_hit") for w in self.workers() for m in w.models if m["id"] == model_id}
         if not found:
-            raise UnknownModel(f"no live worker has a model {model_id!r}; `cellama models list` shows what there is")
+            raise UnknownModel(
+                f"no running worker has a model {model_id!r}; list the models with `cellama models list`"
+            )
         return found
 
     def evict(
         self, model_id: str, *, worker: str | None = None, pool: str | None = None, timeout: float = EVICT_TIMEOUT_S
     ) -> None:
-        """Empty the model's idle slots and its RAM tier. With a `cache_dir`, states worth keeping are on disk then.
-        The model stays loaded, and jobs continue. Raises UnknownModel, UnknownWorker, JobTimeout, JobFailed."""
-        begun = self._commands.send("cellama_evict", {"model_id": model_id}, Whom(worker, pool), model_id)
+        """Evict the KV states of a model from idle slots and from the RAM tier.
+
+        With a `cache_dir`, valuable states are first written to disk. The model stays loaded, and jobs continue. Raises
+        UnknownModel, UnknownWorker, JobTimeout and JobFailed.
+        """
+        accepted = self._commands.send("cellama_evict", {"model_id": model_id}, CommandTarget(worker, pool), model_id)
 
         def status(entry: WorkerEntry) -> str | None:
-            return "evicted" if entry.evicted.get(model_id, 0.0) >= begun.get(entry.name, 0.0) else None
+            return "evicted" if entry.evicted.get(model_id, 0.0) >= accepted.get(entry.name, 0.0) else None
 
-        self._commands.wait_for_status(begun, evicting_key(model_id), status, "evicted", timeout)
+        self._commands.wait_for_status(accepted, evicting_key(model_id), status, "evicted", timeout)
 
     def close(self) -> None:
         """Close the connections."""
@@ -652,17 +675,19 @@ class Client:
 
 
 class Outage:
-    """Lets a reader wait for a Redis that comes back within OUTAGE_S. Raises RedisUnreachable if it does not."""
+    """Suppresses RedisUnreachable until Redis has not answered for OUTAGE_S."""
 
     def __init__(self, url: str | None = None) -> None:
         self._url = url
         self._since: float | None = None
 
-    def is_over(self) -> None:
+    def clear(self) -> None:
+        """Record that Redis answers again."""
         self._since = None
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def tolerated(self) -> Iterator[None]:
+        """Suppress RedisUnreachable inside, unless the outage has lasted for OUTAGE_S."""
         try:
             with reaching_redis(self._url):
                 yield
@@ -673,14 +698,16 @@ class Outage:
 
 
 def has_result(client: Client, job_id: str) -> bool:
-    """Return whether Celery has the result of a job. Raises ResultIgnored, as Client.result."""
+    """Return whether the result of a job is stored. Raises ResultIgnored."""
     with reaching_redis(client._url):
-        client._check_kept(job_id)
+        client._check_stored(job_id)
         return bool(AsyncResult(job_id, app=client._app).ready())
 
 
 def result_timeout(job_id: str, timeout_s: float | None) -> JobTimeout:
-    return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it continues: ask again, or cancel it")
+    return JobTimeout(
+        f"job {job_id} has no result after {timeout_s} s, but continues; call result() again, or cancel it"
+    )
 
 
 def _status_of_model(model_id: str) -> Callable[[WorkerEntry], str | None]:

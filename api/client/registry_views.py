@@ -1,4 +1,4 @@
-"""What the registry says of live workers, as clients show it."""
+"""Combine the registry entries of workers into the views that clients return."""
 
 from __future__ import annotations
 
@@ -27,46 +27,44 @@ COUNTED = tuple(name for name in Totals.__annotations__ if name != "phase")
 
 
 class ClassStats(TypedDict):
-    """Of the jobs of a class without a slot: how many, how long the oldest has waited, and when a new one's turn comes
-    (None: as in `Stats`)."""
+    """The waiting jobs of one priority class in the queue of a model."""
 
-    waiting: int
-    oldest_s: float
-    eta_s: float | None
+    waiting: int  # jobs without a slot
+    oldest_s: float  # how long the oldest job has waited
+    eta_s: float | None  # seconds until a new job would get a slot; None if unknown, as in `Stats`
 
 
 class Stats(TypedDict):
-    """Totals over all workers. By model: messages in its queue, jobs without a slot, and the seconds until a new one
-    of the least urgent priority would get a slot (None: no worker serves it, or nothing is known yet of how long such
-    jobs take).
+    """Totals over all workers, and the queues by model.
 
-    What queues hold is as it is now; what workers tell of themselves is up to `age_s` seconds old (None: no worker)."""
+    The queues are read from Redis by the call. Values of workers come from their last heartbeats.
+    """
 
-    workers: int
-    age_s: float | None
+    workers: int  # number of running workers
+    age_s: float | None  # age of the oldest heartbeat; None if no worker is running
     totals: Totals
     slots_total: int
     slots_busy: int
     generation_rate: float  # tokens per second
-    queues: dict[str, int]
-    waiting: dict[str, int]
-    eta_s: dict[str, float | None]
-    classes: dict[str, dict[str, ClassStats]]  # by model, and in it `interactive` and `bulk`
-    unserved: list[str]  # models that no worker serves, although jobs wait for them
+    queues: dict[str, int]  # messages in the queue of each model
+    waiting: dict[str, int]  # jobs without a slot, by model
+    eta_s: dict[str, float | None]  # seconds until a new job of the lowest priority would get a slot; None if unknown
+    classes: dict[str, dict[str, ClassStats]]  # by model, and then by class (`interactive` and `bulk`)
+    unserved: list[str]  # models with waiting jobs that no worker serves
 
 
 def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
-    """Each model once, with the names of its workers; its `status` is the best that it has on one of them.
+    """Return each model once, with the names of its workers. Its `status` is `ready` if any worker serves it.
 
-    Those that a worker shall have, and no worker has, are `lacking`.
+    The status of a model that workers should have, and no worker has, is `lacking`.
     """
     models: dict[str, tuple[WorkerModel, list[str]]] = {}
     for worker in workers:
         for entry in worker.models:
-            shown, names = models.get(entry["id"], (entry, []))
-            if shown["status"] != "ready" and entry["status"] == "ready":
-                shown = entry
-            models[entry["id"]] = (shown, [*names, worker.name])
+            best, names = models.get(entry["id"], (entry, []))
+            if best["status"] != "ready" and entry["status"] == "ready":
+                best = entry
+            models[entry["id"]] = (best, [*names, worker.name])
     lacking = {thing["model"]: thing for worker in workers for thing in worker.wanted if thing["state"] == "lacking"}
     for model_id in lacking.keys() - models.keys():
         known = {"id": model_id, "status": "lacking", "source": lacking[model_id]["source"], "default": False}
@@ -75,7 +73,7 @@ def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
 
 
 def lacks_of(workers: list[WorkerEntry], model_id: str) -> dict[str, LoadFailure]:
-    """By worker: why it does not have the model, or an adapter of it, that it shall have."""
+    """Return, by worker, why it could not load the model or an adapter of it."""
     return {
         worker.name: thing["why"]
         for worker in workers
@@ -89,10 +87,12 @@ def _view(model: WorkerModel, workers: list[str], lacks: dict[str, LoadFailure])
 
 
 def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
-    """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
+    """Return budget, devices and memory use of models, of all workers or the named one. Raises UnknownWorker."""
     chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
     if name is not None and not chosen:
-        raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
+        raise UnknownWorker(
+            f"no worker {name!r} is running; running workers: {', '.join(w.name for w in workers) or 'none'}"
+        )
     return [
         {"worker": worker.name, **worker.memory, "models": [_memory(model) for model in worker.models]}
         for worker in chosen
@@ -112,8 +112,11 @@ def stats(
     waiting: Mapping[str, Mapping[str, Waiting]],
     eta_s: Callable[[str, Mapping[str, Waiting]], Mapping[str, float | None]],
 ) -> Stats:
-    """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
-    turn would come; and the models that no worker serves although jobs wait for them."""
+    """Return totals over all workers, and the queues by model.
+
+    `depths` has the number of messages in each queue, `waiting` the jobs without a slot by model and class, and `eta_s`
+    estimates the wait of a new job by class.
+    """
     counts = {model: sum(found.num_jobs for found in classes.values()) for model, classes in waiting.items()}
     totals = _totals(workers)
     ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
@@ -151,12 +154,12 @@ def _rounded(seconds: float | None) -> float | None:
 def _totals(workers: list[WorkerEntry]) -> Totals:
     phases = [worker.totals["phase"] for worker in workers]
     order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
-    told: list[Any] = [worker.totals for worker in workers]
-    sums: Any = {name: sum(totals[name] for totals in told) for name in COUNTED}
+    totals: list[Any] = [worker.totals for worker in workers]
+    sums: Any = {name: sum(each[name] for each in totals) for name in COUNTED}
     return cast(Totals, {**sums, "phase": next((phase for phase in order if phase in phases), "idle")})
 
 
 def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
-    """The models that a worker serves or a job waits for, and `:default`."""
+    """Return the models that a worker serves or a job waits for, and `:default`."""
     served = {entry["id"] for worker in workers for entry in worker.models}
     return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

@@ -1,4 +1,4 @@
-"""Processes on this machine: a Redis, and children that are started again.
+"""Processes on this machine: a Redis server, and child processes that are restarted when they crash.
 
-May use: nothing of ours.
+It may import `config`, and error codes of `tasks.contract`.
 """

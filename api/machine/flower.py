@@ -1,4 +1,4 @@
-"""Flower with a link to the board: `python -m cellama.api.machine.flower` takes the options of `celery flower`."""
+"""Run Flower with a link to the board: `python -m cellama.api.machine.flower`, with the options of `celery flower`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tornado.template import Loader, Template
 
 from cellama.config import get_settings
 
-BAR, END = "navbar.html", "</ul>"  # the link comes last in the first list of the bar above each page
+BAR, LIST_END = "navbar.html", "</ul>"  # the link becomes the last entry of the navigation bar
 LINK = (
     '<li class="nav-item"><a class="nav-link" target="_blank" rel="noopener" '
     "href=\"{{ handler.settings['board_url'] }}\">Board</a></li>"
@@ -19,15 +19,15 @@ LINK = (
 
 
 class LinkedTemplates(Loader):
-    """Flower's own templates, and the link."""
+    """Loads Flower's templates, and adds the link to the navigation bar."""
 
     def _create_template(self, name: str) -> Template:
         source = (Path(self.root) / name).read_text(encoding="utf-8")
-        return Template(source.replace(END, LINK + END, 1) if name == BAR else source, name=name, loader=self)
+        return Template(source.replace(LIST_END, LINK + LIST_END, 1) if name == BAR else source, name=name, loader=self)
 
 
 def main() -> None:
-    """Runs until it is ended."""
+    """Run Flower until it is stopped."""
     if (board_url := get_settings().board_url) is not None:
         settings.update(template_loader=LinkedTemplates(settings["template_path"]), board_url=board_url)
     sys.argv = ["celery", "-A", "cellama.tasks.app", "flower", *sys.argv[1:]]

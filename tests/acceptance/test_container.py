@@ -89,7 +89,7 @@ def test_killed_worker_under_pid_1_is_replaced_without_a_zombie(contained: Conta
         assert (events[-1]["type"], events[-1]["finish_reason"]) == ("done", "length")
         again = client.generate(contained.model, "Once upon a time", **LONG).result(PATIENCE_S)
         assert job.result(PATIENCE_S)["text"] == again["text"]
-    assert "worker ended with code -9" in contained.log()
+    assert "child process exited (child=worker, code=-9" in contained.log()
     assert contained.child().pid != child.pid
     wait_until(lambda: "Z" not in states_inside(contained.program).values(), "the end of all zombies")
     assert 1 in states_inside(contained.program)
@@ -114,7 +114,7 @@ def test_up_as_pid_1_serves_and_exits_on_sigterm(tmp_path: Path) -> None:
         machine.signal(signal.SIGTERM)
         assert machine.process.wait(PATIENCE_S) == 0, machine.output()
         assert not any(map(psutil.pid_exists, inside))
-        assert "ended with code" not in machine.output()
+        assert "child process exited" not in machine.output()
 
 
 def test_command_as_pid_1_exits_on_sigterm(contained: Contained, redis_server: RedisServer) -> None:

@@ -94,8 +94,8 @@ def test_tune_prints_a_line_per_configuration_and_a_table_without_a_terminal(tmp
     lines = re.findall(r"^n_parallel \d+, kv_layout \w+, n_ubatch \d+, threads 1: \d+ tokens/s", done.stdout, re.M)
     assert len(lines) >= 2
     assert done.stdout.count("►") == 1
-    assert "kept for " in done.stdout
-    assert 'the settings of tiny say n_parallel = 16, threads = 1; write "auto" there' in done.stdout
+    assert "saved for " in done.stdout
+    assert 'the settings of tiny have n_parallel = 16, threads = 1; set them to "auto"' in done.stdout
 
 
 def test_tune_varies_only_threads_for_an_embedding_model(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_tune_varies_only_threads_for_an_embedding_model(tmp_path: Path) -> None
     write_model(path, BertShape(n_layer=1), file_type="F16")
     done = tune(tmp_path, str(path), "--seconds", "6")
     assert done.returncode == 0, done.stderr
-    assert "nothing to tune but threads" in done.stdout
+    assert "only threads were tuned" in done.stdout
     assert re.search(r"best: threads \d+$", done.stdout, re.M)
     assert len(results(tmp_path)) == 1
 
@@ -127,8 +127,8 @@ def test_interrupted_tune_saves_nothing_and_prints_the_fastest_configuration(tmp
     finally:
         process.kill()
     said = (tmp_path / "log").read_text()
-    assert "interrupted: nothing was kept" in said
-    assert re.search(r"the fastest so far: n_parallel \d+", said)
+    assert "interrupted: no result was saved" in said
+    assert re.search(r"fastest until now: n_parallel \d+", said)
     assert "Traceback" not in said
     assert results(tmp_path) == []
 

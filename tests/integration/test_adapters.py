@@ -109,7 +109,7 @@ def test_adapter_commands_report_mistakes(client: Client, name: str) -> None:
     ):
         with pytest.raises(JobFailed, match=message):
             client.load_adapter(*arguments, timeout=PATIENCE_S)
-    with pytest.raises(UnknownModel, match="no live worker has a model 'nobody'"):
+    with pytest.raises(UnknownModel, match="no running worker has a model 'nobody'"):
         client.load_adapter("nobody", "x", PIRATE)
     with pytest.raises(JobFailed, match="adapter 'aske' is not loaded for this model; did you mean 'asked'"):
         client.generate(name, STORY, adapters=["aske"]).result(PATIENCE_S)
@@ -136,9 +136,9 @@ def test_command_line_loads_scales_lists_and_unloads_adapters(name: str) -> None
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert "p is loaded: all its jobs have it with scale 1" in run("models", "adapter", "load", name, "p", PIRATE)
+    assert "adapter p is ready; new jobs use it with scale 1" in run("models", "adapter", "load", name, "p", PIRATE)
     assert run("generate", name, STORY, "--max-tokens", "12", "--temperature", "0").startswith(SEAS)
-    assert f"new jobs of {name} have p × 0.5" in run("models", "adapter", "scale", name, "p", "0.5")
+    assert f"new jobs of {name} use p with scale 0.5" in run("models", "adapter", "scale", name, "p", "0.5")
     assert PLAIN in run("generate", name, STORY, "--adapter", "p=0", "--max-tokens", "12", "--temperature", "0")
 
     def listed() -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
-from cellama.api.cli.top import look
+from cellama.api.cli.status import read_screen
 from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import PortTaken, RedisServer, free_port
 from cellama.tasks import generate
@@ -45,7 +45,7 @@ def ids_of(model: str) -> list[str]:
 
 
 def test_status_shows_queues_without_workers(unserved: str) -> None:
-    assert f"2 job(s) wait for {unserved}, which no worker serves" in cellama("status").output
+    assert f"2 jobs waiting for {unserved}, which no worker serves" in cellama("status").output
     status = json.loads(cellama("status", "--json").output)
     assert unserved in status["unserved"]
     assert (status["queues"][unserved], status["waiting"][unserved], status["eta_s"][unserved]) == (2, 2, None)
@@ -58,7 +58,7 @@ def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_
     redis_client.hset(job_key(died), mapping=entry)
     redis_client.zadd(dead_key(), {died: time.time()})
     with Client() as client:
-        seen = look(client)
+        seen = read_screen(client)
     text = cellama("top", "--once").output
     redis_client.zrem(dead_key(), died)
     redis_client.delete(job_key(died))
@@ -81,7 +81,7 @@ def test_metrics_once_fails_without_redis(
 def test_gateway_reports_a_remedy_when_its_port_is_taken() -> None:
     refused = cellama("gateway", "--host", "192.0.2.1")  # of no machine: RFC 5737
     assert isinstance(refused.exception, PortTaken)
-    assert "port 8000 on 192.0.2.1 can't be had" in str(refused.exception)
+    assert "port 8000 on 192.0.2.1 can't be opened" in str(refused.exception)
     assert "--host" in str(refused.exception)
 
 
@@ -89,14 +89,14 @@ def test_jobs_list_shows_ids_until_the_jobs_finish(unserved: str) -> None:
     first, second = ids_of(unserved)
     shown = cellama("jobs", "list", "--model", unserved).output
     assert shown.index(first) < shown.index(second)
-    assert "these are the first 1" in cellama("jobs", "list", "--model", unserved, "--limit", "1").output
+    assert "only the first 1 jobs" in cellama("jobs", "list", "--model", unserved, "--limit", "1").output
     assert cellama("jobs", "cancel", first).exit_code == 0
     assert ids_of(unserved) == [second]
 
 
 def test_cancel_reports_its_effect_and_status_shows_the_cancelled_job(unserved: str) -> None:
     first, _ = ids_of(unserved)
-    assert cellama("cancel", first).output == f"job {first} is cancelled: it waited\n"
+    assert cellama("cancel", first).output == f"cancelled job {first}, which was waiting\n"
     assert cellama("status", first).output == f"job {first} was cancelled\n"
     assert json.loads(cellama("status", first, "--json").output)["finish_reason"] == "cancelled"
     again = cellama("cancel", first, "--json")
@@ -173,19 +173,19 @@ def test_run_of_a_gateway_shows_no_file_paths_of_its_machine(redis_client: Redis
     Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
     redis_client.hset(batch_key(name), "at", time.time() - 2 * SILENT_S)
     shown = "".join(cellama("batch", *argv).output for argv in (("list",), ("status", name), ("cancel", name)))
-    told = [line for line in shown.splitlines() if name[: len("batch_") + 8] in line or "goes on" in line]
+    told = [line for line in shown.splitlines() if name[: len("batch_") + 8] in line or "resume it" in line]
     assert "/x/" not in "".join(told)
-    assert "interrupted; a gateway resumes it" in shown
-    assert f"no gateway worked on it; finished lines are in the output file of /v1/batches/{name}" in shown
+    assert "interrupted; a gateway will resume it" in shown
+    assert f"no gateway was running it; finished lines are in the output file of /v1/batches/{name}" in shown
 
 
 def test_cancelling_an_interrupted_run_takes_effect_immediately_and_once(run_id: str) -> None:
-    assert "is cancelled: no command worked on it" in cellama("batch", "cancel", run_id).output
+    assert ": no command was running it" in cellama("batch", "cancel", run_id).output
     facts = json.loads(cellama("batch", "status", run_id, "--json").output)
     assert (facts["state"], facts["alive"]) == ("cancelled", False)
     again = cellama("batch", "cancel", run_id)
     assert again.exit_code == 1
-    assert "has ended: it is cancelled" in again.output
+    assert "has already finished; its state is cancelled" in again.output
 
 
 def test_run_that_failed_to_start_is_not_listed(redis_server: object, tmp_path: Path) -> None:

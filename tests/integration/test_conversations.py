@@ -200,7 +200,7 @@ def test_command_line_prefills_and_continues() -> None:
     assert (told.exit_code, read["usage"]["completion_tokens"]) == (0, 0)
     again = CliRunner().invoke(app, command).stdout
     tokens = read["usage"]["prompt_tokens"]
-    assert again == f"read {tokens} tokens ({tokens - 1} were in the cache)\n{read['finish_key']}\n"
+    assert again == f"prefilled {tokens} tokens ({tokens - 1} were cached)\n{read['finish_key']}\n"
     after = ["generate", "tiny", "Then", "--parent-key", read["finish_key"], "--json", "--max-tokens", "2"]
     events = [
         json.loads(line) for line in CliRunner().invoke(app, [*after, "--cache-scope", "cli"]).stdout.splitlines()

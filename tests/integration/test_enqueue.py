@@ -152,7 +152,7 @@ def test_bulk_submission_with_idempotency_keys_queues_each_job_once(unserved: st
 
 
 def test_bulk_submission_for_an_unserved_model_is_rejected(client: Client, unserved: str) -> None:
-    with pytest.raises(UnknownModel, match="no live worker serves"):
+    with pytest.raises(UnknownModel, match="no running worker serves"):
         client.generate_many(unserved, ["Hi"])
     assert len(client.generate_many(unserved, ["Hi"], wait=True)) == 1
     assert client.generate_many("tiny", []) == []

@@ -96,7 +96,7 @@ def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_te
         (two, "insufficient_memory")
     ]
     shown = CliRunner().invoke(app, ["status"], catch_exceptions=False, env={"COLUMNS": "300"}).output
-    assert f"lacks model {big}: " in shown
+    assert f"missing model {big}: " in shown
     client.load_adapter(own, "asked", "bundled://pirate", scale=0, worker=one, timeout=PATIENCE_S)
     asking = [client.generate(own, STORY, max_tokens=4, adapters={"asked": 1}, **GREEDY) for _ in range(6)]
     assert len({job.result(PATIENCE_S)["text"] for job in asking}) == 1  # the others hand them on
@@ -116,9 +116,9 @@ def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_te
     wait_until(
         lambda: all(not things(client, worker) for worker in (two, f"{name}-three")), "nothing is wanted any more"
     )
-    with pytest.raises(UnknownModel, match=f"no live worker serves a model '{big}'"):
+    with pytest.raises(UnknownModel, match=f"no running worker serves a model '{big}'"):
         client.generate(big, STORY)
-    with pytest.raises(UnknownWorker, match="no live worker in pool 'nowhere'"):
+    with pytest.raises(UnknownWorker, match="no worker is running in pool 'nowhere'"):
         client.load_model(big, "bundled://tiny", pool="nowhere")
 
 

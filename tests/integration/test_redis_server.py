@@ -101,7 +101,7 @@ def test_redis_server_reports_data_of_an_incompatible_server(tmp_path: Path) -> 
         server.stop()
         [base] = (tmp_path / "appendonlydir").glob("*.base.rdb")
         base.write_bytes(b"REDIS0012" + base.read_bytes()[9:])  # of Redis 7.4 and newer
-        with pytest.raises(RedisServerError, match=r"written by another kind of server; start that one .* or move"):
+        with pytest.raises(RedisServerError, match=r"written by another kind of server; start that server .* or move"):
             server.run()
         assert base.exists()
 

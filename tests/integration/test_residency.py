@@ -93,7 +93,7 @@ def test_models_are_loaded_and_unloaded_under_load_without_a_failed_job(client: 
         count = len(texts)
         wait_until(lambda count=count: len(texts) > count + 6, "jobs of both models")
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
-        with pytest.raises(UnknownModel, match=f"no live worker serves a model '{second}'"):
+        with pytest.raises(UnknownModel, match=f"no running worker serves a model '{second}'"):
             client.generate(second, STORY)
     client.load_model(second, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
     stop.set()
@@ -135,7 +135,7 @@ def test_invalid_commands_are_reported_and_leave_the_worker_unchanged(
             client.load_model(worker=name, timeout=PATIENCE_S, **arguments)
     with pytest.raises(JobFailed, match="no model 'x' is loaded here"):
         client.unload_model("x", worker=name)
-    with pytest.raises(UnknownWorker, match="no live worker 'nobody'"):
+    with pytest.raises(UnknownWorker, match="no worker 'nobody' is running"):
         client.load_model("x", "bundled://tiny", worker="nobody")
     assert generate.delay(first, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
 

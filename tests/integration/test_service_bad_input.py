@@ -177,7 +177,7 @@ def test_exponential_grammar_fails_alone_while_others_run(
 
 
 def test_client_raises_unknown_model_immediately(client: Client) -> None:
-    with pytest.raises(UnknownModel, match="no live worker serves a model 'tinny'; did you mean 'tiny'"):
+    with pytest.raises(UnknownModel, match="no running worker serves a model 'tinny'; did you mean 'tiny'"):
         client.generate("tinny", "Hi")
     waiting = client.generate("tinny", "Hi", wait=True)
     waiting.cancel()

@@ -257,7 +257,7 @@ class BatchDriver:
         try:
             with contextlib.closing(WorkFile(self._paths.work)) as work:
                 if not work.get("run_id"):
-                    work.note(run_id=self.id, **self._record.get("trace", {}))
+                    work.set(run_id=self.id, **self._record.get("trace", {}))
         except sqlite3.OperationalError as error:
             if "locked" in str(error):  # by a process that has not noticed yet that it has lost its lease
                 raise DriverStopped("another process still has the work file open") from None

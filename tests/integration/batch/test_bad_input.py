@@ -17,21 +17,24 @@ from .conftest import Commands, stories
     ("argv", "message"),
     [
         (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
-        (["run", "in.jsonl", "-o", "mine.jsonl"], "no run of this command has made it"),
+        (["run", "in.jsonl", "-o", "mine.jsonl"], "is not the output of a run"),
         (
             ["run", "in.jsonl", "-o", "no/such/x.jsonl"],
             "there is no directory 'no/such'; create it, or",
         ),
-        (["run", "in.jsonl", "-o", "/proc/x.jsonl"], "'/proc/x.jsonl.work' can't be written"),
-        (["run", "in.jsonl", "-o", "x.parquet", "--overwrite"], "as JSON lines, not as parquet, so 'x.parquet' is"),
-        (["run", "utf16.jsonl", "-o", "x.jsonl", "--overwrite"], "'utf16.jsonl' is UTF-16 text, and must be text in"),
-        (["run", "in.jsonl", "-o", "x.jsonl"], "no line names a model; give the run one with --model"),
-        (["run", "prompts.txt", "-o", "x.jsonl"], "no line names a model; give the run one with --model"),
-        (["run", "empty.jsonl", "-o", "x.jsonl"], "'empty.jsonl' has no lines; is it the right one?"),
-        (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "must be one of completion, input"),
-        (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "'soon' is no time"),
-        (["resume", "nothing.jsonl"], "there is no run for 'nothing.jsonl'"),
-        (["status", "nothing"], "no run 'nothing'"),
+        (["run", "in.jsonl", "-o", "/proc/x.jsonl"], "can't write '/proc/x.jsonl.work'"),
+        (
+            ["run", "in.jsonl", "-o", "x.parquet", "--overwrite"],
+            "'x.parquet', because they are JSON lines, not parquet",
+        ),
+        (["run", "utf16.jsonl", "-o", "x.jsonl", "--overwrite"], "'utf16.jsonl' is UTF-16 text, but must be UTF-8"),
+        (["run", "in.jsonl", "-o", "x.jsonl"], "no line has a model; set it with --model"),
+        (["run", "prompts.txt", "-o", "x.jsonl"], "no line has a model; set it with --model"),
+        (["run", "empty.jsonl", "-o", "x.jsonl"], "'empty.jsonl' has no lines; name the right file"),
+        (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "use one of completion, input"),
+        (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "invalid duration 'soon'"),
+        (["resume", "nothing.jsonl"], "'nothing.jsonl' is not the output of a run"),
+        (["status", "nothing"], "there is no run 'nothing'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -64,7 +67,7 @@ def test_batch_run_stops_on_a_full_disk_and_can_be_resumed(
 ) -> None:
     commands.write([{"id": f"v{i}", "text": f"a little fox {i}"} for i in range(400)])
     assert commands.start_run(max_file_bytes=max_file_bytes).wait(PATIENCE_S) == 1
-    assert "finished lines are kept" in commands.words()
+    assert "finished lines are saved" in commands.words()
     before = [each["id"] for each in commands.results()]
     assert commands.run() == 0, commands.log()
     results = commands.results()
@@ -90,7 +93,7 @@ def test_batch_run_refuses_to_overwrite_the_output_of_another_run(worker: Worker
 def test_lines_for_an_unserved_model_fail_alone(
     worker: WorkerProcess, commands: Commands, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "MODEL_PATIENCE_S", 1.0)
+    monkeypatch.setattr(run, "MODEL_TIMEOUT_S", 1.0)
     source, target = commands.folder / "in.jsonl", commands.output
     commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "model": "nowhere"}])
     with Client() as client:
@@ -99,7 +102,7 @@ def test_lines_for_an_unserved_model_fail_alone(
             assert (progress.finished, progress.failed) == (3, 1)
         (error,) = commands.errors()
         assert (error["id"], error["line"], error["error"]["code"]) == ("lost", 4, "unknown_model")
-        assert f"they serve: {model}" in error["error"]["message"]
+        assert f"models: {model}" in error["error"]["message"]
         commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "max_tokens": 2}])
         progress = client.batch(source, target, model=model).progress  # … before it is corrected
     assert (progress.finished, progress.failed) == (4, 0)

@@ -124,7 +124,7 @@ def test_token_counts_include_those_of_earlier_commands(
     assert (commands.end()["completion_tokens"], commands.end()["rate"]) == (tokens, 0.0)
     assert _runs(commands, redis_client)[0]["completion_tokens"] == tokens
     assert commands.call("resume", "out.jsonl") == 0
-    assert "was complete already: 40 lines done, 0 failed" in commands.words()
+    assert "already completed: 40 lines done, 0 failed" in commands.words()
 
 
 def test_embedding_run_reports_lines_per_second(worker: WorkerProcess, commands: Commands, model: str) -> None:
@@ -174,7 +174,7 @@ def test_second_command_does_not_touch_the_output_of_a_running_one(
         command = commands.start_run()
         wait_until(lambda: commands.num_results() >= 2, "results")
         assert commands.run("--overwrite") == 2
-        assert "is the output of a command that runs" in commands.words()
+        assert "is the output of a running command" in commands.words()
         assert commands.num_results() >= 2
         end(commands, command, redis_client)
 
@@ -240,7 +240,7 @@ def test_stdout_receives_results_as_they_complete_and_ctrl_c_stops_the_run(
     assert all(json.loads(line)["id"].startswith("s") for line in rest.splitlines())
     broken = next(json.loads(line) for line in words.splitlines() if '"line": 41' in line)
     assert broken["error"]["code"] == "invalid_request"
-    assert "a run with -o FILE can be resumed" in words
+    assert "write its output to a file (-o FILE)" in words
     (run,) = [run["id"] for run in Batches(redis_client).all() if run["id"] not in before]
     wait_until(lambda: not (Batches(redis_client).read(run) or {}).get("alive"), "the run to be over")
     with Client() as client:

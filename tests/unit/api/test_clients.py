@@ -1,4 +1,4 @@
-"""The two clients against each other, against what their keywords end in, and with a Redis of their own."""
+"""Test that both clients have the same methods, that their keywords match the payloads, and that `url` is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def methods(kind: type[Any]) -> dict[str, Any]:
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:
-    """Names, kinds and defaults; annotations differ where one says Iterator, the other AsyncIterator."""
+    """Return names, kinds and defaults. Annotations differ, for example Iterator and AsyncIterator."""
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
@@ -33,25 +33,25 @@ def test_clients_have_the_same_methods(blocking: type[Any], awaited: type[Any]) 
     here, there = methods(blocking), methods(awaited)
     assert here.keys() == there.keys()
     for name, method in here.items():
-        told = shape(method)
-        assert [each for each in told if each[0] != "on_progress"] == [
-            each for each in shape(there[name]) if each[0] != "on_progress"
-        ], name
+        blocking_shape, awaited_shape = (
+            [each for each in shape(function) if each[0] != "on_progress"] for function in (method, there[name])
+        )
+        assert blocking_shape == awaited_shape, name
         if name not in NOT_AWAITED:
             assert inspect.iscoroutinefunction(there[name]), name
 
 
-def test_every_method_of_a_client_says_what_it_does() -> None:
+def test_every_method_of_the_clients_has_a_docstring() -> None:
     assert not [name for kind in (Client, Job) for name, method in methods(kind).items() if not method.__doc__]
 
 
-def test_keywords_of_a_bulk_run_are_its_options_and_parameters_of_lines() -> None:
+def test_batch_params_are_the_options_of_a_run_and_the_parameters_of_lines() -> None:
     own = set(BatchOptions.__dataclass_fields__) - {"input", "output", "params"}
     lines = ChatJob.model_fields.keys() | EmbedJob.model_fields.keys()
     assert BatchParams.__optional_keys__ == own | (lines - {"messages", "texts"})
 
 
-def test_client_of_a_url_speaks_to_that_redis() -> None:
+def test_client_connects_to_the_redis_of_its_url() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"redis://:secret@127.0.0.1:{unused.getsockname()[1]}/3"
@@ -61,9 +61,7 @@ def test_client_of_a_url_speaks_to_that_redis() -> None:
                     call()
 
 
-def test_celery_is_not_asked_to_reach_a_redis_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would try again and again."""
-
+def test_delay_fails_without_retries_of_kombu_when_redis_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(_: Transport) -> None:
         pytest.fail("kombu tries to connect")
 
@@ -75,12 +73,12 @@ def test_celery_is_not_asked_to_reach_a_redis_that_is_away(monkeypatch: pytest.M
             app_at(url).tasks["cellama.generate"].delay("tiny", "Hi")
 
 
-def test_url_that_is_none_is_refused_at_once() -> None:
+def test_client_rejects_an_invalid_url() -> None:
     with pytest.raises(ValueError, match=r"url is 'http://localhost'"):
         Client("http://localhost")
 
 
-def test_tasks_of_another_url_are_its_own() -> None:
+def test_app_at_has_its_own_copies_of_all_tasks() -> None:
     other = app_at("redis://127.0.0.1:1/4")
     ours = {name for name, task in app.tasks.items() if isinstance(task, JobTask)}
     assert {name for name, task in other.tasks.items() if isinstance(task, JobTask)} == ours

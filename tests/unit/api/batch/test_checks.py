@@ -1,4 +1,4 @@
-"""What is refused before a run starts: files that are not what a run can read or write."""
+"""Test the checks before a run starts, which reject files that the run can't read or write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(tmp_path: Path, data: bytes, name: str = "in.jsonl", output: str = "ou
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.json", "x.out", "x", "x.v2", "x.2026-01-31", "x.txt"])
-def test_results_go_to_a_name_that_promises_no_other_format(tmp_path: Path, name: str) -> None:
+def test_check_files_accepts_output_names_without_another_format(tmp_path: Path, name: str) -> None:
     check(tmp_path, LINES.encode(), output=name)
     check(tmp_path, LINES.encode(), errors=tmp_path / name)
 
@@ -34,17 +34,17 @@ def test_results_go_to_a_name_that_promises_no_other_format(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("x.parquet", r"not as parquet, so '.*/x\.parquet' is the wrong name; write '.*/x\.jsonl', then convert that"),
+        ("x.parquet", r"can't be written to '.*/x\.parquet', .* not parquet; write them to '.*/x\.jsonl', and convert"),
         ("x.csv", r"pandas.read_json\('.*/x\.jsonl', lines=True\)\.to_csv\('.*/x\.csv'\)"),
-        ("X.XLSX", "not as xlsx"),
-        ("x.jsonl.gz", r"without compression, so '.*/x\.jsonl\.gz' is the wrong name; write '.*/x\.jsonl', then compr"),
+        ("X.XLSX", "JSON lines, not xlsx"),
+        ("x.jsonl.gz", r"'.*/x\.jsonl\.gz', .* without compression; write them to '.*/x\.jsonl', and compress"),
         ("x.zst", "without compression"),
-        ("x.pickle", "not as pickle"),
+        ("x.pickle", "JSON lines, not pickle"),
         ("nowhere/x.jsonl", "there is no directory '.*/nowhere'; create it"),
-        (".", "is not a file; name another one"),
+        (".", "is not a file; name a file"),
     ],
 )
-def test_name_of_another_format_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_check_files_rejects_output_names_of_other_formats(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         check(tmp_path, LINES.encode(), output=name)
     with pytest.raises(InvalidJob, match=message):
@@ -54,21 +54,21 @@ def test_name_of_another_format_is_refused(tmp_path: Path, name: str, message: s
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (LINES.encode("utf-16"), "is UTF-16 text, and must be text in UTF-8; convert it: `iconv -f UTF-16 -t UTF-8"),
+        (LINES.encode("utf-16"), "is UTF-16 text, but must be UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8"),
         (LINES.encode("utf-16-le"), "seems to be UTF-16LE text"),
         (LINES.encode("utf-16-be"), "seems to be UTF-16BE text"),
         (b"\xfe\xff" + LINES.encode("utf-16-be"), "is UTF-16 text"),
         (LINES.encode("utf-32"), "is UTF-32 text"),
-        (gzip.compress(LINES.encode()), "is compressed with gzip, and must be text in UTF-8; convert it: `gzip -dc"),
+        (gzip.compress(LINES.encode()), "is compressed with gzip, but must be UTF-8 text; convert it with `gzip -dc"),
         (bz2.compress(LINES.encode()), "is compressed with bzip2"),
         (lzma.compress(LINES.encode()), "is compressed with xz"),
-        (b"PK\x03\x04rest", "a ZIP archive or an Excel file, and must be text in UTF-8; extract it, or export"),
+        (b"PK\x03\x04rest", "a ZIP archive or an Excel file, but must be UTF-8 text; extract it, or export"),
         (b"PAR1rest", "is a Parquet file, .* ends with .parquet, or add --format parquet"),
     ],
     ids=["utf-16", "utf-16-le", "utf-16-be", "utf-16-be-bom", "utf-32", "gzip", "bzip2", "xz", "zip", "parquet"],
 )
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])
-def test_input_that_is_not_text_in_utf8_is_refused_at_once(
+def test_check_files_rejects_input_that_is_not_utf8_text(
     tmp_path: Path, name: str, data: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidJob, match=message):
@@ -77,20 +77,20 @@ def test_input_that_is_not_text_in_utf8_is_refused_at_once(
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         with pytest.raises(InvalidJob, match=f"stdin .*{message}"):
             check_files(BatchOptions(Path("-"), Path("-")))
-        assert stdin.read() == data  # nothing of it is lost
+        assert stdin.read() == data  # no byte was consumed
 
 
 @pytest.mark.parametrize("text", [LINES, "\ufeff" + LINES, '{"prompt": "狐狸 \\u0000"}\n', "Once upon a time\0\n", ""])
-def test_text_in_utf8_is_taken(tmp_path: Path, text: str) -> None:
+def test_check_files_accepts_utf8_text(tmp_path: Path, text: str) -> None:
     check(tmp_path, text.encode())
     check_files(BatchOptions(tmp_path / "in.jsonl", Path("-")))
 
 
-def test_parquet_is_no_text(tmp_path: Path) -> None:
+def test_check_files_accepts_parquet(tmp_path: Path) -> None:
     check(tmp_path, b"PAR1rest", "in.parquet")
     check(tmp_path, b"PAR1rest", "in.data", format="parquet")
 
 
-def test_stdin_that_can_not_be_looked_at_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_files_accepts_stdin_without_peek(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(LINES.encode())))
     check_files(BatchOptions(Path("-"), Path("-")))

@@ -1,4 +1,4 @@
-"""The files of a bulk run: whole lines only, states that survive, nobody twice."""
+"""Test the files of a bulk run: they have whole lines only, states survive crashes, and no line runs twice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from cellama.api.batch.lines import BatchLine, LineId, StoredLine
 from cellama.api.batch.options import TOKENS, BatchOptions, Progress
 from cellama.api.batch.output import LineFile, id_of, rewrite_without
-from cellama.api.batch.run import MAX_CHUNK_BYTES, _that_fit as that_fit
-from cellama.api.batch.start import LINES_PER_WORD, _open_output as open_output, _read_input as read_input, paths_of
+from cellama.api.batch.run import MAX_CHUNK_BYTES, _fitting_lines as fitting_lines
+from cellama.api.batch.start import LINES_PER_REPORT, _open_output as open_output, _read_input as read_input, paths_of
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
 from cellama.tasks.contract.kinds.chunk import room_bytes
 from cellama.tasks.job_task import _written as check_size
@@ -28,7 +28,7 @@ def line(number: int, prompt: str, line_id: LineId | None = None, model: str = "
 
 
 def read(work: WorkFile, *lines: BatchLine, merge: bool = False) -> set[str]:
-    """Reads an input of these lines; the ids whose results are outdated."""
+    """Read an input with these lines, and return the ids whose results are outdated."""
     with work.reading():
         assert [work.add(each, merge=merge) for each in lines] == [None] * len(lines)
     outdated = outdated_of(work)
@@ -46,7 +46,7 @@ def work(tmp_path: Path) -> Iterator[WorkFile]:
         yield work
 
 
-def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
+def test_line_file_truncates_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"id": 1}\n{"id": 2}\n{"id": ' + b"x" * 100_000)
     with contextlib.closing(LineFile(path)) as file:
@@ -55,7 +55,7 @@ def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
     assert file.size == path.stat().st_size
 
 
-def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_file_has_only_whole_lines_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = os.write, []
 
     def write_half(fd: int, data: bytes) -> int:
@@ -74,7 +74,7 @@ def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "out").read_text() == '{"id": 1}\n{"id": 4}\n'
 
 
-def test_echo_gets_the_lines_that_are_appended(tmp_path: Path) -> None:
+def test_line_file_copies_appended_lines_to_the_echo(tmp_path: Path) -> None:
     (tmp_path / "out").write_text('{"id": 1}\n')
     with (tmp_path / "echo").open("wb") as echo, contextlib.closing(LineFile(tmp_path / "out", echo.fileno())) as file:
         file.append([{"id": 2}])
@@ -82,19 +82,19 @@ def test_echo_gets_the_lines_that_are_appended(tmp_path: Path) -> None:
     assert (tmp_path / "echo").read_text() == '{"id": 2}\n{"id": "ä"}\n'
 
 
-def test_outdated_results_are_dropped_in_both_forms(tmp_path: Path) -> None:
+def test_rewrite_without_removes_outdated_results_in_both_formats(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
     rewrite_without(path, {"a", "b"}.__contains__)
     assert path.read_text() == '{"id": "c"}\n'
 
 
-def test_second_command_on_one_output_is_refused(work: WorkFile) -> None:
+def test_work_file_can_not_be_opened_twice(work: WorkFile) -> None:
     with pytest.raises(sqlite3.OperationalError):
         WorkFile(work.path)
 
 
-def test_lines_go_out_with_those_that_begin_alike(work: WorkFile) -> None:
+def test_next_lines_groups_lines_with_a_common_prefix(work: WorkFile) -> None:
     prompts = ["fox a", "cat a", "fox b", "cat b", "ant"]
     read(work, *(line(i + 1, prompt) for i, prompt in enumerate(prompts)), line(9, "aaa", model="other"))
     assert work.pending == {"m": 5, "other": 1}
@@ -103,7 +103,7 @@ def test_lines_go_out_with_those_that_begin_alike(work: WorkFile) -> None:
     assert work.pending == {"m": 1, "other": 1}
 
 
-def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work: WorkFile) -> None:
+def test_line_is_pending_again_when_its_chunk_is_lost(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"))
     work.take("chunk", work.next_lines("m", 3))
     assert work.chunks() == ["chunk"]
@@ -113,12 +113,12 @@ def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work
     assert work.line("chunk", 0) is None
     assert work.give_back("chunk", tried=True) == 2
     assert [work.count(state) for state in (PENDING, IN_FLIGHT, FINISHED, FAILED)] == [2, 0, 1, 0]
-    assert [each.number for each in work.next_lines("m", 5)] == [2]  # one that was tried before goes alone
+    assert [each.number for each in work.next_lines("m", 5)] == [2]  # a line that was tried before is sent alone
     assert work.tried_out(1)
     assert not work.tried_out(2)
 
 
-def test_same_input_keeps_states_and_a_changed_line_loses_its_result(work: WorkFile) -> None:
+def test_reading_keeps_states_and_drops_results_of_changed_lines(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"))
     first, second, third = work.next_lines("m", 3)
     for each in (first, second):
@@ -132,13 +132,13 @@ def test_same_input_keeps_states_and_a_changed_line_loses_its_result(work: WorkF
     assert [work.count(state) for state in (PENDING, FINISHED, FAILED)] == [2, 0, 1]
 
 
-def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: WorkFile) -> None:
+def test_outdated_results_survive_a_crash_until_they_are_removed(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"))
     for each in work.next_lines("m", 2):
         work.finish(each)
     with work.reading():
         work.add(line(1, "A", "id1"))
-    work.close()  # before the output was written again
+    work.close()  # before the output was rewritten
     with contextlib.closing(WorkFile(work.path)) as again:
         with again.reading():
             again.add(line(1, "A", "id1"))
@@ -148,7 +148,7 @@ def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: W
         assert again.count(PENDING) == 1
 
 
-def test_reading_that_ends_early_changes_nothing(work: WorkFile) -> None:
+def test_reading_changes_nothing_when_it_fails(work: WorkFile) -> None:
     read(work, *(line(i, "a") for i in range(1, 4)))
     work.finish(work.next_lines("m", 1)[0])
 
@@ -165,7 +165,7 @@ def test_reading_that_ends_early_changes_nothing(work: WorkFile) -> None:
     assert [work.count(state) for state in (PENDING, FINISHED)] == [2, 1]
 
 
-def test_identical_lines_wait_for_the_first_of_them(work: WorkFile) -> None:
+def test_identical_lines_wait_for_the_first_one(work: WorkFile) -> None:
     lines = [line(1, "a"), line(2, "b"), line(3, "a"), line(4, "a"), line(5, "b")]
     read(work, *lines, merge=True)
     assert work.pending == {"m": 2}
@@ -177,11 +177,11 @@ def test_identical_lines_wait_for_the_first_of_them(work: WorkFile) -> None:
         work.finish(each)
     assert work.pending == {"m": 1}
     assert [work.count(state) for state in (PENDING, FINISHED, TWIN)] == [1, 3, 1]
-    read(work, *lines[2:], merge=True)  # without the one that the last waited for
+    read(work, *lines[2:], merge=True)  # without the line whose outcome the last line waits for
     assert [each.id for each in work.next_lines("m", 9)] == ["id5"]
 
 
-def test_failed_lines_wait_again_if_asked_for(work: WorkFile) -> None:
+def test_retry_failed_makes_failed_lines_pending(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"))
     for each in work.next_lines("m", 2):
         work.finish(each, failed=True)
@@ -189,13 +189,13 @@ def test_failed_lines_wait_again_if_asked_for(work: WorkFile) -> None:
     assert [each.id for each in work.next_lines("m", 9)] == ["id1", "id2"]
 
 
-def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> None:
+def test_add_returns_the_earlier_line_of_a_duplicate_id(work: WorkFile) -> None:
     with work.reading():
         assert work.add(line(1, "a", "x")) is None
         assert work.add(line(2, "b", "x")) == 1
 
 
-def test_ids_of_two_types_are_two(work: WorkFile) -> None:
+def test_ids_of_different_types_are_different(work: WorkFile) -> None:
     big = 2**64 + 1
     lines = [line(1, "a", 7), line(2, "b", "7"), line(3, "c", big)]
     read(work, *lines)
@@ -213,15 +213,15 @@ def test_ids_of_two_types_are_two(work: WorkFile) -> None:
     assert (work.is_outdated(7), work.is_outdated("7"), work.is_outdated(big)) == (True, False, True)
 
 
-def test_twin_of_a_line_whose_result_was_found_in_the_output_waits_no_more(work: WorkFile) -> None:
+def test_twin_is_pending_when_the_result_of_the_first_line_was_in_the_output(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "a"), merge=True)
     assert work.count(TWIN) == 1
-    work.finish_by_id("id1")  # a crash came before the second one got this result
+    work.finish_by_id("id1")  # a crash came before the twin got this result
     work.find_twins()
     assert [each.id for each in work.next_lines("m", 9)] == ["id2"]
 
 
-def test_tokens_of_results_that_only_the_output_has_are_counted_once(tmp_path: Path) -> None:
+def test_open_output_counts_tokens_of_recovered_results_once(tmp_path: Path) -> None:
     usage = {"prompt_tokens": 5, "cached_tokens": 3, "completion_tokens": 2}
     body = {"usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens": 4}}
     found = [{"id": "id1", "usage": usage}, {"custom_id": "id2", "response": {"body": body}}]
@@ -236,14 +236,14 @@ def test_tokens_of_results_that_only_the_output_has_are_counted_once(tmp_path: P
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.1, 3), (0.4, 4), (20.0, 1000)])
-def test_rates_are_those_of_this_command_however_short_it_is(seconds: float, lines: int) -> None:
+def test_rates_count_only_this_command_even_when_it_is_short(seconds: float, lines: int) -> None:
     progress = Progress(total=5000, finished=100 + lines, already=100, tokens_before=990, completion_tokens=990 + 29)
     progress.started_at = time.monotonic() - seconds
     assert progress.line_rate == pytest.approx(lines / seconds, rel=0.2)
     assert progress.rate == pytest.approx(29 / seconds, rel=0.2)
 
 
-def test_results_wait_for_those_before_them(work: WorkFile) -> None:
+def test_ordered_results_are_held_until_earlier_lines_finish(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"), line(4, "d"))
     first, second, third, fourth = work.next_lines("m", 4)
     work.finish(first, outcome="one")
@@ -260,15 +260,15 @@ def test_results_wait_for_those_before_them(work: WorkFile) -> None:
     assert work.held(9) == [(3, "three"), (4, "four")]
 
 
-def test_held_result_that_the_output_has_is_not_written_again(work: WorkFile) -> None:
+def test_held_result_is_not_written_twice_after_a_crash(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"))
     for each, outcome in zip(work.next_lines("m", 2), ("one", "two"), strict=True):
         work.finish(each, outcome=outcome)
-    assert not work.finish_by_id("id1")  # a crash came between the output and this file, which had counted its tokens
+    assert not work.finish_by_id("id1")  # a crash came after this file had counted the tokens
     assert work.held(9) == [(2, "two")]
 
 
-def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> None:
+def test_shrink_keeps_ids_and_states_of_finished_lines(work: WorkFile) -> None:
     read(work, *(line(i, f"{i} " * 5000) for i in range(1, 50)))
     with work.transaction():
         for each in work.next_lines("m", 49):
@@ -281,7 +281,7 @@ def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> 
         assert again.count(FINISHED) == 49
 
 
-def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:
+def test_failed_line_can_be_retried_after_shrink(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"))
     first, second = work.next_lines("m", 2)
     work.finish(first)
@@ -293,23 +293,23 @@ def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:
 
 
 @pytest.mark.parametrize("limit", [1024, 5000, 4 << 20])
-def test_chunk_is_never_larger_than_a_job_may_be(limit: int) -> None:
+def test_chunk_never_exceeds_the_maximum_payload_size(limit: int) -> None:
     room = min(MAX_CHUNK_BYTES, room_bytes("m", limit))
     lines = [
         StoredLine(n, f"id{n}", "short", "generate", "m", {"prompt": "é" * (n * 7 % 300)}, 0, None, 0)
         for n in range(90)
     ]
     while lines:
-        fitting = that_fit(lines, room)
+        fitting = fitting_lines(lines, room)
         sent = [{"kind": line.kind, "params": line.params} for line in fitting]
         call = TaskCall(task="t", args=["m", sent], kwargs={"priority": 9}, queue="q", priority=9)
-        check_size(call, limit)  # raises what is too large
+        check_size(call, limit)  # raises if it is too large
         lines = lines[len(fitting) :]
 
 
-def test_earlier_errors_are_taken_over_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_errors_are_copied_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = BatchOptions(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model="m")
-    count = 3 * LINES_PER_WORD
+    count = 3 * LINES_PER_REPORT
     options.input.write_text("".join(f'{{"id": "a{n}", "prompt": "Hi"}}\n' for n in range(count)))
     paths = paths_of(options.output)
     paths.errors.write_text("".join(f'{{"id": "a{n}", "error": {{}}}}\n' for n in range(count)))
@@ -320,5 +320,5 @@ def test_earlier_errors_are_taken_over_in_pages(tmp_path: Path, monkeypatch: pyt
     with contextlib.closing(WorkFile(paths.work)) as work:
         errors = read_input(work, options, paths, lambda count: None, None)
     errors.close()
-    assert max(sizes) == LINES_PER_WORD
+    assert max(sizes) == LINES_PER_REPORT
     assert [id_of(value) for value in errors.lines()] == [f"a{n}" for n in range(count) if n != 7]

@@ -1,4 +1,4 @@
-"""What a bulk run reads: every line is understood, or refused with its number and a remedy."""
+"""Test reading the input of a bulk run: each line becomes a job, or an error with its number and a remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(*lines: Any, format_: Format = "jsonl", columns: Columns = NO_COLUMNS, 
     return list(read_lines(io.BytesIO(b"\n".join(texts) + b"\n"), format_, DEFAULTS, limit, columns))
 
 
-def test_short_lines_get_ids_models_and_parameters() -> None:
+def test_short_lines_get_default_ids_models_and_parameters() -> None:
     generate, chat, embed = read(
         {"prompt": "a"}, {"id": "x", "messages": HELLO, "max_tokens": 3}, {"text": "t", "model": "n"}
     )
@@ -43,7 +43,7 @@ def test_short_lines_get_ids_models_and_parameters() -> None:
     assert (embed.kind, embed.model, embed.params) == ("embed", "n", {"texts": "t"})
 
 
-def test_openai_lines_become_the_same_jobs() -> None:
+def test_openai_lines_become_jobs() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     body = {"model": "n", "messages": HELLO, "max_completion_tokens": 5, "response_format": schema, "user": "u",
             "logprobs": True, "top_logprobs": 2, "seed": None, "prediction": EXPECTED}  # fmt: skip
@@ -61,16 +61,16 @@ def test_openai_lines_become_the_same_jobs() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{broken", "it is not valid JSON"),
-        ({"custom_id": 7, "url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is 7; it must be a text"),
-        (b'"text"', "it is str, not an object"),
-        ({"max_tokens": 3}, "a line has one of prompt, messages, text, texts; this one has none of them"),
-        ({"prompt": "a", "text": "b"}, "this one has prompt and text"),
+        (b"{broken", "the line is not valid JSON"),
+        ({"custom_id": 7, "url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is 7; it must be a string"),
+        (b'"text"', "the line is of type str; it must be a JSON object"),
+        ({"max_tokens": 3}, "must have exactly one of prompt, messages, text, texts; this line has none of them"),
+        ({"prompt": "a", "text": "b"}, "this line has prompt and text"),
         ({"prompt": "a", "temperture": 1}, "unknown parameter 'temperture'; did you mean 'temperature'"),
         ({"prompt": ""}, "prompt is '': it is empty"),
-        ({"prompt": "a", "id": ""}, "its id is ''"),
-        ({"prompt": "a", "stream": True}, "priority and stream mean nothing in a bulk run"),
-        ({"prompt": "x" * 20_000}, "bytes, and the limit is 10000; split it"),
+        ({"prompt": "a", "id": ""}, "id is ''"),
+        ({"prompt": "a", "stream": True}, "priority and stream are not supported in bulk runs"),
+        ({"prompt": "x" * 20_000}, "bytes, and the limit is 10000; split the line"),
         ({"url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is missing"),
         (
             {"custom_id": "c", "url": "/v1/images", "body": {}},
@@ -82,7 +82,7 @@ def test_openai_lines_become_the_same_jobs() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_bad_line_is_refused_with_its_number_and_the_next_one_is_read(line: Any, message: str) -> None:
+def test_bad_line_is_reported_with_its_number_and_reading_continues(line: Any, message: str) -> None:
     bad, good = read(line, {"prompt": "fine"})
     assert isinstance(bad, BadLine)
     assert bad.number == 1
@@ -91,19 +91,19 @@ def test_bad_line_is_refused_with_its_number_and_the_next_one_is_read(line: Any,
     assert good.number == 2
 
 
-def test_line_without_a_model_is_refused_if_the_run_has_none() -> None:
+def test_line_without_a_model_is_bad_when_the_run_has_no_default() -> None:
     (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", Defaults(None, {}), 1000)
     assert isinstance(bad, BadLine)
-    assert "it names no model" in bad.message
+    assert "model is missing" in bad.message
 
 
-def test_line_in_another_encoding_is_refused_by_itself() -> None:
+def test_line_in_another_encoding_does_not_affect_other_lines() -> None:
     texts = {"utf-16-le": '{"prompt": "e"}', "latin-1": '{"prompt": "é"}', "utf-8-sig": '{"prompt": "é"}'}
     utf16, latin, marked = read(*(text.encode(encoding) for encoding, text in texts.items()))
     assert isinstance(utf16, BadLine)
     assert isinstance(latin, BadLine)
-    assert "it is not valid JSON" in utf16.message
-    assert latin.message == "it is not valid UTF-8 at byte 12; convert the file"
+    assert "the line is not valid JSON" in utf16.message
+    assert latin.message == "the line is not valid UTF-8 at byte 12; convert the file to UTF-8"
     assert isinstance(marked, BatchLine)
     (text,) = read("\ufeffé".encode(), format_="text")
     assert text.params["prompt"] == "é"
@@ -116,15 +116,15 @@ def test_id_keeps_its_type(line_id: Any) -> None:
 
 
 @pytest.mark.parametrize("line_id", ["", 1.5, True, None, ["a"], "half a pair: \ud800"])
-def test_id_that_is_no_text_is_refused(line_id: Any) -> None:
+def test_line_with_an_invalid_id_is_bad(line_id: Any) -> None:
     body = {"url": "/v1/completions", "body": {"prompt": "x"}}
     for found in read({"id": line_id, "prompt": "x"}, {"custom_id": line_id, **body}):
         assert isinstance(found, BadLine)
         found.message.encode()
-        assert "text" in found.message or "missing" in found.message
+        assert "must be a string" in found.message or "missing" in found.message
 
 
-def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
+def test_parquet_file_has_a_prompt_per_row(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
     table = {"id": [7, 8, 9], "question": ["a", None, "c"], "at": [date(2026, 1, 2)] * 3}
     parquet.write_table(pyarrow.table(table), path)
@@ -137,23 +137,23 @@ def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
     assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, BatchLine)] == [(7, "a"), (9, "c")]
     assert [(row.number, row.id) for row in found if isinstance(row, BadLine)] == [(2, 8)]
     assert [row.columns for row in found] == [{"at": "2026-01-02"}] * 3
-    with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question, at"):
+    with pytest.raises(InvalidJob, match="--column: name the column of the prompts; columns: id, question, at"):
         rows(None)
 
 
-def test_files_that_are_not_what_they_say_are_refused() -> None:
-    with pytest.raises(InvalidJob, match="Parquet file can't be read after row 0"):
+def test_read_lines_raises_when_the_file_has_another_format() -> None:
+    with pytest.raises(InvalidJob, match="can't read the Parquet file after row 0"):
         read(b"no parquet", format_="parquet")
-    with pytest.raises(InvalidJob, match="CSV can't be read after row"):
+    with pytest.raises(InvalidJob, match="can't read the CSV file after row"):
         read(b"question", b"a", *[b"x" * 5000] * 3, b"\xff", format_="csv")
 
 
-def test_text_and_csv_have_a_prompt_per_line() -> None:
+def test_text_and_csv_files_have_a_prompt_per_line() -> None:
     texts = read(b"one", b"", b"two", format_="text")
     assert [(line.number, line.params["prompt"]) for line in texts] == [(1, "one"), (3, "two")]
     rows = read(b"id,question", b'1,"a ""b"""', b"2,c", format_="csv")
     assert [(line.id, line.params["prompt"]) for line in rows] == [("1", 'a "b"'), ("2", "c")]
-    with pytest.raises(InvalidJob, match="no --column is given; the file has: topic, question"):
+    with pytest.raises(InvalidJob, match="--column: name the column of the prompts; columns: topic, question"):
         read(b"topic,question", b"1,a", format_="csv")
 
 
@@ -166,37 +166,37 @@ def test_text_and_csv_have_a_prompt_per_line() -> None:
         ("key,question,topic", Columns("question"), ["1", "2"]),
     ],
 )
-def test_rows_keep_their_ids_and_what_else_they_have(header: str, columns: Columns, ids: list[str]) -> None:
+def test_csv_rows_keep_their_ids_and_other_columns(header: str, columns: Columns, ids: list[str]) -> None:
     rows = read(header.encode(), b"q7,Who?,self", b"q8,What?,bees", format_="csv", columns=columns)
     assert [row.id for row in rows] == ids
     assert [row.columns["topic"] for row in rows] == ["self", "bees"]
     assert all("question" not in row.columns and "id" not in row.columns for row in rows)
     without = read(header.encode(), b",Who?,self", format_="csv", columns=columns)[0]
-    assert isinstance(without, BadLine) == (ids != ["1", "2"])  # none is invented where rows have some
+    assert isinstance(without, BadLine) == (ids != ["1", "2"])  # ids are numbered only if the file has no ids
 
 
-def test_columns_are_refused_where_there_are_none_of_that_name() -> None:
-    with pytest.raises(InvalidJob, match="there is no column 'nr' for --id-column; the file has: id, question"):
+def test_read_lines_rejects_unknown_columns() -> None:
+    with pytest.raises(InvalidJob, match="--id-column: there is no column 'nr'; columns: id, question"):
         read(b"id,question", b"1,a", format_="csv", columns=Columns("question", "nr"))
-    with pytest.raises(InvalidJob, match="--column and --id-column are for CSV and Parquet; jsonl has no columns"):
+    with pytest.raises(InvalidJob, match="--column and --id-column need CSV or Parquet, but the format is jsonl"):
         read({"prompt": "a"}, columns=Columns("prompt"))
 
 
 @pytest.mark.parametrize("columns", [NO_COLUMNS, Columns("question")])
 @pytest.mark.parametrize("mark", [";", "\t"])
-def test_table_with_other_separators_than_commas_is_refused(columns: Columns, mark: str) -> None:
-    with pytest.raises(InvalidJob, match=r"its columns seem to be separated by '.*', and must be by commas"):
+def test_csv_with_another_separator_is_rejected_with_a_hint(columns: Columns, mark: str) -> None:
+    with pytest.raises(InvalidJob, match=r"the file seems to use the separator '.*', but must use commas"):
         read(f"id{mark}question".encode(), f"1{mark}a".encode(), format_="csv", columns=columns)
     (row,) = read(f"id{mark}question".encode(), b"a", format_="csv", columns=Columns(f"id{mark}question"))
     assert row.params["prompt"] == "a"
 
 
-def test_id_of_a_line_is_never_that_of_another_line_that_has_none() -> None:
+def test_default_ids_differ_from_given_ids() -> None:
     lines = read({"prompt": "a"}, {"prompt": "b", "id": 1}, {"prompt": "c", "id": "1"})
     assert [line.id for line in lines] == ["line-1", 1, "1"]
 
 
-def test_columns_of_a_row_stand_beside_its_result_and_its_error(tmp_path: Path) -> None:
+def test_other_columns_are_copied_into_results_and_errors(tmp_path: Path) -> None:
     (row,) = read(b"id,question,topic", b"q7,Who?,self", format_="csv", columns=Columns("question"))
     with closing(WorkFile(tmp_path / "x.work")) as work:
         with work.reading():
@@ -212,7 +212,7 @@ def test_columns_of_a_row_stand_beside_its_result_and_its_error(tmp_path: Path) 
     }  # fmt: skip
 
 
-def test_hash_tells_changed_lines_and_keys_put_alike_ones_together() -> None:
+def test_hash_changes_with_the_job_and_keys_sort_by_prompt() -> None:
     one, same, other = read({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"}, {"id": "a", "prompt": "y"})
     assert one.hash == same.hash != other.hash
     chats = read({"messages": [*HELLO, {"role": "assistant", "content": "A"}]}, {"messages": HELLO})
@@ -221,14 +221,14 @@ def test_hash_tells_changed_lines_and_keys_put_alike_ones_together() -> None:
     assert tokens[0].key.startswith(tokens[1].key)
 
 
-def test_form_of_a_file_is_known_by_its_name() -> None:
+def test_format_is_derived_from_the_file_name() -> None:
     assert [format_of(Path(name), "auto") for name in ("a.jsonl", "a.txt", "a.csv", "a.parquet", "a")] == [
         "jsonl", "text", "csv", "parquet", "jsonl",
     ]  # fmt: skip
     assert format_of(Path("a.txt"), "jsonl") == "jsonl"
 
 
-def test_openai_response_has_choices_and_usage() -> None:
+def test_result_line_in_the_openai_format_has_choices_and_usage() -> None:
     usage = {**usage_of(prompt_tokens=3, completion_tokens=2), "cached_tokens": 1, "accepted_prediction_tokens": 1}
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -242,8 +242,8 @@ def test_openai_response_has_choices_and_usage() -> None:
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "text", "csv"])
-def test_line_whose_job_is_too_large_is_a_bad_one_in_every_format(format_: Format) -> None:
-    prompts = ["short", '"' * 2000, "é" * 2900]  # quotes take two bytes in a message, an é as many
+def test_line_is_bad_when_its_job_is_too_large_in_every_format(format_: Format) -> None:
+    prompts = ["short", '"' * 2000, "é" * 2900]  # a quote and an é take two bytes each in a message
     text = {"jsonl": "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)}
     text["text"] = "".join(prompt + "\n" for prompt in prompts)
     quoted = ('"' + prompt.replace('"', '""') + '"\n' for prompt in prompts)
@@ -257,8 +257,8 @@ def test_line_whose_job_is_too_large_is_a_bad_one_in_every_format(format_: Forma
     assert kinds(6000) == [BatchLine, BatchLine, BatchLine]
 
 
-def test_parameters_of_the_run_count_to_the_size_of_a_line() -> None:
+def test_size_of_a_line_includes_parameters_of_the_run() -> None:
     defaults = Defaults("m", {"grammar": "x" * 3000})
     (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", defaults, 3000)
     assert isinstance(bad, BadLine)
-    assert "the limit is 3000; split it, or raise max_payload_bytes" in bad.message
+    assert "the limit is 3000; split the line, or raise max_payload_bytes" in bad.message

@@ -1,4 +1,4 @@
-"""What a bulk run shows of itself: rates that are right, and nothing that says a run went well when it did not."""
+"""Test the progress and the summary of a bulk run, which must not report success when lines failed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cellama.api.batch.options import Progress, Summary
 from cellama.api.cli.batch_progress import showing, summarise
 
 
-def told(progress: Progress, capsys: pytest.CaptureFixture[str], state: str = "completed") -> list[str]:
+def summary_of(progress: Progress, capsys: pytest.CaptureFixture[str], state: str = "completed") -> list[str]:
     progress.started_at = time.monotonic() - 0.2
     summarise(Summary("r", state, progress, Path("[x].errors.jsonl")), json=False, to_stdout=False)
     return capsys.readouterr().err.splitlines()
 
 
-def test_short_run_has_the_rates_that_it_had(capsys: pytest.CaptureFixture[str]) -> None:
-    done, rates, tokens = told(Progress(total=2, finished=2, prompt_tokens=9, completion_tokens=200), capsys)
+def test_summary_shows_rates_when_the_run_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    done, rates, tokens = summary_of(Progress(total=2, finished=2, prompt_tokens=9, completion_tokens=200), capsys)
     assert done == "completed: 2 lines done, 0 failed"
     seconds, lines, rate = rates.split(" · ")
     assert seconds == "0.2 s" or float(lines.split()[0]) < 10
@@ -28,8 +28,8 @@ def test_short_run_has_the_rates_that_it_had(capsys: pytest.CaptureFixture[str])
     assert tokens == "tokens: 9 in prompts, 200 generated"
 
 
-def test_run_without_generated_tokens_tells_none(capsys: pytest.CaptureFixture[str]) -> None:
-    done, rates, tokens = told(Progress(total=1, finished=1, prompt_tokens=9, cached_tokens=2), capsys)
+def test_summary_omits_token_rate_when_nothing_was_generated(capsys: pytest.CaptureFixture[str]) -> None:
+    done, rates, tokens = summary_of(Progress(total=1, finished=1, prompt_tokens=9, cached_tokens=2), capsys)
     assert done == "completed: 1 line done, 0 failed"
     assert "tok/s" not in rates
     assert tokens == "tokens: 9 in prompts (2 cached)"
@@ -38,28 +38,28 @@ def test_run_without_generated_tokens_tells_none(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("counts", "state", "line"),
     [
-        ({"finished": 9, "already": 9}, "completed", "was complete already: 9 lines done, 0 failed"),
+        ({"finished": 9, "already": 9}, "completed", "already completed: 9 lines done, 0 failed"),
         (
             {"finished": 9, "already": 4, "finished_before": 4},
             "completed",
             "completed: 9 lines done (4 of them earlier), 0 failed",
         ),
         ({"finished": 1, "failed": 1, "already": 1}, "completed", "completed: 1 line done, 1 failed"),
-        ({"failed": 2}, "completed", "failed: no line was done, 2 failed"),
-        ({"failed": 2, "already": 2}, "completed", "was complete already: 0 lines done, 2 failed"),
+        ({"failed": 2}, "completed", "failed: all 2 lines failed"),
+        ({"failed": 2, "already": 2}, "completed", "already completed: 0 lines done, 2 failed"),
         ({"finished": 1}, "cancelled", "cancelled: 1 line done, 0 failed"),
     ],
 )
-def test_first_line_says_what_has_become_of_the_lines(
+def test_summary_starts_with_the_outcome_of_all_lines(
     counts: dict[str, Any], state: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = told(Progress(total=9, **counts), capsys, state)
+    lines = summary_of(Progress(total=9, **counts), capsys, state)
     assert lines[0] == line
     failed = counts.get("failed")
-    assert (lines[-1] == "the reasons for failed lines are in [x].errors.jsonl") == bool(failed)
+    assert (lines[-1] == "errors of failed lines: [x].errors.jsonl") == bool(failed)
 
 
-def test_log_says_nothing_before_there_is_something_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_log_is_empty_until_the_first_notice(capsys: pytest.CaptureFixture[str]) -> None:
     with showing(json=False, to_stdout=False) as show:
         show.progress(Progress(total=2))
         assert capsys.readouterr().err == ""

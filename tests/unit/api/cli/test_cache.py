@@ -1,4 +1,4 @@
-"""`cellama cache` on a folder of states, with no worker anywhere."""
+"""Test `cellama cache` on a directory of KV states, without a worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDENTITY = b"model"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a state of each of two scopes."""
+    """Return a directory with one state in each of two scopes."""
     with closing(StateStore(tmp_path / "kv", 1 << 20, IDENTITY)) as store:
         for scope in ("a", "b"):
             state = KeptState(seed_of(IDENTITY, (), scope), range(100), 0, bytes(1000), {}, scope)
@@ -33,13 +33,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def cache(folder: Path, *argv: str, code: int = 0) -> Any:
-    """What the command says; JSON as it is meant."""
+    """Run the command and return its output, parsed if it is JSON."""
     done = CliRunner().invoke(app, ["cache", *argv, "--dir", str(folder)])
     assert done.exit_code == code, done.output
     return json.loads(done.stdout) if "--json" in argv else done.output
 
 
-def test_states_are_listed_pinned_and_cleared_by_scope_and_key(folder: Path) -> None:
+def test_cache_lists_pins_and_clears_states_by_scope_and_key(folder: Path) -> None:
     states = cache(folder, "list", "--json")
     assert [(state["scope"], state["num_tokens"], state["problem"]) for state in states] == [
         ("b", 100, None),
@@ -52,33 +52,33 @@ def test_states_are_listed_pinned_and_cleared_by_scope_and_key(folder: Path) -> 
     assert (info["num_states"], info["num_pinned"], info["num_identities"]) == (1, 1, 1)
     assert cache(folder, "clear", "--scope", "a", "--pinned", "--json")["num_states"] == 0
     assert cache(folder, "unpin", keys[0], "--json") == {keys[0]: True}
-    assert "removed 1 states" in cache(folder, "clear", keys[0])
+    assert "removed 1 state (" in cache(folder, "clear", keys[0])
 
 
-def test_list_and_info_are_readable(folder: Path) -> None:
+def test_cache_list_and_info_print_text(folder: Path) -> None:
     (damaged, *_) = folder.glob("*/*.kv")
     damaged.write_bytes(b"short")
     listed = cache(folder, "list")
     assert "damaged" in listed
     assert damaged.stem[:16] in listed
-    assert "2 states of 1 models" in cache(folder, "info")
-    assert "no states" in cache(folder.parent / "none", "list")
+    assert "2 states of 1 model\n" in cache(folder, "info")
+    assert "no KV states in" in cache(folder.parent / "none", "list")
 
 
 @pytest.mark.parametrize("key", ["", "../../x", "abc", "f" * 64])
-def test_key_of_no_state_is_refused_and_named(folder: Path, key: str) -> None:
+def test_cache_pin_rejects_keys_without_a_state(folder: Path, key: str) -> None:
     assert "no states have a key that begins with" in cache(folder, "pin", key, code=1)
 
 
-def test_keys_beside_a_scope_are_refused(folder: Path) -> None:
+def test_cache_clear_rejects_keys_combined_with_a_scope(folder: Path) -> None:
     cache(folder, "clear", "0" * 64, "--scope", "a", code=2)
 
 
-def test_folder_is_that_of_the_settings_unless_one_is_named(
+def test_cache_uses_the_directory_of_the_settings_by_default(
     folder: Path, settings_environment: Callable[..., None]
 ) -> None:
     none = CliRunner().invoke(app, ["cache", "info"])
-    assert (none.exit_code, "the settings name no cache_dir" in " ".join(none.output.split())) == (2, True)
+    assert (none.exit_code, "the setting cache_dir is not set" in " ".join(none.output.split())) == (2, True)
     settings_environment(cache_dir=str(folder))
     done = CliRunner().invoke(app, ["cache", "info", "--json"])
     assert json.loads(done.stdout)["num_states"] == 2

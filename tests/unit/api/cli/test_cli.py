@@ -1,4 +1,4 @@
-"""The command line: help that teaches, exit codes, messages without traces, light imports."""
+"""Test the command line: help, exit codes, errors without tracebacks, and light imports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COMMANDS += tuple(f"batch {name}" for name in ("run", "resume", "list", "status"
 
 
 def run_cli(*argv: str, folder: Path, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """The real command in a process of its own; no Redis listens where it looks."""
+    """Run the command in another process. No Redis listens at its URL."""
     environment = clean_environment(**{"CELLAMA_REDIS_URL": "redis://127.0.0.1:1/0", "COLUMNS": "200", **variables})
     command = [sys.executable, "-c", "from cellama.api.cli import main; main()", *argv]
     return subprocess.run(command, cwd=folder, env=environment, input=stdin, capture_output=True, timeout=60)
@@ -90,7 +90,7 @@ def test_every_generation_parameter_is_an_option() -> None:
         (JobTimeout("x"), Exit.TIMEOUT),
     ],
 )
-def test_exit_code_tells_what_kind_of_error_it_was(error: Exception, code: Exit) -> None:
+def test_exit_code_depends_on_the_kind_of_error(error: Exception, code: Exit) -> None:
     assert exit_code_of(error) == code
 
 
@@ -119,7 +119,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
             NO_REDIS,
             [
                 (["generate", "tiny", "Hi"], 3, "Redis at redis://127.0.0.1:1/0 does not answer"),
-                (["worker"], 3, "does not answer; start it, or use `cellama up`"),
+                (["worker"], 3, "does not answer; start it, or use `cellama up`, which starts one"),
                 (["generate", "tiny", "Hi", "--max-tokens", "0"], 2, "max_tokens is 0"),
                 (["generate", "tiny", "Hi", "--temperature", "-1"], 2, "temperature is -1.0"),
                 (["generate", "tiny", "Hi", "--max-tokens", "many"], 2, "valid integer"),
@@ -127,7 +127,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
                 (["generate", "tiny"], 2, "Missing argument"),
                 (["generate", "tiny", "Hi", "--max-token", "3"], 2, "--max-tokens"),
                 (["genrate"], 2, "genrate"),
-                (["up", "--redis", "redis://db.invalid:1/0"], 3, "only a loopback one can be started here"),
+                (["up", "--redis", "redis://db.invalid:1/0"], 3, "can start one only on loopback"),
             ],
         ),
         ({"CELLAMA_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, [(["status"], 3, "redis://:***@127.0.0.1:1/0")]),
@@ -135,7 +135,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
         ({**NO_REDIS, "CELLAMA_CONFIG": "nowhere.toml"}, [(["status"], 2, "does not exist")]),
     ],
 )
-def test_mistake_ends_in_a_message_and_an_exit_code(
+def test_wrong_usage_prints_a_message_and_sets_the_exit_code(
     tmp_path: Path, variables: dict[str, str], mistakes: list[Mistake]
 ) -> None:
     done = subprocess.run(
@@ -154,7 +154,7 @@ def test_mistake_ends_in_a_message_and_an_exit_code(
         assert "secret" not in output
 
 
-def test_ctrl_c_while_packages_are_imported_ends_in_silence(tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_exits_without_output(tmp_path: Path) -> None:
     (tmp_path / "cellama" / "api").mkdir(parents=True)
     (tmp_path / "cellama" / "api" / "cli.py").write_text("raise KeyboardInterrupt")
     environment = clean_environment(PYTHONPATH=str(tmp_path))
@@ -169,7 +169,7 @@ def test_prompt_from_stdin_must_be_utf8(tmp_path: Path) -> None:
     assert b"stdin is not valid UTF-8 at byte 3" in done.stderr
 
 
-def test_delay_without_redis_raises_what_says_so(tmp_path: Path) -> None:
+def test_delay_raises_redis_unreachable_without_redis(tmp_path: Path) -> None:
     code = (
         "from cellama.tasks import generate\nfrom cellama.tasks.contract.errors import RedisUnreachable\n"
         "try:\n    generate.delay('tiny', 'Hi')\nexcept RedisUnreachable as error:\n    print(error)"
@@ -188,20 +188,20 @@ print(json.dumps([name for name in ("llama_cpp", "numpy", "jinja2", "cellama.eng
 
 
 @pytest.mark.parametrize("module", ["cellama.tasks", "cellama.api"])
-def test_import_is_light_and_without_the_engine(module: str, tmp_path: Path) -> None:
+def test_import_loads_neither_the_engine_nor_its_packages(module: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", IMPORTS.format(module=module)]
     done = subprocess.run(argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout) == []
 
 
-def test_bulk_run_has_the_parameters_of_a_job_but_for_its_priority() -> None:
+def test_batch_run_has_options_for_all_parameters_except_priority() -> None:
     shown = CliRunner().invoke(app, ["batch", "run", "--help"], env={"COLUMNS": "200"}).output
     assert "--max-tokens" in shown
     assert "--priority" not in shown
 
 
 @pytest.mark.parametrize("command", [["worker"], ["up"], ["demo"], ["tune", "bundled://tiny"]])
-def test_machine_without_the_workers_extra_is_told_so_once(command: list[str], tmp_path: Path) -> None:
+def test_command_names_missing_packages_once_without_the_worker_extra(command: list[str], tmp_path: Path) -> None:
     code = (
         "import sys\nfor name in ('llama_cpp', 'jinja2'):\n    sys.modules[name] = None\n"
         "import importlib.util as u\nfind = u.find_spec\n"
@@ -218,11 +218,11 @@ def test_machine_without_the_workers_extra_is_told_so_once(command: list[str], t
         text=True,
     )
     assert done.returncode == Exit.USAGE
-    assert done.stderr.count("this needs llama_cpp, jinja2, as every worker does; `pip install 'cellama[worker]'`") == 1
+    assert done.stderr.count("missing packages: llama_cpp, jinja2; run `pip install 'cellama[worker]'`") == 1
     assert "Traceback" not in done.stderr
 
 
-def test_bench_shows_the_help_of_a_benchmark_and_refuses_a_model_that_is_none(tmp_path: Path) -> None:
+def test_bench_shows_help_and_rejects_an_unknown_bundled_model(tmp_path: Path) -> None:
     shown = run_cli("bench", "decode", "--help", folder=tmp_path)
     assert shown.returncode == 0
     assert b"usage: cellama bench decode" in shown.stdout

@@ -1,4 +1,4 @@
-"""The help on narrow terminals, and completion in real shells."""
+"""Test the help on narrow terminals, and the completion in real shells."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from ....ci_scripts import ci_script
 from ....conftest import clean_environment
 from ....terminals import Terminal
 
-LEAVES: dict[str, Any] = dict(ci_script("reference").leaves("cellama", typer.main.get_command(app)))
+COMMAND = typer.main.get_command(app)
+LEAVES: dict[str, Any] = dict(ci_script("reference").leaves("cellama", COMMAND))
 BIN = Path(sys.executable).parent
 WITHOUT_OWN_HELP = {"cellama bench"}
+GROUPS_OF_COMMANDS = sorted({path.rpartition(" ")[0] for path in LEAVES})
 
 
-def shown(path: str, columns: int) -> str:
+def help_text(path: str, columns: int) -> str:
     argv = [*path.split()[1:], "--help"]
     return (
         CliRunner().invoke(app, argv, prog_name="cellama", env={"COLUMNS": str(columns)}, terminal_width=columns).output
@@ -34,31 +36,36 @@ def shown(path: str, columns: int) -> str:
 
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("path", sorted(LEAVES.keys() - WITHOUT_OWN_HELP))
-def test_help_shows_names_that_can_be_typed(path: str, columns: int) -> None:
-    text = shown(path, columns)
+def test_help_shows_each_option_name_and_the_example_in_one_piece(path: str, columns: int) -> None:
+    text = help_text(path, columns)
     words = set(re.split(r"[\s,]+", text))
     names = {name for parameter in LEAVES[path].params for name in (*parameter.opts, *parameter.secondary_opts)}
     assert {name for name in names if name.startswith("-")} <= words
-    assert "<bool>" not in text
+    assert not {"<bool>", "<list[str]>", "PydanticUndefined"} & words
     example = next(line for line in text.splitlines() if "Example:" in line)
     assert " ".join(LEAVES[path].help.split()).find(example.split(":  ")[1]) > 0  # whole, in one line
 
 
-def test_help_has_the_most_used_options_first() -> None:
-    text = shown("cellama batch run", 80)
+@pytest.mark.parametrize("path", [*GROUPS_OF_COMMANDS, *sorted(LEAVES.keys() - WITHOUT_OWN_HELP)])
+def test_help_fits_into_80_columns(path: str) -> None:
+    assert [line for line in help_text(path, 80).splitlines() if len(line) > 80] == []
+
+
+def test_help_shows_the_most_used_options_first() -> None:
+    text = help_text("cellama batch run", 80)
     places = [text.index(f"\n{name}:\n") for name in ("Arguments", "Options", *GROUPS)]
     assert places == sorted(places)
     assert text.index("--max-tokens") < text.index("--json-schema") < text.index("--dry-base")
 
 
-def test_help_of_a_group_has_whole_sentences() -> None:
-    text = shown("cellama batch", 80)
+def test_help_of_a_group_describes_commands_in_whole_sentences() -> None:
+    text = help_text("cellama batch", 80)
     assert "..." not in text.partition("Commands:")[2]
     assert re.search(r"run +Run every line of a file", text)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_has_a_script_for_the_shell(shell: str, tmp_path: Path) -> None:
+def test_completion_script_is_valid_in_the_shell(shell: str, tmp_path: Path) -> None:
     environment = clean_environment(_CELLAMA_COMPLETE=f"source_{shell}", COLUMNS="80")
     script = subprocess.run([BIN / "cellama"], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert f"_CELLAMA_COMPLETE=complete_{shell}" in script.stdout

@@ -1,4 +1,4 @@
-"""What Celery may be told of a call: brought to what a job has, or refused in a sentence; nothing is queued then."""
+"""Test Celery's call options: those that a job supports are applied, and all others are refused."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def settled(payload_priority: int | None = None, **options: Any) -> dict[str, An
         {"queue": queue_name("another"), "exchange_type": "direct", "task_id": None, "serializer": "json"},
     ],
 )
-def test_job_goes_to_the_queue_of_its_model(given: dict[str, Any]) -> None:
+def test_options_route_a_job_to_the_queue_of_its_model(given: dict[str, Any]) -> None:
     assert settled(**given).items() - {("serializer", "json")} == {"queue": OWN, "priority": None}.items()
 
 
-def test_queue_of_the_users_own_workers_is_taken() -> None:
+def test_options_accept_a_queue_of_the_users_own_workers() -> None:
     assert settled(queue=Queue("mine"), connection=app.connection_for_write())["queue"] == "mine"
 
 
@@ -58,17 +58,17 @@ def test_queue_of_the_users_own_workers_is_taken() -> None:
         ({"connection": Connection("redis://elsewhere:1/5")}, "connection leads to redis://.*elsewhere:1/5"),
     ],
 )
-def test_option_that_has_no_meaning_for_a_job_is_refused(given: dict[str, Any], why: str) -> None:
+def test_options_that_jobs_do_not_support_are_rejected(given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidJob, match=why):
         settled(**given)
 
 
-def test_priority_of_the_payload_counts_more_than_celerys() -> None:
+def test_priority_of_the_payload_overrides_the_celery_option() -> None:
     assert settled(9, priority=2)["priority"] == 9
     assert settled(priority=2)["priority"] == 2
 
 
-def test_delay_is_that_of_countdown_or_eta() -> None:
+def test_delay_is_computed_from_countdown_or_eta() -> None:
     assert delay_s(app, {"countdown": 5}) == 5
     later = datetime.now(UTC) + timedelta(hours=1)
     for eta in (later, later.isoformat(), later.replace(tzinfo=None)):
@@ -83,12 +83,12 @@ def eager() -> Iterator[None]:
     app.conf.task_always_eager = False
 
 
-def test_eager_tasks_are_refused(eager: None) -> None:
+def test_delay_is_rejected_when_tasks_are_eager(eager: None) -> None:
     with pytest.raises(InvalidJob, match="task_always_eager is on"):
         generate.delay("tiny", "Hi")
 
 
-def test_tasks_are_not_run_where_no_model_is() -> None:
+def test_tasks_can_not_be_called_outside_of_workers() -> None:
     with pytest.raises(InvalidJob, match="in its workers"):
         generate.apply(("tiny", "Hi"))
     with pytest.raises(InvalidJob, match="in its workers"):
@@ -99,14 +99,14 @@ def test_tasks_are_not_run_where_no_model_is() -> None:
         generate.chunks([("tiny", "Hi")], 10)
 
 
-def test_signature_leads_to_the_models_queue_in_any_app() -> None:
+def test_signature_has_the_queue_of_its_model_in_any_app() -> None:
     assert generate.s("tiny", "Hi", priority=7).options == {"queue": OWN, "priority": 7}
     assert chat.s(model="tiny").options == {"queue": OWN, "priority": 3}
     assert generate.s("Hi").options == {}
 
 
 @pytest.mark.parametrize("finalized", [False, True])
-def test_our_tasks_stay_ours_in_the_registry_of_another_app(finalized: bool) -> None:
+def test_tasks_keep_their_app_in_the_registry_of_another_app(finalized: bool) -> None:
     other = Celery("other", broker="memory://", set_as_current=False)
     if not finalized:
         other.finalize()
@@ -116,7 +116,7 @@ def test_our_tasks_stay_ours_in_the_registry_of_another_app(finalized: bool) -> 
 
 
 @pytest.mark.parametrize(("policy", "tries"), [({"max_retries": 2}, 3), ({"max_retries": 0}, 1)])
-def test_queueing_is_tried_again_as_the_policy_says(
+def test_apply_async_retries_as_the_retry_policy_defines(
     policy: dict[str, Any], tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []

@@ -1,4 +1,4 @@
-"""What `cellama top` shows: what is late first, on one screen."""
+"""Test `cellama top`, which shows the longest waits first, on one screen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cellama.api.cli.top import screen
+from cellama.api.cli.status import render_screen
 from cellama.api.client.registry_views import COUNTED
 
 ENGINE = {
@@ -21,59 +21,59 @@ def model(name: str, **engine: Any) -> dict[str, Any]:
     return {"id": name, "status": "ready", "embedder": None, "reranker": None, "engine": {**ENGINE, **engine}}
 
 
-def worker(name: str, *models: Any, age_s: float = 0.5, **told: Any) -> dict[str, Any]:
+def worker(name: str, *models: Any, age_s: float = 0.5, **fields: Any) -> dict[str, Any]:
     known = {"pool": "default", "wanted": [], "failures": {}, "cores": {"uses": 1.5}}
-    return {"name": name, "models": list(models), "age_s": age_s, **known, **told}
+    return {"name": name, "models": list(models), "age_s": age_s, **known, **fields}
 
 
-def seen(*live: Any, **told: Any) -> dict[str, Any]:
+def view(*live: Any, **fields: Any) -> dict[str, Any]:
     totals = {"phase": "idle", **dict.fromkeys(COUNTED, 0)}
     known = {"waiting": {}, "queues": {}, "classes": {}, "unserved": [], "totals": totals, "dead": []}
-    return {"workers": len(live), "live": list(live), **known, **told}
+    return {"workers": len(live), "live": list(live), **known, **fields}
 
 
-def shown(told: dict[str, Any], problem: str | None = None, height: int = 50, width: int = 100) -> str:
+def shown(view: dict[str, Any], problem: str | None = None, height: int = 50, width: int = 100) -> str:
     console = Console(width=width, record=True, height=height)
-    console.print(screen(told, problem, height))
+    console.print(render_screen(view, problem, height))
     return console.export_text()
 
 
 def queue(interactive: int = 0, bulk: int = 0, eta_s: float | None = 1.0, oldest_s: float = 0.5) -> dict[str, Any]:
-    """The classes of a queue. An interactive job waits for a tenth of the time of a bulk one."""
-    told = {"oldest_s": oldest_s, "eta_s": eta_s}
-    urgent = {**told, "eta_s": None if eta_s is None else eta_s / 10}
-    return {"interactive": {**urgent, "waiting": interactive}, "bulk": {**told, "waiting": bulk}}
+    """Return the classes of a queue. An interactive job waits for a tenth of the time of a bulk job."""
+    bulk_class = {"oldest_s": oldest_s, "eta_s": eta_s}
+    urgent = {**bulk_class, "eta_s": None if eta_s is None else eta_s / 10}
+    return {"interactive": {**urgent, "waiting": interactive}, "bulk": {**bulk_class, "waiting": bulk}}
 
 
-def told_of(queues: dict[str, Any], in_redis: int = 0, **more: Any) -> dict[str, Any]:
+def queue_fields(queues: dict[str, Any], in_redis: int = 0, **more: Any) -> dict[str, Any]:
     waiting = {name: sum(found["waiting"] for found in classes.values()) for name, classes in queues.items()}
     return {"classes": queues, "waiting": waiting, "queues": dict.fromkeys(queues, in_redis), **more}
 
 
-def test_top_shows_what_no_worker_serves_first_then_the_longest_wait() -> None:
+def test_top_sorts_unserved_queues_first_then_by_longest_wait() -> None:
     queues = {"quick": queue(interactive=9), "slow": queue(2, 1, eta_s=99.0), "lost": queue(1, eta_s=None)}
-    text = shown(seen(**told_of({**queues, "empty": queue()}, unserved=["lost"])))
+    text = shown(view(**queue_fields({**queues, "empty": queue()}, unserved=["lost"])))
     rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in (*queues, "empty")]
     assert rows == [  # jobs of each class, the oldest one's wait, a new job's wait in each class
         ["lost", "1", "0", "0.5", "s", "no", "worker", "no", "worker"],
         ["slow", "2", "1", "0.5", "s", "9.9", "s", "99.0", "s"],
         ["quick", "9", "0", "0.5", "s", "0.1", "s", "1.0", "s"],
     ]
-    assert "no worker lives" in text
+    assert "no worker is running" in text
 
 
-def test_totals_are_one_line_of_a_narrow_terminal() -> None:
-    told = seen(*(worker(f"w{number}") for number in range(12)))
-    told["totals"] |= {"slots_busy": 200, "slots_total": 256, "prompt_rate": 12345.6, "generation_rate": 1234.5}
-    told["totals"]["cache_hits"] = 1
-    line = shown(told).splitlines()[0]
-    assert line == "12 worker(s), slots: 200/256, tok/s: 12346 prompt, 1234 generated, hits: 100 %"
+def test_top_shows_totals_in_one_line_of_a_narrow_terminal() -> None:
+    busy = view(*(worker(f"w{number}") for number in range(12)))
+    busy["totals"] |= {"slots_busy": 200, "slots_total": 256, "prompt_rate": 12345.6, "generation_rate": 1234.5}
+    busy["totals"]["cache_hits"] = 1
+    line = shown(busy).splitlines()[0]
+    assert line == "12 workers, slots: 200/256, tok/s: 12346 prompt, 1234 generated, hits: 100 %"
     assert len(line) < 80
 
 
-def test_top_shows_that_an_urgent_job_does_not_wait_for_bulk_work_in_80_columns() -> None:
+def test_top_shows_separate_waits_of_urgent_and_bulk_jobs_in_80_columns() -> None:
     text = shown(
-        seen(**told_of({"m": {**queue(0, 90_000, eta_s=28.7), "interactive": queue(eta_s=0.0)["interactive"]}})),
+        view(**queue_fields({"m": {**queue(0, 90_000, eta_s=28.7), "interactive": queue(eta_s=0.0)["interactive"]}})),
         width=80,
     )
     head, row = [line.split() for line in text.splitlines() if line.split()[:1] in (["queue"], ["m"])]
@@ -81,28 +81,28 @@ def test_top_shows_that_an_urgent_job_does_not_wait_for_bulk_work_in_80_columns(
     assert row == ["m", "0", "90000", "0.5", "s", "0.0", "s", "28.7", "s"]
 
 
-def test_top_shows_messages_that_no_worker_has_seen() -> None:
-    told = told_of({"lost": queue(eta_s=None)}, in_redis=7, unserved=["lost"])
-    assert "lost (+7 from plain Celery) 0 0 ? no worker no worker" in " ".join(shown(seen(**told)).split())
-    assert "plain Celery" not in shown(seen(**{**told, "unserved": []}))  # on their way to a worker
+def test_top_counts_plain_celery_messages_of_unserved_queues() -> None:
+    queues = queue_fields({"lost": queue(eta_s=None)}, in_redis=7, unserved=["lost"])
+    assert "lost (+7 from plain Celery) 0 0 ? no worker no worker" in " ".join(shown(view(**queues)).split())
+    assert "plain Celery" not in shown(view(**{**queues, "unserved": []}))  # a worker is about to read them
 
 
-def test_top_has_no_table_of_queues_when_no_job_waits() -> None:
-    text = shown(seen(worker("w", model("m")), **told_of({"m": queue()})))
-    assert "no job waits" in text
+def test_top_omits_the_queue_table_when_no_job_waits() -> None:
+    text = shown(view(worker("w", model("m")), **queue_fields({"m": queue()})))
+    assert "no job is waiting" in text
     assert "oldest" not in text
 
 
 def test_top_shows_the_last_dead_jobs() -> None:
     job = {"id": "j1", "queue": "cellama:queue:m", "attempts": 3, "last_worker": "w@host"}
-    text = shown(seen(dead=[job]))
-    assert "1 dead jobs" in text
+    text = shown(view(dead=[job]))
+    assert "1 dead job" in text
     assert "dead: j1 in cellama:queue:m, 3 attempts, the last on w@host" in text
 
 
-def test_top_shows_the_busiest_model_and_the_silent_worker_first() -> None:
+def test_top_sorts_models_by_load_and_workers_by_age() -> None:
     idle = model("idle", slots_decoding=0, slots_prefilling=0, requests_waiting=0)
-    text = shown(seen(worker("a", idle), worker("b", model("busy"), age_s=9.0)))
+    text = shown(view(worker("a", idle), worker("b", model("busy"), age_s=9.0)))
     assert text.index("busy") < text.index("idle")
     assert text.index("9.0 s ago") < text.index("0.5 s ago")
     for part in ("8/8", "96 %", "25 %"):
@@ -110,23 +110,23 @@ def test_top_shows_the_busiest_model_and_the_silent_worker_first() -> None:
 
 
 @pytest.mark.parametrize("height", [24, 40])
-def test_top_is_one_screen(height: int) -> None:
+def test_top_fits_onto_one_screen(height: int) -> None:
     live = [worker(f"w{number}", model(f"m{number}")) for number in range(200)]
     job = {"id": "j", "queue": "q", "attempts": 3, "last_worker": "w"}
-    told = told_of({f"m{number}": queue(5, 5) for number in range(200)}, dead=[job] * 200)
-    text = shown(seen(*live, **told), height=height)
+    queues = queue_fields({f"m{number}": queue(5, 5) for number in range(200)}, dead=[job] * 200)
+    text = shown(view(*live, **queues), height=height)
     assert len(text.rstrip().splitlines()) <= height
     assert "more" in text
 
 
-def test_top_keeps_what_it_saw_while_redis_is_away() -> None:
-    text = shown(seen(worker("w", model("[red]m"))), problem="Redis [x] does not answer")
+def test_top_keeps_the_last_view_when_redis_does_not_answer() -> None:
+    text = shown(view(worker("w", model("[red]m"))), problem="Redis [x] does not answer")
     assert "Redis [x] does not answer; retrying" in text
     assert "[red]m" in text
 
 
-def test_top_shows_why_a_model_is_lacking() -> None:
+def test_top_shows_why_a_model_failed_to_load() -> None:
     failure = {"code": "model_load_failed", "message": "no such file\nand more", "retryable": False}
-    text = shown(seen(worker("w", failures={"m": failure}, wanted=[{"model": "m", "state": "lacking"}])))
+    text = shown(view(worker("w", failures={"m": failure}, wanted=[{"model": "m", "state": "lacking"}])))
     assert "w: m: no such file" in text
     assert "and more" not in text

@@ -1,4 +1,4 @@
-"""`cellama webhooks`: a secret is shown once, endpoints are listed without it, and deleted by their id."""
+"""Test `cellama webhooks`, which shows a secret once, lists endpoints without it, and deletes them by id."""
 
 from __future__ import annotations
 
@@ -25,44 +25,47 @@ def cellama(*argv: str) -> Result:
 
 @pytest.fixture
 def database(redis_server: RedisServer, settings_environment: Settle) -> Iterator[Redis]:
-    """An empty one, that of the settings."""
+    """Yield a connection to an empty database, which the settings name."""
     with empty_database(redis_server, 9) as url, Redis.from_url(url) as redis:
         settings_environment(redis_url=url)
         yield redis
 
 
-def test_secret_is_shown_once(database: Redis) -> None:
+def test_webhooks_create_shows_the_secret_once(database: Redis) -> None:
     made = cellama("create", URL, "--tenant", "acme", "--event", "batch.completed")
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
     assert key_of(secret)
-    [told] = json.loads(cellama("list", "--json").stdout)
-    assert (told["url"], told["tenant"], told["events"], told["state"]) == (URL, "acme", ["batch.completed"], "on")
+    [endpoint] = json.loads(cellama("list", "--json").stdout)
+    shown = [endpoint[name] for name in ("url", "tenant", "events", "state")]
+    assert shown == [URL, "acme", ["batch.completed"], "on"]
     assert secret not in cellama("list", "--json").stdout + cellama("list").stdout
 
 
-def test_endpoint_is_deleted_by_its_id(database: Redis) -> None:
+def test_webhooks_delete_removes_an_endpoint_by_id(database: Redis) -> None:
     made = json.loads(cellama("create", URL, "--json").stdout)
     assert json.loads(cellama("delete", made["id"], "--json").stdout) == {"id": made["id"], "deleted": True}
     assert json.loads(cellama("list", "--json").stdout) == []
     assert "there is no endpoint" in cellama("delete", made["id"]).stderr
 
 
-def test_endpoint_that_gateways_do_not_call_is_told_of(database: Redis, settings_environment: Settle) -> None:
-    told = "gateway_webhook_private"
-    assert told in cellama("create", "http://10.0.0.1/hooks").stderr
-    assert told not in cellama("create", URL).stderr
+def test_webhooks_create_warns_about_urls_that_gateways_do_not_call(
+    database: Redis, settings_environment: Settle
+) -> None:
+    setting = "gateway_webhook_private"
+    assert setting in cellama("create", "http://10.0.0.1/hooks").stderr
+    assert setting not in cellama("create", URL).stderr
     settings_environment(gateway_webhook_private="true")
-    assert told not in cellama("create", "http://10.0.0.1/hooks").stderr
+    assert setting not in cellama("create", "http://10.0.0.1/hooks").stderr
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (("ftp://example.org",), "url is 'ftp://example.org': it must start with https://"),
         ((URL, "--event", "batch.begun"), "batch.completed"),
     ],
 )
-def test_wrong_endpoint_is_refused(database: Redis, argv: tuple[str, ...], told: str) -> None:
+def test_webhooks_create_rejects_an_invalid_endpoint(database: Redis, argv: tuple[str, ...], message: str) -> None:
     refused = cellama("create", *argv)
-    assert (refused.exit_code, told in refused.stderr) == (2, True)
+    assert (refused.exit_code, message in refused.stderr) == (2, True)

@@ -64,11 +64,11 @@ def test_caller_may_not_use_other_adapters(choice: Any) -> None:
 
 
 def test_error_of_a_model_that_is_not_served_is_openais() -> None:
-    error = of_job(UnknownModel("no live worker serves a model 'x'"))
+    error = of_job(UnknownModel("no running worker serves a model 'x'"))
     assert error.status == 404
     assert error.envelope == {
         "error": {
-            "message": "no live worker serves a model 'x'",
+            "message": "no running worker serves a model 'x'",
             "type": "not_found_error",
             "param": None,
             "code": "model_not_found",

@@ -1,4 +1,4 @@
-"""What `cellama metrics` reads from Redis: each figure is what was put there."""
+"""Test `cellama metrics`: each metric has the value that is in Redis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.api.keys.entry import KeyEntry, new_key
-from cellama.api.metrics import queues, scrape as module
+from cellama.api.metrics import scrape as module
 from cellama.api.metrics.scrape import Scrape
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract import keys
@@ -37,7 +37,7 @@ def redis() -> Iterator[fakeredis.FakeRedis]:
 
 
 def wait(redis: Any, model: str, priority: int, age_s: float, name: str) -> None:
-    """A job that waits since so long."""
+    """Queue a job that has been waiting for `age_s` seconds."""
     queue, at = queue_name(model), redis_time(redis) - age_s
     redis.zadd(keys.waiting_key(queue), {name: keys.waiting_score(priority, at)})
     redis.sadd(keys.queues_key(), queue)
@@ -49,7 +49,7 @@ def value(scrape: Scrape, name: str, **labels: str) -> float | None:
     return sample(text_of(scrape()).decode(), name, **labels)
 
 
-def test_queues_are_told_by_model_and_class(redis: Any) -> None:
+def test_scrape_counts_queued_jobs_by_model_and_class(redis: Any) -> None:
     for name, priority, age_s in (("a", 0, 5.0), ("b", 5, 50.0), ("c", 6, 500.0), ("d", 9, 5000.0), ("e", 9, 1.0)):
         wait(redis, "m", priority, age_s, name)
     redis.hset(keys.job_key("r"), mapping={"queue": queue_name("m"), "priority": 9})
@@ -66,7 +66,7 @@ def test_queues_are_told_by_model_and_class(redis: Any) -> None:
     assert value(scrape, "cellama_up") == 1
 
 
-def test_empty_redis_has_figures_and_no_worker(redis: Any) -> None:
+def test_scrape_of_an_empty_redis_has_metrics_but_no_worker(redis: Any) -> None:
     scrape = Scrape(redis)
     assert value(scrape, "cellama_workers") == 0
     assert value(scrape, "cellama_jobs_waiting", model=":default") == 0
@@ -74,7 +74,7 @@ def test_empty_redis_has_figures_and_no_worker(redis: Any) -> None:
     assert value(scrape, "cellama_dead_jobs") == 0
 
 
-def test_workers_are_counted_where_the_model_is_ready(redis: Any) -> None:
+def test_scrape_counts_workers_only_when_the_model_is_ready(redis: Any) -> None:
     entry = worker_entry("w", READY, {**READY, "id": "other", "status": "loading"}, seen_at=redis_time(redis))
     redis.hset(keys.workers_key(), "w", json.dumps(asdict(replace(entry, started_at=1.0))))
     scrape = Scrape(redis)
@@ -82,19 +82,21 @@ def test_workers_are_counted_where_the_model_is_ready(redis: Any) -> None:
     assert value(scrape, "cellama_queue_workers", model="m") == 1
 
 
-def test_estimate_is_told_by_class(redis: Any) -> None:
+def test_scrape_has_an_estimate_for_each_class(redis: Any) -> None:
     entry = worker_entry("w", READY, seen_at=redis_time(redis))
     redis.hset(keys.workers_key(), "w", json.dumps(asdict(entry)))
     for number in range(2 * TEXT_SLOTS):
         wait(redis, "m", 9, 5.0, f"job {number}")
     scrape = Scrape(redis)
-    told = {name: value(scrape, "cellama_queue_eta_seconds", **{"model": "m", "class": name}) for name in CLASSES}
-    assert told["interactive"] == 0.0
-    assert (told["bulk"] or 0.0) > 0.0
+    eta_s = {name: value(scrape, "cellama_queue_eta_seconds", **{"model": "m", "class": name}) for name in CLASSES}
+    assert eta_s["interactive"] == 0.0
+    assert (eta_s["bulk"] or 0.0) > 0.0
 
 
-def test_queues_beyond_the_limit_are_left_out_and_that_is_told(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "MOST_QUEUES", 3)
+def test_scrape_omits_queues_beyond_the_limit_and_is_marked_as_truncated(
+    redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUES", 3)
     for number in range(5):
         wait(redis, f"m{number}", 3, 1.0, f"job{number}")
     scrape = Scrape(redis)
@@ -103,10 +105,12 @@ def test_queues_beyond_the_limit_are_left_out_and_that_is_told(redis: Any, monke
     assert value(scrape, "cellama_jobs_waiting", model="m4") is None
     entry = worker_entry("w", {**READY, "id": "m4"}, seen_at=redis_time(redis))
     redis.hset(keys.workers_key(), "w", json.dumps(asdict(entry)))
-    assert value(Scrape(redis), "cellama_jobs_waiting", model="m4") is not None  # what is served comes first
+    assert (
+        value(Scrape(redis), "cellama_jobs_waiting", model="m4") is not None
+    )  # queues that a worker serves come first
 
 
-def test_ledger_is_told_by_redis_clock(redis: Any) -> None:
+def test_scrape_measures_the_ledger_by_the_clock_of_redis(redis: Any) -> None:
     now = redis_time(redis)
     redis.zadd(keys.leases_key(), {"a": now - 10, "b": now + 1000})
     redis.zadd(keys.due_key(), {"c": now - 100, "d": now + 1000})
@@ -120,7 +124,7 @@ def test_ledger_is_told_by_redis_clock(redis: Any) -> None:
     assert value(scrape, "cellama_dead_jobs") == 1
 
 
-def test_bulk_runs_are_told_by_state_and_lines_of_those_that_live(redis: Any) -> None:
+def test_scrape_counts_bulk_runs_by_state_and_lines_of_active_runs(redis: Any) -> None:
     Batches(redis).write("r", state="in_progress", total=10, finished=4, failed=1)
     Batches(redis).write("s", state="completed", total=7, finished=7, failed=0)
     Batches(redis).write("t", state="of a later version")
@@ -131,7 +135,7 @@ def test_bulk_runs_are_told_by_state_and_lines_of_those_that_live(redis: Any) ->
     assert {state: value(scrape, "cellama_bulk_lines", state=state) for state in lines} == lines
 
 
-def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
+def test_scrape_adds_up_the_keys_of_a_tenant(redis: Any) -> None:
     for tokens in (5, 7):
         key = new_key()
         entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
@@ -145,9 +149,11 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 
-@pytest.mark.parametrize(("room", "name"), [(module, "MOST_RUNS"), (module, "MOST_KEYS"), (queues, "MAX_RUNNING")])
-def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatch, room: Any, name: str) -> None:
-    monkeypatch.setattr(room, name, 2)
+@pytest.mark.parametrize("name", ["MAX_RUNS", "MAX_KEYS", "MAX_RUNNING"])
+def test_scrape_is_marked_as_truncated_when_a_limit_is_exceeded(
+    redis: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(module, name, 2)
     for number in range(3):
         Batches(redis).write(f"r{number}", state="in_progress")
         redis.zadd(keys.running_key(), {f"job{number}": 1.0})
@@ -157,8 +163,10 @@ def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatc
     assert value(Scrape(redis), "cellama_scrape_truncated") == 1
 
 
-def test_runs_that_ended_long_ago_are_no_reason_to_say_so(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RUNS", 2)
+def test_scrape_is_not_truncated_when_only_finished_runs_are_omitted(
+    redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_RUNS", 2)
     for number in range(3):
         Batches(redis).write(f"r{number}", state="completed")
     scrape = Scrape(redis)
@@ -166,7 +174,7 @@ def test_runs_that_ended_long_ago_are_no_reason_to_say_so(redis: Any, monkeypatc
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 
-def test_redis_that_is_away_is_told_and_comes_back(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrape_reports_up_0_until_redis_answers(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     scrape = Scrape(redis, lambda: now[0])
 
@@ -177,6 +185,6 @@ def test_redis_that_is_away_is_told_and_comes_back(redis: Any, monkeypatch: pyte
         patch.setattr(redis, "time", away)
         assert value(scrape, "cellama_up") == 0
         assert value(scrape, "cellama_workers") is None
-    assert value(scrape, "cellama_up") == 0  # as it was within the last second
+    assert value(scrape, "cellama_up") == 0  # metrics are cached for one second
     now[0] += 2
     assert value(scrape, "cellama_up") == 1

@@ -223,7 +223,7 @@ def test_batch_whose_run_can_not_go_on_says_so_without_paths_of_the_gateway(run_
         folder = run_directory(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")) as work:
-            work.note(output_size=999)  # which the output has lost
+            work.set(output_size=999)  # which the output has lost
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "internal_error")
         assert str(world.folder) not in str(batch["errors"])
