@@ -30,9 +30,8 @@ sys.modules["cellama.tasks"].__path__ = [str(ROOT / "tasks")]
 
 from cellama.config.settings import AdapterSettings, AutoInt, CacheType, Capability, ModelSettings  # noqa: E402
 from cellama.tasks.contract import kinds as package  # noqa: E402
-from cellama.tasks.contract.fields import TypedAs  # noqa: E402
-from cellama.tasks.contract.kind import Kind  # noqa: E402
-from cellama.tasks.contract.messages import Payload  # noqa: E402
+from cellama.tasks.contract.kinds import Kind  # noqa: E402
+from cellama.tasks.contract.payloads import Payload, TypedAs  # noqa: E402
 
 HEADER = '''"""The tasks as type checkers see them: what a call takes, and what its job gives.
 
@@ -85,7 +84,7 @@ ALL_HEADER = '''"""All kinds of jobs, and the union of their results.
 
 from __future__ import annotations
 
-from .kind import Kind
+from .kinds import Kind
 '''
 
 

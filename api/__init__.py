@@ -54,7 +54,7 @@ from cellama.tasks import (
 )
 from cellama.tasks.estimates.position import Position
 from cellama.tasks.state.job_list import OpenJob
-from cellama.tasks.state.records import DeadJob
+from cellama.tasks.state.ledger import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
 from cellama.tasks.typed_tasks import (
     ChatParams,

@@ -1,4 +1,4 @@
-"""The Celery application. It reads the settings only when something needs them."""
+"""The Celery application of cellama. It reads the settings when they are first needed, not when it is imported."""
 
 from __future__ import annotations
 
@@ -8,31 +8,67 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery import Celery, Task, signals
+from celery.app.amqp import AMQP
+from celery.app.events import Events
+from celery.events.dispatcher import EventDispatcher
 from celery.exceptions import Reject
 from kombu import Connection, Exchange, Queue
 
 from cellama.config import DEFAULT_KEY_PREFIX, ModelSettings, Settings, get_settings
-from cellama.config.logging import configure_logging
+from cellama.config.logging import configure_logging, event_logger
 from cellama.config.settings import DEFAULT_SLOTS
-from cellama.tasks.calls.message_templates import Templates
+from cellama.tasks.calls.enqueue import Templates
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
 from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_parts
+from cellama.tasks.connection.redis_errors import be_patient_in_channels
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.keys import unacked_index_key, unacked_key, unacked_mutex_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
 if TYPE_CHECKING:
-    from cellama.tasks.connection.server_check import ServerCheck
+    from cellama.tasks.connection.redis_errors import ServerCheck
     from cellama.tasks.contract.all_kinds import Result
     from cellama.tasks.state.ledger import Ledger
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
+EMBEDDING_JOBS = 16  # jobs in progress for a model that only embeds or reranks, so that its batches are full
+
+
+class PatientConnection(Connection):  # type: ignore[misc]
+    """A connection whose channels raise RefusedForNow. Its clones, which kombu's pools hold, do so as well."""
+
+    def create_transport(self) -> Any:
+        return be_patient_in_channels(super().create_transport())
+
+
+class PatientAMQP(AMQP):  # type: ignore[misc]
+    """Celery's AMQP, which makes these connections."""
+
+    Connection = PatientConnection
+
+
+class SteadyDispatcher(EventDispatcher):  # type: ignore[misc]
+    """Celery's dispatcher of events, with a limit on retries.
+
+    Events that Redis does not accept are kept for the next connection. Celery retries a worker's heartbeat until Redis
+    answers. If a heartbeat is due before the worker detects that its connection is lost, these retries would block the
+    event loop, and a worker that receives SIGTERM in that time would not stop.
+    """
+
+    def send(self, type: str, *args: Any, retry: bool = False, retry_policy: Any = None, **fields: Any) -> None:
+        bounded = retry and retry_policy is not None
+        super().send(type, *args, retry=bounded, retry_policy=retry_policy, **fields)
+
+
+class SteadyEvents(Events):  # type: ignore[misc]
+    """Celery's events, which are sent by SteadyDispatcher."""
+
+    dispatcher_cls = SteadyDispatcher
 
 
 class Worker(Protocol):
-    """The worker process, as far as the app and its tasks use it (worker/runtime.py)."""
+    """The part of the worker process that the app and its tasks use (worker/runtime.py)."""
 
     @property
     def ledger(self) -> Ledger: ...
@@ -43,16 +79,17 @@ class Worker(Protocol):
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
-    """A Celery app. In a worker it also has the worker's runtime."""
+    """A Celery app. In a worker process it also has the worker's runtime."""
 
-    amqp_cls = "cellama.tasks.broker.amqp:PatientAMQP"
+    amqp_cls = PatientAMQP
     control_cls = "cellama.tasks.broker.control:LastingControl"
-    events_cls = "cellama.tasks.broker.task_events:SteadyEvents"
-    redis_url: str | None = None  # None: that of the settings
-    templates: Templates  # of messages (enqueue.py)
-    runtime: Worker | None = None  # set by the worker's lifecycle
-    attempt: Callable[[Task, bool, Callable[[], Any]], Result]  # too: makes one attempt at a job (attempt.py)
-    server_check: ServerCheck  # too
+    events_cls = SteadyEvents
+    redis_url: str | None = None  # None: the URL of the settings
+    templates: Templates  # message templates (calls/enqueue.py)
+    # lifecycle.py sets these in a worker.
+    runtime: Worker | None = None
+    attempt: Callable[[Task, bool, Callable[[], Any]], Result]  # makes one attempt at a job (attempt/attempt.py)
+    server_check: ServerCheck
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
         """Return a connection as Celery does. A purge through it cancels the jobs whose messages it removes."""
@@ -62,12 +99,12 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
 
 def make_app(redis_url: str | None = None) -> CellamaApp:
-    """Return an app whose jobs go to this Redis, or to that of the settings. The current app stays what it is."""
+    """Return an app whose jobs go to this Redis, or to that of the settings. Celery's current app stays the same."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
     new.templates = Templates()
     new.add_defaults(lambda: celery_config(_settings_for(redis_url)))
-    new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: only a worker has these modules
+    new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: producers don't import it
     new.steps["consumer"] |= {"cellama.tasks.broker.consumer:Intake", "cellama.tasks.lifecycle:Attach"}
     signals.worker_init.connect(_check_libraries, weak=False)
     signals.setup_logging.connect(_set_up_logging, weak=False)
@@ -75,12 +112,12 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Exit with Exit.CONFIG at the start of a worker if the installed libraries lack what it needs."""
+    """Exit with Exit.CONFIG at the start of a worker if the installed libraries lack a part that it needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
         except UnfitLibraries as error:
-            log.critical("the worker can't start: %s", error)
+            log.critical("worker can't start", detail=str(error))
             raise SystemExit(Exit.CONFIG) from None
 
 
@@ -91,29 +128,29 @@ def _settings_for(redis_url: str | None) -> Settings:
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
     settings = get_settings()
-    if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says where it was left open
+    if loglevel is None or loglevel == logging.WARNING:  # WARNING is Celery's default
         configure_logging(settings.log_level, settings.log_format)
     else:
         configure_logging(logging.getLevelName(loglevel), settings.log_format)
-    for name in ("celery.worker.strategy", "celery.app.trace"):  # attempts tell of themselves, in one line
+    for name in ("celery.worker.strategy", "celery.app.trace"):  # each attempt logs a line of its own
         if not logging.getLogger(name).isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("celery.app.trace").addFilter(_without_trace_of_hand_backs)
+    logging.getLogger("celery.app.trace").addFilter(_remove_traceback_of_reject)
 
 
-def _without_trace_of_hand_backs(record: logging.LogRecord) -> bool:
-    """Remove the trace of a Reject from a log record: it is an orderly end of an attempt."""
+def _remove_traceback_of_reject(record: logging.LogRecord) -> bool:
+    """Remove the traceback of a Reject from a log record, because an attempt that is handed back has not failed."""
     if record.exc_info and isinstance(record.exc_info[1], Reject):
         record.exc_info = None
     return True
 
 
 def celery_config(settings: Settings) -> dict[str, Any]:
-    """Return Celery's configuration for our settings."""
+    """Return the configuration of Celery for these settings of cellama."""
     return {
         **broker_options(settings.redis_url),
         **_exchanges(settings.key_prefix),
-        "result_backend": "cellama.tasks.broker.result_backend:ResultBackend",  # no URL: this is shown to people
+        "result_backend": "cellama.tasks.broker.result_backend:ResultBackend",  # not a URL, which Celery would show
         "result_expires": settings.result_ttl_s,
         "result_backend_always_retry": True,
         "result_backend_thread_safe": True,
@@ -125,8 +162,8 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_serializer": "json",
         "result_serializer": "json",
         "accept_content": ["json"],
-        "task_queues": [_queue(model) for model in (*_model_ids(settings), DEFAULT_MODEL)],
-        "task_default_queue": "celery",  # of tasks that are not ours: what follows a job in a user's canvas
+        "task_queues": [_queue(model) for model in (*(model.id for model in settings.models), DEFAULT_MODEL)],
+        "task_default_queue": "celery",  # queue of the user's own tasks that follow a job in a canvas
         "task_acks_late": True,
         "task_track_started": True,
         "task_send_sent_event": True,
@@ -146,7 +183,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
 def _exchanges(prefix: str) -> dict[str, str]:
     """Return the names of Celery's exchanges for remote control and events.
 
-    With the default prefix they are Celery's own, so that Flower and plain producers need no configuration.
+    With the default key prefix they are Celery's own names, so Flower and plain producers need no configuration.
     """
     return {} if prefix == DEFAULT_KEY_PREFIX else {"control_exchange": prefix, "event_exchange": f"{prefix}.events"}
 
@@ -161,7 +198,7 @@ def _transport_options(settings: Settings) -> dict[str, Any]:
         "unacked_mutex_key": unacked_mutex_key(),
         "priority_steps": list(PRIORITIES),
         "sep": PRIORITY_SEPARATOR,
-        "queue_order_strategy": "round_robin",  # within the limits of tasks/broker/channels.py
+        "queue_order_strategy": "round_robin",  # within the limits of tasks/broker/consumer.py
     }
 
 
@@ -171,25 +208,21 @@ def _queue(model_id: str) -> Queue:
     return Queue(name, Exchange(name), name)
 
 
-def _model_ids(settings: Settings) -> list[str]:
-    return [model.id for model in settings.models]
-
-
 def concurrency(settings: Settings) -> int:
-    """Return the number of jobs that a worker holds at the same time: those of its models, and the look-ahead.
+    """Return how many jobs a worker holds at the same time: the jobs in progress of all models, and their look-ahead.
 
-    Once they are loaded, it is corrected for those whose number of slots was tuned (Runtime.attach).
+    `Runtime.attach` corrects this number after the models have been loaded, because their number of slots may be tuned.
     """
     return sum(num_jobs_of(model) + settings.look_ahead for model in settings.models)
 
 
-def num_jobs_of(model: ModelSettings, slots: int | None = None, able: Collection[str] = ()) -> int:
-    """Return the number of jobs of a model in progress: one per slot, or EMBEDDING_JOBS if it does not generate.
+def num_jobs_of(model: ModelSettings, slots: int | None = None, capabilities: Collection[str] = ()) -> int:
+    """Return how many jobs of a model are in progress at most: one per slot, or EMBEDDING_JOBS if it does not generate.
 
-    `slots` and `able` are those of the loaded model; without them it is what the settings say, or the default, and one
-    that gets its capabilities from its file counts as one that generates.
+    `slots` and `capabilities` are those of the loaded model. By default they are taken from the settings. A model
+    without capabilities in the settings counts as one that generates.
     """
-    if not {"generate", "chat"} & set(able or model.capabilities or ("generate",)):
+    if not {"generate", "chat"} & set(capabilities or model.capabilities or ("generate",)):
         return EMBEDDING_JOBS
     return slots or model.n_parallel or DEFAULT_SLOTS
 

@@ -1,52 +1,51 @@
-"""The start and the end of a worker process: models are loaded before the first job, and unloaded after the last one.
+"""Start and stop a worker process: load models before the first job, and unload them after the last one.
 
-Imported in workers only: Celery finds the steps by the names that app.py gives it.
+Only workers import this module. Celery finds these steps by their names in app.py.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from functools import partial
 from typing import Any
 
 from celery import bootsteps, signals
 
 from cellama.config import get_settings
+from cellama.config.logging import event_logger
 from cellama.engine import EngineError
-from cellama.tasks.attempt import probe  # noqa: F401  (being imported makes its command known to Celery)
+from cellama.tasks.attempt import probe  # noqa: F401  (importing it registers its command in Celery)
 from cellama.tasks.attempt.attempt import attempt_job, end_revoked
-from cellama.tasks.broker import revokes  # noqa: F401  (being imported makes it known to Celery)
-from cellama.tasks.broker.celery_ends import end_without_worker
+from cellama.tasks.broker.result_backend import end_without_worker
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
-from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis
+from cellama.tasks.connection.redis_errors import ServerCheck, UnfitRedis
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.state.registry import describe
-from cellama.tasks.worker import commands  # noqa: F401  (too)
+from cellama.tasks.worker import commands  # noqa: F401  (registers commands as well)
 from cellama.tasks.worker.runtime import Runtime
 
 from .app import CellamaApp
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-# What follows a job is sent again until Redis is back: a job that is done does not fail because Redis is away.
+# Sending the next step of a canvas is retried until Redis is back, so that a job never fails after its work is done.
 NEXT_STEP_RETRIES = {"max_retries": 10_000, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 2.0}
 
 
 class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Loads the models before the consumer takes a job, and shows their slots in `inspect stats`."""
+    """Load the models before the consumer takes a job, and show them in `inspect stats`."""
 
     requires = ("celery.worker.components:Pool",)
 
     def start(self, worker: Any) -> None:
-        """Make the runtime. An error in the settings or in a model file ends the process with Exit.CONFIG."""
+        """Create the runtime. Exit with Exit.CONFIG if the settings or a model file are not valid."""
         worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
-        signals.task_revoked.connect(_tell_revoked, weak=False)
+        signals.task_revoked.connect(_end_stream_of_revoked, weak=False)
         signals.worker_shutdown.connect(_close, weak=False)
         num_signals = itertools.count(1)
 
         def hurry_at_the_second_signal(**_: Any) -> None:
-            """The first signal lets running jobs finish, the second one hands them back."""
+            """Hand running jobs back at the second signal. After the first one, they may finish."""
             if next(num_signals) > 1:
                 worker.pool.hurry()
 
@@ -56,7 +55,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             runtime = Runtime(get_settings(), worker.hostname, store=partial(end_without_worker, worker.app))
         except EngineError as error:
-            log.critical("the worker can't start: %s", error)
+            log.critical("worker can't start", detail=str(error))
             raise SystemExit(Exit.CONFIG) from None
         worker.app.runtime, worker.app.attempt = runtime, partial(attempt_job, runtime)
 
@@ -69,13 +68,13 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Attaches the runtime to the consumer, whose leases are also renewed while it reconnects or drains."""
+    """Attach the runtime to the consumer. Leases are renewed even while the consumer reconnects or drains."""
 
     requires = ("cellama.tasks.broker.consumer:Intake",)
 
     def start(self, consumer: Any) -> None:
-        """Attach the runtime with the first connection. It stays attached through all others."""
-        _check_server(consumer.app)  # Redis was perhaps away when the worker started
+        """Attach the runtime with the first connection. It stays attached when the consumer reconnects."""
+        _check_server(consumer.app)  # Redis may have been unreachable when the worker started
         consumer.app.runtime.attach(consumer)
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
@@ -88,12 +87,12 @@ def _check_server(app: CellamaApp) -> None:
         try:
             app.server_check.run(redis)
         except UnfitRedis as error:
-            log.critical("the worker can't start: %s", error)
+            log.critical("worker can't start", detail=str(error))
             raise SystemExit(Exit.CONFIG) from None
 
 
-def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
-    """End the stream of a job that was revoked before a thread had it. A running job ends its own stream."""
+def _end_stream_of_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
+    """End the stream of a job that was revoked before a thread ran it. A running job ends its own stream."""
     runtime = getattr(sender.app, "runtime", None)
     if runtime is not None and not terminated:
         end_revoked(runtime, request.id)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cellama.tasks.contract.kinds.chat import ChatJob
     from cellama.tasks.contract.kinds.generate import GenerateJob
     from cellama.tasks.contract.kinds.prefill import PrefillJob
-    from cellama.tasks.state.records import Attempt
+    from cellama.tasks.state.ledger import Attempt
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from .jobs import TASKS
 
 
 class BaseParams(TypedDict, total=False):
-    """Parameters of every job."""
+    """Parameters of all jobs."""
 
     priority: int
     timeout: float | None
@@ -134,7 +134,7 @@ class EmbedCall(EmbedParams, total=False):
 
 
 class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
-    """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
+    """One vector per text, of unit length unless `normalize` is false. A text can be given as token ids."""
 
     def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
 
@@ -151,7 +151,7 @@ class GenerateCall(GenerateParams, total=False):
 
 
 class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """Text that follows a prompt: text, or token ids."""
+    """Text that follows a prompt, which is a text or a list of token ids."""
 
     def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
 
@@ -170,7 +170,7 @@ class PrefillCall(PrefillParams, total=False):
 
 
 class PrefillTask(TypedTask[PrefillCall | PrefillParams, PrefillResult], Protocol):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
+    """The prefix of later jobs, prefilled into the cache: a prompt, or messages or the system message of a chat."""
 
     def delay(
         self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]

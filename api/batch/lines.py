@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Literal
 
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.kinds.chunk import LINE_JOBS, LineKind, line_bytes, room_bytes
+from cellama.tasks.contract.kinds.chunk import LINE_JOBS, LineKind, line_bytes, max_lines_bytes
 from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 
@@ -147,7 +147,7 @@ def read_lines(
 def _within_limit(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
     if isinstance(line, BadLine):
         return line
-    num_over = line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)
+    num_over = line_bytes(line.kind, line.params) - max_lines_bytes(line.model, max_bytes)
     if num_over <= 0:
         return line
     message = _too_long(max_bytes + num_over, max_bytes)

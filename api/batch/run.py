@@ -21,7 +21,7 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob, UnknownModel
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.contract.kinds.chunk import MAX_CHUNK_LINES, TASK_CHUNK, line_bytes, room_bytes
+from cellama.tasks.contract.kinds.chunk import MAX_CHUNK_LINES, TASK_CHUNK, line_bytes, max_lines_bytes
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, WEIGHT_HEADER
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.bulk_runs import Batches
@@ -206,7 +206,7 @@ class BatchRun:
         count = SLOTS_PER_CHUNK * slots
         if workers > 1:
             count = min(count, -(-self._work.pending.get(model, 0) // (CHUNKS_PER_WORKER * workers)))
-        room = min(MAX_CHUNK_BYTES, room_bytes(model, get_settings().max_payload_bytes))
+        room = min(MAX_CHUNK_BYTES, max_lines_bytes(model, get_settings().max_payload_bytes))
         lines = _fitting_lines(self._work.next_lines(model, max(1, min(count, MAX_CHUNK_LINES))), room)
         if not lines:
             return 0

@@ -61,9 +61,8 @@ from cellama.tasks.contract.shapes.workers import (
 from cellama.tasks.estimates.position import Position, eta_by_class, position_of, running_jobs, waiting_by_class
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
-from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.ledger import DeadJob, Ledger
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, stream_events
-from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 from cellama.tasks.typed_tasks import (
     ChatParams,

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from cellama.tasks.contract.fields import Adapters
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import PRIORITY_BULK, PRIORITY_INTERACTIVE
+from cellama.tasks.contract.payloads import Adapters
 
 from .errors import ApiError
 

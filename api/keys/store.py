@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from cellama.config import SettingsError
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.connection.connections import seconds_of
 from cellama.tasks.contract.keys import api_keys_key, api_keys_used_key
 
 from .entry import KeyEntry

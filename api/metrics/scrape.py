@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from cellama.api.keys.entry import KeyEntry
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.connection.connections import redis_time
 from cellama.tasks.contract.keys import (
     api_keys_key,
     dead_key,

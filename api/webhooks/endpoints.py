@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from redis.asyncio import Redis
 
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.connection.connections import seconds_of
 from cellama.tasks.contract.keys import webhooks_key
 
 from .announcing import EVENT_TYPES

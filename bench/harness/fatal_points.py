@@ -22,8 +22,7 @@ from celery.app.amqp import AMQP
 from cellama.tasks.broker.message import JobRequest
 from cellama.tasks.broker.result_backend import ResultBackend
 from cellama.tasks.contract.events import is_terminal
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Entry
+from cellama.tasks.state.ledger import Entry, Ledger
 
 DIRECTORY = "BENCH_FATAL_POINTS"  # environment variable of the worker
 # Name of a point → where it is.

@@ -38,8 +38,8 @@ from cellama.engine import (
     UnknownAdapter,
     UnknownModel,
 )
-from cellama.tasks.broker.celery_ends import end_with_last_event, leave_nothing_to_celery, started_state
 from cellama.tasks.broker.pool import Interruption, current_job
+from cellama.tasks.broker.result_backend import end_with_last_event, skip_storing, started_state
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events, names
@@ -63,18 +63,18 @@ from cellama.tasks.contract.shapes.results import Usage, usage_of
 from cellama.tasks.middleware import AttemptContext, Middleware, context_of
 from cellama.tasks.publishing.publisher import AttemptStream
 from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
-from cellama.tasks.state.history import Past, read_past
-from cellama.tasks.state.ledger import new_run
-from cellama.tasks.state.provenance import (
+from cellama.tasks.state.history import (
     Choice,
+    Past,
     Provenance,
-    changed,
     grammar_changed,
     have_adapters,
-    may_come,
+    may_be_served,
+    model_changed,
     provenance_of,
+    read_past,
 )
-from cellama.tasks.state.records import DEAD, Attempt
+from cellama.tasks.state.ledger import DEAD, Attempt, new_run
 from cellama.tasks.state.registry import live_workers, llguidance_version, recent_workers
 from cellama.tasks.worker.signing import conversation_of
 
@@ -189,7 +189,7 @@ class JobAttempt:
                 sign=self._context.sign,
             )
             result = self._context.result = self._result_or_end()
-            leave_nothing_to_celery(self._task, self._celery_end, self._control)
+            skip_storing(self._task, self._celery_end, self._control)
             return result
 
     def _note_token(self, leave_quarantine: Callable[[], None]) -> None:
@@ -362,9 +362,9 @@ class JobAttempt:
             self._stream.details = provenance.fields()
             return provenance
         workers = self._retry_redis(lambda: recent_workers(self._runtime.redis))
-        if not may_come(workers, model_id, provenance):
-            has_model = may_come(workers, model_id, replace(provenance, llguidance=None))
-            raise grammar_changed(provenance, version) if has_model else changed(model_id)
+        if not may_be_served(workers, model_id, provenance):
+            has_model = may_be_served(workers, model_id, replace(provenance, llguidance=None))
+            raise grammar_changed(provenance, version) if has_model else model_changed(model_id)
         log.info(
             "job handed over",
             job_id=self.job_id,

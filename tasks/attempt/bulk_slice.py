@@ -21,8 +21,7 @@ from cellama.tasks.contract.kinds.embed import EmbedJob
 from cellama.tasks.middleware import AttemptContext, Middleware
 from cellama.tasks.publishing.publisher import LINE_MARK, AttemptStream
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
-from cellama.tasks.state.history import Past
-from cellama.tasks.state.provenance import Provenance
+from cellama.tasks.state.history import Past, Provenance
 
 from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, request_of
 from .vectors import submit_texts, vectors_of, wait_for

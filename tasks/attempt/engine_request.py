@@ -27,7 +27,7 @@ from cellama.tasks.contract.kinds.prefill import PrefillJob
 from cellama.tasks.contract.payloads import CONSTRAINTS
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.state.contexts import KeptContext, keep_context, read_context
-from cellama.tasks.state.provenance import Choice
+from cellama.tasks.state.history import Choice
 from cellama.tasks.worker.signing import Signer, conversation_of
 
 if TYPE_CHECKING:

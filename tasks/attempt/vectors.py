@@ -13,10 +13,10 @@ import numpy as np
 from cellama.config import limits
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
 from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.json_values import Encoded
 from cellama.tasks.contract.kinds.embed import EmbedJob, EmbedResult
 from cellama.tasks.contract.kinds.rerank import Ranked, RerankJob, RerankResult
 from cellama.tasks.contract.shapes.results import Usage, usage_of
-from cellama.tasks.state.encoding import Encoded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Celery and kombu as we need them: channels, messages, pool, revokes, results. It builds on their private parts.
+"""Celery's consumer, pool, requests, remote control and result backend, adapted for cellama.
 
-May use: `contract`, `connection`, `state`, `calls`.
+These modules use private parts of Celery and kombu. They may import `contract`, `connection`, `state` and `calls`.
 """

@@ -1,63 +1,350 @@
-"""Celery's consumer with two additions: jobs survive a restart of Redis, and urgent jobs come before bulk jobs.
+"""Celery's consumer with three additions.
 
-When Celery 5.7 loses its connection to Redis, it returns all messages that are not acked, although their tasks still
-run, and sends later acks to the old channel. This consumer keeps the messages, and moves them to the new channels after
-it has connected again.
+Jobs survive a restart of Redis. When Celery 5.7 loses its connection to Redis, it returns all messages that are not
+acknowledged, although their tasks still run, and sends later acknowledgements to the old channel. This consumer keeps
+the messages, and moves them to the new channels after it has reconnected.
 
-It has two channels on two connections: one reads urgent jobs, the other one bulk jobs. A model whose places are full of
-bulk jobs still gets urgent jobs, and the engine preempts bulk requests for them (docs/delivery.md).
+Urgent jobs start before bulk jobs. The consumer has two channels on two connections: one for urgent and one for bulk
+jobs. If bulk jobs use up the capacity of a model, the worker still receives urgent jobs for it, and the engine preempts
+bulk requests for them (docs/delivery.md).
+
+A worker reads only the queues of models that have capacity, and takes several messages at once (`QueueReader`). Kombu's
+channels read all queues in the same way, and take one message after another.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import Empty
 from typing import Any
 
 from celery import bootsteps
-from celery.worker import state
+from celery.utils.functional import maybe_list
+from celery.worker import control, state
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
 from kombu.common import ignore_errors
-from redis.exceptions import RedisError
+from kombu.utils.json import loads
+from redis.exceptions import RedisError, ResponseError
 
 from cellama.config import get_settings
+from cellama.config.logging import event_logger
+from cellama.tasks.connection.kombu_internals import (
+    deliver,
+    make_clients_by,
+    queues_in_turn,
+    read_brpop,
+    send_brpop,
+    set_brpop_reader,
+    set_brpop_sender,
+    set_qos,
+    socket_of,
+    waits_for_message,
+)
+from cellama.tasks.connection.redis_errors import RefusedForNow, is_passing, probe_writes
 from cellama.tasks.connection.redis_waits import redis_waits
-from cellama.tasks.connection.refusals import RefusedForNow, probe_writes
-from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
+from cellama.tasks.contract.names import (
+    BULK_PRIORITIES,
+    DEFAULT_MODEL,
+    SUBMITTED_AT_HEADER,
+    TOKEN_HEADER,
+    URGENT_PRIORITIES,
+    model_of,
+    queue_key,
+)
+from cellama.tasks.state.ledger import Fetched, Ledger, PageLimits, Taken, new_run
 
-from .channels import QueueReader, keep_client
-from .places import Places
+from .control import store_revoke
+from .message import HeldJobs, HoldingQoS, set_by_this_clock
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-ACK_RETRY_S = 1.0  # while there is no channel
-REFUSED_RETRY_S = (0.5, 1.0, 2.0)  # until Redis is asked again whether it accepts commands; the last one repeats
-EVENTS_EVERY_S = 0.1  # Celery sends events in each turn of the loop; Flower shows no difference
-MAX_EVENTS = 1000  # in one message of events; more are sent at once
+TYPE_MARK = '"__type__"'  # in JSON that only kombu's own parser can read, which takes twice as long
+NOT_A_MESSAGE = (KeyError, TypeError, ValueError)  # raised when something else than a message is parsed
+TAKE_RETRY_S = 0.5  # between two attempts to take a message while Redis is unreachable or refuses commands
+ACK_RETRY_S = 1.0  # between two attempts to acknowledge a message while there is no channel
+PROBE_WAITS_S = (0.5, 1.0, 2.0)  # before Redis is probed again for whether it accepts commands; the last value repeats
+EVENT_FLUSH_S = 0.1  # Celery sends events in each turn of the loop, but Flower shows no difference
+MAX_EVENTS = 1000  # per message of events; a full buffer is sent at once
+
+
+class Places:
+    """How many jobs of each model a worker may hold, and how many more it has capacity for.
+
+    Each model has a limit of its own, so the backlog of one model does not block another. The limit is the number of
+    jobs in progress plus `look_ahead`, the number of jobs that wait inside the worker.
+    """
+
+    def __init__(self, max_in_progress: Mapping[str, int], look_ahead: int, default: Callable[[], str | None]) -> None:
+        """Compute capacity from `max_in_progress`, the number of jobs by model, which its owner updates.
+
+        `default` returns the model that serves `:default`.
+        """
+        self._max_in_progress = max_in_progress
+        self._look_ahead = look_ahead
+        self._default = default
+
+    def model_of(self, queue: str) -> str:
+        """Return the model that serves a queue, or the queue itself if it does not belong to a model."""
+        model = model_of(queue)
+        return self._default() or model if model == DEFAULT_MODEL else model
+
+    def capacity(self, queues: Iterable[str], *held: HeldJobs) -> dict[str, int]:
+        """Return how many more jobs the model of each queue may get, in addition to those that are `held`.
+
+        A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a model can hold
+        two chunks, and slots that the first chunk no longer needs go to the second one.
+        """
+        free: dict[str, int] = {}
+        models = {queue: self.model_of(queue) for queue in queues}
+        for model in models.values():
+            free[model] = self._limit(model)
+        for queue, weights in (item for jobs in held for item in jobs.items()):
+            model = self.model_of(queue)
+            if model in free:
+                max_weight = (self._limit(model) + 1) // 2
+                free[model] -= sum(min(weight, max_weight) for weight in weights)
+        return {queue: max(0, free[model]) for queue, model in models.items()}
+
+    def _limit(self, model: str) -> int:
+        return max(1, self._max_in_progress.get(model, 0) + self._look_ahead)
+
+    def by_model(self, queues: Iterable[str]) -> list[list[str]]:
+        """Return the queues grouped by model. The models keep their order."""
+        groups: dict[str, list[str]] = {}
+        for queue in queues:
+            groups.setdefault(self.model_of(queue), []).append(queue)
+        return list(groups.values())
+
+
+class QueueReader:
+    """Read the queues of one channel: messages with its priorities, for models that have capacity.
+
+    BRPOP returns a message of the first list that has one. Kombu moves the queue of the last message to the end of its
+    cycle, so models take turns. Within a model, more urgent lists are first.
+
+    When Redis replies to a BRPOP (`_read`), the worker takes the message in the ledger, and a page of further messages
+    with the same script (`_take`). Then kombu delivers each message: it records the message in `HoldingQoS`, and calls
+    Celery's consumer.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        ledger: Ledger,
+        lease_s: float,
+        *,
+        places: Callable[[], Places],
+        priorities: Sequence[int],
+        before: Sequence[QueueReader] = (),
+    ) -> None:
+        """Read the `priorities` of this channel.
+
+        Messages that the readers in `before` hold also count against the capacity of this reader.
+        """
+        self.channel = channel
+        self._ledger = ledger
+        self._lease_s = lease_s
+        self._places = places
+        self._priorities = priorities
+        self._counted_readers = [*before, self]
+        self.waits_for_redis = True  # False once the worker stops
+        self._requested: frozenset[str] = frozenset()  # the queues of the BRPOP that waits
+        self._client_id: tuple[Any, int] | None = None  # the socket, and the id of its client in Redis
+        self._can_unblock = True
+        self._qos = HoldingQoS(channel, ledger, self.can_take)
+        set_qos(channel, self._qos)
+        set_brpop_sender(channel, self._ask)
+        set_brpop_reader(channel, self._read)
+
+    def capacity(self, queues: Sequence[str]) -> dict[str, int]:
+        """Return how many messages can be taken now from each of these queues."""
+        return self._places().capacity(queues, *(reader._qos.held() for reader in self._counted_readers))
+
+    def can_take(self) -> bool:
+        """Return whether kombu may read this channel.
+
+        It also may while a reply is pending, so that a message in this reply is not left unread.
+        """
+        return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
+
+    def keep_messages(self) -> None:
+        """Keep the messages when the channel is closed. Its connection is lost, and the next channel adopts them."""
+        self._qos.restore_at_shutdown = False
+
+    # Requests
+
+    def _open_queues(self) -> list[str]:
+        return [queue for queue, capacity in self.capacity(queues_in_turn(self.channel)).items() if capacity]
+
+    def _keys(self, queues: Sequence[str]) -> list[str]:
+        """Return the keys of the lists of these queues, the preferred list first."""
+        groups = self._places().by_model(queues)
+        return [queue_key(queue, priority) for group in groups for priority in self._priorities for queue in group]
+
+    def _ask(self, timeout: float | None = None) -> None:
+        """Send a BRPOP, as kombu's Channel._brpop_start does, but only for models that have capacity."""
+        queues = self._open_queues()
+        if not queues:
+            return
+        self._update_client_id(self.channel.client.connection)
+        send_brpop(self.channel, self._keys(queues), timeout or self.channel.brpop_timeout or 0)
+        self._requested = frozenset(queues)
+
+    def _update_client_id(self, connection: Any) -> None:
+        if self._can_unblock and (self._client_id is None or self._client_id[0] is not socket_of(connection)):
+            connection.send_command("CLIENT", "ID")
+            try:
+                self._client_id = (socket_of(connection), int(connection.read_response()))
+            except ResponseError as error:
+                self._disable_unblocking(error)
+
+    def ask_again(self) -> None:
+        """End a waiting BRPOP that lacks a model which has capacity now, so that kombu sends another BRPOP."""
+        channel = self.channel
+        if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_queues()):
+            return
+        try:
+            with channel.conn_or_acquire() as client:
+                if client.client_unblock(self._client_id[1]):
+                    self._requested = frozenset(self._open_queues())  # so that it is unblocked only once
+        except ResponseError as error:
+            self._disable_unblocking(error)
+
+    def _disable_unblocking(self, error: ResponseError) -> None:
+        detail = f"{error}; a model whose jobs have just ended may wait up to 1 s for its next job"
+        log.warning("unblocking of BRPOP disabled", detail=detail)
+        self._client_id, self._can_unblock = None, False
+
+    # Replies
+
+    def finish_reading(self) -> None:
+        """Read the reply to a pending BRPOP, if there is one. Raises queue.Empty and RedisError."""
+        self.waits_for_redis = False
+        if waits_for_message(self.channel):
+            self._read()
+
+    def _read(self) -> None:
+        """Deliver the message in a reply to BRPOP, and those that are taken together with it.
+
+        Data that is not a message is dropped, because it would otherwise crash each worker that reads it. If a message
+        can't be delivered, its lease expires, and the reaper queues it again. Raises queue.Empty and RedisError.
+        """
+        key, payload = read_brpop(self.channel)
+        queue = self._queue_of(key)
+        page: list[Fetched] = []
+        with _dropping_malformed_messages():
+            message = _decode_message(payload)
+            headers = message["headers"]
+            headers.pop(TOKEN_HEADER, None)
+            if headers.get("id") is not None and SUBMITTED_AT_HEADER in headers:  # else from plain Celery
+                taken, page = self._take(str(headers["id"]), queue)
+                _add_token(headers, taken)
+            deliver(self.channel, message, queue)
+        for fetched in page:
+            with _dropping_malformed_messages():
+                message = _decode_message(fetched.payload)
+                _add_token(message["headers"], fetched.taken)
+                deliver(self.channel, message, self._queue_of(fetched.key))
+
+    def _queue_of(self, key: str) -> str:
+        return key.rsplit(self.channel.sep, 1)[0]
+
+    def _take(self, job_id: str, queue: str) -> tuple[Taken, list[Fetched]]:
+        """Take a message that Redis has already removed from its list, and a page of further messages.
+
+        This is retried while Redis is unreachable or temporarily refuses the script, for example because it is full.
+        Meanwhile the event loop waits. Raises RedisError if Redis refuses the script permanently, or if the worker
+        stops. Then the reaper finds the message.
+        """
+        token = new_run()
+        with redis_waits.of("the consumer") as waits:
+            while True:
+                try:
+                    return self._ledger.take(job_id, self._lease_s, self._page_limits(queue), token)
+                except RedisError as error:
+                    if not (is_passing(error) and self.waits_for_redis):
+                        raise
+                    waits(error)
+                maybe_shutdown()
+                time.sleep(TAKE_RETRY_S)
+
+    def _page_limits(self, queue: str) -> PageLimits:
+        """Return how many messages of which lists can be taken in one page, together with a message of this queue."""
+        places = self._places()
+        capacity = self.capacity(self.channel.active_queues)
+        for other in capacity:
+            capacity[other] -= places.model_of(other) == places.model_of(queue)  # the message itself is not held yet
+        groups = places.by_model([queue for queue, remaining in capacity.items() if remaining > 0])
+        return [(capacity[group[0]], self._keys(group)) for group in groups]
+
+
+def _decode_message(payload: bytes) -> dict[str, Any]:
+    """Return a message in kombu's format. Raises one of NOT_A_MESSAGE."""
+    text = payload.decode()
+    message = loads(text) if TYPE_MARK in text else json.loads(text)
+    if not isinstance(message, dict) or not isinstance(message.setdefault("headers", {}), dict):
+        raise TypeError("the message is not an object with headers")
+    return message
+
+
+def _add_token(headers: dict[str, Any], taken: Taken) -> None:
+    headers[TOKEN_HEADER] = taken.token
+    if taken.waited_s is not None and (headers.get("eta") or headers.get("expires")):
+        set_by_this_clock(headers, taken.waited_s)
+
+
+@contextlib.contextmanager
+def _dropping_malformed_messages() -> Iterator[None]:
+    try:
+        yield
+    except NOT_A_MESSAGE:
+        log.exception("malformed message dropped")
+
+
+def keep_client(channel: Any) -> None:
+    """Let a channel use one client for all commands.
+
+    Kombu makes a client for each command, which takes longer than the command itself.
+    """
+    clients: dict[Any, Any] = {}  # the client of the current pool
+
+    def once(create: Callable[..., Any]) -> Callable[..., Any]:
+        def create_once(asynchronous: bool = False) -> Any:
+            if asynchronous:  # for connections that the event loop polls
+                return create(asynchronous=True)
+            pool = channel.pool
+            if pool not in clients:
+                clients.clear()
+                clients[pool] = create()
+            return clients[pool]
+
+        return create_once
+
+    make_clients_by(channel, once)
 
 
 class SteadyConsumer(Consumer):  # type: ignore[misc]
-    """Acks on the present channels, and returns no message whose job still runs."""
+    """A consumer that acknowledges messages on the current channels, and keeps messages whose jobs still run."""
 
     places: Places  # set before the first job is taken (Runtime.attach)
     bulk_connection: Any = None
     bulk_consumer: Any = None
-    readers: Sequence[QueueReader] = ()  # of the urgent and of the bulk jobs, for the present connection
-    _next_flush_at = 0.0  # monotonic s
+    readers: Sequence[QueueReader] = ()  # for urgent and bulk jobs, on the current connection
+    _next_flush_at = 0.0  # in monotonic seconds
 
     @property
     def channels(self) -> list[Any]:
-        """Return the channels of the urgent and of the bulk jobs; [] while there is no connection."""
+        """The channels for urgent and for bulk jobs. The list is empty while there is no connection."""
         if self.connection is None or self.task_consumer is None or self.bulk_consumer is None:
             return []
         return [self.task_consumer.channel, self.bulk_consumer.channel]
 
     def channel_of(self, message: Any) -> Any:
-        """Return the channel that holds a message now; None while there is no connection."""
+        """Return the channel that holds a message now, or None while there is no connection."""
         channels = self.channels
         if not channels or any(channel.connection is None for channel in channels):
             return None
@@ -66,13 +353,16 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         return channels[(message.properties.get("priority") or 0) in BULK_PRIORITIES]
 
     def connect(self) -> Any:
-        """Connect as Celery does, once Redis accepts commands: it would refuse each step of the start in turn."""
-        retries_s = iter(REFUSED_RETRY_S)
+        """Wait until Redis accepts commands, then connect as Celery does.
+
+        Otherwise each step of the start would fail and be retried.
+        """
+        retries_s = iter(PROBE_WAITS_S)
         with redis_waits.of("the consumer") as waits:
             while (refusal := self._refusal()) is not None:
                 waits(refusal)
                 maybe_shutdown()
-                time.sleep(next(retries_s, REFUSED_RETRY_S[-1]))
+                time.sleep(next(retries_s, PROBE_WAITS_S[-1]))
         return super().connect()
 
     def _refusal(self) -> RefusedForNow | None:
@@ -80,12 +370,12 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
             probe_writes(self.app.runtime.redis)
         except RefusedForNow as error:
             return error
-        except RedisError:  # connecting waits for a Redis that is away, and shows what else is wrong
+        except RedisError:  # `connect` itself waits for an unreachable Redis, and raises other errors
             pass
         return None
 
     def on_connection_error_after_connected(self, exc: Exception) -> Any:
-        """Connect again. What was taken stays with this worker until its lease ends."""
+        """Reconnect. This worker keeps the messages that it holds until their leases expire."""
         for reader in self.readers:
             reader.keep_messages()
         self.close_bulk()
@@ -99,33 +389,33 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
             ignore_errors(connection, connection.close)
 
     def add_task_queue(self, queue: str, *args: Any, **kwargs: Any) -> None:
-        """Read one more queue on both channels."""
+        """Start reading a queue on both channels."""
         super().add_task_queue(queue, *args, **kwargs)
         if self.bulk_consumer is not None and not self.bulk_consumer.consuming_from(queue):
             self.bulk_consumer.add_queue(self.app.amqp.queues[queue])
             self.bulk_consumer.consume()
 
     def cancel_task_queue(self, queue: str) -> None:
-        """Stop reading a queue."""
+        """Stop reading a queue on both channels."""
         super().cancel_task_queue(queue)
         if self.bulk_consumer is not None:
             self.bulk_consumer.cancel_by_queue(queue)
 
     def ask_again(self) -> None:
-        """Ask Redis for jobs of models that have capacity by now. The event loop calls it in each turn."""
+        """Request jobs of models that have gained capacity. The event loop calls this in each turn."""
         if self.channels:
             for reader in self.readers:
                 reader.ask_again()
 
     def _flush_events(self) -> None:
-        """Send the events of EVENTS_EVERY_S together."""
+        """Send the events of the last EVENT_FLUSH_S together."""
         now = time.monotonic()
-        if now >= self._next_flush_at:  # not "once the last timer has fired": a reconnect clears the timers
-            self._next_flush_at = now + EVENTS_EVERY_S
-            self.timer.call_after(EVENTS_EVERY_S, super()._flush_events)
+        if now >= self._next_flush_at:  # compares times because a reconnect clears the timers
+            self._next_flush_at = now + EVENT_FLUSH_S
+            self.timer.call_after(EVENT_FLUSH_S, super()._flush_events)
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an ack or a reject on the event loop as soon as there is a channel."""
+        """Run an acknowledgement or a rejection on the event loop as soon as there is a channel."""
         message = getattr(p, "__self__", None)
 
         def run(*run_args: Any, **run_kwargs: Any) -> Any:
@@ -141,7 +431,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
 
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Opens the second channel. After a reconnect, it moves the messages of running jobs to the new channels."""
+    """Open the second channel. After a reconnect, move the messages of running jobs to the new channels."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -154,9 +444,11 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         def places() -> Places:
             return consumer.places
 
-        of_urgent = QueueReader(urgent, ledger, lease_s, places=places, priorities=URGENT_PRIORITIES)
-        of_bulk = QueueReader(bulk, ledger, lease_s, places=places, priorities=BULK_PRIORITIES, before=[of_urgent])
-        consumer.readers = [of_urgent, of_bulk]
+        urgent_reader = QueueReader(urgent, ledger, lease_s, places=places, priorities=URGENT_PRIORITIES)
+        bulk_reader = QueueReader(
+            bulk, ledger, lease_s, places=places, priorities=BULK_PRIORITIES, before=[urgent_reader]
+        )
+        consumer.readers = [urgent_reader, bulk_reader]
         keep_client(urgent)
         keep_client(bulk)
         if consumer.event_dispatcher is not None and consumer.event_dispatcher.enabled:
@@ -174,7 +466,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
                 message.channel.qos.append(message, message.delivery_tag)
 
     def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
-        """Start to read both channels, which handle messages alike."""
+        """Start reading both channels, which handle messages in the same way."""
         take = consumer.task_consumer.on_message
 
         def take_now(message: Any) -> None:
@@ -186,9 +478,9 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         hub.on_tick.add(consumer.ask_again)
 
     def stop(self, consumer: SteadyConsumer) -> None:
-        """Take no more jobs. A message that Redis is sending is read, and returned when the channel is closed."""
+        """Stop taking jobs. A message that Redis is sending is read, and returned when the channel is closed."""
         task_consumers = (consumer.task_consumer, consumer.bulk_consumer)
-        for task_consumer, reader in zip(task_consumers, consumer.readers, strict=False):  # no readers before the start
+        for task_consumer, reader in zip(task_consumers, consumer.readers, strict=False):  # no readers before start
             if task_consumer is None or consumer.connection is None:
                 continue
             reader.waits_for_redis = False
@@ -198,3 +490,26 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def shutdown(self, consumer: SteadyConsumer) -> None:
         consumer.close_bulk()
+
+
+# Celery's commands for revokes, which also update the ledger
+
+_REVOKE = control.revoke
+
+
+@control.control_command(variadic="task_id", signature="[id1 [id2 [... [idN]]]]")  # type: ignore[untyped-decorator]
+def revoke(state: Any, task_id: Any, terminate: bool = False, signal: Any = None, **options: Any) -> Any:
+    """Revoke tasks by their ids."""
+    try:
+        store_revoke(state.app, maybe_list(task_id) or [], terminate)
+    except RedisError as error:
+        log.warning("revoke not stored in Redis", detail=f"{error}; it is lost if this worker stops")
+    return _REVOKE(state, task_id, terminate, signal, **options)
+
+
+@control.control_command(  # type: ignore[untyped-decorator]
+    variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [id2 [... [idN]]]]"
+)
+def terminate(state: Any, signal: Any, task_id: Any, **_: Any) -> Any:
+    """Terminate tasks by their ids."""
+    return revoke(state, task_id, terminate=True, signal=signal)

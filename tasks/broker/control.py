@@ -1,7 +1,8 @@
-"""Revokes and purges that last. Those of Celery live in the memory of workers, and don't change the ledger.
+"""Celery's remote control with persistent revokes and purges.
 
-Our app writes a revoke into the ledger when it is called, and a worker does when it receives one from any app. Commands
-and replies are sent with a few retries, whereas Celery retries until Redis is back.
+Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here the caller of a revoke
+writes it into the ledger, and so does a worker that receives a revoke from any app. Commands and replies are sent with
+a few retries, whereas Celery retries until Redis is back.
 """
 
 from __future__ import annotations
@@ -24,39 +25,44 @@ from cellama.tasks.contract.keys import cancel_key, leases_key, queues_key, wait
 from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
 
-from .celery_ends import ChordClaimed, end_without_worker, request_of
+from .result_backend import ChordClaimed, end_without_worker, request_of
 
-REVOKED_S = 10800  # how long Celery's workers remember a revoke
-RETRY_POLICY = {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.2}  # Celery's for tasks
-PURGE_PAGE = 200  # messages per script: a few milliseconds, in which Redis serves no one else
+REVOKED_TTL_S = 10800  # Celery's workers keep a revoke for the same time
+RETRY_POLICY = {
+    "max_retries": 3,
+    "interval_start": 0,
+    "interval_step": 0.2,
+    "interval_max": 0.2,
+}  # as for tasks in Celery
+PURGE_PAGE = 200  # messages per script, which blocks Redis for a few milliseconds
 
 
 class BoundedMailbox(Mailbox):  # type: ignore[misc]
-    """Kombu's mailbox, with a bound on retries.
+    """Kombu's mailbox, with a limit on retries.
 
-    Without it the event loop of a worker would block while Redis is away and handle no signal, and Flower would not
-    exit.
+    Without this limit, the event loop of a worker would block and handle no signal while Redis is unreachable, and
+    Flower would not exit.
     """
 
     @contextlib.contextmanager
     def producer_or_acquire(self, producer: Any = None, channel: Any = None) -> Iterator[Any]:
-        """Yield what kombu publishes with, which passes no retry policy itself."""
+        """Yield a producer that adds the retry policy, because kombu itself passes none."""
         with super().producer_or_acquire(producer, channel) as found:
             yield SimpleNamespace(publish=partial(found.publish, retry_policy=RETRY_POLICY))
 
 
 class LastingControl(Control):  # type: ignore[misc]
-    """Celery's remote control, whose `revoke` and `purge` change the ledger too."""
+    """Celery's remote control, whose `revoke` and `purge` also change the ledger."""
 
     Mailbox = BoundedMailbox
 
     def revoke(self, task_id: Any, destination: Any = None, terminate: bool = False, **options: Any) -> Any:
-        """End waiting jobs now. With `terminate`, end running jobs now, or when a worker continues them."""
-        note_revoke(self.app, task_id, terminate)
+        """End jobs that wait. With `terminate`, also end jobs that run, now or when another worker continues them."""
+        store_revoke(self.app, task_id, terminate)
         return super().revoke(task_id, destination=destination, terminate=terminate, **options)
 
     def purge(self, connection: Connection | None = None) -> int:
-        """End all jobs that wait in the queue of any model. Returns how many there were."""
+        """End all jobs that wait in the queues of models, and return how many jobs this ended."""
         found: Any = self.app.backend.client.smembers(queues_key())
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
@@ -64,19 +70,19 @@ class LastingControl(Control):  # type: ignore[misc]
     discard_all = purge
 
 
-def note_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> None:
-    """End jobs that wait. With `terminate`, the worker that runs a job ends it."""
+def store_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> None:
+    """End jobs that wait. With `terminate`, workers also end jobs that run."""
     redis: Redis = app.backend.client
     ledger = Ledger(redis)
     for job_id in {task_ids} if isinstance(task_ids, str) else set(task_ids):
         if ledger.state(job_id) is not None:
             _cancel(app, ledger, job_id, running=terminate)
-        else:  # plain Celery sent it, and no worker has taken it, or another app did: it expires as in Celery
-            redis.set(cancel_key(job_id), "1", ex=REVOKED_S)
+        else:  # plain Celery sent the job and no worker has taken it, or it belongs to another app
+            redis.set(cancel_key(job_id), "1", ex=REVOKED_TTL_S)
 
 
 def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
-    """Cancel a job; return whether that ended it, because no worker runs it."""
+    """Cancel a job. Return whether this ended it, which is so if no worker runs it."""
     if not ledger.cancel(job_id, running=running) or (ending := ledger.ending(job_id)) is None:
         return False
     try:
@@ -88,31 +94,31 @@ def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
 
 
 def purge_queue(app: Celery, queue: str) -> int:
-    """End all jobs that wait in a model's queue, as cancelled; return how many jobs that ended.
+    """Cancel all jobs that wait in a model's queue, and return how many jobs this ended.
 
-    A job that a worker runs is not touched. Jobs that are queued meanwhile may stay.
+    Running jobs are not affected. Jobs that are queued in the meantime may remain.
     """
     redis: Redis = app.backend.client
     ledger, revoked = Ledger(redis), app.backend.value_around_id(TaskRevokedError("cancelled"), states.REVOKED)
     num_ended = 0
     for priority in PRIORITIES:
-        num_left: Any = redis.llen(queue_key(queue, priority))
-        while num_left > 0:
+        num_remaining: Any = redis.llen(queue_key(queue, priority))
+        while num_remaining > 0:
             page = ledger.purge_page(queue, priority, PURGE_PAGE, revoked, app.backend.expires)
             num_ended += page.num_ended + sum(_end_purged(app, ledger, message) for message in page.others)
-            num_left = num_left - page.num_messages if page.num_messages else 0
-    held: Any = redis.zrange(waiting_key(queue), 0, -1)  # without a slot, but perhaps taken by a worker
-    leases: Any = redis.zmscore(leases_key(), held) if held else []
-    in_hands = [raw.decode() for raw, lease in zip(held, leases, strict=True) if lease is not None]
-    return num_ended + sum(_cancel(app, ledger, job_id, running=False) for job_id in in_hands)
+            num_remaining = num_remaining - page.num_messages if page.num_messages else 0
+    waiting: Any = redis.zrange(waiting_key(queue), 0, -1)  # jobs without a slot, which a worker may hold
+    leases: Any = redis.zmscore(leases_key(), waiting) if waiting else []
+    held_jobs = [raw.decode() for raw, lease in zip(waiting, leases, strict=True) if lease is not None]
+    return num_ended + sum(_cancel(app, ledger, job_id, running=False) for job_id in held_jobs)
 
 
 def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
-    """End the job of a message that has left its queue; return whether there was a job to end."""
+    """End the job of a message that was removed from its queue. Return whether there was a job to end."""
     try:
         job_id = str(json.loads(message)["headers"]["id"])
     except (KeyError, TypeError, ValueError):
-        return False  # not a message of Celery's
+        return False  # a malformed message
     if ledger.state(job_id) is not None:
         return _cancel(app, ledger, job_id, running=False)
     app.backend.mark_as_revoked(job_id, "cancelled", request=request_of(message))  # plain Celery sent it
@@ -120,7 +126,7 @@ def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
 
 
 def purging_with(purge: Callable[[str], int], connection: Connection) -> Connection:
-    """Return the connection with channels that purge the queues of models with `purge`, as `celery purge` needs."""
+    """Return the connection, whose channels now purge the queues of models with `purge`. `celery purge` uses them."""
     transport = connection.transport
 
     class Channel(transport.Channel):  # type: ignore[misc,name-defined]

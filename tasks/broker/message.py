@@ -1,35 +1,237 @@
-"""The message of a job, as Celery's consumer holds it while the job runs."""
+"""The messages that a worker holds: how the ledger records them, and Celery's request for each of them.
+
+Kombu records messages that were taken in its own hashes, by the clocks of workers, and returns them after a fixed time.
+Here a message belongs to a job, and the ledger records it by the id of the job and the clock of Redis. Taking a message
+yields a token. Only the worker with this token can start the job, renew the lease, or return the message.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
 import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from celery import uuid
 from celery.platforms import signals
-from celery.utils.time import maybe_make_aware
-from celery.worker import state as worker_state
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery.worker import state
 from celery.worker.request import Request
+from celery.worker.strategy import default
 from kombu.asynchronous import get_event_loop
+from kombu.transport import virtual
+from kombu.transport.redis import QoS
 from redis.exceptions import RedisError
 
+from cellama.config import get_settings
+from cellama.config.logging import event_logger
 from cellama.tasks.contract.events import done
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER, WEIGHT_HEADER, queue_key
 from cellama.tasks.state.history import read_past
-from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.ledger import Ledger, Message, Submission, Taken, TaskCall
 
 from .pool import Interruption, JobControl
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
+
+ADOPT_RETRY_S = 1.0  # between two attempts to adopt a message of plain Celery while Redis is unreachable
+HIDDEN = "(…)"  # shown by Flower instead of arguments
+SOON_S = 6.0  # a worker takes a job this long before its ETA, because its timer is more exact than the reaper
+
+HeldJobs = Mapping[str, Sequence[int]]  # the weights of the held messages, by queue
+
+
+class HoldingQoS(QoS):  # type: ignore[misc]
+    """The messages that one channel of a worker holds.
+
+    Methods belong to the main thread unless their docstring says otherwise.
+    """
+
+    def __init__(self, channel: Any, ledger: Ledger, can_take: Callable[[], bool]) -> None:
+        """Record messages of this channel. `can_take` returns whether kombu may read the next message."""
+        super().__init__(channel)
+        self._ledger = ledger
+        self._can_take = can_take
+        self._num_appended = 0
+        self._held: tuple[Any, HeldJobs] = (None, {})
+
+    def can_consume(self) -> bool:
+        return self._can_take()
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Hold a message that this worker has taken in the ledger, on this channel or on an earlier one."""
+        self._num_appended += 1
+        virtual.QoS.append(self, message, delivery_tag)
+
+    def held(self) -> HeldJobs:
+        """Return the weights of the messages that this channel holds, except for jobs that wait for their ETA.
+
+        The event loop calls this several times per turn, so the result is cached until something changes.
+        """
+        changes = (self._num_appended, len(self._dirty), len(state.scheduled_requests))
+        if self._held[0] != changes:
+            early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
+            held: dict[str, list[int]] = {}
+            for message in self.messages():
+                if message.delivery_tag not in early:
+                    held.setdefault(message.delivery_info["routing_key"], []).append(_weight_of(message))
+            self._held = changes, held
+        return self._held[1]
+
+    def ack(self, delivery_tag: str) -> None:
+        self._settle(delivery_tag, self._ledger.release)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        self._settle(delivery_tag, self._ledger.requeue if requeue else self._ledger.release)
+
+    def _settle(self, delivery_tag: str, settle: Callable[[Taken], None]) -> None:
+        """Settle a message in the ledger. If Redis is unreachable, the lease expires, and another worker settles it."""
+        message = self._delivered.get(delivery_tag)
+        if message is not None and (taken := taken_of(message)) is not None:
+            try:
+                settle(taken)
+            except RedisError as error:
+                log.warning("message not settled", job_id=taken.job_id, detail=f"{error}; its lease expires")
+        self._quick_ack(delivery_tag)
+
+    def set_aside_until_soon(self, message: Any) -> bool:
+        """Give a message with a later ETA back to Redis until SOON_S before this time. Return whether this was done.
+
+        If Redis does not accept the message, this worker keeps it.
+        """
+        taken, eta = taken_of(message), _unix_s(message.headers.get("eta"))
+        if taken is None or not taken.token or eta is None or (wait_s := eta - time.time() - SOON_S) <= 0:
+            return False
+        try:
+            self._ledger.set_aside(taken, wait_s)
+        except RedisError as error:
+            detail = f"{error}; the job waits for its ETA in this worker"
+            log.warning("message not set aside", job_id=taken.job_id, detail=detail)
+            return False
+        self.forget(message)
+        return True
+
+    def forget(self, message: Any) -> None:
+        """Forget a message that another worker holds, so that its capacity is free. Thread-safe."""
+        if self._delivered.get(message.delivery_tag) is message:
+            self._quick_ack(message.delivery_tag)
+
+    def restore_unacked(self, client: Any = None) -> None:
+        """Return the messages that are still held when the worker stops."""
+        for delivery_tag in list(self._delivered):
+            self.reject(delivery_tag, requeue=True)
+        self._delivered.clear()
+
+    def restore_visible(self, *_: Any, **__: Any) -> None:
+        """Do nothing, because reapers return the messages of workers that died."""
+
+    def messages(self) -> list[Any]:
+        """Return the messages that this channel holds. Thread-safe."""
+        return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
+
+
+def _weight_of(message: Any) -> int:
+    weight = message.headers.get(WEIGHT_HEADER, 1)
+    return weight if isinstance(weight, int) and weight > 0 else 1  # any producer can set this header
+
+
+def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
+    """Convert `eta` and `expires` from the producer's clock to the clock of this machine, which Celery uses.
+
+    The message was sent `waited_s` ago, and has this time by the producer's clock in a header.
+    """
+    try:
+        shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])
+        for name in ("eta", "expires"):
+            if (at := _unix_s(headers.get(name))) is not None:
+                headers[name] = datetime.fromtimestamp(at + shift_s, UTC).isoformat()
+    except (TypeError, ValueError, OverflowError, OSError) as error:
+        log.warning("times not converted", job_id=headers["id"], detail=f"{error}; the producer's clock is used")
+
+
+def _unix_s(iso: Any) -> float | None:
+    """Return Unix seconds, or None for a missing value or one that Celery will refuse."""
+    try:
+        return float(maybe_make_aware(maybe_iso8601(iso)).timestamp()) if iso else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def taken_of(message: Any) -> Taken | None:
+    """Return the record of how this worker took a message, or None if plain Celery sent the message."""
+    token = message.headers.get(TOKEN_HEADER)
+    return None if token is None else Taken(str(message.headers["id"]), token)
+
+
+def forget_lost(message: Any) -> None:
+    """Stop working on a message that another worker holds now. Thread-safe."""
+    for request in list(state.requests.values()):
+        if request.message is message:
+            request.supersede()
+    message.channel.qos.forget(message)
+
+
+# Messages of producers with plain Celery, without cellama
+#
+# The first worker that takes such a message records its job in the ledger, and queues it again as a message of cellama.
+# Kombu sets priority 0, the most urgent one, for a message without a priority, so 0 stands for the default priority
+# here. A producer that needs the most urgent priority sets it in the payload.
+
+
+def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
+    """Return Celery's strategy, which starts the job of a message, but adopt messages of plain Celery first."""
+    handle: Callable[..., Any] = default(task, app, consumer, **options)
+
+    def take(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **others: Any) -> Any:
+        runtime = getattr(consumer.app, "runtime", None)  # None: a worker of another app
+        if runtime is None or SUBMITTED_AT_HEADER in message.headers:
+            return handle(message, body, ack, reject, callbacks, **others)
+        try:
+            adopt(runtime.ledger, task, message)
+        except RedisError as error:
+            log.warning("message of plain Celery not adopted", detail=f"{error}; this is retried")
+            arguments = (message, body, ack, reject, callbacks)
+            return consumer.timer.call_after(ADOPT_RETRY_S, take, arguments, others)
+        return ack(log, consumer.connection_errors)
+
+    return take
+
+
+def adopt(ledger: Ledger, task: Any, message: Any) -> None:
+    """Queue a message of plain Celery again as a message of cellama, with a ledger entry and the intended priority.
+
+    A message whose job is in the ledger is a copy of a message that was adopted before, and is dropped.
+    """
+    args, kwargs, _ = message.payload
+    given = message.properties.get("priority")
+    call: TaskCall = task.call_of_plain(args, kwargs, {**message.delivery_info, "priority": given})
+    adopted = Message(queue_key(call.queue, call.priority), _adopted_payload(message, call.priority, ledger.now()))
+    ledger.submit([Submission(message.headers["id"], call, adopted)])
+
+
+def _adopted_payload(message: Any, priority: int, now: float) -> str:
+    """Return the JSON of a message with this priority. It gets a new delivery tag, because the old one is still in use.
+
+    The clock of the producer is unknown, so `eta` and `expires` are read as times of Redis' clock, like `now`.
+    """
+    copy = message.serializable()
+    copy["properties"] = {**copy["properties"], "priority": priority, "delivery_tag": uuid()}
+    copy["headers"][SUBMITTED_AT_HEADER] = now
+    if not get_settings().show_prompts:
+        copy["headers"] |= {"argsrepr": HIDDEN, "kwargsrepr": HIDDEN}
+    return json.dumps(copy)
 
 
 class JobRequest(Request):  # type: ignore[misc]
-    """Settles its message (ack or reject) once.
+    """Celery's request for the message of a job. It acknowledges or rejects the message exactly once.
 
-    Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job may end in its
-    own thread while the main thread revokes it; the second ack would raise in Celery's event loop and end the worker.
+    Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job can end in its own
+    thread while the main thread revokes it. A second acknowledgement would raise in Celery's event loop and crash the
+    worker.
 
-    The message of a superseded attempt is not its own any more, because another worker or none holds it now.
+    If the attempt is superseded, this worker no longer holds the message, so the request only forgets it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,18 +240,18 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def maybe_expire(self) -> bool | None:
-        """Return whether the job has expired. A job that has started before does not, because it is continued."""
+        """Return whether the job has expired. A job that has started before never expires, because it is continued."""
         expires: datetime | None = self.expires  # type: ignore[has-type]
-        if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_begun():
+        if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_started():
             self.expires = None
         result: bool | None = super().maybe_expire()
         return result
 
-    def _has_begun(self) -> bool:
+    def _has_started(self) -> bool:
         try:
             return Ledger(self.app.backend.client).state(self.id) not in (None, "queued")
         except RedisError:
-            return True  # as far as it can be known
+            return True  # unknown; expiring a job that has started would be worse
 
     def _claim_settlement(self) -> bool:
         with self._settle_lock:
@@ -58,7 +260,7 @@ class JobRequest(Request):  # type: ignore[misc]
 
     @property
     def _control(self) -> JobControl | None:
-        return self._apply_result() if self._apply_result is not None else None  # a weak reference
+        return self._apply_result() if self._apply_result is not None else None  # `_apply_result` is a weak reference
 
     @property
     def _is_superseded(self) -> bool:
@@ -67,20 +269,20 @@ class JobRequest(Request):  # type: ignore[misc]
 
     @property
     def holds_message(self) -> bool:
-        """Whether the message is this worker's, as far as it knows. Any thread."""
+        """Whether this worker holds the message, unless another worker has taken it meanwhile. Thread-safe."""
         return not self.acknowledged and not self._is_superseded
 
     def supersede(self) -> None:
-        """End the attempt without an event, because another worker has the job by now. Any thread."""
+        """End the attempt without an event, because another worker has taken over the job. Thread-safe."""
         if (control := self._control) is not None:
             control.interrupt(Interruption.SUPERSEDED)
 
     def _forget_message(self) -> None:
-        """Free the place that the message takes in this worker, and nothing else."""
+        """Forget the message, so that its capacity in this worker is free, without settling it."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:
-            hub.call_soon(lambda: None)  # the loop reads the queues in each turn, and this makes it turn
+            hub.call_soon(lambda: None)  # wakes the loop, which reads the queues in each turn
 
     def acknowledge(self) -> None:
         if self._claim_settlement():
@@ -98,9 +300,9 @@ class JobRequest(Request):  # type: ignore[misc]
                 super().reject(requeue)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """Terminate as Celery does, but send Celery's events of the end before the job ends, not after it."""
+        """Terminate as Celery does, but send Celery's events of the end before the job ends instead of afterwards."""
         if not self.time_start:
-            super().terminate(pool, signal)  # which comes back here when it has begun
+            super().terminate(pool, signal)  # Celery calls this method again once the job has started
             return
         signum = signals.signum(signal or "TERM")
         try:
@@ -109,9 +311,9 @@ class JobRequest(Request):  # type: ignore[misc]
             pool.terminate_job(self.worker_pid, signum)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Do what Celery does. A job whose hard limit passes before it starts ends here, because no attempt ends it."""
+        """Report the timeout as Celery does, and end a job that exceeds its hard limit before it starts."""
         super().on_timeout(soft, timeout)
-        if soft or worker_state.should_terminate:
+        if soft or state.should_terminate:
             return
         redis = self.app.backend.client
         ledger = Ledger(redis)
@@ -119,10 +321,10 @@ class JobRequest(Request):  # type: ignore[misc]
             if ledger.state(self.id) in ("queued", "handed_back"):
                 ledger.end_waiting(self.id, done("timeout", read_past(redis, self.id).usage))
         except RedisError as error:
-            log.warning("can't end job %s, whose time limit has passed, in Redis: %s", self.id, error)
+            log.warning("end of job not stored", job_id=self.id, detail=f"{error}; its time limit was exceeded")
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
-        """Return the job to its queue, because Celery exits at once."""
+        """Return the job to its queue, because Celery exits immediately."""
         control = self._control
         if control is not None:
             control.interrupt(Interruption.HANDED_BACK)

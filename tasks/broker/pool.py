@@ -1,12 +1,11 @@
-"""A pool of threads for Celery, which can cancel jobs, has time limits, and acks while it drains.
+"""A pool of threads for Celery, which supports cancellation and time limits, and acknowledges messages while it drains.
 
-Each running job has a JobControl, with which Celery's main thread or a timer interrupts the thread of the job.
+Each running job has a JobControl, through which Celery's main thread or a timer interrupts the thread of the job.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,37 +18,38 @@ from celery.concurrency.base import BasePool, apply_target
 from kombu.asynchronous import get_event_loop
 
 from cellama.config import get_settings
+from cellama.config.logging import event_logger
 from cellama.tasks.connection.kombu_internals import run_ready_callbacks
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-DRAIN_PUMP_S = 0.1  # between two rounds of acks and timers, which the event loop does not do while the pool stops
+DRAIN_PUMP_S = 0.1  # how often acknowledgements and timers run while the pool stops, which blocks the event loop
 
 
 class Interruption(IntEnum):
-    """Why an attempt must end early. A higher reason replaces a lower one."""
+    """The reason why an attempt must end early. A higher reason replaces a lower one."""
 
-    HANDED_BACK = 1  # the worker exits, and another one continues the job
+    HANDED_BACK = 1  # the worker exits, and another worker continues the job
     SOFT_LIMIT = 2
     HARD_LIMIT = 3
     CANCELLED = 4
-    SUPERSEDED = 5  # another attempt of the job has started, or the job has ended
-    FAILED = 6  # its events could not be written: its stream has ended with an error
+    SUPERSEDED = 5  # another attempt at the job has started, or the job has ended
+    FAILED = 6  # events could not be written, so the stream has ended with an error
 
 
 class JobControl:
-    """Interrupts one job from another thread. Celery's Request expects its `terminate`."""
+    """Interrupt one job from another thread. Celery's Request calls `terminate`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.interruption: Interruption | None = None
-        self.is_settled = False  # Redis has the job's end and result, and its message is gone
+        self.is_settled = False  # whether Redis has the job's end and result, and the message is released
         self._stop: Callable[[Interruption], None] | None = None
         self._ended = False
         self._lock = threading.Lock()
 
     def when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
-        """Call `stop` when the job is interrupted, or now if it is already."""
+        """Call `stop` when the job is interrupted, or now if it already is."""
         with self._lock:
             self._stop = stop
             reason = self.interruption
@@ -57,7 +57,7 @@ class JobControl:
             stop(reason)
 
     def interrupt(self, reason: Interruption) -> None:
-        """Interrupt the job for this reason. Idempotent."""
+        """Interrupt the job for this reason. This method is idempotent."""
         with self._lock:
             if self._ended or (self.interruption is not None and self.interruption >= reason):
                 return
@@ -70,7 +70,7 @@ class JobControl:
         self.interrupt(Interruption.CANCELLED)
 
     def claim_end(self) -> bool:
-        """Return True for the one caller that may report the end of the job to Celery."""
+        """Return True for the first caller, which is the only one that may report the end of the job to Celery."""
         with self._lock:
             first, self._ended = not self._ended, True
         return first
@@ -80,14 +80,14 @@ _current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", defa
 
 
 def current_job() -> JobControl:
-    """Return the control of the job that runs in this thread, or a new one outside a pool."""
+    """Return the control of the job that runs in this thread, or a new control outside a pool."""
     return _current.get() or JobControl(0)
 
 
 class TaskPool(BasePool):  # type: ignore[misc]
-    """One thread per job, which waits for the engine's threads."""
+    """A pool with one thread per job. The thread mostly waits for the engine."""
 
-    limit: int  # jobs of all models, as `inspect stats` shows it; what bounds them is Places
+    limit: int  # jobs of all models, for `inspect stats`; `Places` is what limits the jobs
     signal_safe = False
     body_can_be_buffer = True
     task_join_will_block = False
@@ -95,9 +95,9 @@ class TaskPool(BasePool):  # type: ignore[misc]
     def on_start(self) -> None:
         self._numbers = itertools.count(1)
         self.in_a_hurry = False
-        self.drained_at = 0.0  # monotonic: until then running jobs may finish, once it stops
+        self.drained_at = 0.0  # deadline for running jobs once the pool stops, in monotonic seconds
         self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
-        # Places bounds the jobs; this only bounds threads.
+        # `Places` limits the number of jobs. This only limits the number of threads.
         self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
 
     def on_apply(
@@ -112,7 +112,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         timeout_callback: Callable[[bool, float], None] | None = None,
         **_: Any,
     ) -> JobControl:
-        """Run a job in a thread. Returns its control, with which Celery terminates it."""
+        """Run a job in a thread, and return its control, through which Celery terminates it."""
         control = JobControl(next(self._numbers))
         soft_timeout = soft_timeout or self.options.get("soft_timeout")
         timeout = timeout or self.options.get("timeout")
@@ -123,14 +123,14 @@ class TaskPool(BasePool):  # type: ignore[misc]
             try:
                 apply_target(target, args or (), kwargs, _once(control, callback), accept_callback, pid=control.number)
             except Exception:
-                log.exception("Celery could not take the end of a job")
+                log.exception("end of job not reported to Celery")
             finally:
-                _current.set(None)  # a thread that waits for its next job keeps nothing of the last one
+                _current.set(None)  # so that an idle thread has no reference to its last job
                 self._jobs.pop(control.number, None)
                 for timer in timers:
                     timer.cancel()
 
-        # Celery's Request keeps only a weak reference. The job may end before it is noted, so the callback removes it.
+        # Celery's Request has only a weak reference. The job may end before the next line, so the callback removes it.
         future = self._executor.submit(run)
         self._jobs[control.number] = (control, future)
         future.add_done_callback(lambda _: self._jobs.pop(control.number, None))
@@ -160,13 +160,19 @@ class TaskPool(BasePool):  # type: ignore[misc]
         return timers
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
-        """Cancel a job by its number. It must not raise, because Celery then marks the job as revoked and acks it."""
+        """Cancel a job by its number.
+
+        This must not raise, because Celery would then mark the job as revoked and acknowledge its message.
+        """
         job = self._jobs.get(pid)
         if job is not None:
             job[0].terminate(signal)
 
     def on_stop(self) -> None:
-        """Let running jobs finish, and hand back those that take too long. Acks and timers of Celery run meanwhile."""
+        """Let running jobs finish until the deadline, and hand back the others.
+
+        Celery's acknowledgements and timers run in the meantime.
+        """
         hub = get_event_loop()
         self.drained_at = deadline = time.monotonic() + get_settings().drain_s
         while jobs := list(self._jobs.values()):
@@ -174,7 +180,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
                 for control, _ in jobs:
                     control.interrupt(Interruption.HANDED_BACK)
                 if (runtime := getattr(self.app, "runtime", None)) is not None:
-                    runtime.publisher.hurry()  # jobs wait for what it writes: for ever, if Redis is away
+                    runtime.publisher.hurry()  # else jobs wait for its writes as long as Redis is unreachable
             wait([future for _, future in jobs], timeout=DRAIN_PUMP_S, return_when=FIRST_COMPLETED)
             if hub is not None:
                 hub.fire_timers()
@@ -210,7 +216,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
 
 def _once(control: JobControl, callback: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the callback of a job, which does nothing if a time limit has ended the job before."""
+    """Return the callback of a job. It does nothing if a time limit has ended the job before."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         if callback is not None and control.claim_end():

@@ -1,42 +1,192 @@
-"""Celery's result backend on Redis, with one round trip per state instead of two, and none for the ledger.
+"""Celery's results: how the end of a job reaches Celery, and the backend that stores it in Redis.
 
-Keys, values and channels are Celery's own, so every Celery reads the results.
+The way depends on how the job ends:
+
+- It succeeds, and nothing follows it. The script `write` stores the end with the last event (`end_with_last_event`).
+
+- It succeeds, and a canvas has further steps. Celery stores the end after the task has returned.
+
+- It fails, or exceeds a time limit. Celery stores the end after the task has raised.
+
+- It is cancelled while it runs. Celery stores the end, and so does the attempt if Celery's main thread could not.
+
+- It ends while no worker runs it. The process that ended it, or the reaper, stores the end (`end_without_worker`).
+
+- It is purged. The script `purge` stores the ends of a page of waiting jobs.
+
+If Celery stores the end, its acknowledgement of the message settles the job in the ledger (script `release`). If the
+worker dies before that, the reaper completes the missing parts with `end_without_worker`.
+
+Keys, values and channels are Celery's own, so every Celery app can read the results.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
+import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from celery import states
+from celery import Celery, Task, states
+from celery.app.task import Context, get_actual_ignore_result
 from celery.backends.redis import RedisBackend
+from celery.canvas import signature
 from celery.exceptions import BackendStoreError
+from kombu.compression import decompress
 from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings, mask_url
+from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
+from cellama.tasks.connection.kombu_internals import send_next_step
+from cellama.tasks.contract.all_kinds import Result
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.json_values import encode
 from cellama.tasks.contract.keys import job_key
-from cellama.tasks.state.encoding import encode
-from cellama.tasks.state.records import CeleryState
+from cellama.tasks.contract.names import TOKEN_HEADER
+from cellama.tasks.state.ledger import CeleryState, Ending
 from cellama.tasks.state.scripts import run_script
 
-from .celery_ends import is_stored_already
+if TYPE_CHECKING:
+    from .pool import JobControl
 
-ID_MARK = "cellama-task-id"
-CHORD_CLAIM_S = 30  # in which only the worker that counted the last part of a chord may send its body
+log = event_logger(__name__)
+
+ID_PLACEHOLDER = "cellama-task-id"
+CHORD_CLAIM_S = 30  # how long only the worker that counted the last part of a chord may send its body
+IS_STORED = "cellama_is_stored"  # attribute of a task's request; True if the result is in Redis
+
+
+def started_state(task: Task) -> CeleryState | None:
+    """Return the state STARTED, which the script `begin` stores for Celery, or None if the task ignores its result."""
+    request = task.request
+    if get_actual_ignore_result(task, request):
+        return None
+    process = {"pid": os.getpid(), "hostname": request.hostname}
+    stored: CeleryState = task.backend.stored(request.id, process, states.STARTED, request)
+    return stored
+
+
+# The job succeeds, and nothing follows it
+
+
+@dataclass(slots=True)
+class CeleryEnd:
+    """The data with which the script `write` ends a job for Celery as well.
+
+    `stored` converts a result into the state that Celery stores, or returns None if the job was interrupted meanwhile.
+    `token` is the token of the message, which the script releases.
+    """
+
+    stored: Callable[[Result], CeleryState | None]
+    token: str
+    result: Result | None = None  # set once the result is stored and the message is released
+
+
+def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
+    """Return the end that is written with the last event, or None if something follows the job.
+
+    Celery sends the next steps of a canvas before it stores the result, and this order must be kept.
+    """
+    request, shape, backend = task.request, task.kind.shape, task.backend
+    if request.callbacks or request.chain or request.chord or get_actual_ignore_result(task, request):
+        return None
+
+    def stored(result: Result) -> CeleryState | None:
+        if control.interruption is not None:  # Celery stores another state
+            return None
+        state: CeleryState = backend.stored(request.id, shape(result), states.SUCCESS, request)
+        return state
+
+    return CeleryEnd(stored, getattr(request, TOKEN_HEADER, ""))
+
+
+def skip_storing(task: Task, end: CeleryEnd | None, control: JobControl) -> None:
+    """Let Celery skip what the script with the last event has done: store the result, and acknowledge the message."""
+    if end is not None and end.result is not None:
+        control.is_settled = True  # JobRequest then only forgets the message
+        setattr(task.request, IS_STORED, True)
+
+
+def is_stored_already(request: Any, state: str) -> bool:
+    """Return whether this state of a task was stored with the last event of its job."""
+    return getattr(request, IS_STORED, False) and state == states.SUCCESS
+
+
+# The job ended while no worker ran it, or its worker died after the end
+
+
+class ChordClaimed(RuntimeError):
+    """A worker that may be dead has claimed the body of this chord. Settle the job once the claim has expired."""
+
+
+def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
+    """Store the end of a job that no worker completed, and send the next steps of its canvas.
+
+    A worker may have done a part of this before it died. Celery sends the next steps before it stores a success, so a
+    stored success means that they have been sent. Everything else is repeated, except for the body of a chord that has
+    run. Raises ChordClaimed.
+    """
+    found: Any = app.backend.client.hmget(job_key(job_id), "message", "stored")
+    request, is_stored, event = request_of(found[0]), found[1] == states.SUCCESS.encode(), ending.event
+    if request is not None and request.chord and app.backend.has_body_run(request):
+        request.chord = None
+    if event["type"] == "error":
+        failure = JobFailed(event["code"], event["message"], event["retryable"])
+        app.backend.mark_as_failure(job_id, failure, request=request)
+    elif event["finish_reason"] == "cancelled":
+        app.backend.mark_as_revoked(job_id, "cancelled", request=request)
+    elif ending.result is not None:
+        if request is not None and not is_stored:
+            _send_next(app, request, ending.result)
+        app.backend.mark_as_done(job_id, ending.result, request=request)
+    if request is not None and request.chord and app.backend.is_chord_claimed(request):
+        raise ChordClaimed(f"job {job_id}: a worker has claimed the body of its chord and has not sent it yet")
+
+
+def request_of(message: bytes | None) -> Context | None:
+    """Return the context that Celery makes of a message when it runs the job, or None for a malformed message."""
+    if not message:
+        return None
+    try:
+        stored = json.loads(message)
+        headers, body = stored["headers"], base64.b64decode(stored["body"])
+        if headers.get("compression"):
+            body = decompress(body, headers["compression"])
+        args, kwargs, canvas = json.loads(body)
+    except (KeyError, TypeError, ValueError) as error:
+        log.warning("malformed message", detail=f"{error!r}; steps that follow its job are not sent")
+        return None
+    return Context({**headers, **canvas}, args=args, kwargs=kwargs, delivery_info={})
+
+
+def _send_next(app: Celery, request: Context, result: Result) -> None:
+    """Send the callbacks of a job, and the next step of its chain, as Celery does (celery.app.trace)."""
+    parents = {"parent_id": request.id, "root_id": request.root_id}
+    for callback in request.callbacks or ():
+        send_next_step(app, signature(callback, app=app).apply_async, (result,), **parents)
+    if request.chain:
+        *rest, step = request.chain
+        send_next_step(app, signature(step, app=app).apply_async, (result,), chain=rest, **parents)
 
 
 class ResultBackend(RedisBackend):  # type: ignore[misc]
-    """Stores a state with one script. Safe from any thread."""
+    """Celery's result backend, which stores a state with one script instead of two round trips. Thread-safe."""
 
     def __init__(self, *args: Any, app: Any, url: str | None = None, **options: Any) -> None:
-        """Connect to `url`, or else to the app's Redis: Celery would show some passwords of a URL in `inspect conf`."""
+        """Connect to `url`, or else to the app's Redis.
+
+        The URL is not in Celery's configuration, because `inspect conf` would show some forms of passwords.
+        """
         super().__init__(*args, app=app, url=url or app.redis_url or get_settings().redis_url, **options)
 
     def _params_from_url(self, url: str, defaults: dict[str, Any]) -> dict[str, Any]:
-        """Return nothing, because `connect` alone parses URLs."""
+        """Return an empty dict, because only `connect` parses URLs."""
         return {}
 
     def _create_client(self, **_: Any) -> Redis:
@@ -49,15 +199,15 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     def _store_result(
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **_: Any
     ) -> Any:
-        """What Celery does here (KeyValueStoreBackend), retried as it does. Raises BackendStoreError.
+        """Store a state as Celery's KeyValueStoreBackend does, with the same retries. Raises BackendStoreError.
 
-        A result that was stored with the last event of its job is there already (celery_ends.py).
+        Do nothing if the result was stored with the last event of the job.
         """
         if is_stored_already(request, state):
             return result
         value = self._value(task_id, result, state, traceback, request)
         if len(value) > self._MAX_STR_VALUE_SIZE:
-            raise BackendStoreError("value too large for Redis backend", state=state, task_id=task_id)
+            raise BackendStoreError("the result is too large for Redis", state=state, task_id=task_id)
         expires = self.failure_expires if state == states.FAILURE else self.expires
         keys = [self.get_key_for_task(task_id), job_key(task_id)]
         args = [value, expires or "", state if state in states.READY_STATES else ""]
@@ -65,40 +215,39 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return result
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, *args: Any, **options: Any) -> Any:
-        """Count a part of a chord as Celery does, and retry while Redis is away, which Celery doesn't. No part counts
-        twice."""
+        """Count a part of a chord as Celery does, but retry while Redis is unreachable. No part is counted twice."""
         return self._ensure_retryable(super().on_chord_part_return, request, state, result, *args, **options)
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
-        """Return what Celery stores in this state of a task, to be stored by a script. Raises what `encode` raises."""
+        """Return the value that Celery stores for this state of a task, for a script. Raises the errors of `encode`."""
         value = self._value(task_id, result, state, None, request)
         return CeleryState(value if isinstance(value, bytes) else value.encode(), self.expires)
 
     def value_around_id(self, error: Exception, state: str) -> tuple[bytes, bytes]:
-        """Return what is stored for a task that ended with this error, as the parts before and behind its id."""
-        stored = self.stored(ID_MARK, self.encode_result(error, state), state, None)
-        before, _, behind = stored.value.partition(ID_MARK.encode())
-        return before, behind
+        """Return what Celery stores for a task with this error, as the parts before and after the id of the task."""
+        stored = self.stored(ID_PLACEHOLDER, self.encode_result(error, state), state, None)
+        before, _, after = stored.value.partition(ID_PLACEHOLDER.encode())
+        return before, after
 
     def _value(self, task_id: str, result: Any, state: str, traceback: Any, request: Any) -> bytes | str:
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         return self._encoded({**meta, "task_id": task_id})
 
     def _encoded(self, meta: dict[str, Any]) -> bytes | str:
-        """Encode as Celery does, but fast: vectors are JSON already."""
+        """Encode as Celery does, but faster, because vectors are encoded already."""
         try:
             return encode(meta)
-        except TypeError:  # what a user's own task gives: dates, decimals
+        except TypeError:  # a user's own task can return dates or decimals
             return self.encode(meta)  # type: ignore[no-any-return]
 
     def _chord_publish_claim_expires(self, initial_expires: int, callback: Any) -> int:
-        """Return the seconds of a claim. Celery's estimate includes all retries, which are thousands here."""
+        """Return the lifetime of a claim in seconds. Celery's estimate covers all retries, which are thousands here."""
         return max(initial_expires, CHORD_CLAIM_S)
 
     def is_chord_claimed(self, request: Any) -> bool:
-        """Return whether a worker has claimed the body of the chord that this job belongs to, and has not sent it yet.
+        """Return whether a worker has claimed the body of this job's chord and has not sent it yet.
 
-        Celery deletes the size of a chord once its body has been sent, or the chord has failed.
+        Celery deletes the size of a chord once its body has been sent or the chord has failed.
         """
         claim, size = self.client.mget(
             self.get_key_for_group(request.group, ".c"), self.get_key_for_group(request.group, ".s")
@@ -111,9 +260,9 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return body_id is not None and self.get_state(body_id) in states.READY_STATES
 
     def remove_pending_result(self, result: Any) -> Any:
-        """Unsubscribe from a result that nobody waits for any more, as Celery does when it is garbage collected.
+        """Unsubscribe from a result when it is garbage collected, as Celery does.
 
-        While Redis is away, or the interpreter exits, there is no subscription to end.
+        While Redis is unreachable, or the interpreter exits, there is no subscription to end.
         """
         if not sys.is_finalizing():
             with contextlib.suppress(RedisError, RuntimeError):  # Celery raises RuntimeError after its last retry

@@ -1,4 +1,4 @@
-"""From a call to a message: Celery's options, steps of a canvas, jobs pushed together with their entries.
+"""Turn calls of tasks into messages: options of Celery, steps of a canvas, and jobs queued with their ledger entries.
 
-May use: `contract`, `connection`, `state`.
+May import `contract`, `connection` and `state`.
 """

@@ -1,35 +1,340 @@
-"""Queue jobs: collect the messages that Celery would publish, and push them together with the ledger's entries.
+"""Turn calls of tasks into messages, and queue them.
 
-Celery and kombu build the messages, or the one from which a template is made, so any Celery worker can read them. The
-script that writes a job's entry pushes its message as well: neither exists without the other, and up to `PAGE_JOBS`
-jobs take one round trip to Redis.
+Three steps follow each other here. The options of Celery are settled for a job, or refused with a remedy
+(docs/canvas.md). The message is built by Celery and kombu, so that any Celery worker can read it, or made from the text
+of an earlier message, which is much faster. Then a script pushes the message together with the job's ledger entry:
+neither exists without the other, and up to `PAGE_JOBS` jobs share one round trip to Redis.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from celery import Celery
-from kombu import Producer
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu import Connection, Exchange, Producer, Queue
 
+from cellama.config import get_settings, limits
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Message, Submission, TaskCall
+from cellama.tasks.contract.names import (
+    BULK_PRIORITIES,
+    PRIORITIES,
+    PRIORITY_INTERACTIVE,
+    SUBMITTED_AT_HEADER,
+    is_model_queue,
+    queue_name,
+)
+from cellama.tasks.state.ledger import Ledger, Message, Submission, TaskCall
 from cellama.tasks.state.scripts import SentScript
 from cellama.tasks.traces.gate import sending
 
-from .message_templates import Template
+# The maximum per script: Redis serves no other client while it runs, which takes a few milliseconds.
+PAGE_JOBS = 100
+PAGE_BYTES = 4 * 2**20
+IN_WORKERS_ONLY = (
+    "cellama's tasks run only in its workers, which have the models; use delay, apply_async or a signature, and "
+    "start a worker (`cellama up`)"
+)
+ONE_AFTER_ANOTHER = (
+    "chunks runs many calls one after another within one job; use group(...), or {task}_many of a client, so that the "
+    "slots of a worker run them at the same time"
+)
 
-PAGE_JOBS = 100  # per script: a few milliseconds, in which Redis serves no other client
-PAGE_BYTES = 4 * 2**20  # per script, for large jobs: for the same reason
+
+# Options of a call
+
+
+def refuse_eager(app: Celery) -> None:
+    """Raise InvalidJob if Celery would run calls in this process."""
+    if app.conf.task_always_eager:
+        raise InvalidJob(f"task_always_eager is enabled, but {IN_WORKERS_ONLY}")
+
+
+def settle_options(app: Celery, options: dict[str, Any], model: str, payload_priority: int | None) -> None:
+    """Set the queue and the priority in `options`, and remove options that have no effect on a job.
+
+    A priority in the payload takes precedence over Celery's. Raises InvalidJob.
+    """
+    if not options:  # the usual case
+        options |= {"queue": queue_name(model), "priority": payload_priority}
+        return
+    _check_connection(app, options.pop("connection", None))
+    for name in ("producer", "publisher"):  # set by canvas; the ledger's script publishes the message
+        options.pop(name, None)
+    if options.get("serializer") not in (None, "json"):
+        raise InvalidJob(
+            f"serializer: {options['serializer']!r} is not supported; use json, because other formats could make "
+            "workers run code from messages"
+        )
+    if options.get("task_id") is None:
+        options.pop("task_id", None)
+    elif not isinstance(options["task_id"], str) or not options["task_id"]:
+        raise InvalidJob(f"task_id: {options['task_id']!r} is not valid; give a text that is not empty")
+    options["queue"] = _queue_of(options, queue_name(model))
+    options["priority"] = _priority_of(options.get("priority"), payload_priority)
+
+
+def _queue_of(options: dict[str, Any], model_queue: str) -> str:
+    """Return the name of the queue: `model_queue`, unless the options name a queue that does not belong to a model.
+
+    The queue of another model is ignored. It is from a signature whose model was changed later.
+    """
+    queue, exchange, routing_key = (options.pop(name, None) for name in ("queue", "exchange", "routing_key"))
+    kinds = {options.pop("exchange_type", None) or "direct"}
+    if isinstance(queue, Queue):
+        kinds.add(queue.exchange.type if queue.exchange else "direct")
+        queue = queue.name
+    if isinstance(exchange, Exchange):
+        kinds.add(exchange.type)
+        exchange = exchange.name
+    if queue is not None and (not isinstance(queue, str) or not queue):
+        raise InvalidJob(f"queue: {queue!r} is not valid; give a name, or a kombu.Queue with a name")
+    queue = model_queue if queue is None or is_model_queue(queue) else queue
+    for name, value in (("exchange", exchange), ("routing_key", routing_key)):
+        if value not in (None, "", queue):
+            raise InvalidJob(
+                f"{name}: {value!r} is not supported; jobs go directly into a queue, here {queue!r}, so omit {name}"
+            )
+    if kinds != {"direct"}:
+        others = ", ".join(sorted(kinds - {"direct"}))
+        raise InvalidJob(
+            f"queue: {queue!r} has an exchange of type {others}; jobs go directly into a queue, so omit the exchange"
+        )
+    return queue
+
+
+def _priority_of(given: Any, payload_priority: int | None) -> int | None:
+    if payload_priority is not None or given is None:
+        return payload_priority
+    if isinstance(given, bool) or not isinstance(given, int) or given not in PRIORITIES:
+        raise InvalidJob(f"priority: {given!r} is not valid; give a whole number from 0 (most urgent) to 9")
+    return given
+
+
+def _check_connection(app: Celery, connection: Connection | None) -> None:
+    """Raise InvalidJob if a connection does not lead to the Redis of the app."""
+    if connection is None:
+        return
+    expected = app.connection_for_write()
+    addresses = [(c.transport_cls, c.hostname, c.port, str(c.virtual_host or 0)) for c in (connection, expected)]
+    if addresses[0] != addresses[1]:
+        raise InvalidJob(
+            f"connection: {connection.as_uri()} is not the Redis of the settings; omit connection, or set "
+            "CELLAMA_REDIS_URL"
+        )
+
+
+def delay_s(app: Celery, options: dict[str, Any]) -> float:
+    """Return how many seconds the job must wait before it may start, according to `countdown` or `eta`."""
+    countdown, eta = options.get("countdown"), options.get("eta")
+    if countdown:
+        return max(0.0, float(countdown))
+    if not eta:
+        return 0.0
+    at: datetime = maybe_make_aware(maybe_iso8601(eta), app.timezone)
+    return max(0.0, float((at - app.now()).total_seconds()))
+
+
+def timeout_of(kwargs: Any, priority: int) -> float | None:
+    """Return a job's timeout in seconds, or None if it has no timeout.
+
+    If the call does not set a timeout, the default timeout of the settings applies, except to bulk jobs. Return None
+    for a value that is not valid. Such a value can only be sent by plain Celery, and a worker refuses the job.
+    """
+    if "timeout" in kwargs:
+        timeout = kwargs["timeout"]
+        return float(timeout) if isinstance(timeout, int | float) and 0 < timeout <= limits.MAX_TIMEOUT_S else None
+    return None if priority in BULK_PRIORITIES else get_settings().default_timeout_s or None
+
+
+def plain_priority(kwargs: Any, given: Any) -> int:
+    """Return the priority of a job from plain Celery.
+
+    The priority in the payload takes precedence over that of the message, where 0 means that none was set.
+    """
+    requested = kwargs.get("priority") if isinstance(kwargs, dict) else None
+    if isinstance(requested, int) and requested in PRIORITIES:
+        return int(requested)
+    return min(given, PRIORITIES[-1]) if isinstance(given, int) and given > 0 else PRIORITY_INTERACTIVE
+
+
+def plain_queue(kwargs: Any, args: Any, routing_key: str) -> str:
+    """Return the queue for a message from plain Celery.
+
+    It is the queue to which the message was sent if that belongs to a model, otherwise the queue of the job's model.
+    """
+    if is_model_queue(routing_key):
+        return routing_key
+    model = kwargs.get("model") if isinstance(kwargs, dict) else None
+    return queue_name(str(model if model is not None else next(iter(args), "")))
+
+
+# Messages from templates
+#
+# Jobs of one queue differ in few values of their message and of its `task-sent` event. A template is the text between
+# these values. A message that its template would not reproduce letter by letter gets no template.
+
+Path = tuple[str, ...]  # the keys that lead to a value in a JSON object
+
+ID, TAG, BODY, AT, ARGS, KWARGS, NOW, CLOCK = "id", "tag", "body", "at", "args", "kwargs", "now", "clock"
+MESSAGE: Mapping[Path, str] = {
+    ("body",): BODY,
+    ("headers", "id"): ID,
+    ("headers", "root_id"): ID,
+    ("headers", "argsrepr"): ARGS,
+    ("headers", "kwargsrepr"): KWARGS,
+    ("headers", SUBMITTED_AT_HEADER): AT,
+    ("properties", "correlation_id"): ID,
+    ("properties", "delivery_tag"): TAG,
+}
+EVENT_FRAME: Mapping[Path, str] = {("body",): BODY, ("properties", "delivery_tag"): TAG}
+EVENT: Mapping[Path, str] = {
+    ("uuid",): ID,
+    ("root_id",): ID,
+    ("args",): ARGS,
+    ("kwargs",): KWARGS,
+    ("timestamp",): NOW,
+    ("clock",): CLOCK,
+}
+
+
+class _JsonTemplate:
+    """A JSON text in which values can be replaced. The values are JSON texts as well."""
+
+    def __init__(self, text: str, paths: Mapping[Path, str]) -> None:
+        """Parse the text. Raises KeyError or ValueError if it is not JSON with values at these paths."""
+        parsed, mark = json.loads(text), uuid.uuid4().hex
+        self.first_values: dict[str, str] = {}  # the values of this text
+        for path, name in paths.items():
+            *outer, last = path
+            inner = parsed
+            for key in outer:
+                inner = inner[key]
+            if self.first_values.setdefault(name, json.dumps(inner[last])) != json.dumps(inner[last]):
+                raise ValueError(f"{name} has two different values")
+            inner[last] = f"{mark} {name} {mark}"
+        text = json.dumps(parsed).replace("%", "%%")
+        self._format = text.replace(f'"{mark} ', "%(").replace(f' {mark}"', ")s")
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        return self._format % values
+
+
+class Template:
+    """The message of a job and its `task-sent` event, in which the values of other jobs can be inserted."""
+
+    def __init__(self, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
+        """Make a template of a message that Celery has built.
+
+        `payload_json` is the list of args and kwargs in its body. `trace_headers` names headers whose value differs
+        from job to job. Raises KeyError or ValueError if the message does not have the expected format.
+        """
+        self._key = message.key
+        self._text = _JsonTemplate(message.payload, {**MESSAGE, **{("headers", name): name for name in trace_headers}})
+        body = _decode_body(self._text.first_values[BODY])
+        if not body.startswith(payload_json[:-1]):
+            raise ValueError("the body does not start with the arguments")
+        self._rest_of_body = body[len(payload_json) - 1 :]
+        self._events: list[tuple[str, _JsonTemplate, _JsonTemplate]] = []
+        for topic, text in message.events:
+            frame = _JsonTemplate(text, EVENT_FRAME)
+            self._events.append((topic, frame, _JsonTemplate(_decode_body(frame.first_values[BODY]), EVENT)))
+        events = [(frame.first_values, event.first_values) for _, frame, event in self._events]
+        if self._fill(self._text.first_values, payload_json, events) != message:
+            raise ValueError("the template does not reproduce its message")
+
+    def message(
+        self,
+        job_id: str,
+        payload_json: str,
+        *,
+        argsrepr: str,
+        kwargsrepr: str,
+        submitted_at: float,
+        clock: int | None,
+        trace: Mapping[str, str] | None = None,
+    ) -> Message:
+        """Return the message of another job.
+
+        Flower shows `argsrepr` and `kwargsrepr`. `clock` is Celery's logical clock. If it is None, the message has no
+        event. `trace` has the values of the trace headers.
+        """
+        values = {
+            ID: quoted(job_id),
+            TAG: _new_tag(),
+            ARGS: quoted(argsrepr),
+            KWARGS: quoted(kwargsrepr),
+            AT: json.dumps(submitted_at),
+            **{name: quoted(value) for name, value in (trace or {}).items()},
+        }
+        if clock is None:
+            return self._fill(values, payload_json, [])
+        now = {**values, NOW: repr(time.time()), CLOCK: str(clock)}
+        return self._fill(values, payload_json, [({TAG: _new_tag()}, now) for _ in self._events])
+
+    def _fill(
+        self,
+        values: Mapping[str, str],
+        payload_json: str,
+        values_of_events: Iterable[tuple[Mapping[str, str], Mapping[str, str]]],
+    ) -> Message:
+        text = self._text.fill({**values, BODY: _encode_body(payload_json[:-1] + self._rest_of_body)})
+        events = tuple(
+            (topic, frame.fill({**frame_values, BODY: _encode_body(event.fill(event_values))}))
+            for (topic, frame, event), (frame_values, event_values) in zip(self._events, values_of_events, strict=False)
+        )
+        return Message(self._key, text, events)
+
+
+def _new_tag() -> str:
+    """Return a delivery tag as JSON. Kombu accepts any text that no other message has."""
+    return f'"{os.urandom(16).hex()}"'
+
+
+def _decode_body(body: str) -> str:
+    return base64.b64decode(json.loads(body)).decode()
+
+
+def _encode_body(text: str) -> str:
+    return f'"{base64.b64encode(text.encode()).decode()}"'
+
+
+class Templates:
+    """The templates of a process, by the values that their messages share."""
+
+    MAX_TEMPLATES = 256  # a few KiB each; more than a producer's combinations of task, queue and priority
+
+    def __init__(self) -> None:
+        self._templates: dict[Hashable, Template | None] = {}
+
+    def get(self, key: Hashable) -> Template | None:
+        return self._templates.get(key)
+
+    def learn(self, key: Hashable, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
+        """Make a template of a message. If this fails, later messages with the same key get no template either."""
+        if key in self._templates or len(self._templates) >= self.MAX_TEMPLATES:
+            return
+        try:
+            self._templates[key] = Template(message, payload_json, trace_headers)
+        except (KeyError, TypeError, ValueError):
+            self._templates[key] = None
+
+
+# Queueing
 
 
 class Collector(Producer):  # type: ignore[misc]
-    """A producer that keeps the messages that are published through it, in kombu's form, instead of sending them."""
+    """A producer that keeps the published messages, in kombu's format, instead of sending them."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel, auto_declare=False)
@@ -50,7 +355,7 @@ class Collector(Producer):  # type: ignore[misc]
         declare: Iterable[Any],
         *_: Any,
     ) -> None:
-        """Declare the exchange of events, once; a Redis list needs no declaration."""
+        """Declare the exchange of events once. A Redis list does not have to be declared."""
         channel = self.channel
         if exchange and exchange not in channel.state.exchanges:
             for entity in declare:
@@ -59,35 +364,35 @@ class Collector(Producer):  # type: ignore[misc]
         channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=self)
 
     def add(self, *command: Any) -> None:
-        """Keep a command. kombu's channel calls this instead of Redis (kombu.transport.redis: Channel._put)."""
+        """Keep a command. Kombu's channel calls this method instead of Redis (kombu.transport.redis: Channel._put)."""
         self._commands.append(command)
 
     def take(self) -> Message:
-        """Return the message that was published since the last call, with its event."""
+        """Return the message that was published since the last call, and its event."""
         commands, self._commands = self._commands, []
         ((_, key, payload),) = (command for command in commands if command[0] == "lpush")
         events = tuple((topic, event) for name, topic, event in commands if name == "publish")
         return Message(key, payload, events)
 
 
-class Alike(NamedTuple):
-    """What messages need in common, besides queue and priority, so that one can be made from the text of another."""
+class TemplateKey(NamedTuple):
+    """The values that messages must share, besides queue and priority, so that one template fits all of them."""
 
     task: str
-    is_bulk: bool  # the two ways of publishing in `JobTask` write different headers
-    pid: int  # and thread: replies to a producer name them
+    is_bulk: bool  # `JobTask` publishes single jobs and bulk jobs in two ways, with different headers
+    pid: int  # process and thread of the producer, which the message names for replies
     thread_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A valid job, with the options for Celery."""
+    """A valid job, with its options for Celery."""
 
     call: TaskCall
     options: dict[str, Any]
     payload_json: str  # args and kwargs
-    digest: str = ""  # with an idempotency key
-    is_usual: bool = False  # its message may be made from another one's: nothing but the trace is its own
+    digest: str = ""  # of the parameters, if the job has an idempotency key
+    fits_template: bool = False  # its message can be made from a template
 
     @property
     def job_id(self) -> str:
@@ -98,28 +403,28 @@ Publish = Callable[[Producer, Checked], Any]
 
 
 class _Messages(contextlib.ExitStack):
-    """Makes the messages of jobs, from templates or by Celery and kombu."""
+    """Make the messages of jobs, from templates or by Celery and kombu."""
 
-    def __init__(self, app: Any, ledger: Ledger, publish: Publish, alike: Alike | None) -> None:
+    def __init__(self, app: Any, ledger: Ledger, publish: Publish, template_key: TemplateKey | None) -> None:
         super().__init__()
         self._app = app
         self._ledger = ledger
         self._publish = publish
-        self._alike = alike
+        self._template_key = template_key
         self._collector: Collector | None = None
-        self.has_listeners = True  # a program listens to Celery's events, as far as is known
+        self.has_listeners = True  # whether a program may be subscribed to Celery's events
 
     def message(self, job: Checked, with_event: bool) -> Message:
-        """Return the message of a job. `with_event`: with its `task-sent` event, even if no program listens."""
-        if self._alike is None or not job.is_usual:
+        """Return the message of a job. `with_event` adds a `task-sent` event even if no program is subscribed."""
+        if self._template_key is None or not job.fits_template:
             return self._built(job)
         options = job.options
         trace = {name: text for name, text in options["headers"].items() if name != SUBMITTED_AT_HEADER}
-        common = (self._alike, options["queue"], options["priority"], *trace)
-        template: Template | None = self._app.templates.get(common)
+        key = (self._template_key, options["queue"], options["priority"], *trace)
+        template: Template | None = self._app.templates.get(key)
         if template is None:
             message = self._built(job)
-            self._app.templates.learn(common, message, job.payload_json, trace)
+            self._app.templates.learn(key, message, job.payload_json, trace)
             return message
         return template.message(
             job.job_id,
@@ -135,36 +440,36 @@ class _Messages(contextlib.ExitStack):
         if self._collector is None:
             producer = self.enter_context(self._app.producer_pool.acquire(block=True))
             if not producer.connection.connected:
-                self._ledger.reach()  # kombu itself tries to connect for a long time
+                self._ledger.ping()  # fails at once, whereas kombu retries for a long time
             self._collector = Collector(producer.channel)
         self._publish(self._collector, job)
         return self._collector.take()
 
 
 def enqueue(
-    app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, alike: Alike | None = None
+    app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, template_key: TemplateKey | None = None
 ) -> Iterator[bool]:
-    """Queue jobs in their order, and yield for each whether it is new: False if its idempotency key was known.
+    """Queue jobs in their order, and yield for each whether it is new: False if its idempotency key was used before.
 
-    While Redis runs the script for a page of jobs, the next page is made. If no program received the events of a page,
-    only the first job of each later page has an event, until a program receives one. With `alike`, messages are made
-    from templates.
+    While Redis runs the script for a page of jobs, the messages of the next page are made. If no program received the
+    events of a page, only the first job of each later page has an event, until a program receives one. With
+    `template_key`, messages are made from templates.
 
-    Raises what Redis raises, and InvalidJob if an idempotency key stands for another job. The jobs yielded by then are
-    queued, and perhaps those of the next page.
+    Raises RedisError, and InvalidJob if an idempotency key belongs to another job. The jobs that were yielded before
+    are queued, and those of the next page may be.
     """
     before: list[Submission] = []
     sent: SentScript | None = None
     try:
-        with sending([job.options for job in jobs]), _Messages(app, ledger, publish, alike) as messages:
-            for page, num_left in _pages(jobs, messages):
+        with sending([job.options for job in jobs]), _Messages(app, ledger, publish, template_key) as messages:
+            for page, num_following in _pages(jobs, messages):
                 if sent is not None:
                     replies, num_listeners = sent.reply()
                     messages.has_listeners = num_listeners != 0
                     yield from _are_new(before, replies)
                     sent = None
-                if num_left:
-                    before, sent = page, ledger.send(page, num_left)
+                if num_following:
+                    before, sent = page, ledger.send(page, num_following)
                 else:
                     yield from _are_new(page, ledger.submit(page))
     finally:
@@ -173,7 +478,7 @@ def enqueue(
 
 
 def _pages(jobs: Sequence[Checked], messages: _Messages) -> Iterator[tuple[list[Submission], int]]:
-    """Yield the jobs with their messages in pages for one script each, and how many jobs are left after the page."""
+    """Yield pages of jobs with their messages, one page per script, and the number of jobs that follow each page."""
     page: list[Submission] = []
     num_bytes = 0
     for number, job in enumerate(jobs, start=1):
@@ -188,18 +493,18 @@ def _are_new(page: Sequence[Submission], replies: Sequence[int]) -> Iterator[boo
     for job, reply in zip(page, replies, strict=True):
         if reply < 0:
             raise InvalidJob(
-                f"the idempotency key of job {job.job_id} was used for a {job.call.task} with other parameters; "
-                "give each job its own key, or ask for the result of the first one"
+                f"idempotency_key: the key of job {job.job_id} was used for a {job.call.task} with other parameters; "
+                "give each job its own key, or read the result of the first one"
             )
         yield bool(reply)
 
 
-def ranges(places: Sequence[int]) -> str:
-    """Return 0, 1, 2, 5 as "0-2, 5"."""
+def ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text with ranges: 0, 1, 2, 5 become "0-2, 5"."""
     parts: list[list[int]] = []
-    for place in places:
-        if parts and place == parts[-1][1] + 1:
-            parts[-1][1] = place
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
         else:
-            parts.append([place, place])
+            parts.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -1,6 +1,6 @@
-"""What all tasks have in common for type checkers, because Celery has no types of its own.
+"""The types that all tasks share, for type checkers, because Celery itself has no types.
 
-The types of each task are in `tasks/typed_tasks.py`; signatures and groups stay Celery's.
+The types of each task are in `tasks/typed_tasks.py`. Signatures and groups have the types of Celery.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ C = TypeVar("C", contravariant=True)
 
 
 class QueuedJob(Protocol[R]):
-    """A job that was queued: Celery's AsyncResult of it. Its `id` is what `Client.job` and `cellama jobs` take."""
+    """A queued job, which at run time is Celery's AsyncResult. `Client.job` and `cellama jobs` accept its `id`."""
 
     id: str
 
     @property
     def state(self) -> str:
-        """PENDING until it has ended, then SUCCESS, FAILURE or REVOKED; `Client.position` knows more."""
+        """PENDING until the job has ended, then SUCCESS, FAILURE or REVOKED. `Client.position` returns more details."""
 
     def ready(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the job has ended."""
 
     def successful(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether the job has succeeded."""
 
     def failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """Return whether the job has failed."""
 
     @overload
     def get(self, timeout: float | None = None, *, interval: float = 0.5, disable_sync_subtasks: bool = True) -> R: ...
@@ -48,25 +48,25 @@ class QueuedJob(Protocol[R]):
     ) -> R | BaseException: ...
 
     def revoke(self, *, terminate: bool = False) -> None:
-        """Ends it wherever it is; with one of ours `terminate` makes no difference."""
+        """Cancel the job if it waits. With `terminate`, cancel it also if it runs."""
 
     def forget(self) -> None:
-        """Deletes its result."""
+        """Delete the result of the job."""
 
 
 class CallOptions(TypedDict, total=False):
-    """Of `apply_async` (docs/canvas.md): how the job is queued, not what it does. Seconds, if they are numbers."""
+    """Options of `apply_async` (docs/canvas.md), which determine how the job is queued. Times are in seconds."""
 
     idempotency_key: str | None
     idempotency_scope: str
     task_id: str | None
-    queue: object  # a name, or a kombu.Queue
+    queue: object  # a name or a kombu.Queue
     priority: int | None
     countdown: float | None
     eta: datetime | None
     expires: float | datetime | None
     ignore_result: bool
-    link: object  # a signature, or a list of them
+    link: object  # a signature or a list of signatures
     link_error: object
     retry: bool
     retry_policy: Mapping[str, float | None]
@@ -79,23 +79,23 @@ class CallOptions(TypedDict, total=False):
 
 
 class TypedTask(Protocol[C, R]):
-    """What all tasks have. `C` is what a call may be given by name, `R` the result."""
+    """The methods that all tasks have. `C` is the type of the named arguments of a call, and `R` that of the result."""
 
     name: str
 
     def apply_async(
         self, args: Sequence[object] | None = None, kwargs: C | None = None, **options: Unpack[CallOptions]
     ) -> QueuedJob[R]:
-        """Queues a job with options of Celery. Raises InvalidJob, RedisUnreachable, RedisRefused."""
+        """Queue a job with options of Celery. Raises InvalidJob, RedisUnreachable and RedisRefused."""
 
     def s(self, *args: object, **kwargs: object) -> Signature:
-        """A step of a canvas; `model` must be given by name where a parent's result comes first."""
+        """Return a step of a canvas. Pass `model` by name if the result of the previous step is the first argument."""
 
     def si(self, *args: object, **kwargs: object) -> Signature:
-        """A step that takes nothing of its parent."""
+        """Return a step that ignores the result of the previous step."""
 
     def map(self, it: Iterable[object]) -> group:
-        """One job for each, side by side."""
+        """Return a group with one job per argument."""
 
     def starmap(self, it: Iterable[Sequence[object]]) -> group:
-        """One job for each, with its arguments."""
+        """Return a group with one job per item, which has the arguments of a call."""

@@ -1,5 +1,4 @@
-"""Redis as every process reaches it: one way to connect, few errors, its clock, the check of a server; the private
-parts of Celery and kombu.
+"""Connections to Redis, its errors, and its clock. Also the private parts of Celery and kombu that cellama uses.
 
-May use: `contract`, and the settings.
+May import `contract` and the settings.
 """

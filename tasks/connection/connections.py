@@ -1,8 +1,12 @@
-"""Make every connection to Redis, from any form of the setting `redis_url`."""
+"""Connect to Redis, from any form of the setting `redis_url`, and read its clock.
+
+All machines share the clock of Redis, so times of different machines are only compared by it.
+"""
 
 from __future__ import annotations
 
 import ssl
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -15,57 +19,70 @@ from cellama.config import get_settings
 from cellama.config.local_redis import with_kept_password
 from cellama.config.redis_url import RedisUrl, parse_redis_url
 
-from .refusals import be_patient, be_patient_async
+from .redis_errors import be_patient, be_patient_async
 
 SOCKET_OPTIONS: dict[str, Any] = {
     "socket_timeout": 30,
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
 }
-MOST_CONNECTIONS = (
-    1 << 31
-)  # of a client: no limit, because each thread that reads a stream has one, and Redis has `maxclients`
-SENTINEL_TIMEOUT_S = 2.0  # for one sentinel, until the next one is asked
+# Unlimited for each client, because each thread that reads a stream needs a connection. Redis itself has `maxclients`.
+MAX_CONNECTIONS = 1 << 31
+SENTINEL_TIMEOUT_S = 2.0  # until the next sentinel is queried
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 _TCP_ONLY = ("socket_connect_timeout", "socket_keepalive")
 
+LUA_CLOCK = """\
+-- Returns Unix seconds by the clock of Redis, or the time that a test passes.
+local function clock(time_of_test)
+  if time_of_test and time_of_test ~= '' then return tonumber(time_of_test) end
+  local time = redis.call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+
+local function stamp(seconds)
+  return string.format('%.6f', seconds)
+end
+
+"""
+
 
 def connect(url: str | None = None, **options: Any) -> Redis:
-    """Return a client for this URL, or that of the settings. `options` are those of redis-py's connections."""
+    """Return a client for this URL, or for the URL of the settings. `options` go to redis-py's connections."""
     where = _where(url)
     if where.kind == "sentinel":
         master: Redis = _sentinel(Sentinel, where, options).master_for(
-            where.master_name, max_connections=MOST_CONNECTIONS
+            where.master_name, max_connections=MAX_CONNECTIONS
         )
         return be_patient(master)
-    options = {"max_connections": MOST_CONNECTIONS, **_fitting(where, options)}
+    options = {"max_connections": MAX_CONNECTIONS, **_fitting(where, options)}
     return be_patient(Redis.from_url(_url_for_redis_py(where), **options))
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
-    """Return a client for asyncio, as `connect` does."""
+    """Return an asyncio client, as `connect` returns a client."""
     where = _where(url)
     if where.kind == "sentinel":
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
-            where.master_name, max_connections=MOST_CONNECTIONS
+            where.master_name, max_connections=MAX_CONNECTIONS
         )
         return be_patient_async(master)
-    options = {"max_connections": MOST_CONNECTIONS, **_fitting(where, options)}
+    options = {"max_connections": MAX_CONNECTIONS, **_fitting(where, options)}
     return be_patient_async(AsyncRedis.from_url(_url_for_redis_py(where), **options))
 
 
 def _sentinel(kind: Any, where: RedisUrl, options: dict[str, Any]) -> Any:
-    of_master = {"db": where.db, "username": where.username, "password": where.password}
-    return kind(where.hosts, sentinel_kwargs=sentinel_options(where), **of_master, **options)
+    master_options = {"db": where.db, "username": where.username, "password": where.password}
+    return kind(where.hosts, sentinel_kwargs=sentinel_options(where), **master_options, **options)
 
 
 def database_of(redis: Redis | AsyncRedis) -> int:
-    """Return the number of a client's database."""
+    """Return the number of the database that a client uses."""
     return int(redis.connection_pool.connection_kwargs.get("db") or 0)
 
 
 def broker_options(url: str) -> dict[str, Any]:
-    """Return Celery's settings for this URL. With the URL alone it would not check a server's certificate."""
+    """Return Celery's settings for this URL. With the URL alone, Celery would not check the server's certificate."""
     where = _where(url)
     tls = dict(where.tls)
     checks = {"ssl_cert_reqs": _CERTIFICATE_CHECKS[tls["ssl_cert_reqs"]]} if tls else {}
@@ -83,7 +100,7 @@ def sentinel_options(where: RedisUrl) -> dict[str, Any]:
 
 
 def transport_options(url: str) -> dict[str, Any]:
-    """Return what kombu's transport needs in addition to the broker's URL."""
+    """Return the options that kombu's transport needs in addition to the broker's URL."""
     where = parse_redis_url(url)
     if where.kind != "sentinel":
         return {}
@@ -91,7 +108,7 @@ def transport_options(url: str) -> dict[str, Any]:
 
 
 def _where(url: str | None) -> RedisUrl:
-    """Return the parts of this URL, or that of the settings, with the password of the Redis that `cellama up` runs."""
+    """Return the parts of this URL, or of that of the settings, with the password of the Redis of `cellama up`."""
     settings = get_settings()
     return with_kept_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 
@@ -100,7 +117,7 @@ def _fitting(where: RedisUrl, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if where.kind != "socket" or name not in _TCP_ONLY}
 
 
-def _places(where: RedisUrl) -> list[str]:
+def _addresses(where: RedisUrl) -> list[str]:
     hosts = [f"[{host}]" if ":" in host else host for host, _ in where.hosts]
     return [f"{where.credentials}{host}:{port}/{where.db}" for host, (_, port) in zip(hosts, where.hosts, strict=True)]
 
@@ -109,11 +126,28 @@ def _url_for_redis_py(where: RedisUrl) -> str:
     if where.kind == "socket":
         return f"unix://{where.credentials}{quote(where.path)}?db={where.db}"
     scheme = "rediss" if where.kind == "tls" else "redis"
-    return f"{scheme}://{_places(where)[0]}" + (f"?{urlencode(where.tls)}" if where.tls else "")
+    return f"{scheme}://{_addresses(where)[0]}" + (f"?{urlencode(where.tls)}" if where.tls else "")
 
 
 def _url_for_kombu(where: RedisUrl) -> str:
     if where.kind == "socket":
         return f"redis+socket://{where.credentials}{quote(where.path)}?virtual_host={where.db}"
     scheme = {"tls": "rediss", "sentinel": "sentinel"}.get(where.kind, "redis")
-    return ";".join(f"{scheme}://{place}" for place in _places(where))
+    return ";".join(f"{scheme}://{address}" for address in _addresses(where))
+
+
+def lua_source(package: str, *names: str) -> str:
+    """Return the clock functions and the scripts of these names, from the directory `lua` of a package, as one text."""
+    directory = files(package) / "lua"
+    return LUA_CLOCK + "".join((directory / f"{name}.lua").read_text(encoding="utf-8") for name in names)
+
+
+def seconds_of(reply: Any) -> float:
+    """Convert a reply of TIME to Unix seconds."""
+    seconds, micros = reply
+    return float(seconds) + float(micros) / 1e6
+
+
+def redis_time(redis: Redis) -> float:
+    """Return Unix seconds by the clock of Redis."""
+    return seconds_of(redis.time())

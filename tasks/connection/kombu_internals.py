@@ -1,9 +1,9 @@
 """Every private name of Celery, kombu and redis-py that cellama uses. Only functions in this file read or set one.
 
-What a subclass of ours overrides, or has from its parent, stands in `INHERITED`. `require_parts` looks up each, with
-its signature, in what is installed: a worker does so when it starts, a producer when it sends its first job, and a test
-of all names. Another test finds private names in other files. Versions are bounded in pyproject.toml; before you raise
-a bound, correct this file.
+`INHERITED` lists the private names that cellama's subclasses override or use. `require_parts` checks that each part
+exists in the installed libraries with the expected signature. A worker calls it when it starts, a producer when it
+sends its first job, and a test checks all parts. Another test finds private names in other files. pyproject.toml limits
+the versions of these libraries. Before you raise such a limit, update this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from celery import Celery
 
 ATTRIBUTE = "an attribute"
 
-# A part that the functions below use → its signature.
+# The signature of each part that the functions below use.
 PARTS: Mapping[str, str] = {
     "celery._state:_get_active_apps": "()",
     "celery._state:connect_on_app_finalize": "(callback)",
@@ -43,15 +43,13 @@ PARTS: Mapping[str, str] = {
     "redis.connection:AbstractConnection._sock": ATTRIBUTE,
 }
 
-# A file with a subclass → what it overrides, or has from its parent.
+# By file with a subclass: the private names of its parent that the subclass overrides or uses.
 INHERITED: Mapping[str, Mapping[str, str]] = {
-    "connection/refusals.py": {"kombu.transport.redis:Channel._get_pool": "(self, asynchronous=False)"},
+    "connection/redis_errors.py": {"kombu.transport.redis:Channel._get_pool": "(self, asynchronous=False)"},
     "broker/consumer.py": {"celery.worker.consumer:Consumer._flush_events": "(self)"},
     "broker/control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
-    "broker/holding.py": {
-        f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")
-    },
     "broker/message.py": {
+        **{f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")},
         "celery.worker.request:Request._announce_revoked": "(self, reason, terminated, signum, expired)",
         **{f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
     },
@@ -80,7 +78,7 @@ INHERITED: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# What we override, or call in the way Celery does, without an underscore.
+# Public names that cellama overrides, or calls in the same way as Celery.
 OVERRIDDEN: Mapping[str, str] = {
     "celery.app.base:Celery.connection_for_write": "(self, url=None, **kwargs)",
     "celery.app.task:Task.apply": (
@@ -108,7 +106,7 @@ OVERRIDDEN: Mapping[str, str] = {
 ALL_PARTS: Mapping[str, str] = {
     path: expected for parts in (PARTS, *INHERITED.values(), OVERRIDDEN) for path, expected in parts.items()
 }
-# What a process needs that imports the tasks, sends jobs, or reads many streams at once.
+# The parts that a process needs if it imports the tasks, sends jobs, or reads many streams at once.
 SHARING_PARTS = (
     "celery._state:_get_active_apps",
     "celery._state:connect_on_app_finalize",
@@ -130,22 +128,22 @@ READER_PARTS = (
 
 
 class UnfitLibraries(RuntimeError):
-    """The installed Celery, kombu or redis-py lacks parts that cellama needs. The message names them."""
+    """The installed Celery, kombu or redis-py lacks parts that cellama needs. The message lists these parts."""
 
 
 @functools.cache
 def require_parts(*paths: str) -> None:
-    """Raise UnfitLibraries unless these parts of ALL_PARTS, or all of them, are as cellama knows them."""
-    missing = [path for path in paths or ALL_PARTS if not _is_there(path, ALL_PARTS[path])]
+    """Raise UnfitLibraries unless these parts, by default all of ALL_PARTS, exist with the expected signatures."""
+    missing = [path for path in paths or ALL_PARTS if not _exists(path, ALL_PARTS[path])]
     if missing:
         installed = ", ".join(f"{name} {version(name)}" for name in ("celery", "kombu", "redis"))
         raise UnfitLibraries(
-            f"{installed}: parts that cellama builds on are missing or have changed: {', '.join(missing)}; "
-            "install the versions that cellama was tested with (constraints.txt), or a newer cellama"
+            f"{installed}: cellama uses parts that are missing or have changed: {', '.join(missing)}; "
+            "install the versions in constraints.txt, or a newer cellama"
         )
 
 
-def _is_there(path: str, expected: str) -> bool:
+def _exists(path: str, expected: str) -> bool:
     module, _, names = path.partition(":")
     *owners, name = names.split(".")
     try:
@@ -160,7 +158,7 @@ def _is_there(path: str, expected: str) -> bool:
 
 
 def _mentions(owner: type, name: str) -> bool:
-    """Return whether a method of the class uses this attribute, which then instances have instead of the class."""
+    """Return whether a method of the class uses this attribute, which only instances may have."""
     for member in [member for kind in owner.__mro__ for member in vars(kind).values()]:
         function = getattr(member, "fget", None) or getattr(member, "__func__", member)
         if name in getattr(getattr(function, "__code__", None), "co_names", ()):
@@ -169,19 +167,19 @@ def _mentions(owner: type, name: str) -> bool:
 
 
 def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
-    """Return an app's registry of tasks. `app.tasks` would finalize the app first."""
+    """Return an app's registry of tasks without finalizing the app, as `app.tasks` would do."""
     registry: dict[str, Any] = app._tasks
     return registry
 
 
-def tell_each_app(tell: Callable[[Celery], None]) -> None:
-    """Call `tell` with each finalized Celery app of this process, and with the other apps when they are finalized."""
+def for_each_app(action: Callable[[Celery], None]) -> None:
+    """Call `action` with each finalized Celery app of this process, and with the other apps when they are finalized."""
     from celery._state import _get_active_apps, connect_on_app_finalize
 
-    connect_on_app_finalize(tell)
+    connect_on_app_finalize(action)
     for app in list(_get_active_apps()):
         if app.finalized:
-            tell(app)
+            action(app)
 
 
 def active_apps() -> list[Celery]:
@@ -191,7 +189,7 @@ def active_apps() -> list[Celery]:
     return list(_get_active_apps())
 
 
-def sends_what_follows_a_task() -> bool:
+def is_sending_next_step() -> bool:
     """Return whether Celery is sending the next step of a canvas now, in a worker of any app."""
     from celery.app.amqp import _callback_publish_retry
 
@@ -199,31 +197,32 @@ def sends_what_follows_a_task() -> bool:
 
 
 def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Publish as Celery does after a task, with retries while Redis is away."""
+    """Publish a step as Celery does after a task, with retries while Redis is unreachable."""
     app.amqp._retry_publish(publish, *args, **options)
 
 
 def run_ready_callbacks(hub: Any) -> None:
-    """Run what is due on an event loop that does not run any more."""
+    """Run the callbacks that are due on an event loop that has stopped."""
     from celery.concurrency.prefork import _run_ready_callbacks  # workers only
 
     _run_ready_callbacks(hub)
 
 
 def set_qos(channel: Any, qos: Any) -> None:
-    """Let a channel keep its messages in this QoS."""
+    """Let a channel record its messages in this QoS."""
     channel._qos = qos
 
 
 def waits_for_message(channel: Any) -> bool:
-    """Return whether an answer to the channel's BRPOP is due."""
+    """Return whether the channel waits for a reply to BRPOP."""
     return bool(channel._in_poll)
 
 
 def read_brpop(channel: Any) -> tuple[str, bytes]:
-    """Return the list and the message that the answer to the channel's BRPOP brings, and end the turn of its queue.
+    """Read the reply to the channel's BRPOP, and end the turn of its queue. Return the key of the list and the message.
 
-    Channel._brpop_read without the delivery. Raises queue.Empty if it brings no message, and connection errors.
+    This is Channel._brpop_read without the delivery. Raises queue.Empty if the reply has no message, and connection
+    errors.
     """
     connection = channel.client.connection
     try:
@@ -240,23 +239,23 @@ def read_brpop(channel: Any) -> tuple[str, bytes]:
     return key.decode(), payload
 
 
-def read_with(channel: Any, read: Callable[[], None]) -> None:
-    """Let a channel read the answer to its BRPOP with this function, as soon as the answer comes."""
-    channel.handlers["BRPOP"] = channel._brpop_read = read  # the latter is for a BRPOP that waits when it is closed
+def set_brpop_reader(channel: Any, read: Callable[[], None]) -> None:
+    """Let a channel read replies to BRPOP with this function."""
+    channel.handlers["BRPOP"] = channel._brpop_read = read  # `close` calls _brpop_read if a reply is pending
 
 
 def deliver(channel: Any, message: Mapping[str, Any], queue: str) -> None:
-    """Deliver a message from a queue to the channel's consumer."""
+    """Deliver a message of this queue to the channel's consumer."""
     channel.connection._deliver(message, queue)
 
 
-def ask_with(channel: Any, start: Callable[[float | None], None]) -> None:
-    """Let a channel ask for its next message with this function, which gets the timeout in seconds."""
+def set_brpop_sender(channel: Any, start: Callable[[float | None], None]) -> None:
+    """Let a channel request its next message with this function, which receives the timeout in seconds."""
     channel._brpop_start = lambda timeout=None: start(timeout)
 
 
 def send_brpop(channel: Any, keys: Iterable[str], timeout_s: float) -> None:
-    """Ask Redis for the next message of these lists."""
+    """Send a BRPOP for these lists."""
     connection = channel.client.connection
     channel._in_poll = connection
     channel._brpop_sent_at = time.monotonic()
@@ -264,22 +263,22 @@ def send_brpop(channel: Any, keys: Iterable[str], timeout_s: float) -> None:
 
 
 def queues_in_turn(channel: Any) -> list[str]:
-    """Return the queues of a channel, starting with the one whose turn it is."""
+    """Return the queues of a channel in the order of their turns, the next queue first."""
     queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
     return queues
 
 
 def socket_of(connection: Any) -> Any:
-    """Return the socket of a redis-py connection, which is another one after each reconnect."""
+    """Return the socket of a redis-py connection, which changes with each reconnect."""
     return connection._sock
 
 
 def streams_of(connection: Any) -> tuple[StreamReader, StreamWriter]:
-    """Return the streams of a connected connection of redis.asyncio, to read replies with another parser."""
+    """Return the streams of an open connection of redis.asyncio, to read replies with another parser."""
     require_parts(*READER_PARTS)
     return connection._reader, connection._writer
 
 
 def make_clients_by(channel: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let a channel make its Redis clients with `wrap(kombu's function)`."""
+    """Let a channel make its Redis clients with the function that `wrap` returns for kombu's own function."""
     channel._create_client = wrap(channel._create_client)

@@ -1,58 +1,221 @@
-"""Few errors for the many ways in which Redis does not answer, or says no."""
+"""Errors of Redis: which of them pass, what callers receive instead, and which servers cellama can't use.
+
+A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
+replies are errors of the command for redis-py, and neither redis-py nor kombu nor Celery waits for them. Connections of
+cellama raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable Redis waits for
+these as well.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kombu.exceptions import OperationalError
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import (
     AuthenticationError,
+    BusyLoadingError,
     ClusterCrossSlotError,
+    ClusterDownError,
     ConnectionError as RedisConnectionError,
+    MasterDownError,
     MovedError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError as RedisTimeoutError,
+    TryAgainError,
 )
 
 from cellama.config import get_settings, mask_url
 from cellama.config.local_redis import URL_FILE, redis_dir, with_kept_password
+from cellama.config.logging import event_logger
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.contract.errors import RedisFull, RedisRefused, RedisUnreachable
+from cellama.tasks.contract.keys import write_probe_key
 
-from .refusals import RefusedForNow
-from .server_check import CLUSTER
+log = event_logger(__name__)
 
-_CLUSTERED = (ClusterCrossSlotError, MovedError)
+CLUSTER = (
+    "CELLAMA_REDIS_URL: the server is a node of a Redis Cluster, where the keys of one job can be on different nodes; "
+    "use a single server, or one with replicas and sentinels (docs/redis.md)"
+)
+_CLUSTER_ERRORS = (ClusterCrossSlotError, MovedError)
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError, OperationalError)
+
+# redis-py has a class for each of these codes, and removes the code from the message.
+_CODES: dict[type[RedisError], str] = {
+    OutOfMemoryError: "OOM",
+    ReadOnlyError: "READONLY",
+    BusyLoadingError: "LOADING",
+    MasterDownError: "MASTERDOWN",
+    ClusterDownError: "CLUSTERDOWN",
+    TryAgainError: "TRYAGAIN",
+}
+# redis-py has no class for these codes, and leaves them at the start of the message.
+_CODES_WITHOUT_CLASS = ("BUSY", "MISCONF", "NOREPLICAS", "UNBLOCKED")
+_PASSING_CODES = (*_CODES.values(), *_CODES_WITHOUT_CLASS)
+# If a command of a script is refused, Redis 6 quotes the reply in an error of its own:
+# "Error running script (call to f_…): @user_script:12: @user_script: 12: -OOM command not allowed …"
+_QUOTED_BY_REDIS_6 = re.compile(r"Error running script .*?: -(?P<reply>[A-Z]+ .*)", re.DOTALL)
+
+
+class RefusedForNow(RedisConnectionError):
+    """Redis answers, but temporarily refuses commands of this kind. `code` is the first word of its reply."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{code} {text}", status_code=code)
+        self.code = code
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+def refusal_of(error: RedisError) -> RefusedForNow | None:
+    """Return the error to raise instead, or None if a retry would not help."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return RefusedForNow(code, str(error).removeprefix(f"{code} "))
+    reply = str(error)
+    if quoted := _QUOTED_BY_REDIS_6.match(reply):
+        reply = quoted["reply"]
+    code, _, text = reply.partition(" ")
+    return RefusedForNow(code, text) if code in _PASSING_CODES else None
+
+
+class _Patient:
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().read_response(*args, **options)  # type: ignore[misc]
+        except (ResponseError, BusyLoadingError) as error:
+            if (refusal := refusal_of(error)) is None:
+                raise
+            raise refusal from error
+
+
+class _AsyncPatient:
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)  # type: ignore[misc]
+        except (ResponseError, BusyLoadingError) as error:
+            if (refusal := refusal_of(error)) is None:
+                raise
+            raise refusal from error
+
+
+def be_patient(redis: Redis) -> Redis:
+    """Let this client raise RefusedForNow, and return the client."""
+    _replace_connections(redis.connection_pool, _Patient)
+    return redis
+
+
+def be_patient_async(redis: AsyncRedis) -> AsyncRedis:
+    """Let this client raise RefusedForNow, and return the client."""
+    _replace_connections(redis.connection_pool, _AsyncPatient)
+    return redis
+
+
+def be_patient_in_channels(transport: Any) -> Any:
+    """Let the channels of this kombu transport raise RefusedForNow, and return the transport."""
+
+    class PatientChannel(transport.Channel):  # type: ignore[misc]
+        def _get_pool(self, asynchronous: bool = False) -> Any:
+            return _replace_connections(super()._get_pool(asynchronous), _Patient)
+
+    transport.Channel = PatientChannel
+    return transport
+
+
+def _replace_connections(pool: Any, reader: type[Any]) -> Any:
+    """Let new connections of this pool read replies with the method of `reader`, and return the pool."""
+    original = pool.connection_class
+    pool.connection_class = type(f"Patient{original.__name__}", (reader, original), {})
+    return pool
+
+
+def probe_writes(redis: Redis) -> None:
+    """Raise RefusedForNow if Redis accepts no writes now. The command changes nothing, because it writes zero bytes."""
+    redis.setrange(write_probe_key(), 0, "")
+
+
+class UnfitRedis(Exception):
+    """cellama can't use this Redis server. The message states the reason."""
+
+
+class ServerCheck:
+    """Check the Redis server once per worker, when it starts or when Redis answers for the first time.
+
+    A cluster is refused. Settings of the server that can lose jobs are logged as warnings.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def run(self, redis: Redis) -> None:
+        """Log warnings, unless this was done before. Raises UnfitRedis if the server is a node of a cluster."""
+        if self._done:
+            return
+        try:
+            info: Any = redis.info()
+        except (RedisConnectionError, RedisTimeoutError):
+            return  # the next call checks again
+        except RedisError as error:
+            log.warning("Redis not checked", detail=f"INFO failed: {error}")
+            info = {}
+        self._done = True
+        if info.get("cluster_enabled"):
+            raise UnfitRedis(CLUSTER)
+        for problem in problems_of(info):
+            log.warning("Redis may lose jobs", detail=problem)
+
+
+def problems_of(info: dict[str, Any]) -> list[str]:
+    """Return the settings by which Redis can lose jobs, one text each. `info` is the reply of INFO."""
+    problems = []
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        problems.append(
+            f"maxmemory-policy is {policy}, so Redis evicts jobs, results and streams when its memory is full; "
+            "set it to noeviction"
+        )
+    if not info.get("aof_enabled", 1):
+        problems.append(
+            "appendonly is no, so a crash or restart of Redis loses the jobs since its last snapshot, or all jobs; "
+            "set it to yes"
+        )
+    return problems
 
 
 def is_passing(error: RedisError) -> bool:
-    """Return whether the same command may succeed later: Redis does not answer, or refuses commands for a while."""
+    """Return whether a retry may succeed, because Redis is unreachable or temporarily refuses commands."""
     return isinstance(error, _NO_ANSWER)
 
 
 @contextmanager
 def reaching_redis(url: str | None = None, job_id: str | None = None) -> Iterator[None]:
-    """Convert what Redis' clients raise inside.
+    """Convert the errors that clients of Redis raise in this block.
 
-    Raises RedisUnreachable if Redis does not answer or refuses commands for a while, RedisFull if it is full, and
-    RedisRefused if it refuses a command for good. Each names its URL, that of the settings unless it is given, without
-    the password. `job_id` is the id of the job that is queued inside.
+    Raises RedisUnreachable if Redis does not answer or temporarily refuses commands, RedisFull if it is full, and
+    RedisRefused if it refuses a command permanently. The messages have the URL without its password: `url`, or that of
+    the settings. `job_id` is the id of the job that is queued in the block.
     """
     try:
         yield
     except AuthenticationError as error:
         raise credentials_refused(error, url) from None
     except _NO_ANSWER as error:
-        if isinstance(error.__cause__, AuthenticationError):  # kombu's
+        if isinstance(error.__cause__, AuthenticationError):  # raised by kombu
             raise credentials_refused(error.__cause__, url) from None
         raise _unreachable(error, url, job_id) from None
     except ResponseError as error:
         raise _refused(error, url) from None
-    except RuntimeError as error:  # Celery's result backend, after its retries
+    except RuntimeError as error:  # raised by Celery's result backend after its retries
         if isinstance(error.__cause__, AuthenticationError):
             raise credentials_refused(error.__cause__, url) from None
         if not isinstance(error.__cause__, _NO_ANSWER):
@@ -61,59 +224,60 @@ def reaching_redis(url: str | None = None, job_id: str | None = None) -> Iterato
 
 
 def _refused(error: ResponseError, url: str | None) -> RedisRefused:
-    if isinstance(error, _CLUSTERED):
+    if isinstance(error, _CLUSTER_ERRORS):
         return RedisRefused(CLUSTER)
-    return RedisRefused(f"Redis at {_shown(url)} refuses: {error}")
+    return RedisRefused(f"Redis at {_masked(url)} refused a command: {error}")
 
 
 def credentials_refused(error: AuthenticationError, url: str | None = None) -> RedisRefused:
-    """Redis answers, and wants a password, or another one."""
+    """Return the error for a Redis server that requires a password, or another password."""
     source = "CELLAMA_REDIS_URL" if url is None else "the url"
     settings = get_settings()
-    whole = settings.redis_url if url is None else url
-    refused = f"Redis at {_shown(url)} lets no client in"
-    remedy = "write them into the URL: redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
-    where = parse_redis_url(whole)
+    refused = f"Redis at {_masked(url)} refused the connection"
+    remedy = "set them in the URL: redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
+    where = parse_redis_url(settings.redis_url if url is None else url)
     if where.credentials:
         return RedisRefused(f"{refused} ({error}): the credentials in {source} are wrong; {remedy}")
     if with_kept_password(where, settings.data_dir) != where:
-        kept = redis_dir(settings.data_dir) / URL_FILE
+        password_file = redis_dir(settings.data_dir) / URL_FILE
         return RedisRefused(
-            f"{refused} ({error}): it is not the Redis that `cellama up` started last, whose password is in {kept}; "
-            "stop this server, or delete that file to use it"
+            f"{refused} ({error}): it is not the Redis that `cellama up` last started, whose password is in "
+            f"{password_file}; stop this server, or delete that file to use this server"
         )
-    return RedisRefused(f"{refused}: it wants a password; {remedy}")
+    return RedisRefused(f"{refused}: it requires a password; {remedy}")
 
 
 def _unreachable(error: BaseException, url: str | None, job_id: str | None) -> RedisUnreachable | RedisFull:
-    shown = _shown(url)
-    refusal = error if isinstance(error, RefusedForNow) else error.__cause__  # kombu has errors of its own
+    shown = _masked(url)
+    refusal = error if isinstance(error, RefusedForNow) else error.__cause__  # kombu raises its own error from it
     if not isinstance(refusal, RefusedForNow):
         remedy = (
-            "start it (`cellama up` does), or set CELLAMA_REDIS_URL" if url is None else "start it, or correct the url"
+            "start it, for example with `cellama up`, or set CELLAMA_REDIS_URL"
+            if url is None
+            else "start it, or correct the url"
         )
-        what = f"Redis at {shown} does not answer ({error}); {remedy}"
-        if job_id is not None and not _is_of_connecting(error):
-            what += (
-                f"; job {job_id} may be queued all the same: to queue it once, call apply_async with "
+        message = f"Redis at {shown} does not answer ({error}); {remedy}"
+        if job_id is not None and not _failed_to_connect(error):
+            message += (
+                f"; job {job_id} may have been queued: to queue it exactly once, call apply_async with "
                 f"task_id={job_id!r}, or repeat the call with the same idempotency key"
             )
     elif refusal.code == "OOM":
         return RedisFull(
-            f"Redis at {shown} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
-            "until results and events of earlier jobs have expired"
+            f"Redis at {shown} is full: it has reached its maxmemory; raise maxmemory, or wait until results and "
+            "events of earlier jobs have expired"
         )
     else:
-        what = f"Redis at {shown} accepts no commands for now ({refusal}); try again later"
-    unreachable = RedisUnreachable(what)
+        message = f"Redis at {shown} temporarily refuses commands ({refusal}); retry later"
+    unreachable = RedisUnreachable(message)
     unreachable.job_id = job_id
     return unreachable
 
 
-def _is_of_connecting(error: BaseException) -> bool:
-    """Whether there was no connection, so that Redis has got nothing."""
+def _failed_to_connect(error: BaseException) -> bool:
+    """Return whether there was no connection, so that Redis received no command."""
     return isinstance(error.__context__, (ConnectionRefusedError, FileNotFoundError, socket.gaierror))
 
 
-def _shown(url: str | None) -> str:
+def _masked(url: str | None) -> str:
     return get_settings().redis_url_masked if url is None else mask_url(url)

@@ -1,1 +1,4 @@
-"""What producers, workers and readers agree on: importable without llama.cpp and without a worker."""
+"""The contract between producers, workers and readers: payloads, results, events, errors and keys.
+
+It can be imported without llama.cpp.
+"""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .kind import Kind
+from .kinds import Kind
 from .kinds.chat import CHAT, ChatResult
 from .kinds.chunk import CHUNK, ChunkResult
 from .kinds.embed import EMBED, EmbedResult

@@ -1,7 +1,7 @@
-"""The one table of error codes: what a code means, whether a retry may help, its HTTP status and exit code.
+"""The table of all error codes, with their meaning, HTTP status and exit code, and whether a retry may help.
 
-Codes are what crosses processes: in `error` events, in results, in the files of bulk runs. Errors of jobs
-(`contract.errors`) look up here what their code means; an error of the engine has a code and nothing else.
+Codes cross processes in `error` events, in results, and in the files of bulk runs. Errors of jobs (`contract.errors`)
+look up the meaning of their code here. An error of the engine has only a code.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes of every command."""
+    """The exit codes of all commands."""
 
     OK = 0
     FAILED = 1
     USAGE = 2
     UNREACHABLE = 3
     TIMEOUT = 4
-    CONFIG = 78  # of a worker process only; sysexits.h: EX_CONFIG; a supervisor must not start it again
+    CONFIG = 78  # only for worker processes (EX_CONFIG in sysexits.h); supervisors must not restart them
     INTERRUPTED = 130
 
 
-EXITS = {  # what commands end with
+EXITS = {  # the exit codes of commands, for their help
     Exit.OK: "ok",
     Exit.FAILED: "failed",
     Exit.USAGE: "wrong usage",
@@ -34,7 +34,7 @@ EXITS = {  # what commands end with
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One way in which a job, or a call, can fail."""
+    """A reason why a job or a call can fail."""
 
     code: str
     meaning: str
@@ -108,14 +108,16 @@ CODES: dict[str, Code] = {
 
 
 def meaning_of(code: str) -> Code:
-    """Return the row of a code. An unknown code, such as one of a newer worker, is a failure of the service."""
-    return CODES.get(code) or Code(code, "this version does not know it", 500)
+    """Return the row of a code. An unknown code, for example from a newer worker, gets HTTP status 500."""
+    return CODES.get(code) or Code(code, "unknown error code", 500)
 
 
-_OF_REDIS = ("redis_unreachable", "redis_refused", "redis_full")
+_REDIS_CODES = ("redis_unreachable", "redis_refused", "redis_full")
 
 
 def message_for_clients(code: str, message: str) -> str:
-    """Return the message of an error as clients of a service may read it. Errors of Redis name its host, its port and
-    its user: clients get the meaning of the code instead."""
-    return meaning_of(code).meaning if code in _OF_REDIS else message
+    """Return the message of an error for clients of a service.
+
+    Messages of Redis errors contain its host, port and user, so clients get the meaning of the code instead.
+    """
+    return meaning_of(code).meaning if code in _REDIS_CODES else message

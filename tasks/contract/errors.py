@@ -1,18 +1,17 @@
-"""What can go wrong with a job, as its producer sees it.
+"""The errors that callers receive. All of them are subclasses of `JobError`.
 
-JobError
-├── InvalidJob          the call is wrong: nothing was queued
-├── JobFailed           the job ran and failed; travels through Celery's result backend
-├── JobCancelled        the job was cancelled
-├── JobTimeout          nothing came within the time that the caller gave
-├── ResultIgnored       the job was queued with `ignore_result`: there will be none
-├── UnknownModel        no live worker serves the model
-├── UnknownWorker       no live worker has that name
-├── UnknownJob          there is no such job, or not any more
-├── StreamTrimmed       events that the caller asked for are gone
-├── RedisUnreachable    Redis does not answer, or refuses commands for a while
-└── RedisRefused        Redis refuses a command for good
-    └── RedisFull       because it is at its maxmemory
+`InvalidJob`: The call is not valid, and nothing was queued.
+`JobFailed`: The job failed.
+`JobCancelled`: The job was cancelled.
+`JobTimeout`: The caller's timeout has passed.
+`ResultIgnored`: The job was queued with `ignore_result`.
+`UnknownModel`: No live worker serves the model.
+`UnknownWorker`: No live worker has this name.
+`UnknownJob`: The job does not exist, or its data has expired.
+`StreamTrimmed`: Requested events have expired.
+`RedisUnreachable`: Redis does not answer, or temporarily refuses commands.
+`RedisRefused`: Redis refuses a command permanently.
+`RedisFull`, a subclass of `RedisRefused`: Redis has reached its maxmemory.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from .json_values import valid_text
 
 
 class JobError(Exception):
-    """A job could not be submitted, done or read; `str(error)` is written for people.
+    """The base of all errors of cellama. `str(error)` is a message for people.
 
-    What its `code` means is in one table (`contract.codes`).
+    The table in `contract.codes` has the meaning of each `code`.
     """
 
     code: str = "internal_error"
@@ -36,38 +35,37 @@ class JobError(Exception):
 
     @property
     def http_status(self) -> int:
-        """The status with which a web backend answers; 500 for a code that this version does not know."""
+        """The HTTP status for a web backend, which is 500 for an unknown code."""
         return meaning_of(self.code).http_status
 
     @property
     def exit_code(self) -> Exit:
-        """With which the command line ends."""
+        """The exit code of the command line."""
         return meaning_of(self.code).exit_code
 
     def __str__(self) -> str:
-        return valid_text(super().__str__())  # it may quote what a producer sent
+        return valid_text(super().__str__())  # the message may quote input of a producer
 
 
 class InvalidJob(JobError, ValueError):
-    """The call is wrong, and nothing was queued; the message lists each problem with its value and a remedy."""
+    """The call is not valid, and nothing was queued. The message lists each problem with its value and a remedy."""
 
     code = "invalid_request"
 
 
 class JobFailed(JobError):
-    """The job ended with an error. `code` and `message` are those of its `error` event, which may know better than
-    this version's table whether the job is `retryable`."""
+    """The job ended with an error. `code`, `message` and `retryable` are those of its `error` event."""
 
     def __init__(self, code: str, message: str, retryable: bool | None = None) -> None:
         message = valid_text(message)
         self._retryable = meaning_of(code).retryable if retryable is None else retryable
-        super().__init__(code, message, self._retryable)  # args survive JSON: Celery makes the error again from them
+        super().__init__(code, message, self._retryable)  # Celery restores the error from these arguments
         self.code = code
         self.message = message
 
     @property
     def retryable(self) -> bool:
-        """As its `error` event says; without a word there, as the table of codes does."""
+        """Whether the same call may succeed later, according to the `error` event, or else to the table of codes."""
         return self._retryable
 
     def __str__(self) -> str:
@@ -75,19 +73,19 @@ class JobFailed(JobError):
 
 
 class JobCancelled(JobError):
-    """The job was cancelled, so it has no result; what it generated until then is in its stream."""
+    """The job was cancelled, so it has no result. Its stream contains the output until then."""
 
     code = "cancelled"
 
 
 class JobTimeout(JobError, TimeoutError):
-    """Nothing came within the seconds that the caller gave. The job goes on."""
+    """The caller's timeout has passed. The job continues."""
 
     code = "timeout"
 
 
 class ResultIgnored(JobError):
-    """The job was queued with `ignore_result`: there will be no result, only its stream."""
+    """The job was queued with `ignore_result`, so it has a stream but no result."""
 
     code = "result_ignored"
 
@@ -99,30 +97,29 @@ class UnknownModel(JobError):
 
 
 class UnknownWorker(JobError):
-    """No live worker has that name."""
+    """No live worker has this name."""
 
     code = "unknown_worker"
 
 
 class UnknownJob(JobError):
-    """There is no such job, or not any more."""
+    """The job does not exist, or its data has expired."""
 
     code = "unknown_job"
 
 
 class StreamTrimmed(JobError):
-    """Events that the caller asked for are gone from the journal, or others stand in their place after a failover."""
+    """Requested events have expired, or other events have replaced them after a failover of Redis."""
 
     code = "stream_trimmed"
 
 
 class RedisUnreachable(JobError):
-    """Redis does not answer, or accepts no commands for a while because it is loading, busy, read-only or short of
-    replicas. The same call may succeed later.
+    """Redis does not answer, or temporarily refuses commands, for example because it is loading or read-only.
 
-    `job_id` is the id of the job that a call of a task would have queued. If Redis stopped answering in the middle of
-    the call, the job may be queued all the same. `task.apply_async(…, task_id=error.job_id)` then queues it once, and
-    so does a call with the same idempotency key as the first one.
+    The same call may succeed later. `job_id` is the id of the job that the call should have queued. If Redis stopped
+    answering during the call, the job may have been queued. To queue it exactly once, call
+    `task.apply_async(…, task_id=error.job_id)`, or repeat the call with the same idempotency key.
     """
 
     code = "redis_unreachable"
@@ -130,12 +127,15 @@ class RedisUnreachable(JobError):
 
 
 class RedisRefused(JobError):
-    """Redis refuses a command for good, because of a missing right, a wrong password or a key of another type."""
+    """Redis refuses a command permanently.
+
+    A permission is missing, the password is wrong, or a key has another type.
+    """
 
     code = "redis_refused"
 
 
 class RedisFull(RedisRefused):
-    """Redis is at its maxmemory, and takes nothing more."""
+    """Redis has reached its maxmemory."""
 
     code = "redis_full"

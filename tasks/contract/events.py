@@ -1,7 +1,8 @@
 """The events of a job, as JSON objects (docs/architecture.md: Events of a job).
 
-`type` tells them apart, also for type checkers. The publisher numbers them: whatever a reader gets has a `seq`, except
-for a `ping`, which is in no journal. A new type is a TypedDict, a function that makes it, and a row of EVENT_CLASSES.
+The field `type` distinguishes them, for type checkers as well. The publisher numbers events: each event that a reader
+receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a function that
+makes the event, and a row of EVENT_CLASSES.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from typing import Any, Literal, Unpack, cast
 
 from typing_extensions import TypedDict, TypeIs
 
-from .all_kinds import Result
+from .all_kinds import KINDS, Result
 from .codes import meaning_of
-from .shapes.results import FinishReason, Logprob, Mode, Timings, ToolCall, Usage
+from .kinds.generate import GenerateResult
+from .shapes.results import FinishReason, Logprob, Mode, Timings, ToolCall, Usage, usage_of
 
-EVENT_FIELD = "event"  # the one field of a journal entry
-OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # they carry the ids of sampled tokens
+EVENT_FIELD = "event"  # the only field of a journal entry
+OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # events with the ids of sampled tokens
 
-# What an event changes in the ledger when it is written (state/lua/write.lua):
-# start: the job has a slot, so it runs and does not wait any more.
-# progress: the same, and its worker can compute it, so earlier crashes don't count any more.
-# terminal: the job has ended.
-# informative: nothing. It is journaled and published like any other.
+# The effect of an event in the ledger when the script `write` writes it.
+# `start`: The job has a slot, so it runs and no longer waits.
+# `progress`: The job runs, and its worker can compute it, so earlier crashes no longer count.
+# `terminal`: The job has ended.
+# `informative`: No effect. The event is journaled and published like any other.
 EventClass = Literal["start", "progress", "terminal", "informative"]
 EVENT_CLASSES: dict[str, EventClass] = {
     "started": "start",
@@ -32,6 +34,7 @@ EVENT_CLASSES: dict[str, EventClass] = {
     "done": "terminal",
     "error": "terminal",
 }
+TOO_LATE = "no worker started the job within its timeout; use a longer timeout, or start more workers"
 TERMINAL_TYPES = frozenset(type for type, class_ in EVENT_CLASSES.items() if class_ == "terminal")
 
 
@@ -40,17 +43,16 @@ class _Numbered(TypedDict, total=False):
 
 
 class ProvenanceFields(TypedDict, total=False):
-    """What a job's tokens depend on: SHA-256 of its model; name, SHA-256 and scale of each adapter; the `sampling`
-    defaults of the model; the version of `llguidance`, if the text is constrained."""
+    """The facts on which the tokens of a job depend."""
 
-    fingerprint: str
-    adapters: list[tuple[str, str, float]]
-    sampling: dict[str, object]
-    llguidance: str
+    fingerprint: str  # SHA-256 of the model
+    adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
+    sampling: dict[str, object]  # the model's defaults of sampling parameters
+    llguidance: str  # version of llguidance, if the text is constrained
 
 
 class StartedEvent(_Numbered, ProvenanceFields):
-    """The first worker that gave the job a slot writes it, once."""
+    """The job has a slot. Only the first worker that gives the job a slot writes this event."""
 
     type: Literal["started"]
     model: str
@@ -60,9 +62,9 @@ class StartedEvent(_Numbered, ProvenanceFields):
 
 
 class OutputDetails(_Numbered, total=False):
-    """Optional fields of events of output."""
+    """Optional fields of output events."""
 
-    index: int  # of the completion, unless 0
+    index: int  # of the completion; 0 if missing
     logprobs: list[Logprob]
     mirostat_mu: float
 
@@ -92,7 +94,7 @@ class ReasoningEndEvent(OutputDetails):
 
 
 class Failure(TypedDict):
-    """Why a job, or a line, failed (contract.codes)."""
+    """The error of a job or of a line (contract.codes)."""
 
     code: str
     message: str
@@ -100,7 +102,7 @@ class Failure(TypedDict):
 
 
 class LineOutcome(_Numbered, total=False):
-    """The end of a line: one of the two."""
+    """The outcome of a line, which has either `result` or `error`."""
 
     result: Result
     error: Failure
@@ -114,7 +116,7 @@ class LineEvent(LineOutcome):
 
 
 class DoneDetails(_Numbered, total=False):
-    """Fields of the end of a job that an engine computed."""
+    """Optional fields of the end of a job that an engine computed."""
 
     stop_sequence: str | None
     timings: Timings
@@ -122,12 +124,12 @@ class DoneDetails(_Numbered, total=False):
     seq_id: int | None
     mode: Mode
     tool_calls: list[ToolCall]
-    finish_key: str  # of what was read and generated; the `parent_key` of what follows
+    finish_key: str  # key of prompt and output, for use as `parent_key`
     warnings: list[str]  # as in the result
 
 
 class DoneEvent(DoneDetails):
-    """The job has ended without failing."""
+    """The job has ended without an error."""
 
     type: Literal["done"]
     finish_reason: FinishReason
@@ -141,7 +143,7 @@ class ErrorEvent(_Numbered, Failure):
 
 
 class PingEvent(_Numbered):
-    """No event came for the time that the reader asked for."""
+    """There was no event for the time that the reader has set."""
 
     type: Literal["ping"]
 
@@ -152,43 +154,46 @@ Event = StartedEvent | OutputEvent | LineEvent | TerminalEvent | PingEvent
 
 
 def started(model: str, prompt_tokens: int, worker: str, seed: int) -> StartedEvent:
-    """The job has a slot."""
+    """Return the event of a job that has received a slot."""
     return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker, "seed": seed}
 
 
 def token(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> TokenEvent:
-    """Text that is final, and the token ids sampled since the last event."""
+    """Return an event with final text, and the ids of the tokens sampled since the last event."""
     return {"type": "token", "text": text, "tokens": tokens, **details}
 
 
 def reasoning(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEvent:
-    """Reasoning before the answer; fields as of `token`."""
+    """Return an event with reasoning before the answer. It has the fields of `token`."""
     return {"type": "reasoning", "text": text, "tokens": tokens, **details}
 
 
 def reasoning_end(signature: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEndEvent:
-    """The block of reasoning is closed. `signature` is of its whole text; empty if the workers have no key."""
+    """Return the event of a closed block of reasoning.
+
+    `signature` covers the text of the block, and is empty if the workers have no signing key.
+    """
     return {"type": "reasoning_end", "signature": signature, "tokens": tokens, **details}
 
 
-def line(place: int, outcome: LineOutcome) -> LineEvent:
-    """A line of a chunk has ended: `result`, as of a job of its own, or `error` with code, message, retryable."""
-    return {"type": "line", "line": place, **outcome}
+def line(index: int, outcome: LineOutcome) -> LineEvent:
+    """Return the event of a line of a chunk that has ended."""
+    return {"type": "line", "line": index, **outcome}
 
 
 def done(finish_reason: FinishReason, usage: Usage, **details: Unpack[DoneDetails]) -> DoneEvent:
-    """The job ended without failing. `usage` as in its result."""
+    """Return the last event of a job that has ended without an error. `usage` is that of its result."""
     return {"type": "done", "finish_reason": finish_reason, "usage": usage, **details}
 
 
 def error(code: str, message: str, retryable: bool | None = None) -> ErrorEvent:
-    """The job failed. `retryable` is as the table of codes has it, unless the caller knows better."""
-    known = meaning_of(code).retryable if retryable is None else retryable
-    return {"type": "error", "code": code, "message": message, "retryable": known}
+    """Return the last event of a job that has failed. `retryable` is taken from the table of codes by default."""
+    is_retryable = meaning_of(code).retryable if retryable is None else retryable
+    return {"type": "error", "code": code, "message": message, "retryable": is_retryable}
 
 
 def numbered(event: Event, seq: int) -> Event:
-    """Return the event as readers receive it."""
+    """Return the event with its seq, as readers receive it."""
     with_seq: Any = {"seq": seq, **event}
     return cast(Event, with_seq)
 
@@ -201,3 +206,22 @@ def is_output(event: Event) -> TypeIs[OutputEvent]:
 def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
     """Return whether this is the event that ends a stream."""
     return event["type"] in TERMINAL_TYPES
+
+
+def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[TerminalEvent, Result | None]:
+    """Return the last event of a job whose `timeout` passes while no worker runs it, and its result if it has one.
+
+    `text` and `num_tokens` are the output of earlier attempts for the first completion.
+    """
+    kind = KINDS.get(task)
+    if kind is None or not kind.completes:
+        return error("timeout", TOO_LATE), None
+    usage = usage_of(completion_tokens=num_tokens)
+    result: GenerateResult = {
+        "text": text,
+        "finish_reason": "timeout",
+        "stop_sequence": None,
+        "usage": usage,
+        "timings": {},
+    }
+    return done("timeout", usage), kind.shape(result)

@@ -1,20 +1,27 @@
-"""Values from other people's JSON: bounded in depth and size before anything recurses into them."""
+"""JSON of untrusted input and of cellama's own output.
+
+Input is limited in depth and size before anything recurses into it. Output is always valid UTF-8, and parts of it may
+be encoded beforehand.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import reprlib
+import uuid
 from typing import Any
 
 from cellama.config import limits
 
+_SEPARATORS = (",", ":")
+_plain = json.JSONEncoder(ensure_ascii=False, separators=_SEPARATORS)
 _SHOWN_CHARS = 80
-_MAX_DIGITS = 300  # of a whole number: what a double can hold; Python refuses to print some thousands
+_MAX_DIGITS = 300  # of a whole number, as many as a double can represent; Python can't print numbers with thousands
 
 
 class _Short(reprlib.Repr):
-    """Shows the beginning of anything, without walking through all of it."""
+    """A `repr` of the start of any value, which does not traverse the whole value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,16 +35,16 @@ _short = _Short()
 
 
 def shorten(value: object) -> str:
-    """A value for an error message: short, whatever it is, and always valid text."""
+    """Return any value as short and valid text, for an error message."""
     text = _short.repr(value)
     text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
     return text.encode(errors="backslashreplace").decode()
 
 
 def valid_text(text: str) -> str:
-    """Return the text with U+FFFD for each lone half of a surrogate pair.
+    """Replace each lone surrogate by U+FFFD.
 
-    Such a half has no UTF-8, but JSON allows it, and models write it.
+    A lone surrogate can't be encoded in UTF-8, but JSON allows it, and models generate it.
     """
     try:
         text.encode()
@@ -47,9 +54,9 @@ def valid_text(text: str) -> str:
 
 
 def check_text(text: str) -> str:
-    """The text, if it may be stored and sent everywhere. Raises ValueError."""
+    """Return the text if it can be stored and sent. Raises ValueError."""
     if "\0" in text:
-        raise ValueError("it holds a NUL character; remove it")
+        raise ValueError("it contains a NUL character; remove it")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -59,7 +66,7 @@ def check_text(text: str) -> str:
 
 
 def check_escapes(text: str) -> str:
-    """JSON as text, if its escapes stand for text that may be sent everywhere. Whether it is JSON, others check."""
+    """Return a JSON text if its escapes are valid text. Malformed JSON is returned as well, for others to check."""
     if "\\u" in text:
         try:
             value = json.loads(text)
@@ -70,17 +77,19 @@ def check_escapes(text: str) -> str:
 
 
 def json_text(value: Any, max_chars: int) -> str:
-    """The value as JSON. Raises ValueError for what JSON can't hold, and for what is beyond the limits."""
+    """Return a value as JSON. Raises ValueError if JSON can't represent it, or if it exceeds the limits."""
     check_json(value)
     text = json.dumps(value, allow_nan=False)
     if len(text) > max_chars:
-        raise ValueError(f"as JSON it has {len(text)} characters, and the limit is {max_chars}; make it shorter")
+        raise ValueError(f"its JSON has {len(text)} characters, and the limit is {max_chars}; make it shorter")
     return text
 
 
 def check_json(value: Any, around: int = 0) -> None:
-    """Raises ValueError for what JSON can't hold, and for what is nested too deeply, but for so many levels around it.
-    Does not recurse."""
+    """Raise ValueError if JSON can't represent a value, or if it is nested too deeply. This function does not recurse.
+
+    `around` is the number of levels around the value that don't count.
+    """
     level, depth = [value], 0
     while level:
         depth += 1
@@ -101,7 +110,7 @@ def check_json(value: Any, around: int = 0) -> None:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str):
-        raise ValueError(f"{shorten(name)} is no name in JSON; names are text")
+        raise ValueError(f"{shorten(name)} is not a valid name; names in JSON are texts")
     check_text(name)
 
 
@@ -109,8 +118,54 @@ def _check_scalar(value: Any) -> None:
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"JSON has no {value}; give a number")
+        raise ValueError(f"JSON can't represent {value}; give a finite number")
     elif isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
         raise ValueError(f"{shorten(value)} is too large for a number in JSON; send it as text")
     elif not isinstance(value, int | float | None):
-        raise ValueError(f"{shorten(value)} is of no type that JSON has")
+        raise ValueError(f"{shorten(value)} has a type that JSON can't represent")
+
+
+class Encoded:
+    """A value that is already encoded as JSON.
+
+    Large values are encoded in pieces, because one call of `json` blocks all threads.
+    """
+
+    __slots__ = ("json",)
+
+    def __init__(self, value: bytes) -> None:
+        self.json = value
+
+    def __json__(self) -> Any:
+        """Return the decoded value. Kombu calls this when Celery passes a result on to the next task of a chain."""
+        return json.loads(self.json)
+
+    def __repr__(self) -> str:
+        return f"<{len(self.json)} bytes of JSON>"
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON. A lone surrogate becomes a question mark.
+
+    Raises TypeError, ValueError or RecursionError if JSON can't represent the value.
+    """
+    try:
+        return _plain.encode(value).encode("utf-8", "replace")
+    except TypeError:  # there are encoded parts, or the value is not valid
+        return _with_parts(value)
+
+
+def _with_parts(value: Any) -> bytes:
+    parts: list[Encoded] = []
+    mark = uuid.uuid4().hex
+
+    def take(part: Any) -> str:
+        if not isinstance(part, Encoded):
+            raise TypeError(f"JSON can't represent the type {type(part).__name__}")
+        parts.append(part)
+        return mark
+
+    text = json.dumps(value, ensure_ascii=False, separators=_SEPARATORS, default=take).encode("utf-8", "replace")
+    between = text.split(f'"{mark}"'.encode())
+    pieces = [piece for before, part in zip(between, parts, strict=False) for piece in (before, part.json)]
+    return b"".join([*pieces, between[-1]])

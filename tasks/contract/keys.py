@@ -1,54 +1,65 @@
-"""The Redis keys of cellama and their owners. `cellama` stands for the setting `key_prefix`.
+"""The Redis keys of cellama. `cellama` stands for the setting `key_prefix`, and TTL for an expiry.
 
-cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL after the end
-cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
-cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then its worker; TTL once the job has
-                                    ended and Celery has its end
-cellama:cancel:{job_id}    string   the job shall end; TTL
-cellama:context:{key}      string   the tokens of a prompt and what was generated after it, under its `finish_key`
-                                    (tasks/state/contexts.py); written with the end of its job; TTL of a result
-cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
-cellama:running            zset     jobs that have started and not ended, by time of start
-cellama:leases             zset     jobs whose message a worker holds, by the time at which its lease ends
-cellama:delayed            zset     jobs whose ETA has not come and whose message no worker holds, by that time
-cellama:due                zset     jobs to look at, by when: a timeout is over, or Celery should have the result
-cellama:missing            zset     jobs that no queue and no worker seems to have, by when that was seen first
-cellama:queues             set      queues that had jobs
-cellama:dead               zset     jobs that ended workers again and again, by time of death
-cellama:reaper:{duty}      string   lock of the worker that does a duty of the reaper's; expires
-cellama:looked             string   when a worker last looked for ended leases
-cellama:accepts            none     a worker's write to it changes nothing; Redis refuses that while it refuses writes
-cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
-cellama:batches            zset     bulk runs by their last word; entries go with their TTL
-cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
-cellama:machine:{machine}  hash     worker name → JSON of its cores, for the workers of one machine; each worker its
-                                    own, renewed every 2 s; TTL of a minute
-cellama:wanted:pool:{pool} hash     what its workers shall have beside their settings; workers; TTL of 30 days
-cellama:wanted:worker:{worker} hash the same, of one worker alone
-cellama:trials:{worker}    hash     loads that it has begun and not ended; TTL of a day
-cellama:took:{class}:{kind}:{queue} list what jobs asked for, how much work it was and how fast it
-                                    went; workers; TTL of 30 days
-cellama:keys               hash     id of an API key → JSON entry without its secret; `cellama keys`
-cellama:keys:used          hash     id of an API key → when it was last used, to a minute; gateways
-cellama:key:admissions:{id} zset    what a key has taken lately, and …:charges:{id} hash, how many tokens each had;
-                                    gateways (api/http/keys/lua); TTL
-cellama:key:jobs:{id}      zset     requests of a key that run, by the end of their leases; gateways; TTL
-cellama:http:{kind}:{id}   hash     a file or batch of the gateway, each field as JSON (docs/adr/019-batches.md); TTL
-cellama:http:of:{kind}:{tenant} zset ids of a tenant's files or batches, by when they were made; gateways; TTL
-cellama:http:open          zset     JSON [id, tenant] of batches that have not ended, by when they were made; gateways;
-                                    TTL
-cellama:http:expiring:{place} zset  files that lie in a place, by when they expire; gateways; TTL
-cellama:http:lease:{id}    string   the token of the gateway that drives a batch, or does a duty; expires
-cellama:webhooks           hash     id of an endpoint → JSON entry with its secret; `cellama webhooks`
-cellama:heeded:{job_id}    string   what is announced with the end of that job; a gateway, until the end; TTL
-cellama:webhook:events     stream   what was announced; until a gateway has made deliveries of it
-cellama:webhook:due        zset     deliveries by the time at which one is made, or its lease ends; gateways
-cellama:webhook:delivery:{id} hash  what is to be delivered, and how often that was tried; gateways; TTL
-cellama:response:{id}      string   what is known of a response beside its job (api/http/responses); gateways; TTL
-cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
-cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
-                                    ledger keeps it instead (tasks/broker/holding.py)
-celery-task-meta-{job_id}  string   Celery's results; TTL
+Jobs:
+
+`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL once the job has ended and Celery has its end.
+`cellama:journal:{job_id}` (stream): The events of a job, with the ids (seq+1)-0. TTL after the end.
+`cellama:events:{db}:{job_id}` (channel): The same events, live. It names the database because channels have none.
+`cellama:cancel:{job_id}` (string): The job must end. TTL.
+`cellama:context:{key}` (string): The tokens of a `finish_key` (tasks/state/contexts.py). TTL of a result.
+`cellama:waiting:{queue}` (sorted set): Jobs without a slot, in the order of `waiting_score`.
+`cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
+`cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
+`cellama:delayed` (sorted set): Jobs that wait for their ETA and whose message no worker holds, by ETA.
+`cellama:due` (sorted set): Jobs that the reaper must check, by time. Their timeout passes, or Celery lacks their end.
+`cellama:missing` (sorted set): Jobs without queue and worker, by the time at which this was first detected.
+`cellama:queues` (set): Queues that have or had jobs.
+`cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
+`celery-task-meta-{job_id}` (string): Celery's result. TTL.
+
+Queues:
+
+`cellama:queue:{model}…` (list): Celery's queues, one list per priority (names.py). `:default` is a model here.
+`cellama:kombu:unacked…`: Unused. The ledger replaces it (tasks/broker/message.py).
+
+Workers:
+
+`cellama:workers` (hash): JSON entry of each worker, by name. Each worker updates its own every 2 s.
+`cellama:machine:{machine}` (hash): JSON of the cores that each worker of a machine uses, by name. TTL of a minute.
+`cellama:reaper:{duty}` (string): Lock of the worker that performs a duty of the reaper. TTL.
+`cellama:looked` (string): Time of the last check for expired leases.
+`cellama:accepts`: Unused. Writing zero bytes to it tests whether Redis accepts writes.
+`cellama:wanted:pool:{pool}` (hash): Desired state of the workers of a pool, besides their settings. TTL of 30 days.
+`cellama:wanted:worker:{worker}` (hash): Desired state of one worker, besides its settings. TTL of 30 days.
+`cellama:trials:{worker}` (hash): Loads that the worker has started and not completed. TTL of a day.
+`cellama:took:{class}:{kind}:{queue}` (list): Samples of service times, for estimates. TTL of 30 days.
+
+Bulk runs:
+
+`cellama:batch:{run_id}` (hash): Record of a bulk run, which its command writes. TTL.
+`cellama:batches` (sorted set): Bulk runs by the time of their last write.
+
+Gateway:
+
+`cellama:keys` (hash): JSON entry of each API key without its secret, by id.
+`cellama:keys:used` (hash): Time of the last use of each API key, rounded to a minute, by id.
+`cellama:key:admissions:{id}` (sorted set): Recent requests of a key (api/http/keys/lua). TTL.
+`cellama:key:charges:{id}` (hash): Tokens of each of these requests. TTL.
+`cellama:key:jobs:{id}` (sorted set): Running requests of a key, by the expiry of their leases. TTL.
+`cellama:http:{kind}:{id}` (hash): A file or batch, each field as JSON (docs/adr/019-batches.md). TTL.
+`cellama:http:of:{kind}:{tenant}` (sorted set): Ids of the files or batches of a tenant, by time of creation. TTL.
+`cellama:http:open` (sorted set): JSON [id, tenant] of unfinished batches, by time of creation. TTL.
+`cellama:http:expiring:{place}` (sorted set): Files in a storage location, by expiry. TTL.
+`cellama:http:lease:{id}` (string): Token of the gateway that runs a batch or performs a duty. TTL.
+`cellama:response:{id}` (string): Data of a response that its job does not have (api/http/responses). TTL.
+
+Webhooks:
+
+`cellama:webhooks` (hash): JSON entry of each endpoint with its secret, by id.
+`cellama:heeded:{job_id}` (string): The announcement to make when the job ends. TTL.
+`cellama:webhook:events` (stream): Announcements, until a gateway has made deliveries of them.
+`cellama:webhook:due` (sorted set): Deliveries by the time of their next attempt, or by the expiry of their lease.
+`cellama:webhook:delivery:{id}` (hash): The content of a delivery, and its number of attempts. TTL.
 """
 
 from __future__ import annotations
@@ -57,9 +68,9 @@ from typing import Literal
 
 from .names import key_prefix
 
-MOST_WEBHOOK_EVENTS = 100_000  # that wait while no gateway runs; beyond that the oldest go
-IGNORED_FIELD = "ignored"  # of a ledger entry: the job's result is not stored
-PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
+MAX_WEBHOOK_EVENTS = 100_000  # events that wait while no gateway runs; the oldest are dropped
+IGNORED_FIELD = "ignored"  # field of a ledger entry, set if the job's result is not stored
+PRIORITY_WEIGHT = 1e11  # in seconds; larger than any time of submission
 
 
 def workers_key() -> str:
@@ -199,7 +210,7 @@ def http_record_key(kind: Literal["file", "batch"], thing_id: str) -> str:
 
 
 def http_records_key(kind: Literal["file", "batch"], tenant: str | None) -> str:
-    """Whoever has no tenant has the index with an empty name, which no tenant can have. No id is that of an index."""
+    """Return the index of a tenant. Requests without a tenant share an index with an empty name."""
     return f"{key_prefix()}:http:of:{kind}:{tenant or ''}"
 
 
@@ -228,17 +239,17 @@ def waiting_key(queue: str) -> str:
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:
-    """The place of a job among those that wait: by priority, then by time of submission (unix s)."""
+    """Return the score of a waiting job, which orders jobs by priority, then by time of submission in Unix seconds."""
     return priority * PRIORITY_WEIGHT + submitted_at
 
 
 def result_key(job_id: str) -> str:
-    """Where Celery keeps a result (celery.backends.base: task_keyprefix)."""
+    """Return the key under which Celery stores a result (celery.backends.base: task_keyprefix)."""
     return f"celery-task-meta-{job_id}"
 
 
 def chord_key(group_id: str) -> str:
-    """Return the prefix of Celery's keys of a chord (celery.backends.base: group_keyprefix); `.s` is its size."""
+    """Return the prefix of Celery's keys of a chord (celery.backends.base: group_keyprefix)."""
     return f"celery-taskset-meta-{group_id}"
 
 
@@ -247,5 +258,5 @@ def events_channel(job_id: str, database: int) -> str:
 
 
 def stream_id(seq: int) -> str:
-    """The id of the journal entry of an event; ids start at 1 because Redis has no entry 0-0."""
+    """Return the id of the journal entry of an event. Ids start at 1, because Redis does not allow the id 0-0."""
     return f"{seq + 1}-0"

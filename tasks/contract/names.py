@@ -12,14 +12,16 @@ PRIORITY_INTERACTIVE = 3
 PRIORITY_BULK = 9
 PRIORITIES = range(10)
 URGENT_PRIORITIES = PRIORITIES[:6]
-BULK_PRIORITIES = PRIORITIES[6:]  # as the engine has it: it saves nothing of these for others
-CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}  # of jobs, the most urgent first
+BULK_PRIORITIES = PRIORITIES[6:]  # the engine treats the same priorities as bulk
+CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}  # classes of jobs, the most urgent first
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
 
-WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message; absent: one
-TOKEN_HEADER = "cellama_token"  # set by a worker: that it holds the message (tasks/broker/holding.py)
-SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds, by the producer's clock; absent when that is plain Celery
-_OF_KEYS = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
+WEIGHT_HEADER = "cellama_weight"  # number of jobs whose work a message contains; 1 if absent
+TOKEN_HEADER = "cellama_token"  # set by the worker that holds the message (tasks/broker/message.py)
+SUBMITTED_AT_HEADER = "cellama_submitted_at"  # Unix seconds by the producer's clock; absent for plain Celery
+_KEY_NAMESPACE = UUID(
+    "6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44"
+)  # namespace of job ids that are made from idempotency keys
 
 
 def key_prefix() -> str:
@@ -28,50 +30,50 @@ def key_prefix() -> str:
 
 
 def queue_name(model_id: str) -> str:
-    """Return the Celery queue of a model. No other key begins like that, whatever models are called (keys.py)."""
+    """Return the Celery queue of a model. No other key starts in the same way, whatever the model id is (keys.py)."""
     return f"{key_prefix()}:queue:{model_id}"
 
 
 def is_model_queue(queue: str) -> bool:
-    """Return whether a Celery queue is that of a model."""
+    """Return whether a Celery queue belongs to a model."""
     return queue.startswith(queue_name(""))
 
 
 def model_of(queue: str) -> str:
-    """Return the model of a Celery queue; the queue itself if it belongs to another app."""
+    """Return the model of a Celery queue, or the queue itself if it belongs to another app."""
     return queue.removeprefix(queue_name(""))
 
 
 def queue_keys(model_id: str) -> list[str]:
-    """The Redis lists behind a model's queue, most urgent first (kombu: one list per priority)."""
+    """Return the Redis lists of a model's queue, the most urgent first. Kombu has one list per priority."""
     return [queue_key(queue_name(model_id), priority) for priority in PRIORITIES]
 
 
 def queue_key(queue: str, priority: int) -> str:
-    """The Redis list with the messages of one priority of a Celery queue."""
+    """Return the Redis list with the messages of one priority of a Celery queue."""
     return queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}"
 
 
 def class_of_priority(priority: int) -> str:
-    """One of CLASSES."""
+    """Return the class of a priority, which is a key of CLASSES."""
     return "interactive" if priority in URGENT_PRIORITIES else "bulk"
 
 
 def failure_key(model_id: str, adapter: str | None = None) -> str:
-    """What a worker's failures call a model, or an adapter of it."""
+    """Return the key of a model, or of one of its adapters, in a worker's record of failures."""
     return model_id if adapter is None else f"adapter {adapter!r} of {model_id!r}"
 
 
 def evicting_key(model_id: str) -> str:
-    """What a worker's failures call the emptying of a model's cache."""
+    """Return the key of emptying a model's cache in a worker's record of failures."""
     return f"cache of {model_id!r}"
 
 
 def job_id_of_key(task: str, scope: str, key: str) -> str:
-    """Return the id of the job that an idempotency key stands for: one for each task and scope.
+    """Return the job id for an idempotency key, which is different for each task and scope.
 
-    Celery's result keys have no prefix of ours, so installations with different prefixes have different ids.
+    It also depends on the key prefix, because Celery's result keys don't have it.
     """
     prefix = key_prefix()
     named = [task, scope, key] if prefix == DEFAULT_KEY_PREFIX else [task, scope, key, prefix]
-    return str(uuid5(_OF_KEYS, json.dumps(named)))
+    return str(uuid5(_KEY_NAMESPACE, json.dumps(named)))

@@ -1,59 +1,379 @@
-"""The payloads of jobs: validated where they are made, and again where they are run."""
+"""The payloads of jobs: the types of their fields, the messages of a conversation, and the parameters of each job.
+
+Producers validate payloads before they queue a job, and workers validate them again before they run it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
+    StrictFloat,
     StrictInt,
     StrictStr,
+    Tag,
     ValidationError,
     model_validator,
 )
 
-from cellama.config import limits
+from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
 
 from .errors import InvalidJob
-from .fields import (
-    TAGS,
-    Adapters,
-    Breakers,
-    ContextKey,
-    Count,
-    FilledText,
-    Finite,
-    LogitBias,
-    Name,
-    Penalty,
-    Stops,
-    Text,
-    TextOrTokens,
-    TypedAs,
-    at_most,
-    check_model_id,
-    no_more_than,
-    text_of_result,
-    to_choice,
-    to_inputs,
-    to_json,
-    to_prediction,
-)
-from .json_values import check_escapes, shorten
-from .messages import MessagePayload, Payload, ToolPayload, check_args, check_names
-from .names import PRIORITY_INTERACTIVE
+from .json_values import check_escapes, check_text, json_text, shorten
+from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE
 
-MAX_PROBLEMS = 8  # that an error tells of
-CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job has at most one of them
+
+@dataclass(frozen=True, slots=True)
+class TypedAs:
+    """The type of a parameter for callers, as the source text that `tasks/typed_tasks.py` contains.
+
+    Without this annotation, callers pass the type of the field. A payload can convert other types, for example a single
+    text into a list.
+    """
+
+    text: str
+
+
+def _check_text(text: str) -> str:
+    _check_length(text, limits.MAX_TEXT_CHARS)
+    return check_text(text)
+
+
+def _check_length(text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ValueError(f"it has {len(text)} characters, and the limit is {limit}; make it shorter")
+
+
+def at_most(limit: int) -> AfterValidator:
+    """Return a validator that limits the length of a text in characters."""
+
+    def check(text: str) -> str:
+        _check_length(text, limit)
+        return text
+
+    return AfterValidator(check)
+
+
+def no_more_than(limit: int, items: str) -> BeforeValidator:
+    """Return a validator that limits the number of entries of a list or an object, before the entries are validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple | dict) and len(value) > limit:
+            raise ValueError(f"there are {len(value)} {items}, and the limit is {limit}; remove some")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_filled(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty; give a text")
+    return text
+
+
+def check_model_id(text: str) -> str:
+    if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
+        raise ValueError(f"{MODEL_ID_RULE}; give the id of a served model")
+    return text
+
+
+def _check_key(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise ValueError("it is not a key; give the `finish_key` of a result, which has 64 of the digits 0-9 and a-f")
+    return text
+
+
+def text_of_result(value: Any) -> Any:
+    """Return the text of a job's result, which a chain passes to its next step, and other values unchanged."""
+    is_result = isinstance(value, dict) and {"text", "finish_reason"} <= value.keys()
+    return value["text"] if is_result else value
+
+
+def _key_of_result(value: Any) -> Any:
+    """Return the `finish_key` of a job's result, which a chain passes to its next step, and other values unchanged."""
+    return value.get("finish_key", "") if isinstance(value, dict) and "finish_reason" in value else value
+
+
+def _to_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def to_inputs(value: Any) -> Any:
+    """Return a tuple of texts. A list of token ids is one text."""
+    return _to_texts((value,) if isinstance(value, list) and value and isinstance(value[0], int) else value)
+
+
+def _to_texts(value: Any) -> Any:
+    value = _to_tuple(value)
+    if isinstance(value, list | tuple) and not 1 <= len(value) <= limits.MAX_TEXTS:
+        remedy = "split them into several jobs" if value else "give at least one"
+        raise ValueError(f"there are {len(value)} texts, and a job can have 1 to {limits.MAX_TEXTS}; {remedy}")
+    return value
+
+
+def to_json(value: Any) -> Any:
+    return json_text(value, limits.MAX_TEXT_CHARS) if isinstance(value, dict | bool) else value
+
+
+def join_parts(value: Any) -> Any:
+    """Return the joined text of content in parts, as in the OpenAI API, and other values unchanged."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > limits.MAX_PARTS:
+        raise ValueError(f"there are {len(value)} parts, and the limit is {limits.MAX_PARTS}; join them")
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        raise ValueError("content parts must have type 'text'")
+    texts = [part.get("text", "") for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the text of a content part must be a string")
+    return "".join(texts)
+
+
+def to_prediction(value: Any) -> Any:
+    """Return the text of a prediction in the OpenAI format, or of a job's result, and other values unchanged."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"type", "content"} and value["type"] == "content":
+        return join_parts(value["content"])
+    return text_of_result(value)
+
+
+def to_choice(value: Any) -> Any:
+    """Return the name in a tool choice in the OpenAI format, and other values unchanged."""
+    if not isinstance(value, dict):
+        return value
+    function = value.get("function")
+    return function.get("name") if isinstance(function, dict) else function
+
+
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Check the JSON Schema of a tool's parameters, which may have keywords that can't be enforced.
+
+    The schema may be a reference to one of its definitions, because pydantic writes recursive models in this way.
+    """
+    json_text(schema, limits.MAX_JSON_CHARS)
+    shape = schema if "type" in schema else _definition(schema) or schema
+    if shape and shape.get("type") != "object":
+        raise ValueError(f'its type is {shape.get("type")!r}; use a JSON Schema of type "object"')
+    properties = shape.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
+        raise ValueError("its properties are not valid; map names to schemas")
+    required = shape.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
+        raise ValueError("its `required` is not valid; list names of properties")
+    return schema
+
+
+def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the definition to which the whole schema refers, or None."""
+    path, _, name = str(schema.get("$ref")).rpartition("/")
+    definitions = schema.get(path.removeprefix("#/"))
+    definition = definitions.get(name) if isinstance(definitions, dict) else None
+    return definition if isinstance(definition, dict) else None
+
+
+def _to_pairs(value: Any) -> Any:
+    """Convert {"17": -1.5} (the OpenAI format), ["17=-1.5"] or pairs into pairs of token id and bias."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if not isinstance(value, list | tuple):
+        raise ValueError('it must map token ids to biases, for example {"17": -1.5}')
+    if len(value) > limits.MAX_BIASES:
+        raise ValueError(f"there are {len(value)} tokens, and the limit is {limits.MAX_BIASES}; remove some")
+    return tuple(_to_pair(entry) for entry in value)
+
+
+def _to_pair(entry: Any) -> tuple[int, float]:
+    try:
+        given, added = entry.split("=") if isinstance(entry, str) else entry
+        token, bias = int(given), float(added)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f'{shorten(entry)} is not a token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
+    if isinstance(given, float) or not 0 <= token <= limits.MAX_COUNT:
+        raise ValueError(f"{shorten(given)} is not a token id; give a whole number from 0")
+    if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
+        raise ValueError(
+            f"{shorten(added)} is not a bias; give a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, or -inf"
+        )
+    return token, bias
+
+
+def _to_adapters(value: Any) -> Any:
+    """Convert {"pirate": 0.5}, ["pirate=0.5"], ["pirate"] (scale 1) or pairs into pairs of name and scale."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, dict | list | tuple):
+        raise ValueError('it must map names of adapters to scales, for example {"pirate": 0.5}')
+    if len(value) > limits.MAX_ADAPTERS:
+        raise ValueError(f"there are {len(value)} adapters, and the limit is {limits.MAX_ADAPTERS}; remove some")
+    entries = list(value.items()) if isinstance(value, dict) else [_to_adapter(entry) for entry in value]
+    names = [entry[0] for entry in entries if isinstance(entry, list | tuple) and entry]
+    if len({name for name in names if isinstance(name, str)}) < sum(isinstance(name, str) for name in names):
+        raise ValueError("an adapter occurs twice; give one scale for each adapter")
+    return tuple(entries)
+
+
+def _to_adapter(entry: Any) -> Any:
+    if not isinstance(entry, str):
+        return entry
+    name, equals, scale = entry.rpartition("=")
+    try:
+        return (name, float(scale)) if equals else (entry, 1.0)
+    except ValueError:
+        raise ValueError(f"the scale of {shorten(entry)} is not a number; write NAME, or NAME=0.5") from None
+
+
+def _check_breaker(text: str) -> str:
+    size, limit = len(text.encode()), limits.MAX_DRY_BREAKER_BYTES
+    if size > limit:
+        raise ValueError(f"it has {size} bytes of UTF-8, and the limit is {limit}; make it shorter")
+    return text
+
+
+Text = Annotated[StrictStr, AfterValidator(_check_text)]
+FilledText = Annotated[Text, AfterValidator(_check_filled)]
+Name = Annotated[FilledText, at_most(limits.MAX_NAME_CHARS)]
+ContextKey = Annotated[StrictStr, AfterValidator(_check_key), BeforeValidator(_key_of_result)]
+Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # also accepts whole numbers
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_to_pairs),
+    TypedAs("Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]"),
+]
+Scale = Annotated[Finite, Field(ge=-limits.MAX_ADAPTER_SCALE, le=limits.MAX_ADAPTER_SCALE)]
+Adapters = Annotated[
+    tuple[tuple[Name, Scale], ...] | None,
+    BeforeValidator(_to_adapters),
+    TypedAs("str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None"),
+]
+Texts = Annotated[tuple[FilledText, ...], Field(fail_fast=True), BeforeValidator(_to_texts), TypedAs("Texts")]
+
+Stops = Annotated[
+    tuple[Annotated[FilledText, at_most(limits.MAX_STOP_CHARS)], ...],
+    no_more_than(limits.MAX_STOPS, "texts"),
+    BeforeValidator(_to_tuple),
+    TypedAs("Texts"),
+]
+
+Breakers = Annotated[
+    tuple[Annotated[FilledText, AfterValidator(_check_breaker)], ...],
+    no_more_than(limits.MAX_DRY_BREAKERS, "texts"),
+    BeforeValidator(_to_tuple),
+    TypedAs("Texts"),
+]
+
+Penalty = Annotated[Finite, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
+Count = Annotated[StrictInt, Field(le=limits.MAX_COUNT)]
+
+
+TAGS = _TEXT, _TOKENS = "<text>", "<tokens>"  # pydantic adds these to the location of an error; they are not shown
+
+
+def _prompt_kind(value: Any) -> str:
+    return _TOKENS if isinstance(value, list | tuple) else _TEXT
+
+
+TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
+TokenList = Annotated[list[TokenId], Field(fail_fast=True), no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
+TokenIds = Annotated[TokenList, Field(min_length=1)]
+TextOrTokens = Annotated[
+    Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
+]
+
+
+class Payload(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ToolCallFunctionPayload(Payload):
+    """The function that is called. `arguments` is a JSON object as text."""
+
+    name: Name
+    arguments: Annotated[Text, AfterValidator(check_escapes), BeforeValidator(to_json)] = "{}"
+
+
+class ToolCallPayload(Payload):
+    """A call of a tool in an assistant's message, in the format of results."""
+
+    id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
+    type: Literal["function"] = "function"
+    function: ToolCallFunctionPayload
+    partial: StrictBool | None = None
+
+
+class MessagePayload(Payload):
+    """One turn of a conversation. The `message` of a result is a valid turn of the assistant."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[Text | None, BeforeValidator(join_parts)] = None
+    reasoning: Text | None = None
+    signature: Text | None = None
+    tool_calls: (
+        Annotated[tuple[ToolCallPayload, ...], Field(min_length=1), no_more_than(limits.MAX_TOOL_CALLS, "tool calls")]
+        | None
+    ) = None
+    tool_call_id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
+    name: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> MessagePayload:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls can omit it")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning or self.signature):
+            raise ValueError(f"role {self.role!r} does not allow tool_calls, reasoning or signature; remove them")
+        return self
+
+
+class ToolFunctionPayload(Payload):
+    """A function that the model may call. `parameters` is a JSON Schema of type object."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(check_schema)] | None = None
+    strict: StrictBool | None = None
+
+
+class ToolPayload(Payload):
+    """A tool in the OpenAI format."""
+
+    type: Literal["function"]
+    function: ToolFunctionPayload
+
+
+def check_args(value: Any) -> Any:
+    if isinstance(value, dict):
+        json_text(value, limits.MAX_JSON_CHARS)
+    return value
+
+
+def check_names(tools: tuple[ToolPayload, ...]) -> tuple[ToolPayload, ...]:
+    names = [tool.function.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)}: this name occurs twice; give each tool its own name")
+    return tools
+
+
+MAX_PROBLEMS = 8  # maximum number of problems in an error message
+CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job can have at most one of these
 
 
 class BaseJob(Payload):
-    """Every job."""
+    """All jobs."""
 
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="Id of the model, or :default.")]
     priority: StrictInt = Field(
@@ -168,10 +488,10 @@ class GenerationJob(ReadingJob):
     ] = Field(default=None, description="Expected output, or @FILE. Correct parts of it are generated faster.")
 
     @model_validator(mode="after")
-    def _check_forms(self) -> GenerationJob:
+    def _check_constraints(self) -> GenerationJob:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given together; choose one")
+            raise ValueError(f"{' and '.join(given)} can't be combined; choose one")
         return self
 
     @model_validator(mode="after")
@@ -179,8 +499,8 @@ class GenerationJob(ReadingJob):
         count = 0 if self.logprobs is None else self.n * self.max_tokens * (self.logprobs + 1)
         if count > limits.MAX_REPORTED:
             raise ValueError(
-                f"logprobs {self.logprobs} for n {self.n} and max_tokens {self.max_tokens} make up to {count} entries, "
-                f"and the limit is {limits.MAX_REPORTED}; lower one of them"
+                f"logprobs {self.logprobs} with n {self.n} and max_tokens {self.max_tokens} can result in {count} "
+                f"entries, and the limit is {limits.MAX_REPORTED}; lower one of these"
             )
         return self
 
@@ -222,9 +542,9 @@ class ConversationJob(BaseJob):
     @model_validator(mode="after")
     def _check_system(self) -> ConversationJob:
         if self.system is not None and self.messages and self.messages[0].role == "system":
-            raise ValueError("system is given, and messages begin with a system's message, too; leave one out")
+            raise ValueError("system: messages already start with a system message; remove one of the two")
         if self.system is not None and getattr(self, "parent_key", None) is not None:
-            raise ValueError("system is given, and the conversation of parent_key has begun already; leave one out")
+            raise ValueError("system: the conversation of parent_key has already started; remove system or parent_key")
         return self
 
 
@@ -232,47 +552,54 @@ Job = TypeVar("Job", bound=BaseJob)
 
 
 def free_of(kind: type[BaseJob], positional: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
-    """What positional arguments stand for: a parent's result in `chain(load.s(), generate.s(model="tiny"))` is the
-    prompt; in `chain(generate.s("tiny", "Hi"), generate.s(model="tiny", prompt=" and"))` it is what to go on after."""
+    """Return the parameters that positional arguments of a call set, in this order.
+
+    In `chain(load.s(), generate.s(model="tiny"))`, the result of `load` is the prompt. If the prompt is given by name,
+    as in `chain(generate.s("tiny", "Hi"), generate.s(model="tiny", prompt=" and"))`, the result is the `parent_key`.
+    """
     free = [name for name in positional if name not in kwargs]
     return free or [name for name in ("parent_key",) if name in kind.model_fields and name not in kwargs]
 
 
 def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Job:
-    """The job of a Celery call whose `positional` parameters may be given by position. Raises InvalidJob that lists
-    every problem: parameter, value, remedy."""
+    """Return the payload of a Celery call, whose `positional` parameters can be given by position.
+
+    Raises InvalidJob, which lists each problem with its parameter, value and remedy.
+    """
     free = free_of(kind, positional, kwargs)
     names = free if len(args) <= len(free) else positional
     if len(args) > len(names):
-        raise InvalidJob(f"{len(args)} positional arguments, at most {len(names)}: {', '.join(names)}")
+        raise InvalidJob(
+            f"there are {len(args)} positional arguments, and at most {len(names)} are possible: {', '.join(names)}"
+        )
     values = dict(zip(names, args, strict=False))
     twice = values.keys() & kwargs.keys()
     if twice:
-        raise InvalidJob(f"{', '.join(sorted(twice))}: given twice, by position and by name")
+        raise InvalidJob(f"{', '.join(sorted(twice))}: given both by position and by name; remove one of the two")
     try:
         return kind.model_validate({**values, **kwargs})
     except ValidationError as error:
-        told = _tell(error.errors(include_url=False), kind.model_fields)
-    # Not within the `except`: as the context of another one, pydantic's error, which Python's garbage collector can't
-    # look into, would keep all frames of whoever keeps that one, for good, with the payload.
-    raise InvalidJob(told)
+        message = _describe_all(error.errors(include_url=False), kind.model_fields)
+    # This is outside of `except`, so that pydantic's error is not the context of InvalidJob. Python's garbage collector
+    # can't inspect pydantic's error, so all frames that it references would never be freed, with the payload.
+    raise InvalidJob(message)
 
 
-def _tell(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
-    # A list with a bad item counts as too short for pydantic; the item's own problem says what is wrong.
+def _describe_all(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
+    # For pydantic, a list with an invalid item is also too short. The problem of the item itself is more precise.
     problems = [each for each in problems if each["type"] != "too_short" or not each["input"]] or problems
-    told = dict.fromkeys(_explain(problem, known) for problem in problems[:MAX_PROBLEMS])
+    descriptions = dict.fromkeys(_describe(problem, known) for problem in problems[:MAX_PROBLEMS])
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-    return "; ".join([*told, *more])
+    return "; ".join([*descriptions, *more])
 
 
-def _explain(problem: Any, known: Mapping[str, Any]) -> str:
-    where = ".".join(_of_place(part) for part in problem["loc"] if part not in TAGS)
+def _describe(problem: Any, known: Mapping[str, Any]) -> str:
+    where = ".".join(_part_of_location(part) for part in problem["loc"] if part not in TAGS)
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         name = str(problem["loc"][0])
         close = difflib.get_close_matches(name, list(known), n=1)
         return f"unknown parameter {shorten(name)}; " + (
-            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+            f"did you mean {close[0]!r}?" if close else f"the parameters are: {', '.join(sorted(known))}"
         )
     if problem["type"] == "missing":
         return f"{where} is missing"
@@ -281,5 +608,5 @@ def _explain(problem: Any, known: Mapping[str, Any]) -> str:
     return f"{where} is {shorten(problem['input'])}: {message}" if where else message
 
 
-def _of_place(part: int | str) -> str:
+def _part_of_location(part: int | str) -> str:
     return shorten(part).strip("'") if isinstance(part, str) else str(part)

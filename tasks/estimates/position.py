@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 from redis import Redis
 
-from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.connection.connections import seconds_of
 from cellama.tasks.contract.errors import UnknownJob
 from cellama.tasks.contract.keys import PRIORITY_WEIGHT, job_key, running_key, waiting_key
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, PRIORITY_INTERACTIVE, queue_name
 from cellama.tasks.contract.shapes.workers import WorkerModel
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import JobWork, work_of_text
+from cellama.tasks.state.ledger import JobWork, Ledger, work_of_text
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 from .samples import JobClass, Samples, class_of, read_samples
@@ -182,7 +181,7 @@ def estimate(
     waiting = [job for job in running if job.worker not in names]  # jobs of crashed workers, which restart first
     running = [job for job in running if job.worker in names]
     waiting += _waiting(redis, queue, ahead)
-    if sum(job.work.pieces for job in (*running, *waiting)) < num_slots:
+    if sum(job.work.num_parts for job in (*running, *waiting)) < num_slots:
         return WaitEstimate(0.0, min_s=0.0, max_s=HANDLING_S)
     samples = read_samples(redis, {job.kind for job in (*running, *waiting)})
     speed = _speed(serving, samples)
@@ -196,12 +195,12 @@ def estimate(
 
 def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
     """Return the remaining service time of a job; None if neither samples nor a speed are known."""
-    seconds = amounts = samples.amounts(job.kind, job.work.asked)
+    seconds = amounts = samples.amounts(job.kind, job.work.num_units)
     if job.work.counts_tokens:
         lengths = (1.0,) if job.work.is_exact else ASSUMED_LENGTHS
-        amounts = amounts or [job.work.asked * length for length in lengths]
+        amounts = amounts or [job.work.num_units * length for length in lengths]
         seconds = [amount / speed for amount in amounts] if speed else []
-    pieces = min(job.work.pieces, num_slots)
+    pieces = min(job.work.num_parts, num_slots)
     return service_time(seconds, job.elapsed_s * pieces, pieces) if seconds else None
 
 

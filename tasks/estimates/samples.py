@@ -18,7 +18,7 @@ from redis import Redis
 
 from cellama.tasks.contract.keys import took_key
 from cellama.tasks.contract.names import URGENT_PRIORITIES
-from cellama.tasks.state.records import JobWork
+from cellama.tasks.state.ledger import JobWork
 
 SAMPLES_TTL_S = 30 * 86400  # samples of a model that was not used for a month may be from another machine
 MAX_SAMPLES = 128  # per class, ten times as many as an estimate uses, to cover jobs of all sizes

@@ -25,9 +25,9 @@ from cellama.tasks.state.reader import (
     STREAM_TIMEOUT_S,
     EventCursor,
     JournalPage,
-    Patience,
-    ask_for_page,
+    ReadTimer,
     page_of,
+    request_page,
 )
 
 from .subscriptions import Mailbox, RedisWire, Sign, Subscriptions, Wire
@@ -90,7 +90,7 @@ class Journals:
     async def _execute(self, reads: list[JournalRead]) -> None:
         pipe = self._redis.pipeline(transaction=False)
         for read in reads:
-            ask_for_page(pipe, read.job_id, read.start)
+            request_page(pipe, read.job_id, read.start)
         try:
             replies = await pipe.execute(raise_on_error=False)
         except Exception as error:  # raised in the readers
@@ -124,31 +124,31 @@ class Streams:
     ) -> AsyncIterator[Event]:
         """Yield the events of a job, with the arguments and errors of `stream_events`."""
         cursor = cursor or EventCursor(job_id, after)
-        patience = Patience(job_id, timeout_s, ping_s, MAX_QUIET_S)
+        timer = ReadTimer(job_id, timeout_s, ping_s, MAX_QUIET_S)
         with self._subscriptions.mailbox(events_channel(job_id, database_of(self._redis))) as box:
             cursor.needs_journal = False  # it is read once the channel is subscribed, so that no event is missed
             while not cursor.ended:
                 last_seq = cursor.last_seq
-                for event in await self._next_events(cursor, box, patience):
+                for event in await self._next_events(cursor, box, timer):
                     yield event
                 if cursor.last_seq == last_seq:
-                    for event in patience.ping():
+                    for event in timer.ping():
                         yield event
                 else:
-                    patience.heard()
+                    timer.event_received()
 
-    async def _next_events(self, cursor: EventCursor, box: Mailbox, patience: Patience) -> Iterable[Event]:
+    async def _next_events(self, cursor: EventCursor, box: Mailbox, timer: ReadTimer) -> Iterable[Event]:
         """Return the next events, if any, from the mailbox or from the journal."""
         if not cursor.needs_journal:
-            found = await box.get(patience.wait_s())
+            found = await box.get(timer.wait_s())
             if not isinstance(found, Sign):
                 return (event for message in found for event in cursor.from_published(message))
             if found is Sign.SUBSCRIBED:
-                cursor.connected_again()
-            elif found is Sign.SILENCE and not patience.is_look_due():
+                cursor.reconnected()
+            elif found is Sign.SILENCE and not timer.take_journal_turn():
                 return ()
         page = await self._journals.read(cursor.job_id, cursor.journal_start)
-        patience.looked(page.is_known)
+        timer.journal_read(page.is_known)
         return cursor.from_page(page)
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
 
 from cellama.config.logging import event_logger
 from cellama.tasks.connection.kombu_internals import streams_of
-from cellama.tasks.connection.refusals import refusal_of
+from cellama.tasks.connection.redis_errors import refusal_of
 
 log = event_logger(__name__)
 

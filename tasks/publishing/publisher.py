@@ -19,8 +19,8 @@ from redis.exceptions import RedisError
 
 from cellama.config.logging import event_logger
 from cellama.engine import Finished, Pulse
-from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.broker.pool import Interruption, JobControl
+from cellama.tasks.broker.result_backend import CeleryEnd
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
@@ -37,8 +37,7 @@ from cellama.tasks.contract.events import (
 )
 from cellama.tasks.middleware import Middlewares
 from cellama.tasks.state.history import outputs_of_line
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Attempt, Contexts, Entry
+from cellama.tasks.state.ledger import Attempt, Contexts, Entry, Ledger
 
 from .results import contexts_of, error_event, error_of, event_of, line_event_of, result_of_end
 

@@ -1,4 +1,4 @@
-"""What Redis knows of jobs, workers and bulk runs: the ledger and its scripts, journals, the registry.
+"""The state in Redis: the ledger of jobs and its scripts, journals, contexts, bulk runs, and the registry of workers.
 
-May use: `contract`, `connection`. No Celery.
+May import `contract` and `connection`, but not Celery.
 """

@@ -1,4 +1,7 @@
-"""Records of bulk runs in Redis, to list, watch and cancel them from anywhere. A run's command writes its record."""
+"""Records of bulk runs in Redis, with which any process can list, watch and cancel runs.
+
+The command of a run writes its record.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from typing import Any
 
 from redis import Redis
 
-from cellama.tasks.connection.redis_clock import redis_time, seconds_of
+from cellama.tasks.connection.connections import redis_time, seconds_of
 from cellama.tasks.contract.keys import batch_key, batches_key
 
-KEPT_S = 30 * 86400  # after the last sign of life of a run
+RECORD_TTL_S = 30 * 86400  # after the last write of the run's command
 OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
-_TEXTS = frozenset({"state", "input", "output", "model"})  # a model may be called 7
-SILENT_S = 15.0  # a command that runs writes more often
+_TEXT_FIELDS = frozenset({"state", "input", "output", "model"})  # never parsed as numbers: a model can be named 7
+ALIVE_S = 15.0  # a command that has not written for this long has stopped
 
 
 class Batches:
@@ -22,41 +25,41 @@ class Batches:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
-    def write(self, run_id: str, **facts: Any) -> None:
-        """Write facts about a run, and that its command is alive."""
+    def write(self, run_id: str, **fields: Any) -> None:
+        """Write fields of a run's record, together with the time, which shows that its command is alive."""
         now = redis_time(self._redis)
-        values: Any = {name: "" if value is None else str(value) for name, value in facts.items()}
+        values: Any = {name: "" if value is None else str(value) for name, value in fields.items()}
         with self._redis.pipeline() as pipe:
             pipe.hset(batch_key(run_id), mapping={**values, "at": now})
             pipe.hsetnx(batch_key(run_id), "created_at", str(now))
-            pipe.expire(batch_key(run_id), KEPT_S)
+            pipe.expire(batch_key(run_id), RECORD_TTL_S)
             pipe.zadd(batches_key(), {run_id: now})
-            pipe.zremrangebyscore(batches_key(), 0, now - KEPT_S)
+            pipe.zremrangebyscore(batches_key(), 0, now - RECORD_TTL_S)
             pipe.execute()
 
     def read(self, run_id: str) -> dict[str, Any] | None:
-        """Return all facts about a run, or None if there is none. `alive` is whether a command works on it."""
+        """Return the record of a run, or None if it has none. `alive` is True if a command is working on the run."""
         return next(iter(self._read([run_id])), None)
 
     def _read(self, run_ids: Iterable[str]) -> list[dict[str, Any]]:
-        """Return the facts about the runs that exist."""
-        named, pipeline = list(run_ids), self._redis.pipeline(transaction=False)
+        """Return the records of those runs that have one."""
+        ids, pipeline = list(run_ids), self._redis.pipeline(transaction=False)
         pipeline.time()
-        for run_id in named:
+        for run_id in ids:
             pipeline.hgetall(batch_key(run_id))
         now, *found = pipeline.execute()
-        return [_facts(run_id, told, seconds_of(now)) for run_id, told in zip(named, found, strict=True) if told]
+        return [_record(run_id, fields, seconds_of(now)) for run_id, fields in zip(ids, found, strict=True) if fields]
 
-    def all(self, most: int = 0) -> list[dict[str, Any]]:
-        """Return up to `most` runs (0: all), the last one first."""
-        ids: Any = self._redis.zrevrange(batches_key(), 0, most - 1)
+    def all(self, limit: int = 0) -> list[dict[str, Any]]:
+        """Return the records of up to `limit` runs, the last one first. 0 returns all."""
+        ids: Any = self._redis.zrevrange(batches_key(), 0, limit - 1)
         return self._read(run_id.decode() for run_id in ids)
 
     def cancel(self, run_id: str) -> None:
-        """Cancel a run: its command ends it, or it is cancelled now if no command works on it."""
+        """Cancel a run. Its command ends it, or this call does if no command is working on it."""
         self._redis.hset(batch_key(run_id), "cancel", "1")
-        facts = self.read(run_id)
-        if facts is not None and not facts["alive"]:
+        record = self.read(run_id)
+        if record is not None and not record["alive"]:
             self.write(run_id, state="cancelled")
 
     def forget(self, run_id: str) -> None:
@@ -69,14 +72,14 @@ class Batches:
         return bool(self._redis.hdel(batch_key(run_id), "cancel"))
 
 
-def _facts(run_id: str, told: Mapping[bytes, bytes], now: float) -> dict[str, Any]:
-    facts = {name.decode(): _parsed(name.decode(), value.decode()) for name, value in told.items()}
-    alive = facts.get("state") in OPEN_STATES and now - facts["at"] < SILENT_S
-    return {"id": run_id, **facts, "alive": alive}
+def _record(run_id: str, fields: Mapping[bytes, bytes], now: float) -> dict[str, Any]:
+    record = {name.decode(): _parsed(name.decode(), value.decode()) for name, value in fields.items()}
+    alive = record.get("state") in OPEN_STATES and now - record["at"] < ALIVE_S
+    return {"id": run_id, **record, "alive": alive}
 
 
 def _parsed(name: str, value: str) -> Any:
-    if name in _TEXTS:
+    if name in _TEXT_FIELDS:
         return value or None
     for kind in (int, float):
         try:

@@ -1,7 +1,7 @@
-"""The tokens behind a `finish_key`, in Redis: a worker that never had a context goes on after it all the same.
+"""Store the tokens of a `finish_key` in Redis, so that workers which never computed a context can continue it.
 
-A context is written with the end of its job, and lives as long as a result. It is found under its key, and counts only
-if its tokens have that key for the job that asks (attempt/engine_request.py). A key of another scope finds nothing.
+A context is written with the end of its job, and expires as late as a result. It is stored under its key. A reader uses
+it only if its tokens have this key in the reader's scope (attempt/engine_request.py), so keys don't work across scopes.
 """
 
 from __future__ import annotations
@@ -20,60 +20,73 @@ from redis import Redis
 from cellama.tasks.contract.keys import context_key
 
 VERSION = 1
-PLAIN, PACKED, AFTER = range(3)  # how tokens stand there; AFTER: the first ones are those of another context
-PACKED_BYTES = 4096  # from here on zlib halves them in less time than Redis takes for the rest
-HEAD = struct.Struct("<BBB16s")  # version, form, bytes of the identity, digest of the model; then the identity
-PART = struct.Struct("<32sI")  # key of the other context, tokens of it
-MAX_BYTES = 8 << 20  # of the tokens of one context: more than any has
+PLAIN, COMPRESSED, CONTINUED = range(3)  # formats; CONTINUED: the first tokens are those of another context
+MIN_COMPRESSED_BYTES = 4096  # from this size on, compression halves the tokens and saves more time than it takes
+HEADER = struct.Struct("<BBB16s")  # version, format, length of the identity, digest of the model; the identity follows
+REFERENCE = struct.Struct("<32sI")  # key of the other context, and number of shared tokens
+MAX_TOKEN_BYTES = 8 << 20  # for the tokens of one context, which is more than any context has
 
 
 @dataclass(frozen=True, slots=True)
 class KeptContext:
-    """What was read and generated. `identity` is of the engine that did (docs/adr/014-kept-states.md)."""
+    """The tokens of a prompt and of the output that followed it.
 
-    model: str  # SHA-256 of its file
+    `identity` is that of the engine that computed them (docs/adr/014-kept-states.md).
+    """
+
+    model: str  # SHA-256 of the model file
     identity: bytes
     tokens: Sequence[int]
 
 
 def pack(context: KeptContext) -> bytes:
-    """A context as Redis keeps it."""
+    """Return a context as the value to store in Redis."""
     tokens = _bytes_of(context.tokens)
-    if len(tokens) < PACKED_BYTES:
-        return _head(context, PLAIN) + tokens
-    return _head(context, PACKED) + zlib.compress(tokens, 1)
+    if len(tokens) < MIN_COMPRESSED_BYTES:
+        return _header(context, PLAIN) + tokens
+    return _header(context, COMPRESSED) + zlib.compress(tokens, 1)
 
 
 def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
-    """A context that begins with so many tokens of one with the key `first`, which is kept with it."""
-    return _head(context, AFTER) + PART.pack(bytes.fromhex(first), num_shared) + _bytes_of(context.tokens[num_shared:])
+    """Return the value of a context whose first `num_shared` tokens are those of the context with the key `first`.
+
+    The other context is stored together with this one.
+    """
+    return (
+        _header(context, CONTINUED)
+        + REFERENCE.pack(bytes.fromhex(first), num_shared)
+        + _bytes_of(context.tokens[num_shared:])
+    )
 
 
 def read_context(redis: Redis, key: str, model: str, ttl_s: int) -> KeptContext | None:
-    """The context of a key, which stays for `ttl_s` from now on; `model` is that of the one who asks, and the context's
-    is "" if it is another one. None if there is none, or what is there is no context of ours."""
+    """Return the context of a key, and let it expire in `ttl_s` from now on.
+
+    `model` is the model of the reader. If the context was computed with another model, its `model` is "". Return None
+    if there is no context, or its value is malformed.
+    """
     found = _read(redis, key, ttl_s)
     if found is None:
         return None
     tokens = found.tokens
-    if found.form == AFTER:
-        first, num_shared = PART.unpack_from(tokens)
+    if found.format == CONTINUED:
+        first, num_shared = REFERENCE.unpack_from(tokens)
         other = _read(redis, first.hex(), ttl_s)
-        if other is None or other.form == AFTER or len(other.tokens) < 4 * num_shared:
+        if other is None or other.format == CONTINUED or len(other.tokens) < 4 * num_shared:
             return None
-        tokens = other.tokens[: 4 * num_shared] + tokens[PART.size :]
+        tokens = other.tokens[: 4 * num_shared] + tokens[REFERENCE.size :]
     return KeptContext(model if found.model == _digest(model) else "", found.identity, _tokens_of(tokens))
 
 
 def keep_context(redis: Redis, key: str, context: KeptContext, ttl_s: int) -> None:
-    """A context that was found elsewhere is in Redis for `ttl_s` from now on, too."""
+    """Store a context that was found outside Redis, and let it expire in `ttl_s` from now on."""
     if not redis.expire(context_key(key), ttl_s):
         redis.set(context_key(key), pack(context), ex=ttl_s)
 
 
 class _Found(NamedTuple):
-    form: int
-    model: bytes  # its digest
+    format: int
+    model: bytes  # digest of the model
     identity: bytes
     tokens: bytes
 
@@ -84,23 +97,23 @@ def _read(redis: Redis, key: str, ttl_s: int) -> _Found | None:
     pipeline.expire(context_key(key), ttl_s)
     value: bytes = pipeline.execute()[0] or b""
     try:
-        version, form, num_identity, model = HEAD.unpack_from(value)
-        identity, tokens = value[HEAD.size :][:num_identity], value[HEAD.size + num_identity :]
-        if form == PACKED:
-            unpacking = zlib.decompressobj()
-            tokens = unpacking.decompress(tokens, MAX_BYTES)
-            if not unpacking.eof:
+        version, format_, num_identity, model = HEADER.unpack_from(value)
+        identity, tokens = value[HEADER.size :][:num_identity], value[HEADER.size + num_identity :]
+        if format_ == COMPRESSED:
+            decompressor = zlib.decompressobj()
+            tokens = decompressor.decompress(tokens, MAX_TOKEN_BYTES)
+            if not decompressor.eof:
                 return None
     except (struct.error, zlib.error):
         return None
-    least = PART.size if form == AFTER else 0
-    if version != VERSION or form > AFTER or len(tokens) < least or (len(tokens) - least) % 4:
+    min_bytes = REFERENCE.size if format_ == CONTINUED else 0
+    if version != VERSION or format_ > CONTINUED or len(tokens) < min_bytes or (len(tokens) - min_bytes) % 4:
         return None
-    return _Found(form, model, identity, tokens)
+    return _Found(format_, model, identity, tokens)
 
 
-def _head(context: KeptContext, form: int) -> bytes:
-    return HEAD.pack(VERSION, form, len(context.identity), _digest(context.model)) + context.identity
+def _header(context: KeptContext, format_: int) -> bytes:
+    return HEADER.pack(VERSION, format_, len(context.identity), _digest(context.model)) + context.identity
 
 
 def _digest(model: str) -> bytes:

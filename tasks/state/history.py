@@ -1,44 +1,165 @@
-"""What earlier attempts at a job have done, read from its journal: the next one continues from there."""
+"""Read what earlier attempts at a job computed and with which models, so that the next attempt can continue.
+
+The output is read from the job's journal. The provenance is in the `started` event of the first attempt: the contents
+of the model and of its adapters and, for constrained text, the version of llguidance. Each later attempt continues with
+the same provenance, or fails.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 
 from cellama.config.limits import MAX_COMPLETIONS
-from cellama.tasks.contract.events import EVENT_FIELD, Event, is_output
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.events import EVENT_FIELD, Event, ProvenanceFields, StartedEvent, is_output
 from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.results import Logprob, Usage, usage_of
+from cellama.tasks.contract.shapes.workers import WorkerModel
 
-from .provenance import Provenance, provenance_of_event
+if TYPE_CHECKING:
+    from cellama.engine import AdapterInfo, Model
+
+    from .registry import WorkerEntry
+
+Choice = tuple[tuple[str, float], ...]  # pairs of an adapter's name and its scale
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The model and adapters with which an attempt computes.
+
+    `model` is the SHA-256 of the model. Each adapter has a name, a SHA-256 and a scale. The scale is 0 for an adapter
+    that only some lines of a bulk run choose.
+    """
+
+    model: str
+    adapters: tuple[tuple[str, str, float], ...] = ()
+    sampling: Mapping[str, object] = field(default_factory=dict)  # the model's defaults of sampling parameters
+    # The version of llguidance that a constrained job needs. "" stands for cellama without llguidance, None for any.
+    llguidance: str | None = None
+
+    def fields(self) -> ProvenanceFields:
+        """Return the fields for the `started` event."""
+        fields: ProvenanceFields = {"fingerprint": self.model}
+        if self.adapters:
+            fields["adapters"] = list(self.adapters)
+        if self.sampling:
+            fields["sampling"] = dict(self.sampling)
+        if self.llguidance:
+            fields["llguidance"] = self.llguidance
+        return fields
+
+    def is_in(self, model: Model) -> bool:
+        """Return whether this is the model of the provenance, with all adapters loaded under their names."""
+        return model.info.fingerprint == self.model and self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
+
+    def is_served_by(self, entry: WorkerModel) -> bool:
+        """Return whether a model in the registry is the model of the provenance, with all adapters."""
+        loaded = {(adapter["name"], adapter["fingerprint"]) for adapter in entry.get("adapters", ())}
+        return entry.get("fingerprint") == self.model and self._needs <= loaded
+
+    @property
+    def choice(self) -> Choice:
+        """The adapters of a request that does not choose adapters itself."""
+        return tuple((name, scale) for name, _, scale in self.adapters if scale)
+
+    @property
+    def _needs(self) -> set[tuple[str, str]]:
+        return {(name, fingerprint) for name, fingerprint, _ in self.adapters}
+
+
+def provenance_of_event(event: StartedEvent) -> Provenance | None:
+    """Return the provenance in a `started` event, or None for an event of an old version of cellama."""
+    adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
+    if "fingerprint" not in event:
+        return None
+    return Provenance(event["fingerprint"], adapters, event.get("sampling", {}), event.get("llguidance"))
+
+
+def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:
+    """Return the provenance of a request with these adapters. If `choice` is None, it has the model's default adapters.
+
+    An adapter that is not loaded is omitted, because the engine refuses the request that names it. `also` has the names
+    of adapters that only some lines choose.
+    """
+    infos = _ready(model)
+    chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
+    scales = {**dict.fromkeys(also, 0.0), **{name: scale for name, scale in chosen if scale}}
+    adapters = tuple((i.name, i.fingerprint, float(scales[i.name])) for i in infos if i.name in scales)
+    return Provenance(model.info.fingerprint, adapters, model.options.sampling_defaults)
+
+
+def _ready(model: Model) -> list[AdapterInfo]:
+    return [info for info in model.adapters() if info.status == "ready"]
+
+
+def may_be_served(workers: Iterable[WorkerEntry], model_id: str, required: Provenance) -> bool:
+    """Return whether a worker can continue the job.
+
+    It must have the required model and adapters, have had them when it stopped, or be loading a model of this name.
+    """
+    entries = [e for worker in workers if required.llguidance in (None, worker.llguidance) for e in worker.models]
+    served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
+    return any(entry["status"] == "loading" or required.is_served_by(entry) for entry in served)
+
+
+def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable[str]) -> bool:
+    """Return whether a worker has the model with all these adapters."""
+    served = [
+        e for w in workers for e in w.models if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])
+    ]
+    ready = [{adapter["name"] for adapter in e.get("adapters", ()) if adapter["status"] == "ready"} for e in served]
+    return any(set(names) <= loaded for loaded in ready)
+
+
+def model_changed(model_id: str) -> JobFailed:
+    """Return the error of a job that can't continue with the model and the adapters with which it started."""
+    message = (
+        f"the job started with another model or adapter under the name {model_id!r}, which no worker has any longer; "
+        "submit the job again, or load the previous model and adapters"
+    )
+    return JobFailed("model_changed", message)
+
+
+def grammar_changed(begun: Provenance, installed: str) -> JobFailed:
+    """Return the error of a constrained job that can't continue because no worker has its version of llguidance."""
+    version = f"llguidance {begun.llguidance}" if begun.llguidance else "a version of cellama without llguidance"
+    message = (
+        f"the job's constrained text started with {version}, which no worker has any longer (this one has "
+        f"{installed}), and another version may choose other tokens; submit the job again"
+    )
+    return JobFailed("grammar_changed", message)
 
 
 @dataclass(slots=True)
 class Output:
-    """One completion so far. `logprobs` are as in the events."""
+    """The output of one completion so far. `logprobs` are in the format of events."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # without reasoning
     logprobs: list[Logprob] = field(default_factory=list)
-    mirostat_mu: float | None = None  # what mirostat had learned by the last token
+    mirostat_mu: float | None = None  # the state of mirostat after the last token
 
 
 @dataclass(slots=True)
 class Past:
-    """The sum of a job's events so far. `outputs` is by index of the completion."""
+    """The events of a job so far, in sum. `outputs` is by index of the completion."""
 
     next_seq: int = 0
     seed: int | None = None
-    provenance: Provenance | None = None  # what its tokens rest on
+    provenance: Provenance | None = None  # what its tokens depend on
     outputs: dict[int, Output] = field(default_factory=dict)
-    trimmed: bool = False  # the first events are gone
-    lines: set[int] = field(default_factory=set)  # of a chunk, that have ended
+    trimmed: bool = False  # True if the first events have expired
+    lines: set[int] = field(default_factory=set)  # the lines of a chunk that have ended
 
     def add(self, event: Event) -> None:
-        """Take the next event into account."""
+        """Add the next event."""
         self.trimmed |= event["seq"] != self.next_seq
         self.next_seq = event["seq"] + 1
         if event["type"] == "started":
@@ -67,7 +188,7 @@ class Past:
 
     @property
     def usage(self) -> Usage:
-        """The usage of what earlier attempts have generated."""
+        """The usage of the tokens that earlier attempts have generated."""
         return usage_of(completion_tokens=self.num_tokens)
 
     @property
@@ -76,12 +197,12 @@ class Past:
 
 
 def outputs_of_line(line: int) -> range:
-    """Return the indices that the completions of a line have in the events of a bulk run's slice."""
+    """Return the indices of the completions of one line in the events of a chunk."""
     return range(line * MAX_COMPLETIONS, (line + 1) * MAX_COMPLETIONS)
 
 
 def read_past(redis: Redis, job_id: str) -> Past:
-    """Return the past of a job; an empty one if it has no journal. Raises RedisError."""
+    """Return the past of a job, which is empty if the job has no journal. Raises RedisError."""
     past = Past()
     entries: Any = redis.xrange(journal_key(job_id))
     for _, fields in entries:
@@ -91,21 +212,23 @@ def read_past(redis: Redis, job_id: str) -> Past:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """An attempt before another one. Its times are seconds before the other one began."""
+    """An earlier attempt at a job. Its times are in seconds before the start of the current attempt."""
 
     run: str
     began_s: float
-    left_s: float  # when it was handed back, or its lease had ended
-    is_lost: bool  # its worker reported no end of it
+    ended_s: float  # when it was handed back, or its lease had expired
+    is_lost: bool  # True if its worker did not report an end
     worker: str
 
 
 def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
-    """Parse the reply of begin.lua: the attempt before, and if it was lost, those that it would have reported. The
-    oldest comes first."""
-    found = []
+    """Parse the earlier attempts in the reply of the script `begin`, the oldest first.
+
+    They are the previous attempt and, if that was lost, the attempts before it which it would have reported.
+    """
+    attempts = []
     for line in text.decode().splitlines():
-        run, began_at, left_at, lost, worker = line.split(" ", 4)
-        began_s, left_s = (max(0.0, float(now) - float(at)) for at in (began_at, left_at))
-        found.append(Earlier(run=run, began_s=began_s, left_s=left_s, is_lost=lost == "1", worker=worker))
-    return tuple(found)
+        run, began_at, ended_at, lost, worker = line.split(" ", 4)
+        began_s, ended_s = (max(0.0, float(now) - float(at)) for at in (began_at, ended_at))
+        attempts.append(Earlier(run=run, began_s=began_s, ended_s=ended_s, is_lost=lost == "1", worker=worker))
+    return tuple(attempts)

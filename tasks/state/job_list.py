@@ -15,7 +15,7 @@ _FIELDS = ("state", "task", "queue", "priority", "submitted_at", "attempt", "wor
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that waits or runs. `submitted_at` is in unix seconds, by Redis' clock."""
+    """A job that waits or runs. `submitted_at` is in Unix seconds, by Redis' clock."""
 
     job_id: str  # id of the job
     state: Literal["waiting", "running"]
@@ -28,13 +28,13 @@ class OpenJob:
 
 
 def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
-    """Return up to `limit` jobs: running ones, the oldest first, then waiting ones by queue, the next one first."""
+    """Return up to `limit` jobs: first running jobs, the oldest first, then waiting jobs by queue, in their order."""
     models = queued_models(redis) if model is None else [model]
-    with redis.pipeline() as at_once:  # a job that begins between two looks would be in neither
-        at_once.zrange(running_key(), 0, -1 if model else limit - 1)
+    with redis.pipeline() as transaction:  # else a job that starts between two commands could be missing
+        transaction.zrange(running_key(), 0, -1 if model else limit - 1)
         for name in models:
-            at_once.zrange(waiting_key(queue_name(name)), 0, limit - 1)
-        ids: list[bytes] = [raw for found in at_once.execute() for raw in found]
+            transaction.zrange(waiting_key(queue_name(name)), 0, limit - 1)
+        ids: list[bytes] = [raw for found in transaction.execute() for raw in found]
     pipeline = redis.pipeline(transaction=False)
     for raw in ids:
         pipeline.hmget(job_key(raw.decode()), _FIELDS)
@@ -43,7 +43,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
 
 
 def queued_models(redis: Redis) -> list[str]:
-    """Return the models for which jobs wait or waited recently, whether a worker serves them or not."""
+    """Return the models for which jobs wait or waited recently, even if no worker serves them."""
     queues: Any = redis.smembers(queues_key())
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 
@@ -51,9 +51,9 @@ def queued_models(redis: Redis) -> list[str]:
 def _open(job_id: str, values: list[bytes | None]) -> OpenJob | None:
     state, task, queue, priority, submitted_at, attempts, worker = (value and value.decode() for value in values)
     if not state or not task or not queue or state == "done":
-        return None  # it has ended meanwhile
-    runs: Literal["waiting", "running"] = "running" if state == "running" else "waiting"
+        return None  # the job has ended in the meantime
+    current: Literal["waiting", "running"] = "running" if state == "running" else "waiting"
     kind, model = task.removeprefix("cellama."), model_of(queue)
     return OpenJob(
-        job_id, runs, kind, model, int(priority or 0), float(submitted_at or 0), int(attempts or 0), worker or None
+        job_id, current, kind, model, int(priority or 0), float(submitted_at or 0), int(attempts or 0), worker or None
     )

@@ -1,26 +1,29 @@
-"""The ledger of jobs in Redis: who holds which message, who runs which attempt, what has ended (docs/delivery.md).
+"""The ledger of jobs in Redis (docs/delivery.md).
 
-Every step is one Lua script (tasks/state/lua), so that a worker that dies, or two that run the same job, leave
-nothing half done. Times are those of Redis: one clock for all machines.
+It records which worker holds which message, which attempt runs, and which jobs have ended. Each step is one Lua script
+(tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half done.
+Times are those of Redis, which is one clock for all machines.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from redis import Redis
+from typing_extensions import TypedDict
 
 from cellama.config import Settings, get_settings
-from cellama.tasks.connection.connections import database_of
-from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.connection.connections import database_of, redis_time
 from cellama.tasks.contract.all_kinds import KINDS, Result
-from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, done, numbered
+from cellama.tasks.contract.events import EVENT_CLASSES, EVENT_FIELD, Event, EventClass, TerminalEvent, done, numbered
+from cellama.tasks.contract.json_values import encode
 from cellama.tasks.contract.keys import (
     cancel_key,
     dead_key,
@@ -31,44 +34,321 @@ from cellama.tasks.contract.keys import (
     result_key,
     waiting_key,
 )
+from cellama.tasks.contract.kinds.generate import GenerateJob
 from cellama.tasks.contract.names import queue_key
+from cellama.tasks.contract.payloads import free_of
 from cellama.tasks.contract.shapes.results import usage_of
 
-from .encoding import encode
-from .gathering import Gathered
-from .history import earlier_of, read_past
-from .records import (
-    Attempt,
-    CeleryState,
-    DeadJob,
-    Ending,
-    Entry,
-    Fetched,
-    PageLimits,
-    Purged,
-    State,
-    Submission,
-    Taken,
-    renamed,
-    submit_arguments,
-)
-from .scripts import SentScript, run_script
+from .history import Earlier, earlier_of, read_past
+from .scripts import Gathered, SentScript, run_script
 
-RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]
-PLACE_STEP_S = 2e-4  # between jobs that are queued in one call: the least that scores of `waiting_score` resolve
-MAX_ATTEMPTS = 3  # in a row that neither show a token nor end their job: the job is dead after them
-DEAD_TTL_S = 7 * 86400  # a dead job can be queued again for a week
-CANCEL_TTL_S = 7 * 86400  # how long a cancellation waits for the worker that runs the job to come back
-REFUSED_S = 3  # from Celery's refusal of a message to the end of its job: Celery may end it first
-# Until the reaper gives Celery the end of a job; at least CHORD_CLAIM_S, the life of a claim on the body of a chord.
+PLACE_STEP_S = 2e-4  # between jobs that are queued in one call; the smallest step that `waiting_score` can represent
+MAX_ATTEMPTS = 3  # consecutive attempts without a token or an end; then the job is a dead-letter job
+DEAD_TTL_S = 7 * 86400  # how long a dead-letter job can be queued again
+CANCEL_TTL_S = 7 * 86400  # how long a cancellation waits for the job's worker to return
+REFUSED_S = 3  # how long Celery may take to end a job whose message it has refused; then the reaper ends it.
+# How long a worker may take to report the end of a job to Celery; then the reaper reports it. At least CHORD_CLAIM_S.
 SETTLE_S = 30
-MAX_RESTORED = 200  # messages per script and kind: a few milliseconds, in which Redis serves no one else
-PAGE_PART = 8  # a page takes an eighth of a list, so that other workers get their share
-PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone, because a page is in memory at once
+MAX_RESTORED = 200  # messages per script and kind, which block Redis for a few milliseconds
+PAGE_PART = 8  # a page is at most 1/8 of a list, so that other workers get messages as well
+PAGE_MESSAGE_BYTES = 1 << 16  # larger messages are taken alone, because a page is in memory as a whole
+MAX_WORK_UNITS = 10**9
+MAX_ENTRY_BYTES = 480 << 20  # a value in Redis has up to 512 MiB, and Celery adds a few fields
+DEAD = "dead"  # error code of jobs that crashed their workers repeatedly
+# What the worker must do. The attempt has started only with "run", "cancelled" and "dead". Otherwise the job has ended
+# ("done"), its entry has expired ("gone"), another worker holds its message ("superseded"), or the job may have crashed
+# a worker ("suspect").
+Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
+State = Literal["queued", "running", "handed_back", "done"]
+Contexts = tuple[tuple[str, bytes], ...]  # pairs of key and context, packed by `contexts.pack`
+# For each model: how many messages a page may have, and the keys of the lists to take them from, in this order.
+PageLimits = Sequence[tuple[int, Sequence[str]]]
+RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobWork:
+    """The amount of work that a job requests.
+
+    `num_units` is the number of tokens for completions, and the number of texts for other jobs. The work consists of
+    `num_parts` parts that can be computed at the same time.
+    """
+
+    kind: str  # the name of the task without prefix, such as "generate"
+    num_units: int = 1
+    num_parts: int = 1
+    is_exact: bool = False  # True for a completion that can only end at max_tokens
+
+    @classmethod
+    def of_kind(cls, sample_kind: str, num_units: int = 1, num_parts: int = 1) -> JobWork:
+        """Return the work of a job with this `sample_kind`."""
+        return cls(sample_kind.rstrip("!"), num_units, num_parts, is_exact=sample_kind.endswith("!"))
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the work is measured in tokens. Otherwise it is measured in seconds."""
+        return self.kind in ("generate", "chat")
+
+    @property
+    def sample_kind(self) -> str:
+        """The kind in keys of samples and in the ledger, which marks exact work with an exclamation mark."""
+        return f"{self.kind}!" if self.is_exact else self.kind
+
+    @property
+    def text(self) -> str:
+        """The work as text in the ledger."""
+        return f"{self.sample_kind} {self.num_units} {self.num_parts}"
+
+
+def work_of_text(text: str) -> JobWork:
+    """Parse the text of work from the ledger. A malformed text yields the work of a `generate` job with defaults."""
+    try:
+        kind, num_units, num_parts = text.split()
+        return JobWork.of_kind(kind, max(1, int(num_units)), max(1, int(num_parts)))
+    except ValueError:
+        return JobWork("generate", GenerateJob.model_fields["max_tokens"].default)
+
+
+def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobWork:
+    """Return the work that a call requests. The call may be unvalidated. Invalid values count as the defaults."""
+    kind = KINDS.get(task)
+    name = task.removeprefix("cellama.")
+    given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
+    if kind is not None and kind.completes:
+        num_parts = _count(given.get("n"), 1)
+        num_units = num_parts * _count(given.get("max_tokens"), GenerateJob.model_fields["max_tokens"].default)
+        is_exact = given.get("ignore_eos") is True and not given.get("stop")
+        return JobWork(name, num_units, num_parts, is_exact=is_exact)
+    items = next(
+        (given[part] for part in ("lines", "texts", "documents") if isinstance(given.get(part), list | tuple)), ()
+    )
+    return JobWork(name, max(1, len(items)), max(1, len(items)) if name == "chunk" else 1)
+
+
+def _count(given: Any, default: int) -> int:
+    return given if type(given) is int and 0 < given <= MAX_WORK_UNITS else default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCall:
+    """A call of a task with its settled queue, priority and timeout."""
+
+    task: str
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    queue: str
+    priority: int = 0
+    timeout_s: float | None = None
+    headers: dict[str, Any] = field(default_factory=dict)
+    delay_s: float = 0.0  # until the job may start
+
+    @property
+    def work(self) -> JobWork:
+        """The work that the call requests."""
+        return work_of(self.task, self.args, self.kwargs)
+
+    def digest(self, positional: Sequence[str]) -> str:
+        """Return a digest of the parameters, which is equal for parameters by position and by name."""
+        free = free_of(KINDS[self.task].payload, positional, self.kwargs)
+        names = free if len(self.args) <= len(free) else positional
+        parameters = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        return hashlib.sha256(json.dumps([self.task, parameters], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The message of a job in kombu's format: the key of its list, its text, and Celery's events as (topic, event).
+
+    If a job is queued again, its message has the same text.
+    """
+
+    key: str
+    payload: str
+    events: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job to record in the ledger and to queue.
+
+    A job with a `digest` of its parameters is idempotent. Its entry expires as late as its result.
+    """
+
+    job_id: str
+    call: TaskCall
+    message: Message
+    digest: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """The approximate number of bytes to send to Redis."""
+        return 2 * len(self.message.payload)
+
+
+def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: float) -> tuple[list[str], list[Any]]:
+    """Return the keys and arguments of the script `submit`.
+
+    Its jobs get times of submission that are `step_s` apart.
+    """
+    keys: list[str] = []
+    args: list[Any] = [step_s, num_following]
+    for job in jobs:
+        call, message = job.call, job.message
+        keys += [job_key(job.job_id), message.key]
+        timeout = "" if call.timeout_s is None else call.timeout_s
+        args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
+        parts = [part for event in message.events for part in event]
+        args += [call.work.text, message.payload, len(message.events), *parts]
+    return keys, args
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A message that a worker holds. The token identifies this taking in the ledger, and is empty if it failed."""
+
+    job_id: str
+    token: str
+    waited_s: float | None = field(default=None, compare=False)  # since submission, by Redis' clock; None if unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A message that was taken in a page together with another message. `key` is that of its list."""
+
+    key: str
+    payload: bytes
+    taken: Taken  # with an empty job id, because the id is in the message
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """The result of one page of a purge. `others` are messages whose jobs must be ended one by one."""
+
+    num_messages: int
+    num_ended: int
+    others: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a job: its last event, and its result if it succeeded and Celery has not stored the result yet."""
+
+    event: TerminalEvent
+    result: Result | None
+
+
+@dataclass(frozen=True, slots=True)
+class CeleryState:
+    """A state of a job in the JSON that Celery stores. It never expires if `expires_s` is None."""
+
+    value: bytes
+    expires_s: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a job.
+
+    `run` is the fence, because Redis can assign the same `number` twice after it has lost its last writes.
+    `num_failures` counts this attempt and the attempts before it without a token.
+    """
+
+    job_id: str
+    run: str
+    number: int
+    num_failures: int
+    verdict: Verdict
+    waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
+    next_seq: int = 0  # the seq of its first event
+    before: tuple[Earlier, ...] = field(default=(), compare=False)  # earlier attempts, the previous one last
+
+    @property
+    def run_id(self) -> str:
+        """An id that is unique among the attempts at all jobs."""
+        return f"{self.job_id}#{self.run}"
+
+
+def renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]:
+    """Return the message of a job, changed for a new job with the id `new_id`."""
+    headers, properties = message["headers"], message["properties"]
+    headers["id"] = properties["correlation_id"] = new_id
+    headers["eta"] = None  # this time has passed
+    if headers.get("root_id") == job_id:
+        headers["root_id"] = new_id
+    properties["delivery_tag"] = str(uuid.uuid4())
+    return message
+
+
+class DeadJob(TypedDict):
+    """A dead-letter job: a job that ended because it crashed its workers repeatedly."""
+
+    id: str
+    at: float  # Unix seconds
+    task: str
+    queue: str
+    attempts: int
+    last_worker: str
+    error: str  # the error code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An event to write. Without a `run` it belongs to no attempt, and is written only while no attempt runs.
+
+    Raises ValueError, TypeError or RecursionError if the event can't be written, so that the content of an event never
+    makes `Ledger.write` fail.
+    """
+
+    job_id: str
+    run: str | None = None
+    event: Event  # with its seq
+    result: Result | None = None  # of a job that succeeds, if Celery stores the result later
+    stored: CeleryState | None = None  # of a job that succeeds, if the script stores the result for Celery
+    token: str = ""  # of the message that the script releases, together with `stored`
+    contexts: Contexts = ()  # stored with the end of a job
+    event_json: bytes = field(init=False, repr=False)
+    result_json: bytes = field(init=False, repr=False)  # empty without a result
+
+    def __post_init__(self) -> None:
+        if self.event["type"] not in EVENT_CLASSES:
+            raise ValueError(f"event type: {self.event['type']!r} is unknown; add it to EVENT_CLASSES")
+        object.__setattr__(self, "event_json", encode(self.event))
+        object.__setattr__(self, "result_json", b"" if self.result is None else encode(self.result))
+        if self.num_bytes > MAX_ENTRY_BYTES:
+            raise ValueError(
+                f"the event and its result have {self.num_bytes} bytes, and the limit is {MAX_ENTRY_BYTES}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes to send to Redis."""
+        context_bytes = sum(len(context) for _, context in self.contexts)
+        return (
+            len(self.event_json)
+            + len(self.result_json)
+            + (len(self.stored.value) if self.stored else 0)
+            + context_bytes
+        )
+
+    @property
+    def values(self) -> list[Any]:
+        """The arguments of the script `write`."""
+        values = [self.job_id, self.run or "", self.event_class, self.event["seq"]]
+        values.append(self.event_json.partition(b",")[2])  # the script adds the seq
+        if self.event_class == "terminal":
+            stored, expires_s = (self.stored.value, self.stored.expires_s or "") if self.stored else (b"", "")
+            is_dead = self.event.get("code") == DEAD
+            values += [int(is_dead), self.result_json, stored, expires_s, self.token, len(self.contexts)]
+            values += [part for context in self.contexts for part in context]
+        return values
+
+    @property
+    def event_class(self) -> EventClass:
+        return EVENT_CLASSES[self.event["type"]]
 
 
 class Ledger:
-    """Reads and writes the ledger. Safe from any thread. Every method may raise RedisError."""
+    """Read and write the ledger. All methods are thread-safe, and can raise RedisError."""
 
     def __init__(
         self,
@@ -77,7 +357,7 @@ class Ledger:
         settings: Settings | None = None,
         gathers: bool = False,
     ) -> None:
-        """Take maximum lengths and times to live from these settings, or from those of the process (`get_settings`).
+        """Use the limits and times to live of these settings, by default those of the process (`get_settings`).
 
         With `gathers`, attempts that several threads start at the same time share one round trip.
         """
@@ -99,29 +379,32 @@ class Ledger:
 
     # For producers
 
-    def reach(self) -> None:
+    def ping(self) -> None:
         """Raise RedisError at once if Redis does not answer."""
         self._redis.ping()
 
-    def submit(self, jobs: Sequence[Submission], following: int = 0) -> list[int]:
-        """Note jobs and queue their messages, all in one step.
+    def submit(self, jobs: Sequence[Submission], num_following: int = 0) -> list[int]:
+        """Record jobs and queue their messages in one step.
 
-        Returns for each job 1 if it is new, 0 if it was there already, and -1 if it was there with another digest.
-        `following` jobs come in later calls: their places are behind these, although Redis' clock hardly moves.
+        Return for each job 1 if it is new, 0 if it exists, and -1 if it exists with another digest. `num_following` is
+        the number of jobs of the same request in later calls, which must be placed after the jobs of this call.
         """
         if not jobs:
             return []
-        verdicts: list[int] = run_script(self._redis, "submit", *submit_arguments(jobs, following, PLACE_STEP_S))[0]
+        verdicts: list[int] = run_script(self._redis, "submit", *submit_arguments(jobs, num_following, PLACE_STEP_S))[0]
         return verdicts
 
-    def send(self, jobs: Sequence[Submission], following: int) -> SentScript:
-        """Send `submit` without waiting. Its reply is the result of `submit`, and how many subscribers got an event."""
-        return SentScript(self._redis, "submit", *submit_arguments(jobs, following, PLACE_STEP_S))
+    def send(self, jobs: Sequence[Submission], num_following: int) -> SentScript:
+        """Start `submit` without waiting.
+
+        The reply contains the result of `submit`, and how many subscribers received an event.
+        """
+        return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, PLACE_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
-        """Cancel a job. Returns True if that ended it, because no worker runs it.
+        """Cancel a job. Return True if this ended it, which is so if no worker runs it.
 
-        With `running`, the worker that runs the job, or the next one that starts it, ends it.
+        With `running`, a job that runs is ended by its worker, or by the next worker that starts it.
         """
         keys = [job_key(job_id), cancel_key(job_id)]
         state: Any = run_script(self._redis, "cancel", keys, [job_id, int(running), CANCEL_TTL_S])
@@ -130,12 +413,12 @@ class Ledger:
         return self.end_waiting(job_id, done("cancelled", read_past(self._redis, job_id).usage))
 
     def end_waiting(self, job_id: str, event: TerminalEvent, result: Result | None = None) -> bool:
-        """End a job with this event, unless a worker runs it. Returns whether it did."""
+        """End a job with this event, unless a worker runs it. Return whether this ended the job."""
         superseded, _ = self.write([Entry(job_id=job_id, event=numbered(event, 0), result=result)])
         return not superseded
 
     def state(self, job_id: str) -> State | None:
-        """Return the state of a job; None if there is no entry of it."""
+        """Return the state of a job, or None if it has no entry."""
         found: Any = self._redis.hget(job_key(job_id), "state")
         state: State | None = found.decode() if found else None
         return state
@@ -143,16 +426,17 @@ class Ledger:
     # For workers: messages
 
     def now(self) -> float:
-        """Return the time by Redis' clock (unix s)."""
+        """Return Unix seconds by the clock of Redis."""
         return redis_time(self._redis)
 
     def take(
         self, job_id: str, lease_s: float, limits: PageLimits = (), token: str | None = None
     ) -> tuple[Taken, list[Fetched]]:
-        """Hold a job's message for `lease_s`, and take a page of others that wait, within the `limits`.
+        """Hold a job's message for `lease_s`, and take a page of further messages within the `limits`.
 
-        The token of a message is empty if this worker does not hold it, because its job has ended, or because another
-        worker holds a copy. A call that is repeated, because it may not have reached Redis, passes its `token` again.
+        The token of a message is empty if this worker does not hold it, because the job has ended or another worker
+        holds a copy. A call that is repeated, because the first call may not have reached Redis, passes the same
+        `token`.
         """
         token = token or new_run()
         keys, args = [job_key(job_id)], [job_id, token, lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
@@ -162,20 +446,21 @@ class Ledger:
         verdict, waited, *page = run_script(self._redis, "take", keys, args)
         fetched = []
         for start in range(0, len(page), 5):
-            key, message, own_token, own_verdict, own_waited = page[start : start + 5]
-            fetched.append(Fetched(key.decode(), message, _taken("", own_token.decode(), own_verdict, own_waited)))
+            key, message, page_token, page_verdict, page_waited = page[start : start + 5]
+            taken = _taken("", page_token.decode(), page_verdict, page_waited)
+            fetched.append(Fetched(key.decode(), message, taken))
         return _taken(job_id, token, verdict, waited), fetched
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
-        """Renew the leases of messages. Returns those that this worker does not hold any more."""
+        """Renew the leases of messages. Return the messages that this worker no longer holds."""
         if not held:
             return []
         args: list[Any] = [lease_s, *(part for taken in held for part in (taken.job_id, taken.token))]
         lost: Any = run_script(self._redis, "renew", [job_key(taken.job_id) for taken in held], args)
-        return [held[place] for place in lost]
+        return [held[index] for index in lost]
 
     def release(self, taken: Taken) -> None:
-        """Drop a message that Celery does not need any more, if this worker still holds it."""
+        """Release a message that Celery no longer needs, if this worker still holds it."""
         run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S, SETTLE_S])
 
     def requeue(self, taken: Taken) -> None:
@@ -184,14 +469,14 @@ class Ledger:
         run_script(self._redis, "requeue", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """Let no worker take a message for this time. Then `restore` puts it at the head of its queue."""
+        """Keep a message away from all workers for this time. Then `restore` returns it to the head of its queue."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
-        """Return messages to their queues whose lease has ended, or whose ETA has come.
+        """Return messages to their queues if their lease has expired, or if their ETA has come.
 
-        If this has not been called for a third of a lease, leases get half a lease more, because perhaps no worker
-        could renew them. Returns how many leases had ended.
+        If no worker has called this for a third of a lease, leases are extended by half a lease instead, because
+        workers may have been unable to renew them. Return how many leases had expired.
         """
         num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
         total = 0
@@ -212,12 +497,12 @@ class Ledger:
         alone: bool = False,
         started: CeleryState | None = None,
     ) -> Attempt:
-        """Start an attempt of this worker at a job, unless the verdict says otherwise.
+        """Start an attempt of this worker at a job, and return it with a verdict (`Verdict`).
 
-        `run` identifies the attempt, so that the call can be repeated. `token` is that of the message, because only its
-        holder may start the job (None is not checked). The verdict is "suspect", and nothing has started, if the last
-        attempt neither showed a token nor ended the job, so that it perhaps crashed its worker, and this attempt would
-        not run `alone`. `started` is stored for Celery if the attempt has started.
+        `run` identifies the attempt, so the call can be repeated. `token` is that of the message, because only its
+        holder may start the job. None is not checked. If the last attempt neither generated a token nor ended the job,
+        it may have crashed its worker. Then the verdict is "suspect", unless this attempt runs `alone`. `started` is
+        stored for Celery if the attempt starts.
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
@@ -239,8 +524,8 @@ class Ledger:
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Write events to the journals of their jobs and publish them, in order.
 
-        Returns the indices of those that were not written: first because their attempt is superseded, second because
-        Redis has lost events before them, so that the stream would have a gap.
+        Return two sets of indices of events that were not written. The attempts of the first set are superseded. Before
+        the events of the second set, Redis has lost events, so the stream would have a gap.
         """
         args: list[Any] = [*self._write_options]
         for entry in entries:
@@ -249,8 +534,8 @@ class Ledger:
         return set(superseded), set(gaps)
 
     def end_unknown(self, job_id: str, event: TerminalEvent) -> None:
-        """End the stream of a job that is not in the ledger with this event, unless it has ended."""
-        data = encode(numbered(event, 0)).partition(b",")[2]  # the script knows the seq
+        """End the stream of a job that is not in the ledger with this event, unless the stream has ended."""
+        data = encode(numbered(event, 0)).partition(b",")[2]  # the script adds the seq
         args = [EVENT_FIELD, self._event_ttl_s, events_channel(job_id, self._database), data]
         run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
 
@@ -259,44 +544,46 @@ class Ledger:
         run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
-        """Return how a job ended; None if it has not ended, or its entry has expired."""
+        """Return the end of a job, or None if it has not ended or its entry has expired."""
         found: Any = self._redis.hmget(job_key(job_id), "end", "result", "task")
         return _ending(*found) if found[0] else None
 
     def settle(self, job_id: str) -> None:
-        """Note that Celery has the end of a job and that what follows the job has been sent."""
+        """Record that Celery has the end of a job, and that the next steps of its canvas have been sent."""
         run_script(self._redis, "settle", [job_key(job_id)], [job_id])
 
-    def claim_due(self, most: int, seconds: float) -> list[tuple[str, str]]:
-        """Claim up to `most` jobs that are due, for this time; no other reaper gets them meanwhile.
+    def claim_due(self, max_jobs: int, seconds: float) -> list[tuple[str, str]]:
+        """Claim up to `max_jobs` jobs that are due. No other reaper gets them during this time.
 
-        Returns each id with the job's state; "held" is an ended job whose message a worker still holds.
+        Return pairs of a job's id and its state. The state is "held" if the job has ended and a worker holds its
+        message.
         """
-        found: Any = run_script(self._redis, "claim_due", [], [most, seconds])
+        found: Any = run_script(self._redis, "claim_due", [], [max_jobs, seconds])
         values = [raw.decode() for raw in found]
         return list(zip(values[::2], values[1::2], strict=True))
 
     def purge_page(
-        self, queue: str, priority: int, most: int, revoked: tuple[bytes, bytes], expires_s: int | None
+        self, queue: str, priority: int, max_messages: int, revoked: tuple[bytes, bytes], expires_s: int | None
     ) -> Purged:
-        """End up to `most` jobs whose messages wait in the queue, as cancelled; jobs that a worker has stay.
+        """Cancel up to `max_messages` jobs whose messages wait in the queue. Jobs that a worker holds are not affected.
 
-        `revoked` is what Celery stores for them for `expires_s` seconds (None: for ever), before and behind the id.
+        `revoked` has the parts before and after the job's id of the value that Celery stores. The value expires after
+        `expires_s` seconds, or never if this is None.
         """
         event = encode(numbered(done("cancelled", usage_of()), 0)).partition(b",")[2]
         keys = [queue_key(queue, priority), waiting_key(queue)]
-        args = [*self._write_options, most, event, *revoked, expires_s or ""]
+        args = [*self._write_options, max_messages, event, *revoked, expires_s or ""]
         num_messages, num_ended, others = run_script(self._redis, "purge", keys, args)
         return Purged(num_messages, num_ended, others)
 
     def keep_journal(self, job_id: str) -> None:
-        """Keep the events of an ended job as long as results."""
+        """Let the events of an ended job expire as late as results."""
         self._redis.expire(journal_key(job_id), self._result_ttl_s)
 
-    # For people
+    # For clients
 
     def place(self, job_id: str) -> int | None:
-        """Return how many jobs are before this one in its queue; None if it does not wait."""
+        """Return how many jobs are ahead of this job in its queue, or None if it does not wait."""
         queue = self.queue(job_id)
         if queue is None:
             return None
@@ -304,16 +591,16 @@ class Ledger:
         return None if rank is None else int(rank)
 
     def queue(self, job_id: str) -> str | None:
-        """Return the Celery queue of a job; None if there is no entry of it."""
+        """Return the Celery queue of a job, or None if it has no entry."""
         found: Any = self._redis.hget(job_key(job_id), "queue")
         return found.decode() if found else None
 
     def num_waiting(self, queue: str) -> int:
-        """Return how many jobs of a queue have no slot yet."""
+        """Return how many jobs of a queue wait for a slot."""
         return int(self._redis.zcard(waiting_key(queue)))
 
     def dead(self) -> list[DeadJob]:
-        """Return the jobs whose attempts crashed their workers MAX_ATTEMPTS times, the last one first."""
+        """Return the dead-letter jobs, which crashed their workers MAX_ATTEMPTS times, the last one first."""
         entries: Any = self._redis.zrevrange(dead_key(), 0, -1, withscores=True)
         found: list[DeadJob] = []
         for raw, at in entries:
@@ -323,7 +610,7 @@ class Ledger:
                 self._redis.zrem(dead_key(), job_id)
                 continue
             task, attempts, worker, queue = (value.decode() for value in stored)
-            about: DeadJob = {
+            job: DeadJob = {
                 "id": job_id,
                 "at": at,
                 "task": task,
@@ -332,11 +619,14 @@ class Ledger:
                 "last_worker": worker,
                 "error": "dead",
             }
-            found.append(about)
+            found.append(job)
         return found
 
     def requeue_dead(self, job_id: str) -> str | None:
-        """Queue a dead job again as a new one, with its whole message. Returns its id, or None if it is not dead."""
+        """Queue a dead-letter job again as a new job with the same message.
+
+        Return the new id, or None if it is not one.
+        """
         stored: Any = self._redis.hmget(job_key(job_id), "message", "list")
         if stored[0] is None:
             return None
@@ -361,5 +651,5 @@ def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending:
 
 
 def new_run() -> str:
-    """Return a new token of an attempt, or of a taking of a message."""
+    """Return a new unique token, for an attempt or for taking a message."""
     return os.urandom(16).hex()

@@ -1,11 +1,13 @@
-"""Which workers live and what they serve: each worker keeps an entry in Redis, and readers ignore stale ones."""
+"""The registry of live workers and the models they serve.
+
+Each worker updates an entry in Redis periodically, and readers ignore stale entries.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import json
-import logging
 import os
 import socket
 import time
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 from redis import Redis
 from redis.exceptions import RedisError
 
-from cellama.tasks.connection.redis_clock import redis_time, seconds_of
-from cellama.tasks.connection.redis_loop import RedisLoop
+from cellama.config.logging import event_logger
+from cellama.tasks.connection.connections import redis_time, seconds_of
+from cellama.tasks.connection.redis_waits import RedisLoop
 from cellama.tasks.contract.keys import reaper_key, workers_key
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
@@ -32,19 +35,19 @@ from cellama.tasks.contract.shapes.workers import (
 if TYPE_CHECKING:
     from cellama.engine import Model, ModelEntry, ModelManager
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-HEARTBEAT_S = 2.0  # often enough for `cellama top`; a beat costs about a millisecond
-STALE_S = 10.0  # five heartbeats: the worker is dead, frozen or cut off
-PRUNE_S = 30.0  # between two searches for old entries, which one of all workers does
-KEPT_S = 60.0  # entries of workers that are gone, because a successor may load what they had
+HEARTBEAT_S = 2.0  # frequent enough for `cellama top`; a heartbeat costs about a millisecond
+STALE_S = 10.0  # after five missed heartbeats, the worker is dead, suspended or disconnected
+PRUNE_S = 30.0  # between two searches for old entries, which one worker does for all
+ENTRY_TTL_S = 60.0  # entries of stopped workers, because a successor may load the same models
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A worker, as it was `age_s` seconds before it was read.
+    """The state of a worker `age_s` seconds before the entry was read.
 
-    Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
+    Times are in Unix seconds, `seen_at` by Redis' clock and the others by the worker's clock.
     """
 
     name: str  # name of the worker
@@ -60,25 +63,25 @@ class WorkerEntry:
     seen_at: float  # time of the report, by Redis' clock
     age_s: float = 0.0  # age of the report in seconds
     pool: str = "default"
-    wanted: list[WantedThing] = field(default_factory=list)  # its desired state, and how far it is reached
-    evicted: dict[str, float] = field(default_factory=dict)  # by model: when a command last emptied its cache
+    wanted: list[WantedThing] = field(default_factory=list)  # its desired state, and the progress towards it
+    evicted: dict[str, float] = field(default_factory=dict)  # time of the last command that emptied the cache, by model
     llguidance: str = ""  # version of llguidance; "" if the worker does not report one
-    has_ended: bool = False  # it stopped normally; its entry is kept for a while, as that of a killed worker
+    has_ended: bool = False  # True if it stopped normally; its entry then expires like that of a killed worker
 
 
 @functools.cache
 def llguidance_version() -> str:
-    """Return the version of the library that holds texts to schemas and grammars. Only workers have it."""
+    """Return the version of the library for constrained output, which only workers have."""
     return importlib.metadata.version("llguidance")
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
-    """Return the workers that run, by name: those whose last heartbeat is at most `STALE_S` old."""
+    """Return the live workers by name. Their last heartbeat is at most `STALE_S` old."""
     return [worker for worker in recent_workers(redis, STALE_S) if not worker.has_ended]
 
 
-def recent_workers(redis: Redis, within_s: float = KEPT_S) -> list[WorkerEntry]:
-    """Return the workers that ran within the last seconds, by name, with those that have ended since."""
+def recent_workers(redis: Redis, within_s: float = ENTRY_TTL_S) -> list[WorkerEntry]:
+    """Return the workers that ran within the last `within_s` seconds, by name. Some of them may have stopped."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.hgetall(workers_key())
@@ -92,7 +95,7 @@ _FIELDS = {each.name for each in fields(WorkerEntry)}
 
 
 def _entry_of(data: bytes) -> WorkerEntry | None:
-    """Return an entry, without fields that a later version has added; None if it can't be read."""
+    """Parse an entry without fields that a later version has added. Return None if it is malformed."""
     try:
         entry = WorkerEntry(**{name: value for name, value in json.loads(data).items() if name in _FIELDS})
         return entry if entry.name and entry.seen_at + entry.at > 0 else None
@@ -101,9 +104,9 @@ def _entry_of(data: bytes) -> WorkerEntry | None:
 
 
 class Registration:
-    """Keeps the entry of one worker fresh with a heartbeat, which also prunes old entries and does chores.
+    """Update the entry of one worker with a heartbeat, which also removes old entries and runs periodic tasks.
 
-    `start` starts its thread. A chore that fails is retried with the next heartbeat.
+    `start` starts the thread. A periodic task that fails is retried with the next heartbeat.
     """
 
     def __init__(
@@ -112,25 +115,25 @@ class Registration:
         worker: str,
         manager: ModelManager,
         *,
-        chores: Sequence[Callable[[], Any]] = (),
+        periodic_tasks: Sequence[Callable[[], Any]] = (),
         pool: str = "default",
         failures: Callable[[], dict[str, LoadFailure]] = dict,
         wanted: Callable[[], list[WantedThing]] = list,
         evicted: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`failures`, `wanted` and `evicted` return the fields of the entry that have these names."""
+        """Prepare the registration. `failures`, `wanted` and `evicted` return the fields of the same name."""
         self._redis = redis
         self._worker = worker
         self._manager = manager
-        self._chores = chores
+        self._periodic_tasks = periodic_tasks
         self._pool = pool
         self._failures = failures
         self._wanted = wanted
         self._evicted = evicted
         self._started_at = time.time()
-        self._last: WorkerEntry | None = None  # as others have read it
+        self._last: WorkerEntry | None = None  # the entry that was written last
         self._loop = RedisLoop(
-            "registry", self._beat_and_do_chores, HEARTBEAT_S, acts_first=True, finish=self._note_end
+            "registry", self._beat_and_run_tasks, HEARTBEAT_S, acts_first=True, finish=self._mark_as_ended
         )
 
     @property
@@ -141,35 +144,35 @@ class Registration:
         self._loop.start()
 
     def close(self) -> None:
-        """Mark the worker as ended. Others remove its entry after `KEPT_S`."""
+        """Mark the worker as ended. Other workers remove its entry after `ENTRY_TTL_S`."""
         self._loop.close(HEARTBEAT_S)
 
     def beat_now(self) -> None:
-        """Report a change at once."""
+        """Update the entry now, because something has changed."""
         self._loop.wake()
 
-    def _note_end(self) -> None:
+    def _mark_as_ended(self) -> None:
         if self._last is None:
             return
         try:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
             self._redis.hset(workers_key(), self._worker, json.dumps(asdict(ended)))
         except RedisError as error:
-            log.warning("registry: can't mark the worker as ended: %s; its entry stays until it is stale", error)
+            log.warning("worker not marked as ended", detail=f"{error}; its entry remains until it is stale")
 
-    def _beat_and_do_chores(self) -> None:
-        """A chore that fails for another reason than Redis stops neither the others nor the heartbeat."""
+    def _beat_and_run_tasks(self) -> None:
+        """Send a heartbeat and run the periodic tasks. A failure of one task does not affect the others."""
         self._beat()
-        for chore in self._chores:
+        for task in self._periodic_tasks:
             try:
-                chore()
+                task()
             except RedisError:
                 raise
             except Exception:
-                log.exception("registry: a chore failed; it is retried with the next heartbeat")
+                log.exception("periodic task failed", detail="it is retried with the next heartbeat")
 
     def _beat(self) -> None:
-        host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the state is collected
         seen_at = redis_time(self._redis)
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
         memory = cast(WorkerMemory, self._manager.memory())
@@ -195,16 +198,16 @@ class Registration:
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.hset(workers_key(), self._worker, json.dumps(asdict(entry)))
             pipeline.set(reaper_key("registry"), self._worker, nx=True, px=int(PRUNE_S * 1000))
-            _, prunes = pipeline.execute()
+            _, is_pruning = pipeline.execute()
         self._last = entry
-        if prunes:
+        if is_pruning:
             self._prune(seen_at)
 
     def _prune(self, now: float) -> None:
-        """Remove the entries that are too old. It reads all of them, so the workers take turns."""
+        """Remove old entries. This reads all entries, so workers take turns."""
         stored: Any = self._redis.hgetall(workers_key())
         found = {name: _entry_of(data) for name, data in stored.items()}
-        stale = [name for name, other in found.items() if other is None or now - other.seen_at > KEPT_S]
+        stale = [name for name, other in found.items() if other is None or now - other.seen_at > ENTRY_TTL_S]
         if stale:
             self._redis.hdel(workers_key(), *stale)
 
@@ -215,11 +218,11 @@ def _last_cache_hit(model: Model) -> CacheHit | None:
 
 
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
-    """Return a model and the states of its parts; while it is loading, little more than its source is known."""
-    able, model = sorted(entry.capabilities), entry.model
+    """Return a model and the states of its parts. While it is loading, it has few fields except its source."""
+    capabilities, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
-    status = "stopped" if dead else entry.status  # the process ends in a moment
-    known = {"id": entry.id, "status": status, "source": entry.source, "default": default, "capabilities": able}
+    status = "stopped" if dead else entry.status  # the process will exit soon
+    known = {"id": entry.id, "status": status, "source": entry.source, "default": default, "capabilities": capabilities}
     if model is None:
         return cast(WorkerModel, {**known, "engine": None, "embedder": None, "reranker": None})
     parts = asdict(model.snapshot())

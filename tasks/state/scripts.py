@@ -1,20 +1,27 @@
-"""Run the Lua scripts of the ledger (tasks/state/lua). Each is one atomic step."""
+"""Run the Lua scripts of the ledger (tasks/state/lua/ledger.lua). Each script is one atomic step.
+
+A script can run alone (`run_script`), while its caller does something else (`SentScript`), or together with scripts of
+other threads in one round trip (`Gathered`).
+"""
 
 from __future__ import annotations
 
 import functools
-import logging
+import re
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
 from redis.commands.core import Script
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from cellama.tasks.connection.redis_clock import lua_source
-from cellama.tasks.connection.refusals import RefusedForNow
+from cellama.config.logging import event_logger
+from cellama.tasks.connection.connections import lua_source
+from cellama.tasks.connection.redis_errors import RefusedForNow
 from cellama.tasks.contract.keys import (
-    MOST_WEBHOOK_EVENTS,
+    MAX_WEBHOOK_EVENTS,
     PRIORITY_WEIGHT,
     cancel_key,
     chord_key,
@@ -35,18 +42,18 @@ from cellama.tasks.contract.keys import (
 )
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER, key_prefix
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-    """Run the script of this name, and return its reply. Raises RedisError."""
+    """Run the script with this name, and return its reply. Raises RedisError."""
     return _script(name)(keys=keys, args=args, client=redis)
 
 
 class SentScript:
-    """A script that Redis runs while its caller does something else. It is not safe for several threads.
+    """A script that Redis runs while its caller does something else. Not thread-safe.
 
-    If something is wrong with the connection it is run once more, so it must be one that does nothing twice.
+    The script is run a second time if the connection fails, so it must be idempotent.
     """
 
     def __init__(self, redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> None:
@@ -65,13 +72,13 @@ class SentScript:
         connection, self._connection = self._connection, None
         if connection is not None:
             try:
-                return connection.read_response()  # which disconnects if that fails for another reason than the script
+                return connection.read_response()  # it disconnects unless the script itself has failed
             except NoScriptError:
                 pass
             except (ResponseError, RefusedForNow):
-                raise  # the script may have begun, and a second run would not say that it did not end
+                raise  # the script may have been interrupted, and a second run would hide this
             except RedisError as error:
-                log.info("a script is run once more: %s", error)
+                log.info("script repeated", detail=str(error))
             finally:
                 self._pool.release(connection)
         return self._run_again()
@@ -85,7 +92,7 @@ class SentScript:
 
 
 def sha(name: str) -> str:
-    """Return the digest by which Redis knows a script that it has run."""
+    """Return the digest by which Redis identifies a script that it has run."""
     return str(_script(name).sha)
 
 
@@ -95,12 +102,12 @@ def _script(name: str) -> Script:
 
 @functools.cache
 def _script_with(name: str, prefix: str) -> Script:
-    """`prefix` is only the key of the cache: the source has it in its constants."""
-    return Script(None, source(name).encode())  # type: ignore[arg-type]  # each call names its client
+    """Return the script. `prefix` is only the key of the cache, because the source contains it in its constants."""
+    return Script(None, source(name).encode())  # type: ignore[arg-type]  # each call passes its client
 
 
 def _constants() -> dict[str, str | float]:
-    """Return what every script may use by name: prefixes of keys, keys, names of message headers, and limits."""
+    """Return the constants for all scripts: prefixes of keys, keys, names of message headers, and limits."""
     return {
         "WAITING": waiting_key(""),
         "JOB": job_key(""),
@@ -110,7 +117,7 @@ def _constants() -> dict[str, str | float]:
         "CONTEXT": context_key(""),
         "HEEDED": heeded_key(""),
         "ENDS": webhook_events_key(),
-        "MOST_ENDS": MOST_WEBHOOK_EVENTS,
+        "MAX_ENDS": MAX_WEBHOOK_EVENTS,
         "QUEUES": queues_key(),
         "RUNNING": running_key(),
         "DELAYED": delayed_key(),
@@ -120,12 +127,102 @@ def _constants() -> dict[str, str | float]:
         "DEAD": dead_key(),
         "CHORD": chord_key(""),
         "WEIGHT": PRIORITY_WEIGHT,
-        "OURS": SUBMITTED_AT_HEADER,
-        "WEIGHS": WEIGHT_HEADER,
+        "SUBMITTED_AT_HEADER": SUBMITTED_AT_HEADER,
+        "WEIGHT_HEADER": WEIGHT_HEADER,
     }
 
 
 def source(name: str) -> str:
-    """Return the source of a script, with constants and shared functions."""
+    """Return the source of a script: the constants, the shared functions, and the part of ledger.lua after its mark."""
     constants = "".join(f"local {constant} = {value!r}\n" for constant, value in _constants().items())
-    return constants + lua_source(__package__, "prelude", name)
+    shared, scripts = _parts()
+    return constants + shared + scripts[name]
+
+
+@functools.cache
+def _parts() -> tuple[str, dict[str, str]]:
+    """Return the shared functions in ledger.lua, and the scripts by name, which follow a mark `--@ name` each."""
+    shared, *rest = re.split(r"^--@ (\w+)\n", lua_source(__package__, "ledger"), flags=re.MULTILINE)
+    return shared, dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+@dataclass(eq=False, slots=True)
+class ScriptCall:
+    """A script whose reply a thread waits for, and its reply or error."""
+
+    name: str
+    keys: Sequence[str]
+    args: Sequence[Any]
+    # Set when the reply is there, or when the waiting thread must send the next page.
+    answered: threading.Event = field(default_factory=threading.Event)
+    reply: Any = None
+    error: BaseException | None = None
+    is_done: bool = False
+
+    def end(self, reply: Any) -> None:
+        self.reply, self.error = (None, reply) if isinstance(reply, BaseException) else (reply, None)
+        self.is_done = True
+        self.answered.set()
+
+
+class Gathered:
+    """Run scripts of many threads in few round trips. Thread-safe.
+
+    During a round trip, further calls gather and are then sent together. Each script is a step of its own, so an error
+    of one script does not affect others. A call is sent at once if no other thread is sending. Otherwise the thread
+    waits, and the first waiting thread sends the next page for all.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._lock = threading.Lock()
+        self._waiting: list[ScriptCall] = []
+        self._is_sending = False
+
+    def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run the script with this name, and return its reply. Raises RedisError."""
+        call = ScriptCall(name, keys, args)
+        with self._lock:
+            self._waiting.append(call)
+            sends, self._is_sending = not self._is_sending, True
+        if not sends:
+            call.answered.wait()
+        if not call.is_done:
+            self._send()
+        if call.error is not None:
+            raise call.error
+        return call.reply
+
+    def _send(self) -> None:
+        """Send the waiting calls, including that of this thread, and let the first later call send the next page."""
+        with self._lock:
+            page, self._waiting = self._waiting, []
+        try:
+            replies = self._replies(page)
+        except BaseException as error:  # all calls of the page have failed
+            replies = [error] * len(page)
+        with self._lock:
+            next_call = self._waiting[0] if self._waiting else None
+            self._is_sending = next_call is not None
+        if next_call is not None:
+            next_call.answered.set()
+        for call, reply in zip(page, replies, strict=True):
+            call.end(reply)
+
+    def _replies(self, page: Sequence[ScriptCall]) -> list[Any]:
+        if len(page) == 1:
+            return [run_script(self._redis, page[0].name, page[0].keys, page[0].args)]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for call in page:
+                pipe.evalsha(sha(call.name), len(call.keys), *call.keys, *call.args)
+            replies = pipe.execute(raise_on_error=False)
+        return [self._retry_unknown(call, reply) for call, reply in zip(page, replies, strict=True)]
+
+    def _retry_unknown(self, call: ScriptCall, reply: Any) -> Any:
+        """Return the reply, but run the script again if Redis did not have it yet."""
+        if not isinstance(reply, NoScriptError):
+            return reply
+        try:
+            return run_script(self._redis, call.name, call.keys, call.args)
+        except Exception as error:
+            return error

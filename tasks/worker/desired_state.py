@@ -22,7 +22,7 @@ from cellama.config import ModelSettings, Settings
 from cellama.config.logging import event_logger
 from cellama.config.settings import AdapterSettings
 from cellama.engine import ModelLoadFailed
-from cellama.tasks.connection.redis_clock import redis_time, seconds_of
+from cellama.tasks.connection.connections import redis_time, seconds_of
 from cellama.tasks.contract.keys import trials_key, wanted_key
 from cellama.tasks.contract.names import failure_key
 from cellama.tasks.state.scripts import run_script

@@ -8,7 +8,7 @@ from cellama.config import Settings, SettingsError
 from cellama.engine import InvalidRequest, ModelManager
 from cellama.tasks.estimates.samples import SampleWriter, class_of
 from cellama.tasks.middleware import AttemptContext, Middleware, Middlewares, load_middleware
-from cellama.tasks.state.records import work_of
+from cellama.tasks.state.ledger import work_of
 from cellama.tasks.traces.gate import tracing
 
 from .signing import Signer, SignReasoning
@@ -78,16 +78,16 @@ class ServiceTimes(Middleware):
         kind = class_of(attempt.queue, work, attempt.priority)
         if not work.counts_tokens:
             seconds = time.monotonic() - attempt.began_at
-            num_slots = min(work.pieces, self._num_slots(str(result.get("model"))))
-            self._samples.note(kind, asked=work.asked, amount=seconds * num_slots)
+            num_slots = min(work.num_parts, self._num_slots(str(result.get("model"))))
+            self._samples.note(kind, asked=work.num_units, amount=seconds * num_slots)
         elif result["finish_reason"] in ("stop", "length"):
             generated, timings = result["usage"]["completion_tokens"], result["timings"]
             slot_s = (timings["duration_ms"] - timings["queue_ms"]) / 1e3
-            if work.pieces == 1 and (rate := timings.get("generation_rate")):
-                self._samples.note(kind, asked=work.asked, amount=slot_s * rate, speed=rate)
+            if work.num_parts == 1 and (rate := timings.get("generation_rate")):
+                self._samples.note(kind, asked=work.num_units, amount=slot_s * rate, speed=rate)
             elif slot_s > 0:  # several completions or a single token, for which the timings give no rate
                 amount = max(1, generated)
-                self._samples.note(kind, asked=work.asked, amount=amount, speed=amount / work.pieces / slot_s)
+                self._samples.note(kind, asked=work.num_units, amount=amount, speed=amount / work.num_parts / slot_s)
 
     def _num_slots(self, model_id: str) -> int:
         """Return the number of slots of a model that generates, or 1 for other models."""

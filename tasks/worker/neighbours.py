@@ -13,9 +13,9 @@ from redis.exceptions import RedisError
 
 from cellama.config.logging import event_logger
 from cellama.engine import CoreSharing, Peer
-from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.connection.connections import redis_time
 from cellama.tasks.contract.keys import machine_key
-from cellama.tasks.state.registry import KEPT_S, STALE_S
+from cellama.tasks.state.registry import ENTRY_TTL_S, STALE_S
 
 log = event_logger(__name__)
 
@@ -49,7 +49,7 @@ class Neighbours:
         entry = Neighbour(self._worker, socket.gethostname(), now, own)
         with self._redis.pipeline() as pipeline:
             pipeline.hset(self._key, self._worker, json.dumps(asdict(entry)))
-            pipeline.expire(self._key, int(KEPT_S))
+            pipeline.expire(self._key, int(ENTRY_TTL_S))
             pipeline.hgetall(self._key)
             stored: Mapping[bytes, bytes] = pipeline.execute()[-1]
         found = {name: _neighbour_of(data) for name, data in stored.items()}

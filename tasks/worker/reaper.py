@@ -27,10 +27,10 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config.logging import event_logger
-from cellama.tasks.broker.holding import forget_lost, taken_of
-from cellama.tasks.broker.message import JobRequest
-from cellama.tasks.connection.redis_loop import RedisLoop
+from cellama.tasks.broker.message import JobRequest, forget_lost, taken_of
+from cellama.tasks.connection.redis_waits import RedisLoop
 from cellama.tasks.contract import events
+from cellama.tasks.contract.events import ending_of_late
 from cellama.tasks.contract.keys import (
     cancel_key,
     job_key,
@@ -41,11 +41,9 @@ from cellama.tasks.contract.keys import (
     running_key,
     waiting_key,
 )
-from cellama.tasks.contract.late import ending_of_late
 from cellama.tasks.contract.names import PRIORITIES, queue_key
 from cellama.tasks.state.history import read_past
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Ending
+from cellama.tasks.state.ledger import Ending, Ledger
 from cellama.tasks.state.scripts import run_script
 
 log = event_logger(__name__)

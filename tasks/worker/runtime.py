@@ -19,7 +19,7 @@ from cellama.config import ModelSettings, Settings
 from cellama.config.logging import event_logger
 from cellama.engine import STACK_BYTES, HubOptions, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
-from cellama.tasks.broker.places import Places
+from cellama.tasks.broker.consumer import Places
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
@@ -27,8 +27,7 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.estimates.samples import SampleWriter
 from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Attempt
+from cellama.tasks.state.ledger import Attempt, Ledger
 from cellama.tasks.state.registry import Registration
 
 from .commands import ModelChanges
@@ -289,7 +288,7 @@ class Runtime:
             self.redis,
             self._worker,
             self.manager,
-            chores=[
+            periodic_tasks=[
                 reconciler.reconcile,
                 self._interrupt_cancelled,
                 self._neighbours.share_cores,

@@ -109,8 +109,8 @@ class Traces(Middleware):
                     self._add_wait(traced.parent, lost, free_ns, at_ns)
                 self._link(lost, previous)
                 lost.set_status(Status(StatusCode.ERROR, LOST_TEXT))
-                lost.end(started_ns - _ns(earlier.left_s))
-            free_ns, previous = started_ns - _ns(earlier.left_s), earlier
+                lost.end(started_ns - _ns(earlier.ended_s))
+            free_ns, previous = started_ns - _ns(earlier.ended_s), earlier
         self._add_wait(traced.parent, traced.span, free_ns, started_ns)
         self._link(traced.span, previous)
 

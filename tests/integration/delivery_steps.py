@@ -12,8 +12,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, reaper_key, result_key
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.history import read_past
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, CeleryState, Ending, Entry, Taken
+from cellama.tasks.state.ledger import Attempt, CeleryState, Ending, Entry, Ledger, Taken, new_run
 from cellama.tasks.worker.reaper import Reaper
 
 from .ledgers import submission

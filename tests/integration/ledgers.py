@@ -11,8 +11,7 @@ from redis import Redis
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, queue_key
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Entry, Message, Submission, Taken, TaskCall
+from cellama.tasks.state.ledger import Attempt, Entry, Ledger, Message, Submission, Taken, TaskCall, new_run
 
 LEASE_S = 600.0
 STARTED, TOKEN, DONE = events.started("tiny", 3, "w", 7), events.token("x", [1]), events.done("stop", {})

@@ -21,7 +21,7 @@ from cellama.tasks import generate
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
 from cellama.tasks.contract.keys import batch_key, dead_key, job_key, workers_key
-from cellama.tasks.state.bulk_runs import SILENT_S, Batches
+from cellama.tasks.state.bulk_runs import ALIVE_S, Batches
 
 from ..conftest import worker_entry
 
@@ -126,7 +126,7 @@ def run_id(redis_client: Redis) -> str:
     facts = {"input": "/x/in.jsonl", "output": f"/x/{name}.jsonl", "model": "7", "total": 9, "finished": 4, "failed": 1}
     Batches(redis_client).write(name, state="in_progress", **facts)
     at = redis_client.hget(batch_key(name), "at") or b""
-    redis_client.hset(batch_key(name), "at", float(at) - 2 * SILENT_S)
+    redis_client.hset(batch_key(name), "at", float(at) - 2 * ALIVE_S)
     return name
 
 
@@ -171,7 +171,7 @@ def test_runs_with_a_common_id_prefix_are_distinguished(redis_client: Redis) -> 
 def test_run_of_a_gateway_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
     name = f"batch_{uuid.uuid4().hex}"
     Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
-    redis_client.hset(batch_key(name), "at", time.time() - 2 * SILENT_S)
+    redis_client.hset(batch_key(name), "at", time.time() - 2 * ALIVE_S)
     shown = "".join(cellama("batch", *argv).output for argv in (("list",), ("status", name), ("cancel", name)))
     told = [line for line in shown.splitlines() if name[: len("batch_") + 8] in line or "resume it" in line]
     assert "/x/" not in "".join(told)

@@ -13,8 +13,7 @@ from cellama.tasks import chat, generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key, workers_key
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Entry
+from cellama.tasks.state.ledger import Entry, Ledger, new_run
 from cellama.tasks.state.registry import live_workers, llguidance_version
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until

@@ -10,8 +10,7 @@ from redis import Redis
 
 from cellama.tasks.contract.keys import context_key
 from cellama.tasks.state.contexts import KeptContext, keep_context, pack, pack_after, read_context
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Entry
+from cellama.tasks.state.ledger import Entry, Ledger
 
 from .ledgers import DONE, STARTED, begin, write
 

@@ -21,9 +21,9 @@ from kombu.message import Message
 from redis import Redis
 
 from cellama.tasks import app, embed, generate
-from cellama.tasks.broker.celery_ends import end_without_worker
-from cellama.tasks.broker.control import REVOKED_S, purge_queue
+from cellama.tasks.broker.control import REVOKED_TTL_S, purge_queue
 from cellama.tasks.broker.message import JobRequest
+from cellama.tasks.broker.result_backend import end_without_worker
 from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger, new_run
@@ -62,7 +62,7 @@ def test_celery_revoke_is_stored_for_jobs_of_plain_celery(
     job = plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
     plain.control.revoke(job.id)
     wait_until(lambda: redis_client.get(cancel_key(job.id)), "the cancel key")
-    assert 0 < redis_client.ttl(cancel_key(job.id)) <= REVOKED_S == REVOKE_EXPIRES
+    assert 0 < redis_client.ttl(cancel_key(job.id)) <= REVOKED_TTL_S == REVOKE_EXPIRES
     submit(Ledger(redis_client), queue_name(unserved), job_id=job.id)  # as a later worker notes it
     attempt = Ledger(redis_client).begin(job.id, new_run(), "a later worker")
     assert attempt.verdict == "cancelled"

@@ -184,7 +184,7 @@ def test_chats_reuse_the_prefilled_system_message() -> None:
 def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
     with pytest.raises(UnknownModel):
         client.cached_prefix("no such model", "Hi")
-    with pytest.raises(InvalidJob, match="one of the two must be given"):
+    with pytest.raises(InvalidJob, match="give either prompt"):
         client.cached_prefix("tiny")
     with pytest.raises(JobFailed, match="100000 characters"):
         client.cached_prefix("tiny", "x" * 100_001)

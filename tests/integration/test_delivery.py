@@ -144,12 +144,12 @@ def test_same_idempotency_key_returns_the_same_job() -> None:
 
 
 def test_too_large_job_is_rejected_with_its_size_and_the_limit() -> None:
-    with pytest.raises(InvalidJob, match=r"is 5000\d{3} bytes long, and the limit is 4194304"):
+    with pytest.raises(InvalidJob, match=r"has 5000\d{3} bytes, and the limit is 4194304"):
         generate.delay("tiny", "x" * 5_000_000)
 
 
 def test_stream_of_an_unknown_job_raises_unknown_job() -> None:
-    with Client() as client, pytest.raises(UnknownJob, match="there is no job nothing"):
+    with Client() as client, pytest.raises(UnknownJob, match="job nothing is unknown"):
         list(client.stream("nothing"))
     with Client() as client, pytest.raises(UnknownJob, match="job nothing is unknown"):
         client.position("nothing")

@@ -14,14 +14,12 @@ from celery.result import AsyncResult
 from redis import Redis
 
 from cellama.tasks import app, generate
-from cellama.tasks.broker.celery_ends import ChordClaimed, end_without_worker, request_of
-from cellama.tasks.broker.result_backend import CHORD_CLAIM_S
+from cellama.tasks.broker.result_backend import CHORD_CLAIM_S, ChordClaimed, end_without_worker, request_of
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import chord_key, due_key, job_key, leases_key, result_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Ending, Entry, Taken
+from cellama.tasks.state.ledger import Ending, Entry, Ledger, Taken
 from cellama.tasks.worker.reaper import Reaper
 
 from ..conftest import wait_until

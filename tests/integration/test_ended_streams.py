@@ -60,9 +60,9 @@ def test_stream_after_the_last_event_yields_nothing(read: Read, ended: str) -> N
 def test_stream_raises_when_the_journal_has_expired(read: Read, ended: str, redis_client: Redis) -> None:
     last = read(ended)[-1]["seq"]
     redis_client.delete(journal_key(ended))
-    with pytest.raises(UnknownJob, match="not any more"):
+    with pytest.raises(UnknownJob, match="has expired"):
         read(ended)
-    with pytest.raises(StreamTrimmed, match=f"events 1 to {last} of job {ended} are gone"):
+    with pytest.raises(StreamTrimmed, match=f"events 1 to {last} of job {ended} have expired"):
         read(ended, after=0)
     assert read(ended, after=last) == []
 

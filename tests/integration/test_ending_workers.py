@@ -16,8 +16,7 @@ from cellama.tasks import generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed, UnknownJob
 from cellama.tasks.contract.keys import dead_key, job_key, leases_key
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Entry
+from cellama.tasks.state.ledger import Entry, Ledger, new_run
 from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, wait_until

@@ -22,8 +22,7 @@ from cellama.tasks.calls.enqueue import PAGE_JOBS, enqueue, ranges
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import queue_key, queue_name
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Message, Submission, TaskCall
+from cellama.tasks.state.ledger import Ledger, Message, Submission, TaskCall
 from cellama.tasks.state.scripts import SentScript, run_script
 
 from ..conftest import PATIENCE_S, wait_until
@@ -147,7 +146,7 @@ def test_bulk_submission_with_idempotency_keys_queues_each_job_once(unserved: st
     assert generate.apply_many(calls, keys)[:2] == first
     assert generate.apply_async(calls[0][0], {}, idempotency_key=keys[2]).id not in first
     assert len(messages(redis_client, unserved)) == 3
-    with pytest.raises(InvalidJob, match="1 idempotency keys for 3 jobs"):
+    with pytest.raises(InvalidJob, match="keys: 1 given for 3 jobs"):
         generate.apply_many(calls, keys[:1])
 
 
@@ -174,7 +173,9 @@ def test_task_sent_events_are_published_for_bulk_submissions(unserved: str, redi
 def test_task_sent_events_pause_while_no_monitor_is_subscribed(unserved: str, redis_client: Redis) -> None:
     jobs = generate.check_many([((unserved, "Hi"), {})] * 4 * PAGE_JOBS)
     ledger = Watched(redis_client)
-    assert list(enqueue(app, ledger, jobs, generate._publish, generate._alike(is_bulk=True))) == [True] * len(jobs)
+    assert list(enqueue(app, ledger, jobs, generate._publish, generate._template_key(is_bulk=True))) == [True] * len(
+        jobs
+    )
     assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1]  # the second page is built before the first one is sent
     assert len(messages(redis_client, unserved)) == len(jobs)
 
@@ -183,7 +184,7 @@ def test_task_sent_events_resume_when_a_monitor_subscribes(unserved: str, redis_
     jobs = generate.check_many([((unserved, "Hi"), {})] * 6 * PAGE_JOBS)
     ledger = Watched(redis_client)
     with redis_client.pubsub() as pubsub:
-        for number, _ in enumerate(enqueue(app, ledger, jobs, generate._publish, generate._alike(is_bulk=True))):
+        for number, _ in enumerate(enqueue(app, ledger, jobs, generate._publish, generate._template_key(is_bulk=True))):
             if number == 2 * PAGE_JOBS:
                 pubsub.psubscribe("*celeryev/task.sent")
                 assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "psubscribe"
@@ -207,7 +208,7 @@ def test_page_is_queued_once_when_its_request_or_reply_is_lost(redis_client: Red
     if lost == "connection":
         redis_client.connection_pool.disconnect()
     ids = [uuid.uuid4().hex for _ in range(3)]
-    sent = Ledger(redis_client).send([submission(job_id, unserved) for job_id in ids], following=5)
+    sent = Ledger(redis_client).send([submission(job_id, unserved) for job_id in ids], num_following=5)
     if lost == "reply":
         sent._connection.disconnect()
     assert len(sent.reply()[0]) == 3
@@ -218,10 +219,10 @@ def test_page_is_queued_once_when_its_request_or_reply_is_lost(redis_client: Red
 
 def test_page_rejected_by_redis_raises_an_error(redis_client: Redis, unserved: str) -> None:
     with Redis.from_url("redis://127.0.0.1:1") as nowhere, pytest.raises(RedisConnectionError):
-        Ledger(nowhere).send([submission("any", unserved)], following=5).reply()
+        Ledger(nowhere).send([submission("any", unserved)], num_following=5).reply()
     redis_client.set(queue_key(queue_name(unserved), 3), "no list")
     with pytest.raises(ResponseError, match="WRONGTYPE"):
-        Ledger(redis_client).send([submission("any", unserved)], following=5).reply()
+        Ledger(redis_client).send([submission("any", unserved)], num_following=5).reply()
     redis_client.delete(queue_key(queue_name(unserved), 3), job_key("any"))
 
 
@@ -229,7 +230,7 @@ def test_failed_bulk_submission_leaks_no_connection(redis_client: Redis, unserve
     def fail(*_: Any) -> None:
         raise RuntimeError("no more messages")
 
-    jobs = [replace(job, is_usual=False) for job in generate.check_many([((unserved, "Hi"), {})] * NUM)]
+    jobs = [replace(job, fits_template=False) for job in generate.check_many([((unserved, "Hi"), {})] * NUM)]
     built = iter(range(PAGE_JOBS + 1))
     publish = generate._publish
     ledger = Ledger(redis_client)

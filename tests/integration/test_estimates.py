@@ -27,8 +27,7 @@ from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.estimates.position import Position
 from cellama.tasks.estimates.samples import MAX_SAMPLES, SampleWriter, class_of
 from cellama.tasks.state import scripts
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Entry, Message, Submission, TaskCall, work_of
+from cellama.tasks.state.ledger import Attempt, Entry, Ledger, Message, Submission, TaskCall, new_run, work_of
 
 from ..conftest import worker_entry
 from .ledgers import submission

@@ -12,8 +12,8 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError, ResponseError
 
 from cellama.tasks.contract.keys import job_key
-from cellama.tasks.state.gathering import Gathered
 from cellama.tasks.state.ledger import Ledger, new_run
+from cellama.tasks.state.scripts import Gathered
 
 from ..conftest import PATIENCE_S, wait_until
 from .ledgers import submit

@@ -1,4 +1,4 @@
-"""The end of a job is announced in the step that writes it: tasks/state/lua, api/webhooks/announcing.py."""
+"""The end of a job is announced in the step that writes it: tasks/state/lua/ledger.lua, api/webhooks/announcing.py."""
 
 from __future__ import annotations
 

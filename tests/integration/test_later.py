@@ -12,7 +12,7 @@ from redis import Redis
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
-from cellama.tasks.broker.holding import SOON_S
+from cellama.tasks.broker.message import SOON_S
 from cellama.tasks.contract.keys import delayed_key, leases_key, looked_key, waiting_key
 from cellama.tasks.contract.names import queue_name
 from cellama.tasks.estimates.position import position_of

@@ -20,8 +20,7 @@ from cellama.tasks.contract.keys import (
     result_key,
     running_key,
 )
-from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
-from cellama.tasks.state.records import CeleryState, Entry
+from cellama.tasks.state.ledger import MAX_ATTEMPTS, CeleryState, Entry, Ledger, new_run
 
 from ..conftest import PATIENCE_S
 from .ledgers import DONE, STARTED, TOKEN, begin, journal, kept_result, submit, take, write
@@ -218,4 +217,4 @@ def test_attempt_counts_earlier_attempts_without_events(ledger: Ledger, job_id: 
     ledger.hand_back(attempts[2])
     (before,) = begin(ledger, job_id, alone=True).before
     assert (before.run, before.is_lost) == (attempts[2].run, False)
-    assert before.began_s >= before.left_s >= 0
+    assert before.began_s >= before.ended_s >= 0

@@ -13,8 +13,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, looked_key, running_key, waiting_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.estimates.position import position_of
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Entry
+from cellama.tasks.state.ledger import Entry, Ledger
 
 from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, submission, submit, take, write
 

@@ -13,7 +13,7 @@ from celery import Celery
 from redis import Redis
 
 from cellama.tasks import app, generate
-from cellama.tasks.broker.plain_messages import adopt
+from cellama.tasks.broker.message import adopt
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import due_key, job_key
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key, queue_name

@@ -24,8 +24,7 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.names import queue_key
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Ending
+from cellama.tasks.state.ledger import Ending, Ledger
 from cellama.tasks.worker.reaper import SETTLED_S, Reaper
 
 from ..conftest import empty_database, wait_until

@@ -94,7 +94,7 @@ def test_error_names_the_command_that_the_acl_denies(server: RedisServer, run: R
     assert "Traceback" not in line.stderr
 
 
-@pytest.mark.parametrize(("password", "why"), [("", "it wants a password"), (":guess@", "are wrong")])
+@pytest.mark.parametrize(("password", "why"), [("", "it requires a password"), (":guess@", "are wrong")])
 def test_missing_and_wrong_passwords_have_clear_errors(tmp_path: Path, run: Run, password: str, why: str) -> None:
     with RedisServer.start(tmp_path / "closed", password="secret") as closed:
         url = f"redis://{password}127.0.0.1:{closed.port}/0"

@@ -25,7 +25,7 @@ from .conftest import MEDIUM, STORY, check_whole, read, wait_for_token
 from .ledgers import begin, submit
 
 Refusing = Callable[[Redis, RedisServer], contextlib.AbstractContextManager[None]]
-WAITS, RESUMES = "Redis refuses commands for now", "Redis accepts commands again"
+WAITS, RESUMES = "Redis refuses commands", "Redis accepts commands again"
 
 
 @contextlib.contextmanager

@@ -17,11 +17,11 @@ from redis import Redis
 
 from cellama.engine import CoreSharing, ManagerSnapshot
 from cellama.engine.system.processors import machine_id
-from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.connection.connections import redis_time
 from cellama.tasks.contract.keys import machine_key, reaper_key, workers_key
 from cellama.tasks.state import registry
 from cellama.tasks.state.bulk_runs import Batches
-from cellama.tasks.state.registry import KEPT_S, STALE_S, Registration, live_workers, recent_workers
+from cellama.tasks.state.registry import ENTRY_TTL_S, STALE_S, Registration, live_workers, recent_workers
 from cellama.tasks.worker.neighbours import Neighbour, Neighbours
 
 from ..conftest import wait_until, worker_entry
@@ -45,7 +45,7 @@ class Models:
 
 @contextmanager
 def registered(redis: Redis, name: str, *chores: Any) -> Iterator[Registration]:
-    registration = Registration(redis, name, Models(), chores=chores)  # type: ignore[arg-type]
+    registration = Registration(redis, name, Models(), periodic_tasks=chores)  # type: ignore[arg-type]
     registration.start()
     try:
         yield registration
@@ -92,7 +92,7 @@ def test_stopped_worker_is_kept_while_jobs_wait_for_its_weights(redis_client: Re
     assert name not in [worker.name for worker in live_workers(redis_client)]
     (kept,) = [worker for worker in recent_workers(redis_client) if worker.name == name]
     assert kept.has_ended
-    old = replace(kept, seen_at=kept.seen_at - KEPT_S - 1)
+    old = replace(kept, seen_at=kept.seen_at - ENTRY_TTL_S - 1)
     redis_client.hset(workers_key(), name, json.dumps(asdict(old)))
     assert name not in [worker.name for worker in recent_workers(redis_client)]
     redis_client.delete(reaper_key("registry"))  # the workers of other tests take turns with this one
@@ -152,7 +152,7 @@ def test_neighbours_are_the_live_workers_of_the_same_machine(redis_client: Redis
     assert len(first._cores._peers) >= 1
     assert {names[0].encode(), names[1].encode()} <= set(redis_client.hkeys(key))
     assert {names[2].encode(), b"of another version"}.isdisjoint(redis_client.hkeys(key))
-    assert 0 < redis_client.ttl(key) <= KEPT_S
+    assert 0 < redis_client.ttl(key) <= ENTRY_TTL_S
     second.close()
     assert names[1].encode() not in redis_client.hkeys(key)
     first.close()

@@ -70,7 +70,7 @@ def test_text_matches_its_regular_expression_or_grammar(client: Client) -> None:
         with pytest.raises(JobFailed, match=f"^{message} can't be compiled: ") as caught:
             client.generate("tiny", "A", **wrong).result(PATIENCE_S)  # type: ignore[arg-type]
         assert caught.value.code == "invalid_request"
-    with pytest.raises(InvalidJob, match="regex and lark are given together; choose one"):
+    with pytest.raises(InvalidJob, match="regex and lark can't be combined; choose one"):
         client.generate("tiny", "A", regex="a", lark="start: /a/")
 
 

@@ -39,7 +39,7 @@ def test_worker_refuses_to_start_when_a_library_is_incompatible(
         assert wait_until(lambda: worker.process.poll() is not None, "the end of the worker")
         assert worker.process.returncode == Exit.CONFIG, worker.log()
         line = worker.log().splitlines()[-1]
-        assert line.startswith("the worker can't start: celery ")
+        assert line.startswith("worker can't start: celery ")
         assert f"missing or have changed: {missing}; install the versions" in line
         assert " INFO " not in worker.log()  # no model was loaded, nothing was connected
         assert not [name for name in worker.redis.hkeys(workers_key()) if name.startswith(b"unfit@")]

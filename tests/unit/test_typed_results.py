@@ -13,9 +13,9 @@ from cellama.engine.events import CacheHitKind as EngineCacheHitKind, FinishReas
 from cellama.engine.text.formats.calls import ParsedToolCall as EngineToolCall
 from cellama.tasks import ChatResult, Event, GenerateResult, Timings, Usage
 from cellama.tasks.contract import events
+from cellama.tasks.contract.events import ending_of_late
 from cellama.tasks.contract.kinds.chat import TASK_CHAT, with_messages
 from cellama.tasks.contract.kinds.generate import TASK_GENERATE
-from cellama.tasks.contract.late import ending_of_late
 from cellama.tasks.contract.shapes.results import CacheHitKind, FinishReason
 from cellama.tasks.publishing.results import MAX_WARNING_CHARS, MAX_WARNINGS, event_of, result_of
 from cellama.tasks.worker.signing import Signer

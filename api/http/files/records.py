@@ -14,11 +14,11 @@ from redis.asyncio import Redis
 from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, not_found
 from cellama.api.http.parsing import PageQuery
-from cellama.tasks.connection.redis_clock import lua_source, seconds_of
+from cellama.tasks.connection.connections import lua_source, seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import (
-    MOST_WEBHOOK_EVENTS,
+    MAX_WEBHOOK_EVENTS,
     http_lease_key,
     http_record_key,
     http_records_key,
@@ -127,7 +127,7 @@ class RecordStore:
         keys = [http_record_key(self._kind, object_id), lease_key, webhook_events_key()]
         conditions = [lease_token or "", json.dumps(list(expected)), life_s + GRACE_S]
         event, changed = _flat(announced or {}), _flat(_encoded(fields))
-        arguments: Any = [*conditions, MOST_WEBHOOK_EVENTS, len(event), *event, *changed]
+        arguments: Any = [*conditions, MAX_WEBHOOK_EVENTS, len(event), *event, *changed]
         with reaching_redis():
             done, status = await self._advance(keys=keys, args=arguments)
         return bool(done), json.loads(status) if status else ""

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from cellama.api.keys.entry import KeyEntry
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.redis_clock import lua_source
+from cellama.tasks.connection.connections import lua_source
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
 
 MAX_CALLS = 256  # in one round trip, so that the first of many calls does not wait for the last

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from cellama.api.webhooks.announcing import announced, event_id
 from cellama.api.webhooks.endpoints import Endpoint
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.redis_clock import lua_source
+from cellama.tasks.connection.connections import lua_source
 from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, webhook_events_key
 
 log = event_logger(__name__)

@@ -19,7 +19,7 @@ from cellama.tasks.contract.kinds.rerank import TASK_RERANK
 from cellama.tasks.contract.kinds.tokens import TASK_APPLY_CHAT_TEMPLATE, TASK_DETOKENIZE, TASK_TOKENIZE
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.contract.payloads import parse_job
-from cellama.tasks.job_task import JobTask
+from cellama.tasks.jobs import JobTask
 
 from .hostile import HUGE_INT, MODEL, SURROGATE, FuzzPayload
 

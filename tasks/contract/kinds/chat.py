@@ -1,4 +1,4 @@
-"""`chat`: the assistant's next turn."""
+"""The kind `chat`: generate the assistant's next turn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pydantic import Field, StrictBool, model_validator
 
 from cellama.config import limits
 
-from ..fields import Count, Name, no_more_than
-from ..kind import Kind
-from ..payloads import ConversationJob, GenerationJob
+from ..payloads import ConversationJob, Count, GenerationJob, Name, no_more_than
 from ..shapes.results import AssistantMessage, CompletionChoice, RunResult
+from . import Kind
 
 TASK_CHAT = "cellama.chat"
 
@@ -46,7 +45,7 @@ class ChatJob(ConversationJob, GenerationJob):
 
 
 class ChatChoice(CompletionChoice):
-    """One of several turns."""
+    """One of several completions of a chat."""
 
     message: AssistantMessage
 
@@ -59,12 +58,12 @@ class ChatResult(RunResult):
 
 
 def with_messages(result: Any) -> ChatResult:
-    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
+    """Add the assistant's message to the result of a chat, in the format in which it can be sent back."""
     for choice in [result, *result.get("choices", [])]:
         if "message" in choice:
             continue
-        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
-        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
+        fields = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
+        choice["message"] = {"role": "assistant", "content": choice["text"], **fields}
     chat: ChatResult = result
     return chat
 

@@ -1,4 +1,7 @@
-"""Chunks of bulk runs: many lines in one job. Each line is checked where it is read, and again where it is run."""
+"""The kind `chunk`: a part of a bulk run, with many lines in one job.
+
+Each line is validated when it is read, and again before it is run.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictStr
 from typing_extensions import TypedDict
 
-from ..kind import Kind
-from ..messages import Payload
 from ..names import PRIORITY_BULK
-from ..payloads import BaseJob, parse_job
+from ..payloads import BaseJob, Payload, parse_job
 from ..shapes.results import Usage
+from . import Kind
 from .chat import ChatJob
 from .embed import EmbedJob
 from .generate import GenerateJob
@@ -29,37 +31,37 @@ LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob]] = 
 
 
 class ChunkLine(Payload):
-    """A line: the parameters of the job that it would be by itself, but for its model and its priority."""
+    """A line, with the parameters of a single job except model and priority."""
 
     kind: LineKind
     params: dict[StrictStr, Any]
 
 
 class ChunkJob(BaseJob):
-    """Lines that one worker runs together, in this order as far as slots go."""
+    """Lines that one worker runs together. They get slots in this order."""
 
     lines: Annotated[tuple[ChunkLine, ...], Field(min_length=1, max_length=MAX_CHUNK_LINES)]
 
 
 def line_bytes(kind: LineKind, params: Mapping[str, Any]) -> int:
-    """What a line takes of its chunk's message."""
+    """Return the number of bytes that a line adds to the message of its chunk."""
     text = json.dumps({"kind": kind, "params": params}, ensure_ascii=False)
     return len(text.encode(errors="surrogatepass")) + len(", ")
 
 
-def room_bytes(model: str, max_payload_bytes: int) -> int:
-    """What all lines of a chunk may take of its message."""
+def max_lines_bytes(model: str, max_payload_bytes: int) -> int:
+    """Return how many bytes of the message of a chunk its lines may use."""
     return max_payload_bytes - len(json.dumps([[model, []], {"priority": PRIORITY_BULK}]))
 
 
 def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | ChatJob | EmbedJob:
-    """The job that a line would be by itself. Raises InvalidJob."""
+    """Return the payload of a line as that of a single job. Raises InvalidJob."""
     params = {**line.params, "model": model, "priority": priority}
     return parse_job(LINE_JOBS[line.kind], (), (), params)
 
 
 class ChunkResult(TypedDict):
-    """Result of a chunk of a bulk run; the results of its lines are events."""
+    """Result of a chunk of a bulk run. The results of its lines are in its events."""
 
     lines: int
     usage: Usage

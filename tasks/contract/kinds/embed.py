@@ -1,4 +1,4 @@
-"""`embed`: one vector per text."""
+"""The kind `embed`: compute one vector per text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Literal, NotRequired
 from pydantic import Field, StrictBool
 from typing_extensions import TypedDict
 
-from ..fields import Count
-from ..kind import Kind
-from ..payloads import BaseJob, Inputs
+from ..payloads import BaseJob, Count, Inputs
 from ..shapes.results import Usage
+from . import Kind
 
 TASK_EMBED = "cellama.embed"
 
 
 class EmbedJob(BaseJob):
-    """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
+    """One vector per text, of unit length unless `normalize` is false. A text can be given as token ids."""
 
     texts: Inputs
     normalize: StrictBool = Field(default=True, description="Scale vectors to unit length.")
@@ -32,10 +31,10 @@ class EmbedJob(BaseJob):
 
 
 class EmbedResult(TypedDict):
-    """Result of `embed`: one entry per text.
+    """Result of `embed`, with one entry per text.
 
-    In base64 an entry is little-endian float32. If the model has a vector per token, an entry is a list of vectors, or
-    base64 of them all with its shape in `shapes`.
+    A base64 entry is little-endian float32. If the model has one vector per token, an entry is a list of vectors, or
+    the base64 of all vectors, whose shape is in `shapes`.
     """
 
     embeddings: list[list[float]] | list[str] | list[list[list[float]]]

@@ -1,24 +1,24 @@
-"""`generate`: the text that follows a prompt."""
+"""The kind `generate`: generate the text that follows a prompt."""
 
 from __future__ import annotations
 
 from typing import NotRequired
 
-from ..kind import Kind
 from ..payloads import GenerationJob, Prompt
 from ..shapes.results import CompletionChoice, RunResult
+from . import Kind
 
 TASK_GENERATE = "cellama.generate"
 
 
 class GenerateJob(GenerationJob):
-    """Text that follows a prompt: text, or token ids."""
+    """Text that follows a prompt, which is a text or a list of token ids."""
 
     prompt: Prompt
 
 
 class GenerateResult(RunResult):
-    """Result of `generate`: the first completion, and all of them as `choices` if there are several."""
+    """Result of `generate`, which is the first completion. If there are several, all of them are in `choices`."""
 
     choices: NotRequired[list[CompletionChoice]]
 

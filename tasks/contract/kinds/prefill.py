@@ -1,4 +1,4 @@
-"""`prefill`: what later jobs begin with, prefilled into the cache."""
+"""The kind `prefill`: compute the prefix of later jobs and put it into the cache."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, NotRequired, cast
 from pydantic import model_validator
 from typing_extensions import TypedDict
 
-from ..kind import Kind
 from ..payloads import ConversationJob, Messages, Prompt, ReadingJob
 from ..shapes.results import CacheHitKind, FinishReason, Timings, Usage
+from . import Kind
 
 TASK_PREFILL = "cellama.prefill"
 
 
 class PrefillJob(ConversationJob, ReadingJob):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
+    """The prefix of later jobs, prefilled into the cache: a prompt, or messages or the system message of a chat."""
 
     prompt: Prompt | None = None
     messages: Messages = ()
@@ -24,15 +24,17 @@ class PrefillJob(ConversationJob, ReadingJob):
     def _check_one(self) -> PrefillJob:
         chat = sorted(self.model_dump(include=set(ConversationJob.__annotations__), exclude_defaults=True))
         if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
-            raise ValueError(f"one of the two must be given: prompt, or messages (or a system) of a chat; got {chat}")
+            raise ValueError(
+                f"give either prompt, or messages or system of a chat; the given parameters of a chat are {chat}"
+            )
         return self
 
 
 class PrefillResult(TypedDict):
-    """Result of `prefill`: the prefix is in the cache."""
+    """Result of `prefill`."""
 
-    finish_reason: FinishReason  # "stop", or "timeout" if it could not be read in time
-    finish_key: NotRequired[str]  # the `parent_key` of what begins with it
+    finish_reason: FinishReason  # "stop", or "timeout" if the timeout passed before the prefill was complete
+    finish_key: NotRequired[str]  # the `parent_key` for jobs that continue this prefix
     usage: Usage
     timings: Timings
     model: str
@@ -41,7 +43,7 @@ class PrefillResult(TypedDict):
 
 
 def of_prefill(result: Any) -> PrefillResult:
-    """A prefill's result says nothing of a text."""
+    """Return the result of a prefill, without the fields of a text."""
     shown: Any = {name: result[name] for name in PrefillResult.__annotations__ if name in result}
     return cast(PrefillResult, shown)
 

@@ -1,14 +1,13 @@
-"""`rerank`: documents by how well they answer a query."""
+"""The kind `rerank`: sort documents by how well they answer a query."""
 
 from __future__ import annotations
 
 from pydantic import Field, StrictBool
 from typing_extensions import TypedDict
 
-from ..fields import Count, FilledText, Texts
-from ..kind import Kind
-from ..payloads import BaseJob
+from ..payloads import BaseJob, Count, FilledText, Texts
 from ..shapes.results import Usage
+from . import Kind
 
 TASK_RERANK = "cellama.rerank"
 
@@ -25,14 +24,14 @@ class RerankJob(BaseJob):
 
 
 class Ranked(TypedDict):
-    """A document, by its index in the call."""
+    """The score of a document. `index` is its index in the call."""
 
     index: int
     score: float
 
 
 class RerankResult(TypedDict):
-    """Result of `rerank`: the best document first."""
+    """Result of `rerank`, with the best document first."""
 
     results: list[Ranked]
     usage: Usage

@@ -1,13 +1,12 @@
-"""`tokenize`, `detokenize` and `apply_chat_template`: they need the vocabulary of a model, and no slot."""
+"""The kinds `tokenize`, `detokenize` and `apply_chat_template`, which need the vocabulary of a model but no slot."""
 
 from __future__ import annotations
 
 from pydantic import Field, StrictBool
 from typing_extensions import TypedDict
 
-from ..fields import Text, TokenList
-from ..kind import Kind
-from ..payloads import BaseJob, ConversationJob
+from ..payloads import BaseJob, ConversationJob, Text, TokenList
+from . import Kind
 
 TASK_TOKENIZE = "cellama.tokenize"
 TASK_DETOKENIZE = "cellama.detokenize"
@@ -47,7 +46,7 @@ class TemplateJob(ConversationJob):
 
 
 class TemplateResult(TypedDict):
-    """Result of `apply_chat_template`: the prompt, and its tokens."""
+    """Result of `apply_chat_template`, with the prompt as text and as token ids."""
 
     prompt: str
     tokens: list[int]

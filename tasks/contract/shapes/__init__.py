@@ -1,1 +1,1 @@
-"""Parameters and results of jobs as type checkers see them."""
+"""The types of parameters and results of jobs, for type checkers."""

@@ -1,4 +1,4 @@
-"""The forms in which callers may give parameters, as type checkers see them; `payloads` checks and converts them."""
+"""The types of parameters that callers can pass, for type checkers. `payloads` validates and converts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TextPart(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """One turn of a conversation. A message of a tool answers the call `tool_call_id`."""
+    """One turn of a conversation. A message with role `tool` is the result of the call `tool_call_id`."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: NotRequired[str | list[TextPart] | None]
@@ -67,7 +67,7 @@ class FunctionName(TypedDict):
 
 
 class ToolChoice(TypedDict):
-    """A tool's name in the OpenAI format."""
+    """A choice of one tool, in the OpenAI format."""
 
     type: Literal["function"]
     function: FunctionName

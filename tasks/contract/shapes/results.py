@@ -1,10 +1,13 @@
-"""What results of several kinds of jobs share, as JSON objects. A field that is NotRequired depends on the request."""
+"""Parts that results of several kinds of jobs share, as JSON objects.
+
+Whether a result has a NotRequired field depends on the request.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired
 
-from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no other one before Python 3.12
+from typing_extensions import TypedDict  # pydantic, and thus FastAPI, requires this one before Python 3.12
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Mode = Literal["generate", "stream"]
@@ -13,27 +16,27 @@ CacheTier = Literal["device", "ram", "disk"]
 
 
 class Usage(TypedDict):
-    """Token counts; `cached_tokens` of the prompt were not computed again.
+    """Numbers of tokens. `cached_tokens` of the prompt were taken from the cache.
 
-    Jobs that generate or prefill have `cache_tier` and `cache_hit_kind`. `accepted_prediction_tokens` of the completion
-    were draft tokens, and so generated faster; `rejected_prediction_tokens` were computed in vain.
+    Only jobs that generate or prefill have `cache_tier` and `cache_hit_kind`. `accepted_prediction_tokens` is the
+    number of draft tokens in the completion, which were generated faster. `rejected_prediction_tokens` were not used.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    cache_tier: NotRequired[CacheTier | None]  # where they were; None: nowhere
+    cache_tier: NotRequired[CacheTier | None]  # tier of the cached tokens; None if there were none
     cache_hit_kind: NotRequired[CacheHitKind]  # as in the result
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Timings(TypedDict, total=False):
-    """Milliseconds from submission, and tokens per second. A value is None if there was nothing to measure.
+    """Milliseconds since submission, and rates in tokens per second. A value is None if nothing was measured.
 
     `delivery_ms` ends when the worker's engine receives the request, `queue_ms` when the request gets a slot, and
     `ttft_ms` with the first token. `prefix_wait_ms` is the part of `queue_ms` in which another request computed a
-    prefix that this one shares. `prefix_cache_ratio` is the share of the prompt in the cache, 0 to 1.
+    shared prefix. `prefix_cache_ratio` is the cached part of the prompt, from 0 to 1.
     """
 
     queue_ms: float
@@ -47,9 +50,10 @@ class Timings(TypedDict, total=False):
 
 
 class Logprob(TypedDict):
-    """A sampled token. `top` has the best tokens at its position: pairs of token id and logprob, with `top_texts`.
+    """A sampled token. `top` has the most likely tokens at its position, as pairs of token id and logprob.
 
-    A token whose bytes are not text by themselves has the text `bytes:\\xe2\\x82`. Control tokens have no text.
+    `top_texts` has their texts. The text of a token with incomplete characters looks like `bytes:\\xe2\\x82`. The text
+    of control tokens is empty.
     """
 
     token: int
@@ -67,12 +71,12 @@ class Function(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call of a tool in the OpenAI form."""
+    """A call of a tool in the OpenAI format."""
 
     id: str
     type: Literal["function"]
     function: Function
-    partial: NotRequired[bool]  # true: the generation ended within the arguments
+    partial: NotRequired[bool]  # true if the generation ended within the arguments
 
 
 class AssistantMessage(TypedDict):
@@ -89,9 +93,9 @@ class CompletionShape(TypedDict):
     text: str
     finish_reason: FinishReason
     stop_sequence: str | None
-    tokens: NotRequired[list[int]]  # all that were generated
+    tokens: NotRequired[list[int]]  # all generated tokens
     logprobs: NotRequired[list[Logprob]]
-    finish_key: NotRequired[str]  # of prompt and output, for use as `parent_key`; missing if `cache_prompt` is off
+    finish_key: NotRequired[str]  # key of prompt and output for `parent_key`; missing if `cache_prompt` is false
 
 
 class CompletionChoice(CompletionShape):
@@ -103,17 +107,17 @@ class CompletionChoice(CompletionShape):
 class RunResult(CompletionShape):
     usage: Usage
     timings: Timings
-    model: NotRequired[str]  # this and the following are missing if the timeout passed before a worker had the job
+    model: NotRequired[str]  # this and the next fields are missing if the timeout passed before a worker ran the job
     seq_id: NotRequired[int | None]  # the slot, if it had one
-    mode: NotRequired[Mode]  # "stream" if its text was published in pieces
+    mode: NotRequired[Mode]  # "stream" if the text was published token by token
     seed: NotRequired[int]
     cache_hit_kind: NotRequired[CacheHitKind]  # exact: all of the prompt except its last token was in the cache
-    context_tokens: NotRequired[list[int]]  # those of the prompt, then `tokens`
+    context_tokens: NotRequired[list[int]]  # the tokens of the prompt, followed by `tokens`
     warnings: NotRequired[list[str]]  # keywords of schemas that were not enforced
 
 
 def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
-    """Return token counts of a job without an engine, or one that ended before an engine had counted them."""
+    """Return the usage of a job that needs no engine, or that ended before an engine counted its tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -1,6 +1,7 @@
-"""What a live worker reports, as JSON objects: its models, their engines, memory and cores.
+"""The reports of live workers on their models, engines, memory and cores, as JSON objects.
 
-Sizes are in bytes, times in unix seconds by the worker's clock. A test compares the fields with those of the engine.
+Sizes are in bytes. Times are in Unix seconds by the worker's clock. A test compares the fields with those of the
+engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cellama.config.settings import Capability, OnFull
 
 from .results import CacheHitKind, CacheTier
 
-# stopped: its process exits soon; lacking: no worker that must have it has it
+# stopped: its process exits soon; lacking: no worker that must have the model could load it
 ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
 WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is loaded, and must be unloaded
 Phase = Literal["idle", "prefilling", "generating", "stopped"]
@@ -23,7 +24,7 @@ AdapterStatus = Literal["loading", "ready", "unloading"]
 class DraftTotals(TypedDict):  # as cellama.engine.snapshots.DraftCount
     drafted: int  # draft tokens of a source
     accepted: int  # draft tokens that were accepted
-    drafts: int  # number of drafts
+    drafts: int  # drafts
 
 
 class CacheState(TypedDict):
@@ -94,7 +95,7 @@ class EmbedderState(TypedDict):
 
 
 class Totals(CacheState):
-    """Sums over the models of a worker, or over those of all workers, as cellama.engine.ManagerSnapshot."""
+    """Sums over the models of one or all workers, as cellama.engine.ManagerSnapshot."""
 
     phase: Phase
     models: int
@@ -112,29 +113,31 @@ class Totals(CacheState):
 
 
 class LoadFailure(TypedDict):
-    """Why a model or an adapter could not be loaded or unloaded (contract.codes)."""
+    """The error with which loading or unloading a model or adapter failed (contract.codes)."""
 
     code: str
     message: str
 
 
 class WantedThing(TypedDict):
-    """A model, or an adapter of a model, that a worker must have, or that it has and must unload.
+    """A model or adapter that a worker must load, or must unload.
 
-    `by` is the origin: the worker's settings, a command for its pool, or a command for this worker.
+    `by` is the origin of this requirement: the worker's settings, a command for its pool, or a command for this worker.
     """
 
     model: str  # id of the model
-    adapter: str | None  # name of the adapter; None: the model itself
+    adapter: str | None  # name of the adapter; None for the model itself
     source: str  # its source
     by: Literal["settings", "pool", "worker"]
-    state: WantedState  # ready, loading, lacking (can't be loaded) or leaving (must be unloaded)
-    why: LoadFailure | None  # why the worker can't load or unload it; the worker retries
+    state: WantedState  # ready, loading, lacking (could not be loaded) or leaving (must be unloaded)
+    why: LoadFailure | None  # the last failure to load or unload it; the worker retries
 
 
 class DeviceUse(TypedDict):
-    """What a model takes of one device; `mapped_bytes` of the weights lie in the page cache, and `saved_bytes` are the
-    quota of KV states that are kept in RAM."""
+    """The memory that a model uses on one device.
+
+    `mapped_bytes` of the weights are in the page cache. `saved_bytes` is the quota for KV states in RAM.
+    """
 
     weights_bytes: int
     kv_bytes: int
@@ -149,24 +152,24 @@ class WorkerAdapter(TypedDict):
     name: str
     source: str
     status: AdapterStatus
-    scale: float  # for jobs that do not choose adapters; 0 = only for jobs that do
+    scale: float  # for jobs that do not set `adapters`; 0 applies it only to jobs that do
     fingerprint: str  # SHA-256 of the file; "" while it is loading
     size_bytes: int
     in_use: int  # unfinished requests
 
 
 class AdapterView(WorkerAdapter):
-    """An adapter with the same file and scale on all `workers` that have it; `in_use` is the sum."""
+    """An adapter with the same file and scale on all `workers` that have it. `in_use` is the sum over them."""
 
     workers: list[str]
 
 
 class CacheHit(TypedDict):
-    """The part of a prompt that was found in the cache: its length and its tier."""
+    """The part of a prompt that was in the cache, with its length and its tier."""
 
     kind: CacheHitKind
     num_tokens: int
-    tier: CacheTier | None  # None: cold
+    tier: CacheTier | None  # None for a cold start
 
 
 class CachedPrefix(TypedDict):
@@ -174,8 +177,8 @@ class CachedPrefix(TypedDict):
 
     worker: str
     prompt_tokens: int
-    cached_tokens: int  # the longest prefix that it does not have to compute
-    tier: CacheTier | None  # of that prefix; None: it has none
+    cached_tokens: int  # length of the longest cached prefix
+    tier: CacheTier | None  # tier of this prefix; None if there is none
     tiers: dict[CacheTier, int]  # tokens of the prefix in each tier
 
 
@@ -192,33 +195,33 @@ class ModelFile(TypedDict):
 class LoadedModel(TypedDict, total=False):
     """A loaded model."""
 
-    architecture: str  # for instance llama
-    description: str  # by llama.cpp, for instance "llama 1B Q8_0"
+    architecture: str  # for example llama
+    description: str  # from llama.cpp, for example "llama 1B Q8_0"
     n_params: int  # number of parameters
     size_bytes: int  # size of the weights
     n_ctx_train: int  # training context in tokens
     n_vocab: int  # number of tokens of the vocabulary
     n_embd: int  # dimensions of an embedding
-    file_type: str  # quantization, for instance "Q8_0"
-    fingerprint: str  # of the file's content
+    file_type: str  # quantization, for example "Q8_0"
+    fingerprint: str  # SHA-256 of the file
     backend: str  # names of its devices
-    threads: int  # in use now
-    slots: int  # 0: it only embeds or reranks
+    threads: int  # number of threads in use
+    slots: int  # number of slots; 0 if the model only embeds or reranks
     ctx_per_slot: int  # tokens per slot
-    follows_replies: bool  # a chat can have a parent_key, because the template repeats replies unchanged
+    follows_replies: bool  # true if chats can have a parent_key, because the template repeats replies unchanged
     memory: dict[str, DeviceUse]  # its memory by device
     memory_bytes: int  # its memory on all devices
     load_s: float  # time that loading took
     ready_at: float  # time at which it was ready
     last_used_at: float  # time of its last request
     tuned: dict[str, int | str]  # options that `cellama tune` has set
-    sampling: dict[str, object]  # the model's own defaults of sampling parameters
+    sampling: dict[str, object]  # the model's defaults of sampling parameters
     adapters: list[WorkerAdapter]  # its LoRA adapters
     last_cache_hit: CacheHit | None  # of the last job that got a slot; None before the first job
 
 
 class WorkerModel(ModelFile, LoadedModel):
-    """A model on one worker. A part (engine, embedder, reranker) that it lacks or has not loaded yet is null."""
+    """A model on one worker. `engine`, `embedder` and `reranker` are null if they don't exist or are not loaded yet."""
 
     engine: EngineState | None  # state of its engine
     embedder: EmbedderState | None  # state of its embedder
@@ -228,7 +231,7 @@ class WorkerModel(ModelFile, LoadedModel):
 class ModelView(ModelFile, LoadedModel):
     """A model on all `workers` that have it. Values that differ are those of the first worker where it is ready.
 
-    `lacks` has the reasons of workers that must have the model or an adapter of it, and can't load it.
+    `lacks` has the errors of workers that must have the model or one of its adapters and can't load it.
     """
 
     workers: list[str]
@@ -236,7 +239,7 @@ class ModelView(ModelFile, LoadedModel):
 
 
 class WorkerDevice(TypedDict):
-    """A device with its own memory. `name` is that of ggml: "CPU", "CUDA0" …"""
+    """A device with its own memory. `name` is its name in ggml, for example "CPU" or "CUDA0"."""
 
     name: str
     kind: Literal["cpu", "gpu", "integrated gpu"]
@@ -246,7 +249,7 @@ class WorkerDevice(TypedDict):
 
 
 class WorkerVram(TypedDict):
-    """The memory of all GPUs of a worker together, including what other programs use."""
+    """The memory of all GPUs of a worker together. `used_bytes` includes other programs."""
 
     total_bytes: int
     free_bytes: int
@@ -254,7 +257,7 @@ class WorkerVram(TypedDict):
 
 
 class WorkerMemory(TypedDict):
-    """The memory for a worker's models. `budget` is in bytes, for all devices together. `vram` is None without GPUs."""
+    """The memory for a worker's models. `budget` is in bytes for all devices together. `vram` is None without GPUs."""
 
     budget: int | Literal["auto", "unlimited"]
     on_full: OnFull
@@ -273,17 +276,17 @@ class ModelMemory(TypedDict):
 
 
 class MemoryView(WorkerMemory):
-    """The memory of a worker: budget, devices, and what its models use."""
+    """The memory of a worker: its budget, its devices, and the memory of its models."""
 
     worker: str
     models: list[ModelMemory]
 
 
 class WorkerCores(TypedDict):
-    """What a worker reports to the other workers of its machine, so that they share its cores."""
+    """The report of a worker to other workers of its machine, with which they share its cores."""
 
-    machine: str  # its boot id, which all of its containers share
-    processors: list[int]  # on which the worker may run
-    wants: int  # threads that it would use alone
-    uses: float  # cores, as a mean of the last seconds
-    threads: int  # that it uses
+    machine: str  # boot id of the machine, which all of its containers share
+    processors: list[int]  # processors on which the worker may run
+    wants: int  # number of threads that it would use alone
+    uses: float  # number of busy cores, averaged over the last seconds
+    threads: int  # number of threads that it uses

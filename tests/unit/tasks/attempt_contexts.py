@@ -10,8 +10,7 @@ from typing import Any
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 from cellama.tasks.middleware import AttemptContext, Middleware, Middlewares
-from cellama.tasks.state.ledger import new_run
-from cellama.tasks.state.records import Attempt
+from cellama.tasks.state.ledger import Attempt, new_run
 
 
 def context(job_id: str = "a-job", **fields: Any) -> AttemptContext:

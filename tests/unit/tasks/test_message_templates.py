@@ -11,8 +11,8 @@ import pytest
 from celery import signals
 
 from cellama.tasks import generate
-from cellama.tasks.calls.message_templates import Template, Templates
-from cellama.tasks.state.records import Message
+from cellama.tasks.calls.enqueue import Template, Templates
+from cellama.tasks.state.ledger import Message
 
 PROMPTS = ["Hi", 'quoted "Hi"', "ünïcode \u2028 \U0001f600", "\\ @ \n"]
 
@@ -84,9 +84,9 @@ def test_message_that_a_template_would_not_give_again_is_no_template() -> None:
 def test_job_with_more_than_others_is_built_by_celery() -> None:
     usual, late = (generate._check(("tiny", "Hi"), {}, options) for options in ({}, {"countdown": 5}))
     own = generate._check(("tiny", "Hi"), {}, {"headers": {"own": 1}})
-    assert usual.is_usual
-    assert not late.is_usual
-    assert not own.is_usual
+    assert usual.fits_template
+    assert not late.fits_template
+    assert not own.fits_template
 
 
 def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() -> None:
@@ -95,10 +95,10 @@ def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() ->
 
     signals.before_task_publish.connect(note)
     try:
-        assert generate._alike(is_bulk=False) is None
+        assert generate._template_key(is_bulk=False) is None
     finally:
         signals.before_task_publish.disconnect(note)
-    assert generate._alike(is_bulk=False) is not None
+    assert generate._template_key(is_bulk=False) is not None
 
 
 def test_template_with_a_trace_has_each_jobs_own() -> None:

@@ -12,7 +12,7 @@ from celery import Celery, chain, group
 
 from cellama.tasks import generate
 from cellama.tasks.app import CellamaApp
-from cellama.tasks.calls.step_routes import route_steps
+from cellama.tasks.calls.canvas_steps import route_steps
 
 
 def nothing(result: Any = None) -> None:

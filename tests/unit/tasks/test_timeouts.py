@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cellama.tasks import app, generate
-from cellama.tasks.calls.call_options import timeout_of
+from cellama.tasks.calls.enqueue import timeout_of
 
 CASES = [
     ({}, 3, 50.0),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellama.tasks.state.records import JobWork, work_of, work_of_text
+from cellama.tasks.state.ledger import JobWork, work_of, work_of_text
 
 
 @pytest.mark.parametrize(

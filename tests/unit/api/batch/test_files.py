@@ -18,9 +18,9 @@ from cellama.api.batch.output import LineFile, id_of, rewrite_without
 from cellama.api.batch.run import MAX_CHUNK_BYTES, _fitting_lines as fitting_lines
 from cellama.api.batch.start import LINES_PER_REPORT, _open_output as open_output, _read_input as read_input, paths_of
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
-from cellama.tasks.contract.kinds.chunk import room_bytes
-from cellama.tasks.job_task import _written as check_size
-from cellama.tasks.state.records import TaskCall
+from cellama.tasks.contract.kinds.chunk import max_lines_bytes
+from cellama.tasks.jobs import _payload_json as check_size
+from cellama.tasks.state.ledger import TaskCall
 
 
 def line(number: int, prompt: str, line_id: LineId | None = None, model: str = "m") -> BatchLine:
@@ -294,7 +294,7 @@ def test_failed_line_can_be_retried_after_shrink(work: WorkFile) -> None:
 
 @pytest.mark.parametrize("limit", [1024, 5000, 4 << 20])
 def test_chunk_never_exceeds_the_maximum_payload_size(limit: int) -> None:
-    room = min(MAX_CHUNK_BYTES, room_bytes("m", limit))
+    room = min(MAX_CHUNK_BYTES, max_lines_bytes("m", limit))
     lines = [
         StoredLine(n, f"id{n}", "short", "generate", "m", {"prompt": "é" * (n * 7 % 300)}, 0, None, 0)
         for n in range(90)

@@ -11,10 +11,10 @@ from celery import Celery, signature
 from kombu import Connection, Exchange, Queue
 
 from cellama.tasks import app, chat, generate
-from cellama.tasks.calls.call_options import delay_s, settle_options
+from cellama.tasks.calls.enqueue import delay_s, settle_options
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisUnreachable
 from cellama.tasks.contract.names import queue_name
-from cellama.tasks.job_task import JobTask
+from cellama.tasks.jobs import JobTask
 
 OWN = queue_name("tiny")
 

@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from cellama.api.keys.entry import KeyEntry, new_key
 from cellama.api.metrics import scrape as module
 from cellama.api.metrics.scrape import Scrape
-from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.connection.connections import redis_time
 from cellama.tasks.contract import keys
 from cellama.tasks.contract.names import CLASSES, queue_key, queue_name
 from cellama.tasks.estimates.position import TEXT_SLOTS

@@ -12,8 +12,7 @@ import numpy as np
 from cellama.engine import DecodeFailed, EmbeddingHandle
 from cellama.tasks.attempt.bulk_slice import ChunkRun
 from cellama.tasks.contract.kinds.chunk import ChunkJob
-from cellama.tasks.state.history import Past
-from cellama.tasks.state.provenance import Provenance
+from cellama.tasks.state.history import Past, Provenance
 
 from ..attempt_contexts import context
 

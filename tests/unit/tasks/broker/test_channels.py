@@ -13,10 +13,9 @@ import pytest
 from kombu.utils.scheduling import round_robin_cycle
 from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissionError
 
-from cellama.tasks.broker.channels import QueueReader
-from cellama.tasks.broker.places import Places
+from cellama.tasks.broker.consumer import Places, QueueReader
 from cellama.tasks.contract.names import PRIORITY_SEPARATOR, SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key, queue_name
-from cellama.tasks.state.records import Fetched, PageLimits, Taken
+from cellama.tasks.state.ledger import Fetched, PageLimits, Taken
 
 A, B = queue_name("a"), queue_name("b")
 
@@ -216,7 +215,7 @@ def test_what_is_not_a_message_is_dropped_and_the_others_are_delivered(
     ledger.page = page_of(b'{"sent": nan}', message_of("two"))
     channel.handlers["BRPOP"]()
     assert delivered == [("one", "token of one", A), ("two", "token 1", B)]
-    assert caplog.text.count("is not a message") == 5
+    assert caplog.text.count("malformed message dropped") == 5
 
 
 @pytest.mark.usefixtures("reader")

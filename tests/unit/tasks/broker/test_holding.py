@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cellama.tasks.broker.holding import set_by_this_clock
+from cellama.tasks.broker.message import set_by_this_clock
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cellama.tasks.broker.places import Places
+from cellama.tasks.broker.consumer import Places
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 
 A, B, DEFAULT = queue_name("a"), queue_name("b"), queue_name(DEFAULT_MODEL)

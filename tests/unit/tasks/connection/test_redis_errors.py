@@ -17,7 +17,7 @@ from cellama.tasks.contract.errors import RedisRefused
     "error", [ClusterCrossSlotError("Keys in request don't hash to the same slot"), MovedError("3999 127.0.0.1:6381")]
 )
 def test_producer_of_a_cluster_is_told_in_one_sentence(error: Exception) -> None:
-    with pytest.raises(RedisRefused, match="names a node of a Redis Cluster"), reaching_redis():
+    with pytest.raises(RedisRefused, match="is a node of a Redis Cluster"), reaching_redis():
         raise error
 
 
@@ -30,5 +30,5 @@ def test_server_that_refuses_the_kept_password_is_told_from_the_redis_of_up(
     kept.write_text("redis://:secret@127.0.0.1:6379/0")
     with pytest.raises(RedisRefused) as refused, reaching_redis():
         raise AuthenticationError("WRONGPASS")
-    assert f"not the Redis that `cellama up` started last, whose password is in {kept}" in str(refused.value)
+    assert f"not the Redis that `cellama up` last started, whose password is in {kept}" in str(refused.value)
     assert "secret" not in str(refused.value)

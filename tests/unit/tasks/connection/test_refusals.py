@@ -17,9 +17,8 @@ from redis.exceptions import (
 
 from cellama.api.machine.redis_server import free_port
 from cellama.tasks.connection.connections import connect
-from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.connection.redis_errors import RefusedForNow, reaching_redis, refusal_of
 from cellama.tasks.connection.redis_waits import RedisWaits
-from cellama.tasks.connection.refusals import RefusedForNow, refusal_of
 from cellama.tasks.contract.errors import RedisFull, RedisUnreachable
 
 OOM = "command not allowed when used memory > 'maxmemory'."
@@ -76,7 +75,7 @@ def test_producer_is_told_that_the_call_may_succeed_later(code: str, told: type[
 
 
 def test_unreachable_redis_names_the_job_that_may_be_queued() -> None:
-    with pytest.raises(RedisUnreachable, match="job a may be queued all the same") as lost, reaching_redis(job_id="a"):
+    with pytest.raises(RedisUnreachable, match="job a may have been queued") as lost, reaching_redis(job_id="a"):
         raise RedisConnectionError("Connection closed by server.")
     assert lost.value.job_id == "a"
 
@@ -85,23 +84,23 @@ def test_unreachable_redis_says_nothing_of_a_job_that_was_not_sent() -> None:
     redis = connect(f"redis://127.0.0.1:{free_port()}/0")
     with redis, pytest.raises(RedisUnreachable) as refused, reaching_redis(job_id="a"):
         redis.ping()
-    assert "may be queued" not in str(refused.value)
+    assert "may have been queued" not in str(refused.value)
     assert refused.value.job_id == "a"
 
 
 def test_outage_is_logged_once_with_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     waits = RedisWaits()
-    for who in ("the publisher", "the consumer", "the publisher"):
-        waits.began(who, RefusedForNow("BUSY", "running a script"))
+    for waiter in ("the publisher", "the consumer", "the publisher"):
+        waits.started(waiter, RefusedForNow("BUSY", "running a script"))
     waits.ended("the publisher")
     waits.ended("a thread that did not wait")
     assert [record.message for record in caplog.records] == [
-        "Redis refuses commands for now: BUSY running a script; the publisher waits, and whatever else needs Redis"
+        "Redis refuses commands (waiter='the publisher'): BUSY running a script; all work that needs Redis waits"
     ]
     waits.ended("the consumer")
-    assert caplog.records[-1].message.startswith("Redis accepts commands again after 0.")
+    assert caplog.records[-1].message.startswith("Redis accepts commands again (outage_s=0.")
     with waits.of("a job") as wait:
         wait(TimeoutError("no answer"))
-    assert caplog.records[2].message.startswith("Redis does not answer: no answer; a job waits")
+    assert caplog.records[2].message.startswith("Redis does not answer (waiter='a job'): no answer")
     assert len(caplog.records) == 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissionError
 
-from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis, warnings_of
+from cellama.tasks.connection.redis_errors import ServerCheck, UnfitRedis, problems_of
 
 
 class Server:
@@ -24,14 +24,14 @@ class Server:
 
 
 def test_redis_that_keeps_everything_gets_no_warning() -> None:
-    assert warnings_of({"maxmemory_policy": "noeviction", "aof_enabled": 1}) == []
+    assert problems_of({"maxmemory_policy": "noeviction", "aof_enabled": 1}) == []
 
 
 def test_redis_that_evicts_or_forgets_gets_a_warning_with_the_remedy() -> None:
-    evicts, forgets = warnings_of({"maxmemory_policy": "allkeys-lru", "aof_enabled": 0})
-    assert "maxmemory-policy allkeys-lru" in evicts
+    evicts, forgets = problems_of({"maxmemory_policy": "allkeys-lru", "aof_enabled": 0})
+    assert "maxmemory-policy is allkeys-lru" in evicts
     assert "noeviction" in evicts
-    assert "appendonly to yes" in forgets
+    assert "set it to yes" in forgets
 
 
 def test_cluster_is_refused_in_one_sentence_when_redis_first_answers() -> None:
@@ -45,6 +45,6 @@ def test_check_warns_once_and_needs_no_permission(caplog: pytest.LogCaptureFixtu
     check = ServerCheck()
     for _ in range(2):
         check.run(Server({"aof_enabled": 0}))  # type: ignore[arg-type]
-    assert caplog.text.count("append-only") == 1
+    assert caplog.text.count("appendonly is no") == 1
     ServerCheck().run(Server(NoPermissionError("no permission to run 'info'")))  # type: ignore[arg-type]
     assert "not checked" in caplog.text

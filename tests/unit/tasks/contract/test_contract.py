@@ -82,7 +82,7 @@ def test_payload_is_the_same_by_position_and_by_name() -> None:
     by_name = parse_job(GenerateJob, ("model", "prompt"), (), {"model": "m", "prompt": "p", "stop": ["x"]})
     assert by_position == by_name
     assert by_position.stop == ("x",)
-    with pytest.raises(InvalidJob, match="model: given twice"):
+    with pytest.raises(InvalidJob, match="model: given both by position and by name"):
         parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"model": "n"})
 
 
@@ -117,9 +117,9 @@ def test_payload_takes_adapters_in_several_forms(given: Any, adapters: tuple[tup
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (7, 'it must map names of adapters to scales, for instance {"pirate": 0.5}'),
-        (["pirate=much"], "'pirate=much' has no number as scale; write NAME, or NAME=0.5"),
-        (["pirate", "pirate=2"], "an adapter is named twice"),
+        (7, 'it must map names of adapters to scales, for example {"pirate": 0.5}'),
+        (["pirate=much"], "the scale of 'pirate=much' is not a number; write NAME, or NAME=0.5"),
+        (["pirate", "pirate=2"], "an adapter occurs twice"),
         ({"pirate": float("nan")}, "adapters.0.1 is nan"),
         ({"pirate": "0.5"}, "adapters.0.1 is '0.5'"),
         ({"": 1}, "it is empty"),
@@ -132,7 +132,7 @@ def test_payload_refuses_adapters_that_cannot_be_meant(given: Any, message: str)
 
 
 def test_more_texts_than_one_job_takes_are_refused_with_the_limit() -> None:
-    message = rf"these are {MAX_TEXTS + 1} texts, and one job takes 1 to {MAX_TEXTS}: split them into several jobs"
+    message = rf"there are {MAX_TEXTS + 1} texts, and a job can have 1 to {MAX_TEXTS}; split them into several jobs"
     texts = ["a"] * (MAX_TEXTS + 1)
     with pytest.raises(InvalidJob, match=f"texts is .*: {message}"):
         parse_job(EmbedJob, ("model", "texts"), ("m", texts), {})

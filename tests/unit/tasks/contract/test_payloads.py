@@ -185,7 +185,7 @@ def test_limit_holds_in_payload_and_engine_and_is_told(name: str) -> None:
 
 def test_payload_with_more_alternatives_than_fit_into_memory_is_refused() -> None:
     with pytest.raises(
-        InvalidJob, match=r"logprobs 100 for n 128 and max_tokens 100000 make up to .* lower one of them"
+        InvalidJob, match=r"logprobs 100 with n 128 and max_tokens 100000 can result in .* lower one of these"
     ):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "n": 128, "max_tokens": 100_000, "logprobs": 100})
 
@@ -246,6 +246,6 @@ def test_list_is_called_empty_only_when_it_is(kind: Any, given: dict[str, Any], 
 
 @pytest.mark.parametrize("other", ["regex", "lark", "grammar"])
 def test_job_has_one_form_of_its_text_at_most(other: str) -> None:
-    with pytest.raises(InvalidJob, match=f"^json_schema and {other} are given together; choose one$"):
+    with pytest.raises(InvalidJob, match=f"^json_schema and {other} can't be combined; choose one$"):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": {}, other: "x"})
     parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": None, other: "x"})

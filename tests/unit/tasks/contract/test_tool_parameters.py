@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellama.tasks.contract.fields import check_schema
+from cellama.tasks.contract.payloads import check_schema
 
 TREE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Tree"}}, "required": ["next"]}
 
@@ -22,8 +22,8 @@ def test_parameters_may_refer_to_an_object_as_pydantic_writes_recursive_models()
         ({"type": "array"}, "its type is 'array'"),
         ({"$ref": "#/$defs/Tree"}, "its type is None"),
         ({"$defs": {"Tree": {"type": "string"}}, "$ref": "#/$defs/Tree"}, "its type is 'string'"),
-        ({"$defs": {"Tree": {**TREE, "required": ["other"]}}, "$ref": "#/$defs/Tree"}, "required must list"),
-        ({"$defs": {"Tree": {**TREE, "properties": []}}, "$ref": "#/$defs/Tree"}, "properties must map"),
+        ({"$defs": {"Tree": {**TREE, "required": ["other"]}}, "$ref": "#/$defs/Tree"}, "`required` is not valid"),
+        ({"$defs": {"Tree": {**TREE, "properties": []}}, "$ref": "#/$defs/Tree"}, "properties are not valid"),
         ({"$defs": [], "$ref": ["#"]}, "its type is None"),
     ],
 )

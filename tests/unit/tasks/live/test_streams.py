@@ -17,7 +17,7 @@ from cellama.tasks.contract.keys import events_channel, job_key, journal_key, st
 from cellama.tasks.live import subscriptions
 from cellama.tasks.live.streams import Streams
 from cellama.tasks.state import reader
-from cellama.tasks.state.reader import PAGE
+from cellama.tasks.state.reader import PAGE_ENTRIES
 
 from .wires import ScriptedWire, settle
 
@@ -109,7 +109,7 @@ def test_slow_reader_buffers_a_bounded_number_of_unread_bytes() -> None:
         assert (await anext(stream))["seq"] == 0
         (box,) = server.streams._subscriptions._boxes[CHANNEL]
         for _ in range(10):
-            await server.write_events(PAGE)
+            await server.write_events(PAGE_ENTRIES)
             await settle()
             assert sum(map(len, box._messages)) <= subscriptions.MAX_UNREAD_BYTES
         await server.write_events(ends=True)
@@ -158,7 +158,7 @@ def test_stream_raises_when_redis_has_other_events_after_a_failover() -> None:
         for seq in range(3):
             await server.write_event({"seq": seq, "type": "token", "text": f"other {seq}"}, lost=True)
         server.wire.abort()
-        with pytest.raises(StreamTrimmed, match="others stand in their place"):
+        with pytest.raises(StreamTrimmed, match="other events replace them"):
             await anext(stream)
 
     with_server(body)
@@ -170,7 +170,7 @@ def test_stream_of_a_silent_job_pings_until_its_timeout() -> None:
         stream = server.streams.events(JOB, ping_s=0.05)
         assert [await anext(stream) for _ in range(2)] == [{"type": "ping"}] * 2
         await stream.aclose()  # type: ignore[attr-defined]
-        with pytest.raises(JobTimeout, match=r"told nothing for 0\.2 s"):
+        with pytest.raises(JobTimeout, match=r"no events from job \S+ for 0\.2 s"):
             await seqs(server.streams.events(JOB, timeout_s=0.2, ping_s=0.05))
 
     with_server(body)
@@ -178,12 +178,12 @@ def test_stream_of_a_silent_job_pings_until_its_timeout() -> None:
 
 def test_stream_of_an_unknown_job_raises_unknown_job(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Server) -> None:
-        with pytest.raises(UnknownJob, match="there is no job j"):
+        with pytest.raises(UnknownJob, match="job j is unknown"):
             await seqs(server.streams.events(JOB))
         await server.redis.hset(job_key(JOB), mapping={"state": "done", "next_seq": 3})  # without events
-        with pytest.raises(UnknownJob, match="not any more"):
+        with pytest.raises(UnknownJob, match="has expired"):
             await seqs(server.streams.events(JOB))
-        with pytest.raises(StreamTrimmed, match="events 1 to 2 of job j are gone"):
+        with pytest.raises(StreamTrimmed, match="events 1 to 2 of job j have expired"):
             await seqs(server.streams.events(JOB, after=0))
 
     monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)
@@ -222,7 +222,7 @@ def test_stream_ends_when_redis_loses_a_known_job(monkeypatch: pytest.MonkeyPatc
         stream = server.streams.events(JOB, timeout_s=math.inf)
         assert (await anext(stream))["seq"] == 0
         await server.redis.flushall()
-        with pytest.raises(UnknownJob, match="not any more"):
+        with pytest.raises(UnknownJob, match="has expired"):
             await anext(stream)
 
     monkeypatch.setattr(reader, "GONE_S", 0.0)

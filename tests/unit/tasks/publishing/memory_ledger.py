@@ -12,7 +12,7 @@ from cellama.engine import Completion, Timings, Usage
 from cellama.tasks.broker.pool import JobControl
 from cellama.tasks.middleware import Middlewares
 from cellama.tasks.publishing.publisher import AttemptStream, Publisher
-from cellama.tasks.state.records import Attempt, Entry
+from cellama.tasks.state.ledger import Attempt, Entry
 
 COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
 

@@ -13,14 +13,14 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.engine import Context, DecodeFailed, Finished, Started, Text, Watchdog
-from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.broker.pool import Interruption
-from cellama.tasks.connection.refusals import RefusedForNow
+from cellama.tasks.broker.result_backend import CeleryEnd
+from cellama.tasks.connection.redis_errors import RefusedForNow
 from cellama.tasks.contract import events
 from cellama.tasks.publishing.publisher import LINE_MARK, STRIDE
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
-from cellama.tasks.state.records import CeleryState
+from cellama.tasks.state.ledger import CeleryState
 
 from ....conftest import PATIENCE_S, wait_until
 from .memory_ledger import COMPLETION, MemoryLedger, publisher_of

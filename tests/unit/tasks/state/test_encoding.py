@@ -13,8 +13,8 @@ from hypothesis.extra.numpy import arrays
 from kombu.utils.json import dumps as celery_dumps
 
 from cellama.tasks.attempt.vectors import as_base64, as_list
-from cellama.tasks.state.encoding import Encoded, encode
-from cellama.tasks.state.records import MAX_ENTRY_BYTES, Entry
+from cellama.tasks.contract.json_values import Encoded, encode
+from cellama.tasks.state.ledger import MAX_ENTRY_BYTES, Entry
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -45,7 +45,7 @@ def test_encode_refuses_what_is_no_json(value: Any) -> None:
 
 
 def test_entry_that_redis_would_not_take_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"Redis takes {MAX_ENTRY_BYTES} at most"):
+    with pytest.raises(ValueError, match=f"the limit is {MAX_ENTRY_BYTES}"):
         Entry(job_id="a", run="1", event={"seq": 0, "type": "line", "result": Encoded(bytes(MAX_ENTRY_BYTES))})
 
 

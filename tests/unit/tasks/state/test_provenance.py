@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from cellama.tasks.contract import events
-from cellama.tasks.state.history import Past
-from cellama.tasks.state.provenance import (
+from cellama.tasks.state.history import (
+    Past,
     Provenance,
     grammar_changed,
-    may_come,
+    may_be_served,
     provenance_of,
     provenance_of_event,
 )
@@ -63,12 +63,12 @@ def test_job_may_go_on_where_a_worker_has_or_loads_what_it_began_with() -> None:
     begun = Provenance("sha", (("a", "sha-a", 1.0),))
     full = {"id": "m", "status": "ready", "default": False, "fingerprint": "sha"}
     full["adapters"] = [{"name": "a", "fingerprint": "sha-a"}]
-    assert may_come([worker(), worker(full)], "m", begun)
-    assert may_come([worker({**full, "default": True})], ":default", begun)
-    assert may_come([worker({"id": "m", "status": "loading", "default": False})], "m", begun)
+    assert may_be_served([worker(), worker(full)], "m", begun)
+    assert may_be_served([worker({**full, "default": True})], ":default", begun)
+    assert may_be_served([worker({"id": "m", "status": "loading", "default": False})], "m", begun)
     for other in ({"fingerprint": "other"}, {"adapters": []}, {"id": "n"}):
-        assert not may_come([worker({**full, **other})], "m", begun)
-    assert not may_come([worker(full)], ":default", begun)
+        assert not may_be_served([worker({**full, **other})], "m", begun)
+    assert not may_be_served([worker(full)], ":default", begun)
 
 
 def test_version_of_llguidance_survives_the_journal_when_the_text_is_constrained() -> None:
@@ -86,9 +86,9 @@ def test_constrained_job_continues_only_where_a_worker_has_its_version_of_llguid
     loading = replace(worker({"id": "m", "status": "loading", "default": False}), llguidance="1.9.2")
     for begun in ("", "1.9.1"):
         constrained = Provenance("sha", llguidance=begun)
-        assert [version for version, one in workers.items() if may_come([one], "m", constrained)] == [begun]
-        assert not may_come([loading], "m", constrained)
-    assert all(may_come([one], "m", Provenance("sha")) for one in workers.values())
+        assert [version for version, one in workers.items() if may_be_served([one], "m", constrained)] == [begun]
+        assert not may_be_served([loading], "m", constrained)
+    assert all(may_be_served([one], "m", Provenance("sha")) for one in workers.values())
 
 
 def test_error_of_a_constrained_job_names_both_versions() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from cellama.tasks.contract.errors import InvalidJob, JobTimeout, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.keys import job_key, journal_key, stream_id
 from cellama.tasks.state import reader
-from cellama.tasks.state.reader import PAGE, EventCursor, JournalPage, stream_events
+from cellama.tasks.state.reader import PAGE_ENTRIES, EventCursor, JournalPage, stream_events
 
 
 def event(seq: int, last: int = 10**9) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def entry(seq: int, last: int = 10**9) -> tuple[bytes, dict[bytes, bytes]]:
 
 def page(entries: list[Any], state: str | None = "running", num_events: int = 0) -> JournalPage:
     last = json.loads(entries[-1][1][b"event"]) if entries else None
-    return JournalPage(state, num_events, last, entries[:PAGE])
+    return JournalPage(state, num_events, last, entries[:PAGE_ENTRIES])
 
 
 def message(seq: int, last: int = 10**9) -> dict[str, Any]:
@@ -80,19 +80,19 @@ def test_cursor_goes_on_when_the_same_events_come_again_after_redis_has_lost_the
 def test_cursor_says_so_when_other_events_stand_in_the_place_of_those_it_told(in_journal: bool) -> None:
     cursor = EventCursor("j")
     cursor.from_page(page(journaled("a", "b", "c")))
-    cursor.connected_again()
-    with pytest.raises(StreamTrimmed, match="from 1 on others stand in their place"):
+    cursor.reconnected()
+    with pytest.raises(StreamTrimmed, match="other events replace them from seq 1 on"):
         cursor.from_page(page(journaled("a", "x", "c", "d"))) if in_journal else cursor.from_message(told_as("x", 1))
 
 
 def test_cursor_says_so_when_events_are_gone() -> None:
-    with pytest.raises(StreamTrimmed, match="events 0 to 4 of job j are gone"):
+    with pytest.raises(StreamTrimmed, match="events 0 to 4 of job j have expired"):
         EventCursor("j").from_page(page([entry(5)]))
 
 
 def test_stream_reads_a_journal_of_several_pages() -> None:
     redis = fakeredis.FakeRedis()
-    last = 2 * PAGE + 10
+    last = 2 * PAGE_ENTRIES + 10
     for seq in range(last + 1):
         redis.xadd(journal_key("j"), {"event": json.dumps(event(seq, last))}, id=stream_id(seq))
     assert [e["seq"] for e in stream_events(redis, "j", after=4)] == list(range(5, last + 1))
@@ -101,7 +101,7 @@ def test_stream_reads_a_journal_of_several_pages() -> None:
 def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
     redis = fakeredis.FakeRedis()
     redis.hset(job_key("silent"), "state", "queued")
-    with pytest.raises(JobTimeout, match=r"job silent told nothing for 0\.1 s"):
+    with pytest.raises(JobTimeout, match=r"no events from job silent for 0\.1 s"):
         list(stream_events(redis, "silent", timeout_s=0.1))
 
 
@@ -131,9 +131,9 @@ def test_stream_whose_job_ends_below_after_ends_with_it() -> None:
 
 def test_stream_of_a_job_whose_entry_outlived_its_events_ends_at_once() -> None:
     redis = ended_job(journal=False)
-    with pytest.raises(UnknownJob, match="not any more"):
+    with pytest.raises(UnknownJob, match="has expired"):
         list(stream_events(redis, "j", timeout_s=0.0))
-    with pytest.raises(StreamTrimmed, match="events 4 to 5 of job j are gone"):
+    with pytest.raises(StreamTrimmed, match="events 4 to 5 of job j have expired"):
         list(stream_events(redis, "j", after=3, timeout_s=0.0))
 
 
@@ -146,13 +146,13 @@ def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypa
     stream = stream_events(redis, "j", timeout_s=math.inf)
     assert next(stream) == event(0)
     redis.flushall()
-    with pytest.raises(UnknownJob, match="not any more"):
+    with pytest.raises(UnknownJob, match="has expired"):
         next(stream)
 
 
 @pytest.mark.parametrize("after", [-2, 2**63, True, 1.0, "3", None])
 def test_stream_refuses_what_is_not_a_seq(after: Any) -> None:
-    with pytest.raises(InvalidJob, match="which is not the seq of an event; give the `seq` of the last event"):
+    with pytest.raises(InvalidJob, match="is not the seq of an event; give the `seq` of the last event"):
         EventCursor("j", after)
 
 

@@ -19,8 +19,7 @@ from cellama.tasks.contract.kinds.embed import TASK_EMBED
 from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 from cellama.tasks.middleware import AttemptContext
 from cellama.tasks.state.history import Earlier
-from cellama.tasks.state.ledger import new_run
-from cellama.tasks.state.records import Attempt
+from cellama.tasks.state.ledger import Attempt, new_run
 from cellama.tasks.traces import gate
 from cellama.tasks.traces.tracing import Tracing, run_span_id
 from cellama.tasks.worker.middlewares import start_middlewares

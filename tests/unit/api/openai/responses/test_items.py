@@ -168,7 +168,7 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"text": {"format": "json"}}, "text.format is 'json'"),
         ({"text": {"format": "json_schema"}}, "text.format is 'json_schema'"),
         ({"text": {"format": {"type": "text", "name": "\ud800"}}}, "text is"),
-        ({"text": {"format": {"type": "text", "name": math.nan}}}, "JSON has no nan"),
+        ({"text": {"format": {"type": "text", "name": math.nan}}}, "JSON can't represent nan"),
         ({"user": ["x"]}, "user is ['x']"),
         ({"prompt_cache_key": "\ud800"}, "prompt_cache_key is '\\ud800'"),
         ({"metadata": {"a": "\ud800"}}, "not valid UTF-8"),

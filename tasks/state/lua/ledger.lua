@@ -1,0 +1,646 @@
+-- The scripts of the ledger. Each script is one atomic step, and starts with a line `--@ name`. The order is that of a job's
+-- life: submission, messages, attempts, the end, and lost messages. The functions before the first script belong to all scripts.
+-- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
+--
+-- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
+-- JOB, CANCEL, RESULT, JOURNAL, CONTEXT, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
+-- DEAD and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
+
+-- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
+-- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
+local function id_of(message)
+  local at = 0
+  local following = string.find(message, '"properties": {', 1, true)
+  while following do
+    at, following = following, string.find(message, '"properties": {', following + 1, true)
+  end
+  if at == 0 then return string.match(message, '.*"properties": *{.-"correlation_id": *"([^"]+)"') end
+  return string.match(message, '"correlation_id": ?"([^"]+)"', at)
+end
+
+-- Adds a job without a slot to the waiting jobs of its queue.
+local function wait_in_queue(id, queue, priority, submitted_at)
+  redis.call('ZADD', WAITING .. queue, stamp(priority * WEIGHT + submitted_at), id)
+  redis.call('SADD', QUEUES, queue)
+end
+
+-- Writes a new entry. `list` is the key of the Redis list to which the message is pushed.
+local function add_entry(job, id, task, queue, list, priority, timeout, message, submitted_at)
+  redis.call('HSET', job, 'state', 'queued', 'task', task, 'queue', queue, 'list', list, 'priority', priority,
+             'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0)
+  redis.call('DEL', JOURNAL .. id) -- of an older job with this id
+  wait_in_queue(id, queue, priority, submitted_at)
+  if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
+end
+
+-- Lets a worker hold the message of a job, unless the verdict is not 'held'. Returns the verdict, and the seconds since the
+-- job was submitted or ''.
+local function hold(job, id, token, lease)
+  local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at')
+  local state, holder = found[1], found[2]
+  if not state then return 'gone', '' end -- an unfinished job always has an entry
+  local waited = stamp(math.max(0, clock() - tonumber(found[3])))
+  if state == 'done' then return 'done', waited end
+  if holder and holder ~= token then
+    local ends_at = redis.call('ZSCORE', LEASES, id)
+    if ends_at and tonumber(ends_at) > clock() then return 'copy', waited end
+  end
+  redis.call('HSET', job, 'holder', token)
+  redis.call('ZADD', LEASES, stamp(clock() + lease), id)
+  redis.call('ZREM', MISSING, id)
+  return 'held', waited
+end
+
+-- Releases the message of a job, so that no worker holds it.
+local function drop_holder(job, id)
+  redis.call('HDEL', job, 'holder')
+  redis.call('ZREM', LEASES, id)
+end
+
+-- Releases the message of a job and returns it to the head of its queue. If the job has ended, the message is not returned, and
+-- the reaper completes the missing steps for Celery. Returns whether the message was returned.
+local function requeue(job, cancel, id)
+  drop_holder(job, id)
+  redis.call('ZREM', DELAYED, id)
+  local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled')
+  local state, message = found[1], found[6]
+  if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
+  if not message or state == 'done' or found[7] then return false end
+  redis.call('RPUSH', found[3], message)
+  redis.call('HSET', job, 'returned', 1)
+  if state == 'running' then
+    redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 1)
+    redis.call('ZREM', RUNNING, id)
+  end
+  wait_in_queue(id, found[2], tonumber(found[4]), tonumber(found[5]))
+  if redis.call('EXISTS', cancel) == 1 then redis.call('ZADD', DUE, stamp(clock()), id) end
+  return true
+end
+
+-- Stores and publishes a state under Celery's own key, as Celery does. Nothing replaces a success.
+local function store_state(key, value, expires)
+  if string.find(redis.call('GETRANGE', key, 0, 30), '^{"status": ?"SUCCESS"') then return false end
+  if expires == '' then redis.call('SET', key, value) else redis.call('SETEX', key, expires, value) end
+  redis.call('PUBLISH', key, value)
+  return true
+end
+
+-- Settles a job: Celery has its end, and the next steps of its canvas have been sent. The entry expires later.
+local function settle(job, id)
+  redis.call('ZREM', DUE, id)
+  redis.call('HSET', job, 'settled', 1)
+  if redis.call('ZSCORE', DEAD, id) then
+    redis.call('HDEL', job, 'result') -- the job can be queued again, so the message stays
+  else
+    redis.call('HDEL', job, 'result', 'message')
+  end
+  local keep_s = redis.call('HGET', job, 'keep_s')
+  if keep_s then redis.call('EXPIRE', job, keep_s) end
+end
+
+-- Announces the end of a job, which is `error` or its finish_reason, in the stream of webhook events if a gateway requested it.
+local function announce_end(id, event)
+  local announcement = redis.call('GET', HEEDED .. id)
+  if not announcement then return end
+  local reason = string.match(event, '^{"seq":%d+,"type":"(error)"')
+    or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"')
+  redis.call('XADD', ENDS, 'MAXLEN', '~', MAX_ENDS, '*', 'heeded', announcement, 'end', reason or '')
+  redis.call('DEL', HEEDED .. id)
+end
+
+-- The first arguments of scripts that write events (ledger.py: `_write_options`).
+local NUM_OPTIONS = 7
+local function write_options()
+  return {field = ARGV[1], max_events = ARGV[2], event_ttl_s = ARGV[3], result_ttl_s = ARGV[4], dead_ttl_s = ARGV[5],
+          settle_s = tonumber(ARGV[6]), channels = ARGV[7]}
+end
+
+-- Appends an event to the journal of its job, and publishes it. `data` is the JSON after the `seq`. Returns the whole JSON.
+local function append_event(options, job, id, seq, data)
+  local event = '{"seq":' .. seq .. ',' .. data
+  redis.call('XADD', JOURNAL .. id, 'MAXLEN', '~', options.max_events, (seq + 1) .. '-0', options.field, event)
+  redis.call('PUBLISH', options.channels .. id, event)
+  redis.call('HSET', job, 'next_seq', seq + 1)
+  return event
+end
+
+local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
+local SHORT_LIST = 2000 -- messages; a search takes less than a millisecond
+local LARGE_MESSAGE = 65536 -- bytes; many messages of this size would use up the memory
+
+-- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. `settle` must follow.
+local function end_job(options, job, id, run, is_dead, event)
+  local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'message', 'holder')
+  local queue, digest, list, message, holder = unpack(found, 1, 5)
+  redis.call('ZREM', WAITING .. queue, id)
+  redis.call('ZREM', RUNNING, id)
+  local was_delayed = redis.call('ZREM', DELAYED, id) == 1
+  if run == '' and message and message ~= '' and not holder and not was_delayed then
+    -- Otherwise the message would use memory until a worker or the reaper takes it. In a long list the search takes too long.
+    if #message >= LARGE_MESSAGE or redis.call('LLEN', list) <= SHORT_LIST then redis.call('LREM', list, -1, message) end
+  end
+  local keep_s = options.event_ttl_s
+  if is_dead then
+    keep_s = options.dead_ttl_s
+    redis.call('ZREMRANGEBYSCORE', DEAD, '-inf', stamp(clock() - keep_s))
+    redis.call('ZADD', DEAD, stamp(clock()), id)
+  elseif digest then
+    keep_s = options.result_ttl_s
+  end
+  redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s)
+  redis.call('DEL', CANCEL .. id)
+  local journal = JOURNAL .. id
+  if redis.call('XLEN', journal) <= SHORT_JOURNAL then -- a stream reserves 4 KiB at its end, a copy does not
+    redis.call('COPY', journal, journal .. ':copy', 'REPLACE')
+    redis.call('RENAME', journal .. ':copy', journal)
+  end
+  redis.call('EXPIRE', journal, options.event_ttl_s)
+  announce_end(id, event)
+end
+
+--@ submit
+-- Writes the entries of jobs and pushes their messages, all or none. A job that already has an entry is not changed.
+-- KEYS: entry and list of each job.
+-- ARGV: seconds between two jobs, number of jobs in later calls; then for each job: id, task, queue, priority, timeout or '',
+-- delay, digest of its payload if it has an idempotency key or '', work, message, number of events, and for each event its topic
+-- and text.
+-- Returns for each job 1 (new), 0 (exists) or -1 (exists with another digest). Also returns how many subscribers received an
+-- event, or -1 if there was no event.
+local step_s, num_following = tonumber(ARGV[1]), tonumber(ARGV[2])
+local NUM_VALUES = 10
+local num_jobs, now, verdicts, num_subscribers = #KEYS / 2, clock(), {}, -1
+local at = 3
+for i = 1, num_jobs do
+  local job, list = KEYS[2*i-1], KEYS[2*i]
+  local id, task, queue, priority, timeout, delay, digest, work, message, num_events = unpack(ARGV, at, at + NUM_VALUES - 1)
+  local first_event = at + NUM_VALUES
+  at = first_event + 2 * num_events
+  if redis.call('EXISTS', job) == 1 then
+    verdicts[i] = (digest == '' or redis.call('HGET', job, 'digest') == digest) and 0 or -1
+  else
+    verdicts[i] = 1
+    local submitted_at = now - math.min(1, (num_jobs - i + num_following) * step_s)
+    add_entry(job, id, task, queue, list, tonumber(priority), timeout, message, submitted_at)
+    redis.call('HSET', job, 'work', work)
+    if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
+    if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
+    if message ~= '' then redis.call('LPUSH', list, message) end
+    for event = first_event, at - 2, 2 do
+      num_subscribers = math.max(num_subscribers, redis.call('PUBLISH', ARGV[event], ARGV[event+1]))
+    end
+  end
+end
+return {verdicts, num_subscribers}
+
+--@ cancel
+-- Cancels a job. The caller ends it if it waits. The worker that runs it reads the key `cancel`.
+-- KEYS: entry, cancel. ARGV: id, 1 if a running job must end as well, TTL of the key `cancel` in seconds.
+-- Returns the job's state or ''. A running job is queued again if the lease of its worker has expired. It keeps running if no
+-- worker holds its message, because Celery has acknowledged the message and the worker is about to write the end.
+local job, cancel = unpack(KEYS)
+local id, ends_running, ttl_s = unpack(ARGV)
+local state, holder = unpack(redis.call('HMGET', job, 'state', 'holder'), 1, 2)
+if state == 'done' then return state end
+if ends_running == '1' then
+  redis.call('SETEX', cancel, ttl_s, '1') -- all attempts that start from now on read this
+  local lease_ends_at = tonumber(redis.call('ZSCORE', LEASES, id) or 0)
+  if state == 'running' and holder and lease_ends_at <= clock() and requeue(job, cancel, id) then state = 'handed_back' end
+end
+return state or ''
+
+--@ purge
+-- Cancels a page of jobs whose messages wait in a list. Jobs that a worker holds are not changed.
+-- KEYS: list, waiting jobs of its queue. ARGV: the options, maximum number of messages, JSON of the end after its `seq`, the
+-- parts before and after the job's id of the value that Celery stores, its TTL in seconds or ''.
+-- Returns the number of removed messages, the number of ended jobs, and the messages of jobs that must be ended one by one,
+-- because they belong to a group or chain, have events, or were sent by plain Celery.
+local options = write_options()
+local max_messages, data, before_id, after_id, expires = unpack(ARGV, NUM_OPTIONS + 1, NUM_OPTIONS + 5)
+local messages = redis.call('RPOP', KEYS[1], max_messages) or {}
+local num_ended, others = 0, {}
+for _, message in ipairs(messages) do
+  local id = id_of(message)
+  local job = JOB .. (id or '')
+  local found = redis.call('HMGET', job, 'state', 'next_seq')
+  local is_ours = string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true)
+  local has_family = string.find(message, '"group": "', 1, true) or string.find(message, '"parent_id": "', 1, true)
+  if found[1] == 'queued' and found[2] == '0' and is_ours and not has_family then
+    local event = append_event(options, job, id, 0, data)
+    end_job(options, job, id, 'purge', false, event)
+    local value = before_id .. id .. after_id
+    if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
+    redis.call('PUBLISH', RESULT .. id, value)
+    settle(job, id)
+    num_ended = num_ended + 1
+  elseif not is_ours or found[1] == 'queued' or found[1] == 'handed_back' then
+    others[#others+1] = message
+  elseif id then
+    redis.call('ZREM', KEYS[2], id) -- Redis has evicted the entry, or a worker holds a copy of the message
+  end
+end
+return {#messages, num_ended, others}
+
+--@ requeue_dead
+-- Queues a dead-letter job again as a new job.
+-- KEYS: entry, new entry, list. ARGV: id, new id, message. Returns 0 if the job is not a dead-letter job.
+local job, new_job, list = unpack(KEYS)
+local id, new_id, message = unpack(ARGV)
+if redis.call('ZREM', DEAD, id) == 0 then return 0 end
+local task, queue, priority = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority'), 1, 3)
+add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, clock())
+redis.call('LPUSH', list, message)
+redis.call('HDEL', job, 'message')
+return 1
+
+--@ forget_queue
+-- Removes a queue from the set of queues if it has neither waiting jobs nor messages. KEYS: its waiting jobs, its lists.
+-- ARGV: queue.
+if redis.call('EXISTS', unpack(KEYS)) == 0 then redis.call('SREM', QUEUES, ARGV[1]) end
+return 1
+
+--@ take
+-- Lets a worker hold the message that it has popped from a list, and a page of further messages for which it has capacity.
+-- KEYS: entry, then the lists of each model in the order in which to read them.
+-- ARGV: id, token, lease in seconds, divisor of the length of a list that limits a page, maximum bytes of a message in a page;
+-- then for each model: its capacity, its number of lists.
+-- Returns verdict, and seconds since the job was submitted or ''; then for each message of the page: its list, the message, its
+-- token (the token of this call and a number), verdict and seconds.
+local id, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local reply = {hold(KEYS[1], id, token, lease_s)}
+local first = 2 -- list of the next model
+for at = 6, #ARGV, 2 do
+  local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
+  for i = first, first + num_lists - 1 do
+    local list = KEYS[i]
+    local num_left = capacity > 0 and math.ceil(redis.call('LLEN', list) / divisor) or 0
+    while capacity > 0 and num_left > 0 do
+      local message = redis.call('LINDEX', list, -1)
+      local of = #message <= max_bytes and id_of(message)
+      -- messages of plain Celery, and messages that weigh more than one job, are taken alone
+      if not of or not string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) or string.find(message, '"' .. WEIGHT_HEADER .. '"', 1, true) then
+        capacity = 0
+      else
+        redis.call('RPOP', list)
+        local own = token .. '.' .. (#reply - 2)
+        local verdict, waited = hold(JOB .. of, of, own, lease_s)
+        for _, value in ipairs({list, message, own, verdict, waited}) do reply[#reply+1] = value end
+        capacity, num_left = capacity - 1, num_left - 1
+      end
+    end
+  end
+  first = first + num_lists
+end
+return reply
+
+--@ renew
+-- Renews the leases of messages.
+-- KEYS: entries. ARGV: lease in seconds, then id and token of each message.
+-- Returns the indices, from 0, of messages that this worker no longer holds.
+local ends_at, lost = stamp(clock() + tonumber(ARGV[1])), {}
+for i, job in ipairs(KEYS) do
+  local id, token = unpack(ARGV, 2 * i, 2 * i + 1)
+  local holder, state = unpack(redis.call('HMGET', job, 'holder', 'state'), 1, 2)
+  if holder == token then
+    redis.call('ZADD', LEASES, ends_at, id)
+  elseif state ~= 'done' then
+    lost[#lost+1] = i - 1
+  end
+end
+return lost
+
+--@ release
+-- Releases a message that Celery no longer needs, if this worker holds it.
+-- KEYS: entry. ARGV: id, token, seconds after which the reaper ends a job that Celery has refused, seconds after which the claim
+-- on the body of a chord has expired. Returns 1 if the worker held the message.
+local job = KEYS[1]
+local id, token, refused_s, claim_s = unpack(ARGV)
+local found = redis.call('HMGET', job, 'holder', 'state', 'stored', 'settled', 'message')
+local holder, state, stored, settled, message = unpack(found, 1, 5)
+if holder ~= token then return 0 end
+drop_holder(job, id)
+if state == 'queued' or state == 'handed_back' then
+  -- Celery has refused the job, or is about to store a revoke. If Celery does not end it, the reaper does.
+  redis.call('HSET', job, 'refused', 1)
+  redis.call('ZADD', DUE, stamp(clock() + refused_s), id)
+elseif state == 'done' and not settled then
+  -- Celery reserves the body of a chord for the worker that counted the last part. If this worker missed the reply or died,
+  -- no worker sends the body, so the reaper counts this part again.
+  local group = string.match(message or '', '"group": ?"([^"]+)"')
+  local claim = group and redis.call('GET', CHORD .. group .. '.c')
+  if claim and claim ~= 'done' and redis.call('EXISTS', CHORD .. group .. '.s') == 1 then
+    redis.call('ZADD', DUE, stamp(clock() + claim_s), id)
+  elseif stored or string.find(message or '', '"ignore_result": ?true') then
+    settle(job, id)
+  else
+    redis.call('ZADD', DUE, stamp(clock()), id) -- Celery could not store the end, so the reaper does
+  end
+end
+return 1
+
+--@ requeue
+-- Returns a message to the head of its queue, if this worker holds it.
+-- KEYS: entry, cancel. ARGV: id, token. Returns 1 if the worker held the message.
+local job, cancel = unpack(KEYS)
+local id, token = unpack(ARGV)
+if redis.call('HGET', job, 'holder') ~= token then return 0 end
+requeue(job, cancel, id)
+return 1
+
+--@ set_aside
+-- Keeps the message of a job away from all workers until its ETA. Then `restore` returns it to the head of its queue.
+-- KEYS: entry. ARGV: id, token, seconds until the ETA. Returns 0 if the worker does not hold the message.
+local job = KEYS[1]
+local id, token, wait_s = unpack(ARGV)
+local holder, queue = unpack(redis.call('HMGET', job, 'holder', 'queue'), 1, 2)
+if holder ~= token then return 0 end
+drop_holder(job, id)
+redis.call('ZADD', DELAYED, stamp(clock() + wait_s), id)
+redis.call('ZREM', WAITING .. queue, id)
+return 1
+
+--@ restore
+-- Returns messages to their queues if their lease has expired or their ETA has come. Any worker can call this at any time.
+-- KEYS: time of the last call. ARGV: lease in seconds, maximum number of messages of each sort.
+-- Returns the number of expired leases, and the number of jobs whose ETA has come.
+local called = KEYS[1]
+local lease_s, max_messages, now = tonumber(ARGV[1]), ARGV[2], clock()
+local function requeue_all(set)
+  local ids = redis.call('ZRANGEBYSCORE', set, '-inf', stamp(now), 'LIMIT', 0, max_messages)
+  for _, id in ipairs(ids) do requeue(JOB .. id, CANCEL .. id, id) end
+  return #ids
+end
+local num_delayed = requeue_all(DELAYED)
+local last_at = tonumber(redis.call('GET', called) or 0)
+redis.call('SET', called, stamp(now))
+if now < last_at or now - last_at > lease_s / 3 then
+  -- No reaper has called for a while, so workers may have been unable to renew their leases. There may have been an outage, a
+  -- failover to a server with another clock, or no worker at all. Leases get at least half and at most a whole lease from now on.
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', stamp(now + lease_s / 2))) do
+    redis.call('ZADD', LEASES, stamp(now + lease_s / 2), id)
+  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, stamp(now + lease_s), '+inf')) do
+    redis.call('ZADD', LEASES, stamp(now + lease_s), id)
+  end
+  return {0, num_delayed}
+end
+return {requeue_all(LEASES), num_delayed}
+
+--@ begin
+-- Starts an attempt, unless the verdict forbids it, and stores the state STARTED for Celery.
+-- KEYS: entry, cancel, Celery's result. ARGV: run, worker, maximum number of failures, 1 if the attempt runs alone, token ('any'
+-- is not checked), value that Celery stores or '', its TTL in seconds or ''.
+-- Returns verdict, number of the attempt, failures, and seconds since the job was submitted or since it may run. If the attempt
+-- has started, also returns the earlier attempts that were not reported, the time, and the `seq` of its first event.
+local job, cancel, result = unpack(KEYS)
+local run, worker, max_failures, alone, token, stored, expires = unpack(ARGV)
+local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at', 'failures', 'run', 'delay', 'began_at',
+                         'left_at', 'lost', 'worker', 'before')
+local state, holder, submitted_at, last_failures, last_run, delay = unpack(found, 1, 6)
+local began_at, left_at, lost, last_worker, unreported = unpack(found, 7, 11)
+if not state then return {'gone', 0, 0, '0'} end
+local waited = stamp(math.max(0, clock() - tonumber(submitted_at) - tonumber(delay or 0)))
+if state == 'done' then return {'done', 0, 0, waited} end
+if token ~= 'any' and holder ~= token then return {'superseded', 0, 0, waited} end
+if alone ~= '1' and tonumber(last_failures or 0) > 0 then return {'suspect', 0, 0, waited} end
+local MAX_UNREPORTED = 2000 -- bytes
+local now = stamp(clock())
+if last_run ~= run then -- else this call repeats one whose reply was lost
+  if last_run then
+    lost = lost or '1'
+    local before = table.concat({last_run, began_at or now, left_at or now, lost, last_worker}, ' ')
+    if lost == '1' and unreported and #unreported < MAX_UNREPORTED then before = unreported .. '\n' .. before end
+    redis.call('HSET', job, 'before', before)
+    redis.call('HDEL', job, 'left_at', 'lost')
+  end
+  redis.call('HSET', job, 'began_at', now, 'first_seq', redis.call('HGET', job, 'next_seq') or 0)
+  redis.call('HINCRBY', job, 'attempt', 1)
+  redis.call('HINCRBY', job, 'failures', 1) -- until this attempt generates a token
+end
+redis.call('HSET', job, 'state', 'running', 'run', run, 'worker', worker)
+if stored ~= '' then store_state(result, stored, expires) end
+local counts = redis.call('HMGET', job, 'attempt', 'failures', 'before', 'next_seq')
+local attempt, failures, before, next_seq = tonumber(counts[1]), tonumber(counts[2]), counts[3] or '', tonumber(counts[4] or 0)
+local verdict = 'run'
+if redis.call('EXISTS', cancel) == 1 then
+  verdict = 'cancelled'
+elseif failures > tonumber(max_failures) then
+  verdict = 'dead'
+end
+return {verdict, attempt, failures, waited, before, now, next_seq}
+
+--@ write
+-- Writes events to journals and publishes them, each only if its run is the current run of its job.
+-- ARGV: the options, then five values for each event. A terminal event has six more values, and key and value of each context,
+-- which expires as late as a result. `class` determines the effect of an event (EVENT_CLASSES in contract/events.py). `data` is
+-- the JSON after the `seq`.
+-- `stored` is the value that Celery stores for a job that succeeds. With it, this script completes the job: Celery has the
+-- result, and the message that is held with `token` is released.
+-- Returns the indices of events whose run is superseded, and of events before which the ledger lacks events of their run.
+-- Each token passes through this script, so values that only other events need are passed and read only with these events.
+local options = write_options()
+local superseded, gaps, at, i = {}, {}, NUM_OPTIONS + 1, -1
+while at <= #ARGV do
+  local id, run, class, seq, data = unpack(ARGV, at, at + 4)
+  at, i = at + 5, i + 1
+  local is_dead, result, stored, expires, token, first_context
+  if class == 'terminal' then
+    local num_contexts
+    is_dead, result, stored, expires, token, num_contexts = unpack(ARGV, at, at + 5)
+    first_context = at + 6
+    at = first_context + 2 * num_contexts
+  end
+  local job = JOB .. id
+  local found = redis.call('HMGET', job, 'run', 'state', 'next_seq', 'failures', 'first_seq')
+  local state, next_seq = found[2], tonumber(found[3] or 0)
+  local is_current, first_seq
+  if run == '' then -- no worker runs the job, so the event gets the next seq
+    is_current = state == 'queued' or state == 'handed_back'
+    seq, first_seq = next_seq, next_seq
+  else
+    is_current = state == 'running' and found[1] == run
+    seq, first_seq = tonumber(seq), tonumber(found[5] or 0)
+  end
+  if not is_current then
+    -- an end that is written again after a lost reply is not superseded
+    if not (state == 'done' and redis.call('HGET', job, 'ended_by') == run) then superseded[#superseded+1] = i end
+  elseif seq > next_seq or seq < first_seq then
+    gaps[#gaps+1] = i -- Redis has lost earlier events of this run, for example in a failover
+  elseif seq == next_seq then -- else the event was written before
+    local event = append_event(options, job, id, seq, data)
+    if class == 'terminal' then
+      end_job(options, job, id, run, is_dead == '1', event)
+      for context = first_context, at - 2, 2 do
+        redis.call('SETEX', CONTEXT .. ARGV[context], options.result_ttl_s, ARGV[context+1])
+      end
+      local holder = redis.call('HGET', job, 'holder')
+      if stored ~= '' then
+        store_state(RESULT .. id, stored, expires)
+        if holder == token then drop_holder(job, id) end
+        settle(job, id)
+      elseif not holder and redis.call('HEXISTS', job, 'stored') == 1 then
+        settle(job, id) -- after a revoke or a time limit, Celery has already stored the end
+      else
+        if result ~= '' then redis.call('HSET', job, 'result', result) end
+        redis.call('ZADD', DUE, stamp(clock() + options.settle_s), id) -- the worker settles the job before, or else the reaper does
+      end
+    elseif class == 'start' or (class == 'progress' and found[4] ~= '0') then -- the first event of an attempt
+      if class == 'progress' then redis.call('HSET', job, 'failures', 0) end
+      redis.call('ZREM', WAITING .. redis.call('HGET', job, 'queue'), id)
+      redis.call('ZADD', RUNNING, stamp(clock()), id)
+    end
+  end
+end
+return {superseded, gaps}
+
+--@ hand_back
+-- Ends an attempt so that another worker continues the job. This is not a failure. The script `requeue` returns the message.
+-- KEYS: entry. ARGV: id, run. Returns 1 if the attempt was the current one.
+local job = KEYS[1]
+local id, run = unpack(ARGV)
+local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'priority', 'submitted_at', 'failures')
+local current_run, state, queue, priority, submitted_at, failures = unpack(found, 1, 6)
+if current_run ~= run or state ~= 'running' then return 0 end
+redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 0)
+if tonumber(failures or 0) > 0 then redis.call('HINCRBY', job, 'failures', -1) end -- else the attempt has generated a token
+redis.call('ZREM', RUNNING, id)
+wait_in_queue(id, queue, tonumber(priority), tonumber(submitted_at))
+return 1
+
+--@ end_unknown
+-- Writes the last event of a job without an entry, unless its journal already has a last event.
+-- KEYS: entry, journal. ARGV: field of an event, TTL of the journal in seconds, channel, the event's JSON after the `seq`.
+-- Returns 1 if the event was written.
+local job, journal = unpack(KEYS)
+local field, ttl_s, channel, data = unpack(ARGV)
+if redis.call('EXISTS', job) == 1 then return 0 end
+local last, seq = redis.call('XREVRANGE', journal, '+', '-', 'COUNT', 1)[1], 0
+if last then
+  local kind = string.match(last[2][2], '^{"seq":%d+,"type":"(%a+)"')
+  if kind == 'done' or kind == 'error' then return 0 end
+  seq = tonumber(string.match(last[1], '^%d+')) -- ids of entries start at 1
+end
+local event = '{"seq":' .. seq .. ',' .. data
+redis.call('XADD', journal, (seq + 1) .. '-0', field, event)
+redis.call('EXPIRE', journal, ttl_s)
+redis.call('PUBLISH', channel, event)
+announce_end(string.sub(journal, #JOURNAL + 1), event)
+return 1
+
+--@ store_result
+-- Stores a state for Celery. The entry of the job records its final state.
+-- KEYS: result, entry. ARGV: value, TTL in seconds or '', the state if it is final or ''.
+-- Returns 0 if a success was stored before.
+local result, job = unpack(KEYS)
+local value, expires, last_state = unpack(ARGV)
+local is_new = store_state(result, value, expires)
+if is_new and last_state ~= '' and redis.call('EXISTS', job) == 1 then redis.call('HSET', job, 'stored', last_state) end
+return is_new and 1 or 0
+
+--@ settle
+-- Records that Celery has the end of a job, and that the next steps of its canvas have been sent. KEYS: entry. ARGV: id.
+local job, id = KEYS[1], ARGV[1]
+if redis.call('HGET', job, 'state') == 'done' then settle(job, id) end
+return 1
+
+--@ claim_due
+-- Claims jobs that are due. No other reaper gets them within the given time. If this reaper dies, they are due again afterwards.
+-- ARGV: maximum number of jobs, seconds. Returns their ids, each followed by the state of the job. The state is 'held' if the job
+-- has ended and a worker still holds its message, because this worker settles it.
+local max_jobs, claim_s = ARGV[1], tonumber(ARGV[2])
+local MAX_WAIT_S = 3600 -- between two attempts to settle a job
+local claimed = {}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', DUE, '-inf', stamp(clock()), 'LIMIT', 0, max_jobs)) do
+  local state = redis.call('HGET', JOB .. id, 'state')
+  if not state then
+    redis.call('ZREM', DUE, id) -- the entry was evicted or deleted
+  else
+    local wait_s = claim_s
+    if state == 'done' and redis.call('ZSCORE', LEASES, id) then
+      state = 'held'
+    elseif state == 'done' then -- sending the next steps may have failed, so retry with growing pauses
+      wait_s = math.min(MAX_WAIT_S, claim_s * 2 ^ (redis.call('HINCRBY', JOB .. id, 'num_settlings', 1) - 1))
+    end
+    redis.call('ZADD', DUE, stamp(clock() + wait_s), id)
+    claimed[#claimed+1] = id
+    claimed[#claimed+1] = state
+  end
+end
+return claimed
+
+--@ suspects
+-- Finds the jobs of a queue and priority whose message may be lost. No worker holds it, and it is missing before the first
+-- message that was never delivered, where the order of the queue requires it. The cost does not depend on the number of jobs.
+-- Messages at the head are removed if their job has ended. A message without an entry stays, because a worker reports the error
+-- to its sender.
+-- KEYS: list of messages, waiting jobs. ARGV: priority, seconds after which the order of the queue applies to a job, maximum
+-- number of messages at the head, maximum number of jobs, score of the job to continue with or ''.
+-- Returns the score of the last checked job if there may be more jobs or else '', then the ids.
+local list, waiting = unpack(KEYS)
+local priority, settled_s, max_heads, max_jobs, after = unpack(ARGV)
+priority, settled_s, max_heads, max_jobs = tonumber(priority), tonumber(settled_s), tonumber(max_heads), tonumber(max_jobs)
+local MAX_REMOVED = 2000 -- messages, which takes a few milliseconds
+
+for _ = 1, MAX_REMOVED do
+  local message = redis.call('LINDEX', list, -1)
+  local id = message and id_of(message)
+  if not id or not string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) then break end
+  local found = redis.call('HMGET', JOB .. id, 'state', 'settled')
+  if not found[1] or not found[2] then break end
+  redis.call('RPOP', list)
+  redis.call('ZREM', waiting, id)
+end
+
+local low, high = priority * WEIGHT, priority * WEIGHT + clock() - settled_s
+if #redis.call('ZRANGEBYSCORE', waiting, stamp(low), stamp(high), 'LIMIT', 0, 1) == 0 then return {''} end
+local at_head, first, at = {}, nil, 1
+while not first do
+  local message = redis.call('LINDEX', list, -at)
+  if not message then break end
+  if at > max_heads then return {''} end -- too many messages were returned to the head
+  local id = id_of(message)
+  if id then
+    at_head[id] = true
+    local found = redis.call('HMGET', JOB .. id, 'submitted_at', 'returned')
+    if found[1] and not found[2] then first = tonumber(found[1]) end
+  end
+  at = at + 1
+end
+if first then high = math.min(high, priority * WEIGHT + first - settled_s) end
+local from = after == '' and stamp(low) or after
+local old = redis.call('ZRANGEBYSCORE', waiting, from, stamp(high), 'WITHSCORES', 'LIMIT', 0, max_jobs)
+local found = {#old == 2 * max_jobs and old[#old] or ''}
+for i = 1, #old, 2 do
+  if not at_head[old[i]] and not redis.call('ZSCORE', LEASES, old[i]) then found[#found+1] = old[i] end
+end
+return found
+
+--@ missing
+-- Queues a job again if its message was neither in its queue nor held for a whole period, because Redis has lost it.
+-- KEYS: entry, cancel. ARGV: id, period in seconds, the key of the set that contains the job. Returns 1 if it was queued again.
+local job, cancel = unpack(KEYS)
+local id, period_s, set = unpack(ARGV)
+local now, state = clock(), redis.call('HGET', job, 'state')
+if not state or state == 'done' then -- ended, evicted or deleted: nothing to queue again
+  redis.call('ZREM', set, id)
+  redis.call('ZREM', RUNNING, id)
+  redis.call('ZREM', MISSING, id)
+  return 0
+end
+if redis.call('ZSCORE', LEASES, id) then return 0 end
+local since = redis.call('ZSCORE', MISSING, id)
+if not since then
+  redis.call('ZADD', MISSING, stamp(now), id)
+  return 0
+end
+if now - tonumber(since) < tonumber(period_s) then return 0 end
+redis.call('ZREM', MISSING, id)
+return requeue(job, cancel, id) and 1 or 0
+
+--@ replace_field
+-- Replaces a field of a hash, unless its value has changed.
+-- KEYS: hash. ARGV: field, expected value or '', new value. Returns 0 if the value has changed.
+local hash = KEYS[1]
+local field, before, value = unpack(ARGV)
+if (redis.call('HGET', hash, field) or '') ~= before then return 0 end
+redis.call('HSET', hash, field, value)
+return 1
