@@ -186,7 +186,7 @@ def test_ids_that_could_name_lists_of_other_queues_are_refused(model_id: str) ->
     ],
 )
 def test_prefill_refuses_what_would_not_be_read(given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidJob, match="one of the two must be given: prompt, or messages"):
+    with pytest.raises(InvalidJob, match="give either prompt, or messages"):
         parse_job(PrefillJob, (), (), {"model": "m", **given})
 
 
