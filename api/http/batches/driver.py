@@ -27,8 +27,7 @@ from cellama.api.http.files.store import blocks_of, download, make_directory, wr
 from cellama.api.openai.answers import failure_of
 from cellama.config import Settings
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.connections import connect
-from cellama.tasks.connection.connections import redis_time
+from cellama.tasks.connection.connections import connect, redis_time
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobError, RedisRefused, RedisUnreachable
 from cellama.tasks.jobs import app_at
