@@ -39,7 +39,7 @@ Stack = tuple[int, Frame | None]
 
 
 class WorkBudget:
-    """The remaining work of a request, in stacks to examine. Its sequences share it."""
+    """The remaining work of a request, in parse steps: stacks to examine. Its sequences share it."""
 
     def __init__(self, remaining: int = limits.GRAMMAR_WORK) -> None:
         self.remaining = remaining
@@ -49,7 +49,7 @@ class WorkBudget:
         self.remaining -= num_stacks
         if self.remaining < 0:
             raise GrammarFailed(
-                f"the grammar is too ambiguous: more than {limits.GRAMMAR_WORK} parse stacks were examined, and "
+                f"the grammar is too ambiguous: more than {limits.GRAMMAR_WORK} parse steps were needed, and "
                 f"{limits.GRAMMAR_WORK_PER_TOKEN} more per token; write it so that each text can be parsed in few ways"
             )
 

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from cellama.config import limits
 
-from .automaton import WorkBudget
+from .automaton import Automaton, WorkBudget
 from .matcher import Matcher, MatcherTokens, SharedGrammar
+from .program import compile_grammar
 from .schema import prepare_schema
-from .token_grammar import Automata, TokenBytes, TokenGrammar
+from .token_grammar import TokenBytes, TokenGrammar
+
+_MAX_AUTOMATA_BYTES = 32 << 20  # of all cached automata; the most recently used one always stays
 
 
 class Constraint(Protocol):
@@ -60,7 +63,7 @@ class CompiledGrammar(NamedTuple):
 
 
 class _CachedGrammar(NamedTuple):
-    grammar: SharedGrammar
+    grammar: SharedGrammar | Automaton
     warnings: tuple[str, ...]
 
 
@@ -88,10 +91,6 @@ class Grammars:
         return TokenBytes(self._pieces, self._ends)
 
     @functools.cached_property
-    def _automata(self) -> Automata:
-        return Automata(self.tokens)
-
-    @functools.cached_property
     def _matcher_tokens(self) -> MatcherTokens:
         return MatcherTokens(self._pieces, self._controls, self._ends, self._tokenize)
 
@@ -101,11 +100,11 @@ class Grammars:
         `visible` are control tokens whose text belongs to the output. GBNF matches their text, and Lark refers to them
         by name.
         """
-        if spec.kind == "grammar":
-            automaton, work = self._automata.get(spec.text, spec.root), WorkBudget()
-            return CompiledGrammar(lambda: TokenGrammar(automaton, self.tokens, work, visible))
-        cached = self._compiled(spec)
-        return CompiledGrammar(lambda: Matcher(cached.grammar), cached.warnings)
+        grammar, warnings = self._compiled(spec)
+        if isinstance(grammar, Automaton):
+            work = WorkBudget()
+            return CompiledGrammar(lambda: TokenGrammar(grammar, self.tokens, work, visible))
+        return CompiledGrammar(lambda: Matcher(grammar), warnings)
 
     def _compiled(self, spec: GrammarSpec) -> _CachedGrammar:
         with self._lock:
@@ -116,11 +115,24 @@ class Grammars:
             self._cache.move_to_end(spec)
             if len(self._cache) > limits.MAX_COMPILED_GRAMMARS:
                 self._cache.popitem(last=False)
+            self._evict_automata()
         return cached
+
+    def _evict_automata(self) -> None:
+        """Drop the least recently used automata if all need too much memory. They grow while they are used."""
+        automata = {spec: each.grammar for spec, each in self._cache.items() if isinstance(each.grammar, Automaton)}
+        num_bytes = sum(automaton.num_bytes for automaton in automata.values())
+        for spec, automaton in list(automata.items())[:-1]:
+            if num_bytes <= _MAX_AUTOMATA_BYTES:
+                break
+            num_bytes -= automaton.num_bytes
+            del self._cache[spec]
 
     def _make(self, spec: GrammarSpec) -> _CachedGrammar:
         if spec.kind == "json_schema":
             return self._from_schema(spec)
+        if spec.kind == "grammar":
+            return _CachedGrammar(Automaton(compile_grammar(spec.text, spec.root)), ())
         if spec.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(spec.text)
         else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -12,14 +10,11 @@ from numpy.typing import NDArray
 from cellama.engine.errors import GrammarFailed
 
 from .automaton import Automaton, WorkBudget
-from .program import compile_grammar
 
 Ids = NDArray[np.int64]
 Allowed = NDArray[np.bool_]
 _MAX_MASKS = 64  # cached per automaton
 _MAX_SINGLE_TOKENS = 8  # this number of tokens is faster to check one by one
-_MAX_AUTOMATA = 16  # cached per vocabulary
-_MAX_CACHED_BYTES = 32 << 20  # of all cached automata; the most recently used one always stays
 
 
 class TokenBytes:
@@ -132,37 +127,3 @@ class TokenGrammar:
             allowed[active[ended]] = True
             active, states = active[~ended], states[~ended]
         return allowed
-
-
-class Automata:
-    """The recently used automata of one vocabulary.
-
-    Safe from any thread, but only the engine thread may use an automaton.
-    """
-
-    def __init__(self, tokens: TokenBytes) -> None:
-        self.tokens = tokens
-        self._automata: OrderedDict[tuple[str, str], Automaton] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, text: str, root: str) -> Automaton:
-        """Return the automaton of a grammar. Raises InvalidRequest if the grammar is invalid."""
-        key = (text, root)
-        with self._lock:
-            found = self._automata.get(key)
-        automaton = found or Automaton(compile_grammar(text, root))
-        with self._lock:
-            automaton = self._automata.setdefault(key, automaton)
-            self._automata.move_to_end(key)
-            self._evict()
-        return automaton
-
-    def _evict(self) -> None:
-        """Drop the least recently used automata. Their sizes are checked here because automata grow while in use."""
-        while len(self._automata) > 1 and (len(self._automata) > _MAX_AUTOMATA or self.num_bytes > _MAX_CACHED_BYTES):
-            self._automata.popitem(last=False)
-
-    @property
-    def num_bytes(self) -> int:
-        """The approximate size of all cached automata, without their masks."""
-        return sum(automaton.num_bytes for automaton in self._automata.values())

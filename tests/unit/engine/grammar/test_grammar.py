@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar import automaton as grammar_module, token_grammar
+from cellama.engine.grammar import automaton as grammar_module
 from cellama.engine.grammar.automaton import Automaton, WorkBudget
 from cellama.engine.grammar.program import compile_grammar, utf8_sequences
-from cellama.engine.grammar.token_grammar import Automata, TokenBytes, TokenGrammar
+from cellama.engine.grammar.token_grammar import TokenBytes, TokenGrammar
 
 END, CONTROL = 0, 1
 PIECES = [b"", b"", b"a", b"aa", b"ab", b"b", b'"', b"\xc3", b"\xa9", "é".encode(), b"\0", b"1", b"aaaaaaaaaaaaaaaa"]
@@ -168,7 +168,7 @@ def test_ambiguous_grammar_fails_instead_of_hanging(text: str) -> None:
             assert grammar.allows(EVERY)[2]
             grammar.accept(2)
 
-    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ parse stacks .* write it so that"):
+    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ parse (steps|stacks) .* write it so that"):
         generate()
 
 
@@ -228,15 +228,6 @@ def test_request_fails_when_its_text_does_not_follow_the_grammar() -> None:
         grammar.accept(2)
 
 
-def test_recently_used_automata_are_cached() -> None:
-    automata = Automata(TokenBytes(PIECES, frozenset({END})))
-    first = automata.get('root ::= "a"', "root")
-    assert automata.get('root ::= "a"', "root") is first
-    for number in range(20):
-        automata.get(f'root ::= "{number}"', "root")
-    assert automata.get('root ::= "a"', "root") is not first
-
-
 def test_automaton_drops_its_states_when_frames_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_BYTES", 100_000)
     automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b adds a frame
@@ -248,17 +239,3 @@ def test_automaton_drops_its_states_when_frames_need_too_much_memory(monkeypatch
         max_bytes = max(max_bytes, automaton.num_bytes)
     assert automaton.generation is not generation
     assert max_bytes < 110_000
-
-
-def test_automata_are_evicted_when_they_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    automata = Automata(TokenBytes(PIECES, frozenset({END})))
-    first = automata.get('root ::= "b" root "a" | "a"', "root")
-    second = automata.get('root ::= "a"', "root")
-    monkeypatch.setattr(token_grammar, "_MAX_CACHED_BYTES", automata.num_bytes)
-    assert automata.get('root ::= "a"', "root") is second
-    used = TokenGrammar(first, TOKENS, WorkBudget())
-    for _ in range(200):
-        used.accept(5)
-    assert automata.get('root ::= "a"', "root") is second  # the first has grown, so it is evicted
-    assert automata.num_bytes == second.num_bytes
-    assert automata.get('root ::= "b" root "a" | "a"', "root") is not first

@@ -12,8 +12,11 @@ from llguidance import LLMatcher
 
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
+from cellama.engine.grammar import grammars as grammars_module
+from cellama.engine.grammar.automaton import Automaton, WorkBudget
 from cellama.engine.grammar.grammars import CompiledGrammar, Constraint, Grammars, GrammarSpec
 from cellama.engine.grammar.matcher import Matcher, SharedGrammar
+from cellama.engine.grammar.token_grammar import TokenGrammar
 
 WORDS = [b'{"', b'": ', b'"a"', b"tru", b"true", b", ", b"12", b"\0", b"\xe2\x82", "€uro".encode()]
 PIECES = [bytes([byte]) for byte in range(256)] + WORDS + [b"", b"", b""]
@@ -163,7 +166,8 @@ def test_recently_used_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> N
     grammars.compile(first)
     assert compiled_specs == [first]
     for number in range(limits.MAX_COMPILED_GRAMMARS):
-        grammars.compile(GrammarSpec("regex", str(number)))
+        kind, text = ("grammar", f'root ::= "{number}"') if number % 2 else ("regex", str(number))
+        grammars.compile(GrammarSpec(kind, text))
     grammars.compile(first)
     assert compiled_specs.count(first) == 2
 
@@ -188,3 +192,28 @@ def test_other_texts_of_a_grammar_continue_when_the_shared_lexer_has_failed() ->
     assert shared.copy()[1] == lexer + 1
     assert allowed(waiting) >= {ord('"')}
     assert {ord("a"), ord("b")} <= allowed(after(LONG[:60], Matcher(shared)))
+
+
+def test_automata_are_evicted_when_they_need_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = grammars_of()
+    nested, plain, schema = (
+        GrammarSpec("grammar", 'root ::= "b" root "a" | "a"'),
+        GrammarSpec("grammar", 'root ::= "a"'),
+        GrammarSpec("json_schema", '{"type": "null"}'),
+    )
+    for spec in (schema, nested, plain):
+        grammars.compile(spec)
+    nested_automaton, plain_automaton = automata_of(grammars)
+    monkeypatch.setattr(grammars_module, "_MAX_AUTOMATA_BYTES", nested_automaton.num_bytes + plain_automaton.num_bytes)
+    grammars.compile(plain)
+    assert automata_of(grammars) == [nested_automaton, plain_automaton]
+    grammar = TokenGrammar(nested_automaton, grammars.tokens, WorkBudget())
+    for _ in range(200):
+        grammar.accept(ord("b"))
+    grammars.compile(plain)
+    assert automata_of(grammars) == [plain_automaton]
+    assert schema in grammars._cache
+
+
+def automata_of(grammars: Grammars) -> list[Automaton]:
+    return [each.grammar for each in grammars._cache.values() if isinstance(each.grammar, Automaton)]
