@@ -74,7 +74,7 @@ def test_delay_fails_without_retries_of_kombu_when_redis_is_unreachable(monkeypa
 
 
 def test_client_rejects_an_invalid_url() -> None:
-    with pytest.raises(ValueError, match=r"url is 'http://localhost'"):
+    with pytest.raises(ValueError, match=r"url: 'http://localhost'"):
         Client("http://localhost")
 
 
