@@ -146,7 +146,7 @@ def test_explicit_queue_of_a_step_is_kept(users: Any, redis_client: Redis) -> No
 def test_step_without_a_queue_is_rejected_before_anything_is_queued(worker: WorkerProcess) -> None:
     with Celery("strict", broker=app.conf.broker_url, set_as_current=False) as strict:
         strict.conf.update(task_create_missing_queues=False, task_routes={"strict.*": {"queue": "nowhere"}})
-        with pytest.raises(InvalidJob, match=r"step strict\.next: Queue 'nowhere' missing from task_queues; name"):
+        with pytest.raises(InvalidJob, match=r"step strict\.next: Queue 'nowhere' missing from task_queues; set"):
             generate.apply_async(("tiny", STORY), SHORT, link=strict.signature("strict.next"))
 
 
