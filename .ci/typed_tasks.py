@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Write what follows from the modules in tasks/contract/kinds and from `ModelSettings`.
+"""Write what follows from the modules in tasks/contract/kinds, from `ModelSettings` and from engine/snapshots.py.
 
 The table of kinds is `tasks/contract/all_kinds.py`. The tasks as type checkers see them are `tasks/typed_tasks.py`, and
-`cellama.tasks` and `cellama.api` export their names. The options of a model are `config/model_options.py`.
+`cellama.tasks` and `cellama.api` export their names. The options of a model are `config/model_options.py`, and
+the snapshots as JSON are `tasks/contract/shapes/snapshots.py`.
 
 With `--check` the script writes nothing, and fails if a file would change.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -16,7 +18,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -25,10 +27,13 @@ from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).parents[1]
 # `cellama.tasks` imports files that this script writes. They may not match the kinds, so only the contract is imported.
-sys.modules["cellama.tasks"] = types.ModuleType("cellama.tasks")
-sys.modules["cellama.tasks"].__path__ = [str(ROOT / "tasks")]
+# Of the engine, only the snapshots are imported.
+for package_name in ("tasks", "engine"):
+    sys.modules[f"cellama.{package_name}"] = types.ModuleType(f"cellama.{package_name}")
+    sys.modules[f"cellama.{package_name}"].__path__ = [str(ROOT / package_name)]
 
 from cellama.config.settings import AdapterSettings, AutoInt, CacheType, Capability, ModelSettings  # noqa: E402
+from cellama.engine import snapshots  # noqa: E402
 from cellama.tasks.contract import kinds as package  # noqa: E402
 from cellama.tasks.contract.kinds import Kind  # noqa: E402
 from cellama.tasks.contract.payloads import Payload, TypedAs  # noqa: E402
@@ -77,6 +82,18 @@ class ModelOptions(TypedDict, total=False):
     """The settings of a model except `id`, `source` and `default`. None lets cellama choose the value."""
 '''
 
+SNAPSHOTS_HEADER = '''"""The snapshots of engines, embedders and models, as JSON objects.
+
+.ci/typed_tasks.py writes this file from engine/snapshots.py, which explains the fields. Do not edit it; run the script.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+'''
+
 ALL_HEADER = '''"""All kinds of jobs, and the union of their results.
 
 .ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
@@ -96,6 +113,7 @@ def main() -> int:
     texts = {
         ROOT / "tasks/contract/all_kinds.py": all_kinds(every),
         ROOT / "config/model_options.py": model_options(),
+        ROOT / "tasks/contract/shapes/snapshots.py": snapshot_shapes(),
         ROOT / "tasks/typed_tasks.py": "\n\n".join([HEADER, *parts(kinds), all_of([*shapes, *types_of_tasks, *tasks])]),
         ROOT / "tasks/__init__.py": exporting(ROOT / "tasks/__init__.py", ".typed_tasks", [*shapes, *tasks]),
         ROOT / "api/__init__.py": exporting(ROOT / "api/__init__.py", "cellama.tasks.typed_tasks", shapes),
@@ -153,6 +171,32 @@ def option_type(annotation: Any) -> str:
     if annotation is AdapterSettings:
         return "str | Mapping[str, object]"
     return "object" if annotation is JsonValue else source(annotation)
+
+
+def snapshot_shapes() -> str:
+    """Return the source of a TypedDict for each class of snapshots that workers report."""
+    shapes = {
+        "DraftTotals": snapshots.SourceDrafts,
+        "EngineState": snapshots.EngineSnapshot,
+        "EmbedderState": snapshots.EmbedderSnapshot,
+        "Totals": snapshots.ManagerSnapshot,
+    }
+    parts = [SNAPSHOTS_HEADER, f"Phase = {source(snapshots.Phase)}"]
+    for shape, snapshot in shapes.items():
+        hints = get_type_hints(snapshot)
+        summary = (snapshot.__doc__ or "").split("\n\n")[0].split(". ")[0].rstrip(".")
+        lines = [f"    {each.name}: {snapshot_type(hints[each.name])}" for each in dataclasses.fields(snapshot)]
+        parts.append("\n".join([f"class {shape}(TypedDict):", f'    """{summary}."""', "", *lines]))
+    return "\n\n".join(parts)
+
+
+def snapshot_type(annotation: Any) -> str:
+    """Return the type of a snapshot's field, as source text."""
+    if annotation == snapshots.Phase:
+        return "Phase"
+    if get_origin(annotation) is Mapping:
+        return "dict[str, DraftTotals]"
+    return source(annotation)
 
 
 def module_of(kind: Kind) -> str:

@@ -35,15 +35,13 @@ from .contract.events import (
 )
 from .contract.shapes.parameters import ChatMessage, Tool
 from .contract.shapes.results import AssistantMessage, Timings, ToolCall, Usage
+from .contract.shapes.snapshots import EmbedderState, EngineState, Totals
 from .contract.shapes.workers import (
     AdapterView,
     CachedPrefix,
     CacheHit,
-    EmbedderState,
-    EngineState,
     MemoryView,
     ModelView,
-    Totals,
     WantedThing,
     WorkerAdapter,
     WorkerCores,

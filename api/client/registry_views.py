@@ -9,13 +9,12 @@ from typing_extensions import TypedDict
 
 from cellama.tasks.contract.errors import UnknownWorker
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL
+from cellama.tasks.contract.shapes.snapshots import Phase, Totals
 from cellama.tasks.contract.shapes.workers import (
     LoadFailure,
     MemoryView,
     ModelMemory,
     ModelView,
-    Phase,
-    Totals,
     WorkerModel,
 )
 from cellama.tasks.estimates.position import Waiting

@@ -22,10 +22,10 @@ from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import redis_time, seconds_of
 from cellama.tasks.connection.redis_waits import RedisLoop
 from cellama.tasks.contract.keys import reaper_key, workers_key
+from cellama.tasks.contract.shapes.snapshots import Totals
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
     LoadFailure,
-    Totals,
     WantedThing,
     WorkerCores,
     WorkerMemory,

@@ -65,7 +65,7 @@ def test_signed_reasoning_can_be_sent_back_and_a_changed_one_cannot(client: Clie
     changed = [*FRANCE, {**message, "reasoning": "Nothing."}]
     elsewhere = [{"role": "user", "content": "What is the capital of Norway?"}, message]
     for turns in (changed, elsewhere, [{"role": "system", "content": "Be brief."}, *FRANCE, message]):
-        with pytest.raises(JobFailed, match="not that of its reasoning after the messages before it"):
+        with pytest.raises(JobFailed, match="does not match the reasoning, the messages before it"):
             client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)
 
 

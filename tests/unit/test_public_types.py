@@ -16,7 +16,7 @@ import cellama.api
 import cellama.config
 import cellama.engine
 import cellama.tasks
-from cellama.engine import AdapterInfo, Device, EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelInfo
+from cellama.engine import AdapterInfo, Device, ModelInfo
 from cellama.engine.memory.budget import MemoryUse
 from cellama.engine.models.manager import ModelEntry
 from cellama.engine.system.core_sharing import CoreSharing
@@ -26,9 +26,6 @@ from cellama.tasks.state.registry import describe
 
 PUBLIC = [cellama.api, cellama.config, cellama.tasks]
 TWINS = [
-    (EngineSnapshot, shapes.EngineState),
-    (EmbedderSnapshot, shapes.EmbedderState),
-    (ManagerSnapshot, shapes.Totals),
     (MemoryUse, shapes.DeviceUse),
     (AdapterInfo, shapes.WorkerAdapter),
     (Device, shapes.WorkerDevice),

@@ -13,103 +13,12 @@ from typing_extensions import TypedDict
 from cellama.config.settings import Capability, OnFull
 
 from .results import CacheHitKind, CacheTier
+from .snapshots import EmbedderState, EngineState
 
 # stopped: its process exits soon; lacking: no worker that must have the model could load it
 ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
 WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is loaded, and must be unloaded
-Phase = Literal["idle", "prefilling", "generating", "stopped"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
-
-
-class DraftTotals(TypedDict):  # as cellama.engine.snapshots.DraftCount
-    drafted: int  # draft tokens of a source
-    accepted: int  # draft tokens that were accepted
-    drafts: int  # drafts
-
-
-class CacheState(TypedDict):
-    """The caches of an engine, or of several engines together."""
-
-    kv_used_tokens: int
-    kv_cached_tokens: int
-    kv_total_tokens: int
-    ram_states: int
-    ram_used_bytes: int
-    ram_saves: int
-    ram_evictions: int
-    disk_loads: int
-    disk_late: int
-    disk_misses: int
-    disk_saves: int
-    disk_drops: int
-    disk_evictions: int
-    disk_read_bytes: int
-    disk_written_bytes: int
-    preemptions: int
-    cache_hits: int
-    cache_hits_slot: int
-    cache_hits_copy: int
-    cache_hits_ram: int
-    cache_hits_disk: int
-    cache_misses: int
-
-
-class EngineState(CacheState):
-    """The state of an engine, as cellama.engine.EngineSnapshot; docs/reference/status.md explains each count."""
-
-    disk_used_bytes: int
-    disk_quota_bytes: int
-    phase: Phase
-    strategy_failures: int
-    slots_total: int
-    slots_prefilling: int
-    slots_decoding: int
-    requests_running: int
-    requests_waiting: int
-    steps: int
-    mixed_steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    drafts: dict[str, DraftTotals]
-    requests_finished: int
-    requests_failed: int
-    prompt_rate: float
-    generation_rate: float
-    mean_slot_s: float
-
-
-class EmbedderState(TypedDict):
-    """The state of an embedder, as cellama.engine.EmbedderSnapshot; docs/reference/status.md explains each count."""
-
-    phase: Phase
-    requests_running: int
-    requests_waiting: int
-    texts_waiting: int
-    steps: int
-    texts: int
-    prompt_tokens: int
-    requests_finished: int
-    requests_failed: int
-    prompt_rate: float
-
-
-class Totals(CacheState):
-    """Sums over the models of one or all workers, as cellama.engine.ManagerSnapshot."""
-
-    phase: Phase
-    models: int
-    slots_total: int
-    slots_busy: int
-    requests_running: int
-    requests_waiting: int
-    requests_finished: int
-    requests_failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    prompt_rate: float
-    generation_rate: float
 
 
 class LoadFailure(TypedDict):
