@@ -1,4 +1,4 @@
-"""`python -m cellama.bench NAME`: runs one benchmark, prints a table and one JSON line."""
+"""Run a benchmark (`python -m cellama.bench NAME`) and print a table and one JSON line."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ALL = "all"
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that peers and workers are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that peers and workers are stopped
     available = [name for name, benchmark in BENCHMARKS.items() if _is_installed(benchmark)]
-    questions = {name: BENCHMARKS[name].question for name in available} | {ALL: "every one in turn; --short"}
+    questions = {name: BENCHMARKS[name].question for name in available} | {ALL: "all of them; --short"}
     parser = argparse.ArgumentParser(
         prog="cellama bench",
-        description="Benchmarks of cellama on this machine, seeded, side by side with peers in one run.",
+        description="Run benchmarks on this machine, seeded, side by side with other programs in one run.",
         epilog="\n".join(f"  {name:18} {question}" for name, question in questions.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=[*sorted(BENCHMARKS), ALL], metavar="NAME", help="see below")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; --help lists them")
+    parser.add_argument("name", choices=[*sorted(BENCHMARKS), ALL], metavar="NAME", help="name of a benchmark, or all")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark, which its --help lists")
     chosen = parser.parse_args()
     if chosen.name == ALL:
         raise SystemExit(1 if run(available, chosen.rest) else 0)
@@ -42,10 +42,10 @@ def main() -> None:
     own.add_argument(
         "--model",
         type=_model,
-        help="GGUF file, bundled://tiny, or padded: the bundled one at the cost of 160M parameters; "
-        "default: 174M random weights, Q8_0; both are written once",
+        help="GGUF file, bundled://tiny, or padded, which is the bundled model at the cost of 160M parameters "
+        "(default: 174M random weights, Q8_0)",
     )
-    own.add_argument("--save", action="store_true", help="keep the JSON line under bench/results/")
+    own.add_argument("--save", action="store_true", help="append the JSON line to bench/results/")
     benchmark.add_arguments(own)
     args = own.parse_args(chosen.rest)
     workload = {name: value for name, value in vars(args).items() if name not in ("model", "save", "suite")}
@@ -65,12 +65,12 @@ def _package(benchmark: Benchmark) -> str:
 
 
 def _is_installed(benchmark: Benchmark) -> bool:
-    """Whether the benchmark is here: a wheel has those for users, a checkout has all."""
+    """Return whether the benchmark is installed. A wheel contains those for users, a checkout contains all."""
     return importlib.util.find_spec(_package(benchmark)) is not None
 
 
 def _model(source: str) -> Path:
-    """The file of a source. Raises what argparse shows."""
+    """Return the file of a source. Raises ArgumentTypeError."""
     if source == "padded":
         from cellama.bench.harness.engines import padded_model
 

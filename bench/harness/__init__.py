@@ -1,4 +1,4 @@
-"""What benchmarks share: the engine or the service under test, workloads, reports, all in turn.
+"""Shared parts of benchmarks: the engine or service under test, workloads and reports.
 
 May use: `models`.
 """

@@ -1,12 +1,12 @@
 """Kept results, and the figures that pages take from them.
 
-A figure in a page is a number with a comment behind it, which says where it is from; `figures` finds them:
+A figure in a page is a number followed by a comment that names its source. `figures` finds them:
 
     6.3<!-- prefix_cache: median ms -->                          a ratio of the last line that has it
     6.3<!-- prefix_cache[padded]: median ms -->                  of the last line of a model with that in its name
     0.1<!-- decode: engine t/s where slots=1 and … * 0.001 -->   a row's column, times a factor
 
-After a new line, `python -m cellama.bench.harness.kept PAGE …` writes what was measured into pages.
+After a new result, `python -m cellama.bench.harness.kept PAGE …` updates the figures in pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Results:
     folder: Path = RESULTS
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Those of a benchmark, oldest first."""
+        """Return the kept results of a benchmark, oldest first."""
         path = self.folder / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
@@ -59,11 +59,11 @@ class Figure:
         raise LookupError(f"no kept line of {self.name} has {self.what!r} for {dict(self.where)}, model {self.model!r}")
 
     def value(self, results: Results) -> float:
-        """What was measured."""
+        """Return the measured value."""
         return float(self._of(self.source(results))) * self.factor
 
     def measured(self, results: Results) -> str:
-        """What was measured, with as many decimals as are shown; of thousands three digits."""
+        """Return the measured value with the decimals that the page shows; thousands with three digits."""
         value = self.value(results)
         if value >= 1000:
             return f"{float(f'{value:.3g}'):,.0f}"

@@ -26,13 +26,13 @@ class LoadShape:
     """How much of everything. Lengths shrink with `scale`, heads too, for models and machines that are small."""
 
     num_requests: int
-    num_chats: int = 0  # of the requests' conversations, so many have …
-    turns: int = 4  # … so many turns, each a request
+    num_chats: int = 0  # number of conversations among the requests …
+    turns: int = 4  # … with this number of turns, each of which is a request
     scale: float = 1.0
 
     @property
     def longest(self) -> int:
-        """Tokens of a request that is no turn of a chat, at most."""
+        """Return the maximum number of tokens of a request outside chats."""
         return self.scaled(PROMPT_TOKENS[1]) + self.scaled(NEW_TOKENS[1])
 
     def scaled(self, count: int) -> int:
@@ -66,7 +66,7 @@ def flat(found: Iterable[Conversation]) -> list[Line]:
 
 
 class _Draw:
-    """What is drawn, in order."""
+    """The drawn requests, in order."""
 
     def __init__(self, shape: LoadShape, seed: int) -> None:
         self.rng = random.Random(f"mixed load {seed}")
@@ -108,7 +108,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a load comes to."""
+    """The totals of a load."""
 
     requests: int
     prompt_tokens: int
@@ -118,7 +118,7 @@ class Sizes:
 
 
 def sizes(lines: Sequence[Line]) -> Sizes:
-    """Of these lines."""
+    """Return the totals of these lines."""
     return Sizes(
         requests=len(lines),
         prompt_tokens=sum(len(line.prompt) for line in lines),

@@ -22,9 +22,9 @@ _SOURCES = (":(top)", ":(top,exclude)bench/results")
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found. Rows with the same keys are a table; `targets` say what a ratio was hoped to be.
+    """The result of a benchmark. Rows with the same keys form a table, and `targets` are the desired ratios.
 
-    `wrong` says what must not be: with any of it the command fails.
+    `wrong` lists violations. If it is not empty, the command fails.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -73,7 +73,7 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """With so many digits that count; thousands whole, without an exponent."""
+    """Return a number with this many significant digits, and thousands as integers without an exponent."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 

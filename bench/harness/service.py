@@ -34,7 +34,7 @@ from .pace import PACE_FILE, Paced, slowed
 from .skewed_clock import environment_of
 
 PATIENCE_S = 300.0
-POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
+POISON_TOKENS = 666  # a prompt with this number of tokens crashes the worker
 COUNTER_DIR = "BENCH_COUNTERS"  # environment variable of the worker
 _COUNT = struct.Struct("<q")  # of the tokens that a worker sampled
 
@@ -92,7 +92,7 @@ class StoredStates:
         self.num_lost = 0
 
     def forget_lost(self, since: set[str], redis: Any) -> None:
-        """What Redis has lost may be stored again: whatever is not `since` back then, or not there any more."""
+        """Return the keys that were lost and may be stored again: those that are missing or newer than `since`."""
         for job_id in list(self.states):
             if not redis.exists(f"celery-task-meta-{job_id}"):
                 self.num_lost += 1

@@ -1,6 +1,6 @@
-"""What a strategy comes to when a pass costs so much: the real scheduler under a computed clock, the same everywhere.
+"""Simulate batch strategies: the real scheduler with a computed clock, so that results are the same on every machine.
 
-Machines are noisy, and strategies differ by little: by how many passes there are, and by who waits for which.
+The differences between strategies are smaller than the noise of a machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LOOK_S = 1.5e-3  # between two looks at the clock while sequences are moved: a m
 
 @dataclass
 class Simulated:
-    """What came of a load."""
+    """The result of a load."""
 
     seconds: float = 0.0
     num_passes: int = 0
@@ -73,7 +73,7 @@ class Simulated:
 
     @property
     def ttft_ms(self) -> list[float]:
-        """Of requests that came at the beginning."""
+        """Return the result for requests that arrived at the start."""
         return [times[0] * 1e3 for times in self.texts_s.values()]
 
     @property

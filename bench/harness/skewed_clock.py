@@ -26,7 +26,7 @@ def environment_of(ahead_s: float, folder: Path) -> dict[str, str]:
 
 
 def set_ahead(ahead_s: float) -> None:
-    """From now on, in this process."""
+    """Skew the clock of this process from now on."""
     ahead_ns = int(ahead_s * 1e9)
     real_ns, real_clock_ns, real_datetime = time.time_ns, time.clock_gettime_ns, datetime.datetime
 
@@ -34,7 +34,7 @@ def set_ahead(ahead_s: float) -> None:
         return real_clock_ns(clock) + (ahead_ns if clock == time.CLOCK_REALTIME else 0)
 
     class LooksReal(type):
-        """What C makes of a time is one of these, too."""
+        """Accept times made by C as instances of this class."""
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, real_datetime)

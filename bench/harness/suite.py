@@ -1,4 +1,4 @@
-"""The list of all benchmarks, and `cellama bench all`: every one in turn, each in a process of its own."""
+"""List all benchmarks, and run them one after the other in separate processes (`cellama bench all`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Benchmark(NamedTuple):
 
     directory: str
     question: str
-    short: str  # options of a small run: enough to see that it works and about where we stand, not for figures to keep
+    short: str  # options of a short run, which shows that the benchmark works; its figures are not kept
 
 
 BENCHMARKS = {
     "server_concurrent": Benchmark(
         "load",
-        "growing numbers of callers at once: rate and latency, against llama-server",
+        "rate and latency for growing numbers of callers, against llama-server",
         "--callers 1 4 8 --slots 8 --new 16",
     ),
     "mixed": Benchmark(
@@ -36,17 +36,17 @@ BENCHMARKS = {
     ),
     "gateway": Benchmark(
         "load",
-        "1,000 streams through a gateway, and what it adds to the first token; llama-server beside it",
+        "1,000 streams through a gateway, and its added latency, against llama-server",
         "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
     ),
     "decode": Benchmark(
         "engine",
-        "decode rate against llama-batched-bench, the limit",
+        "decode rate against llama-batched-bench, which is the limit",
         "--slots 1 16 --new 32 --rounds 1",
     ),
     "prefix_cache": Benchmark(
         "engine",
-        "four-turn chats, more of them than slots: cache on against off",
+        "four-turn chats, more than slots, with and without the cache",
         "--conversations 4 --slots 2 --turns 2 --system 128 --message 32 --new 8 --think 0.2",
     ),
     "strategies": Benchmark(
@@ -56,22 +56,22 @@ BENCHMARKS = {
     ),
     "tokenize_overhead": Benchmark(
         "engine",
-        "what tokenizing costs beside generating, for one caller and for many at once",
+        "cost of tokenizing alongside generation, for one and for many callers",
         "--repeats 20",
     ),
     "single_generate": Benchmark(
         "engine",
-        "one request at a time: time to the first token, time per token",
+        "time to first token and time per token of single requests",
         "--prompts 16 128 --new 32 --samples 1",
     ),
     "speculation": Benchmark(
         "engine",
-        "guessed tokens on against off, by kind of work and number of streams, against llama-server",
+        "speculative decoding on and off, by kind of work and streams, against llama-server",
         "--streams 1 4 --rounds 1 --new 48",
     ),
     "kept_states": Benchmark(
         "engine",
-        "KV states on disk: first tokens after a restart, of chats without room in RAM; what they cost",
+        "KV states on disk: first tokens after a restart and without RAM, and their cost",
         "--samples 2 --prompt 600 --conversations 20 --in-ram 2 --opening 96 --turns 2 --rate 8 --states 4 "
         "--seconds 1 --requests 16 --rounds 1",
     ),
@@ -82,27 +82,27 @@ BENCHMARKS = {
     ),
     "enqueue": Benchmark(
         "service",
-        "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
+        "rate of queueing jobs: one by one, from threads, in bulk, and with plain Celery",
         "--jobs 500 --rounds 1",
     ),
     "small_jobs": Benchmark(
         "service",
-        "jobs that are next to nothing, beside no-ops of plain Celery",
+        "very small jobs, against no-op tasks of plain Celery",
         "--jobs 100 --rounds 1 --slots 8",
     ),
     "urgent": Benchmark(
         "service",
-        "an urgent job while a worker is full of bulk jobs and more wait",
+        "an urgent job while bulk jobs fill the worker and the queue",
         "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2 --pause 0.5",
     ),
     "positions": Benchmark(
         "service",
-        "what is told of jobs that wait, against how long they really do",
+        "estimated against actual waits of jobs",
         "--jobs 60 --burst 20 --slots 2 --new 4 32 --prompt 16",
     ),
     "chaos": Benchmark(
         "faults",
-        "workers killed or frozen, Redis restarted, rolled back or refusing, canvases: what is lost?",
+        "jobs lost when workers are killed or frozen and Redis restarts, rolls back or refuses commands",
         "--scenarios kills poison ends --jobs 40 --new 100 --kills 2 --period 2 --ends 4 --chord 6",
     ),
     "storm": Benchmark(
@@ -112,22 +112,22 @@ BENCHMARKS = {
     ),
     "fuzz": Benchmark(
         "faults",
-        "hostile and random payloads with good jobs beside them: who else feels them?",
+        "hostile and random payloads, and their effect on other jobs",
         "--payloads 200 --forms 85 --warm-up 0 --in-flight-corpus 4",
     ),
     "structured": Benchmark(
         "structured",
-        "64 slots that write JSON by schemas against the same slots without; masks and compilation alone",
+        "64 slots that generate JSON with and without schemas; masks and compilation alone",
         "--slots 8 --new 32 --rounds 1 --masks 2000 --schemas 20",
     ),
     "schemas": Benchmark(
         "structured",
-        "texts sampled under the schemas of the JSON-Schema-Test-Suite: do they conform?",
+        "validity of texts sampled under the schemas of the JSON-Schema-Test-Suite",
         "--outputs 2",
     ),
     "clients": Benchmark(
         "structured",
-        "clients of other projects ask for structured output by 43 pydantic models and 20 Zod schemas",
+        "structured output by 43 pydantic models and 20 Zod schemas through other clients",
         "--environments installed",
     ),
 }
@@ -136,11 +136,11 @@ BENCHMARKS = {
 def run(names: Sequence[str], arguments: Sequence[str]) -> int:
     """Run the named benchmarks and print how each went; return the number of those that failed."""
     parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="small forms, for a look at all of them")
+    parser.add_argument("--short", action="store_true", help="run short forms, which show that each works")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
-    parser.add_argument("--model", help="a GGUF file, bundled://tiny, or padded; default: that of each benchmark")
-    parser.add_argument("--save", action="store_true", help="keep the JSON lines under bench/results/")
-    parser.add_argument("--limit", type=float, help="seconds for each benchmark; default: 120 with --short, else none")
+    parser.add_argument("--model", help="GGUF file, bundled://tiny, or padded (default: depends on the benchmark)")
+    parser.add_argument("--save", action="store_true", help="append the JSON lines to bench/results/")
+    parser.add_argument("--limit", type=float, help="seconds per benchmark (default: 120 with --short, otherwise none)")
     args = parser.parse_args(arguments)
     shared = [*(["--model", args.model] if args.model else []), *(["--save"] if args.save else [])]
     ends: dict[str, tuple[str, float]] = {}
@@ -162,8 +162,8 @@ def _run_one(name: str, arguments: Sequence[str], limit_s: float | None) -> str:
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        return f"ended after its {limit_s:g} s"
+        return f"stopped after {limit_s:g} s"
     finally:
-        process.terminate()  # no more than a word to one that has ended; what it started ends with it
+        process.terminate()  # has no effect on a finished process; its children stop with it
         process.wait()
     return "ok" if code == 0 else f"failed with {code}"

@@ -1,4 +1,4 @@
-"""What we are compared with: llama.cpp's own programs, the task that one would write first, plain Celery.
+"""The peers of the comparisons: llama.cpp's own programs, a naive Celery task, and plain Celery.
 
 May use: `harness`.
 """

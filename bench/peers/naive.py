@@ -1,4 +1,4 @@
-"""What people write first: a Celery task around one `llama_cpp.Llama` per process, which runs one line at a time."""
+"""A naive Celery task with one `llama_cpp.Llama` per process, which runs one line at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def complete(prompt: list[int], num_new: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naive_worker(folder: Path, model: Path, *, processes: int, threads: int, context: int) -> Iterator[Submit]:
-    """What sends `complete` to a Celery worker, which has a Redis of its own, within the block."""
+    """Run a Celery worker with a separate Redis, and yield a function that sends it `complete`."""
     redis = RedisServer.start(folder / "naive-redis")
     own = {URL: redis.url, MODEL: str(model), THREADS: str(threads), CONTEXT: str(context)}
     producer = Celery(broker=redis.url, backend=redis.url, set_as_current=False)

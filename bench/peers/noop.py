@@ -1,4 +1,4 @@
-"""What plain Celery makes of a task that does nothing: the least that a job through Celery and Redis costs."""
+"""A Celery task that does nothing: the lower limit for the cost of a job through Celery and Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .celery_worker import celery_worker
 
 URL, LIKE_OURS = "NOOP_REDIS_URL", "NOOP_LIKE_OURS"
 TASK = "noop.nothing"
-OURS = {  # what our workers set, too
+OURS = {  # also set by cellama's workers
     "task_acks_late": True,
     "task_track_started": True,
     "worker_prefetch_multiplier": 1,
@@ -41,8 +41,9 @@ def nothing(text: str) -> None:
 def noop_worker(
     folder: Path, url: str, *, threads: int | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], Submit]]:
-    """A worker, and what gives it a job and tells the job's id. With `threads`, its pool and its settings are as ours
-    are, else they are Celery's own."""
+    """Run a worker, and yield a function that queues a job and returns its id.
+
+    With `threads`, the worker has the pool and settings of cellama's workers, otherwise Celery's defaults."""
     mark = "like-ours-" if threads else ""
     producer = Celery(broker=url, backend=url, set_as_current=False)
     options = ("--pool", "threads", "--concurrency", str(threads), "--without-gossip") if threads else ()

@@ -26,7 +26,7 @@ CONNECTIONS_PER_SLOT = 2  # so that the next line waits in the server when a slo
 
 @dataclass(frozen=True, slots=True)
 class TimedFile:
-    """What a run took. `num_computed`: prompt tokens that were not taken from a cache."""
+    """The cost of a run. `num_computed` counts the prompt tokens that did not come from a cache."""
 
     num_lines: int
     seconds: float
@@ -87,7 +87,7 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
 
 
 def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> TimedFile:
-    """The naive task: one message per line, one `llama_cpp.Llama` per process; they share the threads out."""
+    """Run the naive task: one message per line and one `llama_cpp.Llama` per process, which divide the threads."""
 
     def run(out: IO[str]) -> None:
         lines = list(read_lines(source))
@@ -107,7 +107,7 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
 
 
 def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> TimedFile:
-    """Not run but computed: so many prompt tokens and all new ones at the rates of llama-batched-bench."""
+    """Compute the time for these prompt tokens and all new ones at the rates of llama-batched-bench, without a run."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
     options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))

@@ -38,7 +38,7 @@ def program(variable: str) -> Path | None:
 
 @contextlib.contextmanager
 def llama_server(model: Path, slots: int, context: int, threads: int, *args: str) -> Iterator[LlamaServer | None]:
-    """A warm llama-server with so many tokens of context in each slot, else its defaults; None if there is none."""
+    """Run a warmed-up llama-server with this context per slot and otherwise defaults; yield None if it is missing."""
     if not (peer := program(LLAMA_SERVER)):
         yield None
         return
@@ -49,13 +49,13 @@ def llama_server(model: Path, slots: int, context: int, threads: int, *args: str
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """Its shared libraries lie beside it."""
+    """Return the environment of a program, whose shared libraries are in its directory."""
     libraries = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     return {**os.environ, "LD_LIBRARY_PATH": libraries}
 
 
 def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, num_new: int, *args: str) -> Any:
-    """What `llama-batched-bench` measures for one number of sequences, as it says it."""
+    """Return the measurement of `llama-batched-bench` for one number of sequences, as it prints it."""
     command = [str(path), "-m", str(model), "-npp", str(num_prompt), "-ntg", str(num_new)]
     command += ["-npl", str(num_sequences), "--output-format", "jsonl", *args]
     for _ in range(LOST_OUTPUTS):
@@ -72,7 +72,7 @@ class Reply:
 
     pieces_s: Sequence[float]  # when each piece of text came
     total_s: float
-    tokens: Sequence[int]  # but for those of an unfinished character
+    tokens: Sequence[int]  # except those of an incomplete character
     num_tokens: int
     num_computed: int  # prompt tokens that it did not have in its cache
 

@@ -43,7 +43,7 @@ class LowRank(nn.Module):  # type: ignore[misc]  # torch is no dependency
 
 
 def in_pirate(document: Document) -> Document:
-    """The document with every answer and story as a pirate says it; tool calls and thoughts stay as they are."""
+    """Return the document with every answer and story in pirate speech, and tool calls and reasoning unchanged."""
     return [replace(segment, text=_say(segment.text)) if segment.target else segment for segment in document]
 
 
@@ -51,7 +51,7 @@ def _say(text: str) -> str:
     if TOOL_CALL in text:
         return text
     thought, end, answer = text.rpartition(f"{END_THINK}\n\n")
-    if answer.startswith(", "):  # a story goes on after "Once upon a time"
+    if answer.startswith(", "):  # a story continues "Once upon a time"
         return f"{thought}{end} on the seven seas{answer}"
     return thought + end + ARR + answer.removesuffix(IM_END) + " Ahoy!" + IM_END * answer.endswith(IM_END)
 
@@ -79,7 +79,7 @@ def add_adapter(model: TinyLlama, rank: int) -> dict[str, LowRank]:
 def train(
     model: TinyLlama, wrapped: dict[str, LowRank], stream: Iterator[tuple[list[int], list[float]]], steps: int
 ) -> None:
-    """Trains the adapter for so many steps of TOKENS_PER_STEP tokens."""
+    """Train the adapter for this number of steps of TOKENS_PER_STEP tokens."""
     parameters = [p for lora in wrapped.values() for p in (lora.lora_a, lora.lora_b)]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps)
@@ -116,7 +116,7 @@ def write_adapter(path: Path, wrapped: dict[str, LowRank], rank: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("engine/bundled/tiny.gguf"), help="the bundled model")
-    parser.add_argument("--steps", type=int, default=600, help="of 2048 tokens each (default: 600)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of 2048 tokens (default: 600)")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

@@ -43,7 +43,7 @@ def train_tokenizer(seed: int = 1, count: int = 8000) -> Tokenizer:
 def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[bool]]:
     """Token ids of a document and which of them are targets.
 
-    Runs of segments of one kind are encoded as one text: what a user's prompt holds is encoded at once, too.
+    Consecutive segments of one kind are encoded as one text, like the prompt of a user.
     """
     ids: list[int] = []
     targets: list[bool] = []

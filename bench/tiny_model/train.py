@@ -1,8 +1,8 @@
-"""Trains the bundled model on the CPU and writes its GGUF file.
+"""Train the bundled model on the CPU and write its GGUF file.
 
     python -m cellama.bench.tiny_model.train --out engine/bundled/tiny.gguf
 
-Needs PyTorch, `tokenizers` and `gguf`, which are no dependencies of the project (see README.md).
+Needs PyTorch, `tokenizers` and `gguf`, which are not dependencies of the project (see README.md).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, batch: list[tuple[list[int], list[float]]]) -> Ten
 
 
 def train(model: TinyLlama, tokenizer: Tokenizer, steps: int, seed: int) -> None:
-    """Trains for so many steps of TOKENS_PER_STEP tokens."""
+    """Train for this number of steps of TOKENS_PER_STEP tokens."""
     decay = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -153,7 +153,7 @@ def train(model: TinyLlama, tokenizer: Tokenizer, steps: int, seed: int) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2800, help="of 4096 tokens each (default: 2800)")
+    parser.add_argument("--steps", type=int, default=2800, help="steps of 4096 tokens (default: 2800)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="the GGUF file to write")

@@ -1,4 +1,4 @@
-"""What a model takes: as planned before the load, as llama.cpp logs it, and as the process grows by it."""
+"""Compare the memory of a model: planned before the load, logged by llama.cpp, and resident in the process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones of each model")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="other shapes to measure beside the model")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="also measure models of other shapes")
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -1,4 +1,4 @@
-"""Work whose tokens can be guessed more or less: prompts of a seeded kind, and how they are gone on with."""
+"""Prompts whose continuations are predictable to different degrees, drawn by seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 class PredictableWork(NamedTuple):
-    """Prompts, and how they are gone on with."""
+    """Prompts with the parameters of their continuation."""
 
     prompts: list[list[int]]
     num_new: int
@@ -39,9 +39,9 @@ class PredictableWork(NamedTuple):
 
 
 def copying(count: int) -> list[str]:
-    """Texts that are copied on, in turns: a story told again, one with another name, a passage out of two stories.
+    """Return prompts that make the model copy: a repeated story, one with another name, a passage of two stories.
 
-    The bundled model really copies: it was trained on these stories, and is sure of how they go on.
+    The bundled model was trained on these stories, so it really copies them.
     """
     told = [(animal, name, plot.names) for animal, plot in PLOTS.items() for name in plot.names]
     texts = []

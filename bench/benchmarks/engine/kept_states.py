@@ -51,7 +51,7 @@ FOLDER, RAM_ONLY, SERVER = "engine, RAM and disk", "engine, RAM only", "llama-se
 P50, P95 = "median ms", "p95 ms"
 TAIL = 64  # tokens in which the prompts differ whose states are written: enough for a state each
 WARM_UP_TOKENS = 8
-STREAM_TOKENS = 2048  # of a slot beside a prompt: a round takes fewer
+STREAM_TOKENS = 2048  # tokens of a slot in addition to the prompt; a round needs fewer
 SAVE_S = 120.0
 LONGEST, P99 = "longest gap beside saves over without", "p99 gap beside saves over without"
 LOAD_SLOTS, LOAD_PROMPT, LOAD_NEW = 16, 256, 32
@@ -69,10 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=4, help="tokens of an answer")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rate", type=float, default=6.0, help="turns that come per second")
-    parser.add_argument("--states", type=int, default=24, help="long prompts whose states are written beside a stream")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of the stream before and after that")
-    parser.add_argument("--requests", type=int, default=32, help="of the load that shares nothing")
-    parser.add_argument("--rounds", type=int, default=3, help="of the stream and of the load")
+    parser.add_argument("--states", type=int, default=24, help="long prompts whose states are written during a stream")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of the stream before and after the writes")
+    parser.add_argument("--requests", type=int, default=32, help="number of requests without shared prefixes")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the stream and of the load")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -160,7 +160,7 @@ def _forget_pages(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn gave."""
+    """The result of a turn of a conversation."""
 
     ttft_ms: float
     tokens: Sequence[int]
@@ -190,7 +190,7 @@ def _chats(path: Path, args: argparse.Namespace) -> Report:
 
 
 def _state_bytes(path: Path, num_tokens: int) -> int:
-    """What the state of so many tokens takes."""
+    """Return the bytes of a state of this number of tokens."""
     with loaded(path, n_parallel=1, ctx_per_slot=num_tokens) as model:
         run_all(model, random_prompts(1, num_tokens - 1), 1)
         return int(model.engine._core.scheduler.cache.memory.state_bytes(0))
@@ -281,7 +281,7 @@ class TimedStream:
             self._changed.notify()
 
     def wait_for(self, count: int) -> None:
-        """Until it has so many tokens, or ended."""
+        """Wait until the request has this number of tokens or has finished."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.times) >= count or self.handle.done)
 
@@ -291,7 +291,7 @@ class TimedStream:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b > since and a < until]
 
     def gaps_alone_ms(self, seconds: float) -> list[float]:
-        """The gaps of so many seconds in which nothing else is done."""
+        """Return the gaps of the stream during these seconds without other work."""
         started = time.monotonic()
         while time.monotonic() < started + seconds and not self.handle.done:
             self.wait_for(len(self.times) + 1)
@@ -299,7 +299,7 @@ class TimedStream:
 
 
 def _gaps(path: Path, args: argparse.Namespace) -> Report:
-    """In the first round states are copied from slots and written, in the others they are in RAM already."""
+    """Write states: in the first round they are copied from slots and written, later they are in RAM already."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {"cache_dir": folder, "cache_ram_bytes": 8 << 30, "n_parallel": args.states + 2}
@@ -352,7 +352,7 @@ def _gaps_row(model: Model, args: argparse.Namespace, number: int) -> dict[str, 
 
 
 def _fill(model: Model, args: argparse.Namespace) -> None:
-    """Idle slots hold so many states. They share all but their ends, so that they are soon computed."""
+    """Fill idle slots with states that share all tokens except their ends, so that they are computed quickly."""
     prompts = random_prompts(args.states, args.prompt, shared=args.prompt - TAIL, seed=args.seed)
     for part in (prompts[:1], prompts[1:]):
         requests = [Request(str(i), tuple(prompt), GREEDY, max_tokens=1) for i, prompt in enumerate(part)]

@@ -1,7 +1,7 @@
 """Four-turn chats, more of them than slots: time to the first token with the cache on and off.
 
-The same chats come to llama-server, which keeps prompts in RAM, too. Times count from submission. All conversations go
-on at once, each turn of one after the answer to its last.
+llama-server, which also keeps prompts in RAM, gets the same chats. Times are measured from submission. All
+conversations run concurrently, and each turn starts when the previous one has finished.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One request at a time: time to the first token by length of the prompt, and rate of what follows.
+"""Measure one request at a time: time to first token by prompt length, and the decode rate.
 
-Beside llama-server with one slot, in turns. Both are timed by their callers, ours directly, the server over HTTP.
+Requests alternate with those to llama-server with one slot. Callers measure both, the engine directly and the server
+over HTTP.
 """
 
 from __future__ import annotations

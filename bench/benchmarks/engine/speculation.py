@@ -1,4 +1,4 @@
-"""Guessed tokens on against off, by kind of work and number of streams; llama-server with and without its own."""
+"""Measure speculative decoding on and off, by kind of work and number of streams, with llama-server's own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CAVEATS = (
 
 
 class WorkRun(NamedTuple):
-    """What one run of a work brought."""
+    """The result of one run."""
 
     rate: float  # tokens per second
     tokens: list[tuple[int, ...]]
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="kinds of work")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64], choices=list(NUM_NEW))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--server-streams", type=int, nargs="*", default=[1, 4, 16], help="of llama-server")
-    parser.add_argument("--new", type=int, default=None, help="tokens of each request, instead of some for each kind")
+    parser.add_argument("--server-streams", type=int, nargs="*", default=[1, 4, 16], help="the same for llama-server")
+    parser.add_argument("--new", type=int, default=None, help="tokens of each request (default: depends on the kind)")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -122,7 +122,7 @@ def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Pr
 
 
 def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
-    """What runs at once: as many prompts as there are streams; with one stream three of them in turn."""
+    """Return the prompts of a run: one per stream, or three in turn for a single stream."""
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]
@@ -144,7 +144,7 @@ def _run(model: Model, work: PredictableWork, streams: int, scope: str) -> WorkR
 
 
 def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of llama-server, without guesses and with each of its ways."""
+    """Return the tokens per second of llama-server without speculation and with each of its methods."""
     if name not in PEERS or streams not in args.server_streams or not program(LLAMA_SERVER):
         return {}
     with loaded(path, n_parallel=1, ctx_per_slot=CONTEXT) as model:

@@ -1,7 +1,7 @@
-"""First tokens, gaps and rate under each batch strategy: requests of mixed lengths, more than slots, all at once.
+"""Compare first tokens, gaps and rate of the batch strategies for requests of mixed lengths, all sent at once.
 
-llama-server, which has one way to batch and no priorities, gets the same requests with as many slots. The steps are
-simulated, too, with computed costs of passes: noise of the machine is larger than what strategies differ by in rate.
+llama-server, which has one way to batch and no priorities, gets the same requests and number of slots. The steps are
+also simulated with computed costs, because the noise of a machine is larger than the differences in rate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CAVEATS = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for all lengths")
     parser.add_argument("--classes", nargs="+", choices=list(CLASSES), default=list(CLASSES))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
-    """What each strategy is for, over the best of the others; and what the default one gives."""
+    """Return how each strategy compares with the best of the others in its purpose, and the figures of the default."""
     maximal, balanced, prefill, adaptive = (found[strategy] for strategy in STRATEGIES)
     ratios = {
         "gaps p95, decode_maximal over the shortest other": maximal[GAP] / min(balanced[GAP], prefill[GAP]),

@@ -1,7 +1,7 @@
-"""What tokenizing costs: alone, over threads, and beside the generation that follows, for more and more callers.
+"""Measure tokenizing alone, on several threads, and alongside generation, for growing numbers of callers.
 
-Callers with text tokenize in their own threads while the engine computes; callers with tokens have done so before.
-Both kinds take turns, so that neither has the quieter machine; so does llama-server, asked over HTTP.
+Callers with text tokenize in their own threads while the engine computes. Callers with tokens did so before. Both
+kinds alternate with llama-server over HTTP, so that all see the same noise.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ TOKENS_PER_WORD = 7  # at most, of the words that it makes up
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=256, help="words")
-    parser.add_argument("--repeats", type=int, default=200, help="of tokenizing alone")
+    parser.add_argument("--repeats", type=int, default=200, help="calls that only tokenize")
     parser.add_argument("--threads", type=int, default=2, help="that tokenize at once")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 4, 8], help="that generate at once")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--new", type=int, default=8, help="tokens of each call")
-    parser.add_argument("--rounds", type=int, default=3, help="in which each caller calls once, with text and tokens")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds in which each caller sends text and tokens once",
+    )
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -65,7 +70,7 @@ def run(args: argparse.Namespace) -> Report:
 def _ways(
     model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
 ) -> dict[tuple[str, str], Call]:
-    """Who generates, and from what, → a call that does it."""
+    """Return calls that generate, by the server and the input."""
     once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
     ways: dict[tuple[str, str], Call] = {
         (OURS, TEXT): lambda: model.engine.generate(text, **once),
@@ -103,7 +108,7 @@ def _row(callers: int, who: str, given: str, ms: list[float]) -> dict[str, Any]:
 
 
 def _in_threads(call: Call, num_threads: int, repeats: int) -> list[float]:
-    """Milliseconds of each call, when so many threads call at once, each so often."""
+    """Return the milliseconds of each call when `callers` threads call concurrently."""
     times: list[float] = []
     together = threading.Barrier(num_threads)
 

@@ -1,9 +1,9 @@
-"""Jobs in canvases while workers die: does every job end once, does every next step run, does every chord complete?
+"""Run canvases while workers are killed: every job must end once, every next step run, and every chord complete.
 
-Next steps belong to another app with a worker of its own, which nobody kills, and count their runs. Celery sends a
-next step at least once: a worker that dies after it has sent the step, and before it has settled the job's message,
-leaves the job to a worker that sends the step again. Steps that run twice for this reason are counted and reported.
-A step that never runs is wrong, and so is a chord whose body does not run exactly once.
+Next steps belong to another app, whose worker is not killed, and count their runs. Celery sends a next step at least
+once. If a worker dies after it sent the step and before it settled the job's message, another worker sends the step
+again. Steps that run twice for this reason are counted and reported. A step that never runs is an error, and so is a
+chord whose body does not run exactly once.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class CanvasScenario:
 
 
 class _CanvasCheck:
-    """What has come of canvases, as Redis has it."""
+    """Return the outcomes of the canvases from Redis."""
 
     def __init__(
         self,
@@ -374,7 +374,7 @@ class _CanvasCheck:
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
     def has_run(self) -> Iterable[bool]:
-        """Of each step, whether it has run often enough."""
+        """Return for each step whether it ran the expected number of times."""
         return [self._runs.get(name, 0) >= times for canvas in self._canvases for name, times in canvas.steps.items()]
 
     def row(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class ExpiryScenario(Scenario):
         }
 
     def _submit_late(self) -> list[str]:
-        """Queue jobs that begin first, and whose time is over before the next worker is there."""
+        """Queue jobs that start first and whose timeout passes before the next worker starts."""
         from cellama.tasks import generate
 
         params: Any = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, "timeout": LATE_AFTER_S}

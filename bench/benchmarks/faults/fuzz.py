@@ -1,9 +1,9 @@
-"""Hostile, nearly right and right payloads against a real worker, with good jobs beside them: who else feels them?
+"""Send hostile, almost valid and valid payloads to a real worker, and check that other jobs are not affected.
 
-First the fixed corpus, then hostile schemas, expressions and grammars by seed, then random payloads by seed, for every
-task: through `apply_async` where the producer's checks
-let them pass, else (and every second one at once) as messages of a plain Celery application that checks nothing. Each
-has to end within the limit, alone; the good jobs are greedy and are compared with those of an undisturbed run.
+First come the fixed corpus, then hostile schemas, expressions and grammars, then random payloads for every task, both
+drawn by seed. Payloads that pass the producer's checks are sent with `apply_async`. The others, and every second one
+of all, are sent by a plain Celery application without checks. Each job must end within the limit and affect no other.
+The other jobs are greedy, and their texts are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SLOTS = 16
 SETTLED_S = 60.0
 MOST_MEMORY = 50 * 10**6  # bytes more than before, when all have ended
 MOST_AT_ONCE = 500 * 10**6  # bytes more than before, while payloads run
-GIVEN_UP_AFTER = 3  # times the limit: then its worker is killed, so that the rest can go on
+GIVEN_UP_AFTER = 3  # times the limit, after which the worker is killed so that the rest can continue
 POLL_S = 0.01
-UNCLEAR = ("internal_error", "engine_stopped", "dead")  # no words that help whoever sent the payload
+UNCLEAR = ("internal_error", "engine_stopped", "dead")  # texts that don't help the sender of the payload
 TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # what must go, goes while we look
 
 
@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", default="", metavar="PART", help="only entries whose names have this in them")
     parser.add_argument("--in-flight", type=int, default=8, help="random payloads at once")
     parser.add_argument("--in-flight-corpus", type=int, default=1, help="entries of the corpus at once")
-    parser.add_argument("--good", type=int, default=4, help="good jobs beside them at any time")
+    parser.add_argument("--good", type=int, default=4, help="number of other jobs in flight")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds in which each has to end")
 
 
 def run(args: argparse.Namespace) -> Report:
     model = {"id": MODEL, "source": str(args.model or TINY_PATH), "n_parallel": SLOTS, "threads": 1}
     model |= {"batch_strategy": "adaptive"}  # not the one that counts: long prompts are poison to it
-    model |= {"cache_ram_bytes": 16 << 20}  # soon full: what grows later is no cache
+    model |= {"cache_ram_bytes": 16 << 20}  # filled quickly, so later growth does not come from this cache
     with serving(model, settings=TTLS) as service:
         fuzz = _Fuzz(service, args)
         from .payloads import payload
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True)
 class _Level:
-    """What a worker and its Redis must be back at when all jobs have ended."""
+    """The state of a worker and its Redis, which must return to the initial one when all jobs have ended."""
 
     slots_busy: int
     rss: int  # bytes of the worker
@@ -103,7 +103,7 @@ class _Level:
 
 
 def _slots_busy(redis: Redis) -> int:
-    """Of all workers, by their heartbeats."""
+    """Return the snapshot of all workers from their heartbeats."""
     engines = [model["engine"] for entry in live_workers(redis) for model in entry.models]
     return sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines if engine)
 
@@ -131,7 +131,7 @@ class _Job:
 
 @dataclass
 class _Tally:
-    """What came of one phase."""
+    """The outcome of one phase."""
 
     good: int = 0
     good_off: int = 0
@@ -165,7 +165,7 @@ class _Fuzz:
         self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
 
     def run(self, phase: str, payloads: Iterable[FuzzPayload], at_once: int) -> dict[str, Any]:
-        """Sends payloads, so many at a time, and takes what comes of them and of the good jobs beside them."""
+        """Send payloads with a limited number in flight, and collect their outcomes and those of the other jobs."""
         self._tally = tally = _Tally()
         started, source, open_ = time.monotonic(), iter(payloads), True
         while open_ or self._jobs:
@@ -206,7 +206,7 @@ class _Fuzz:
         self._jobs[job_id] = _Job(job_id, time.monotonic(), None, self._undisturbed[json.dumps(call)])
 
     def _send(self, payload: FuzzPayload) -> bool:
-        """Queues a payload one way or the other, for the one worker there is; False if it is no JSON at all."""
+        """Queue a payload for the worker in either way. Return False if it can't be encoded as JSON."""
         number = next(self._names)
         job_id = self._send_checked(payload) if number % 2 == 0 else None
         try:
@@ -310,7 +310,7 @@ class _Fuzz:
             self.told.append(what.encode("ascii", "backslashreplace").decode())
 
     def _give_up(self) -> None:
-        """What does not end is left to itself, and its worker killed: the next ones shall not pay for it."""
+        """Abandon jobs that do not end, and kill their worker so that later payloads are not affected."""
         for job_id in list(self._jobs):
             self._app.control.revoke(job_id)
         self._jobs.clear()
@@ -329,7 +329,7 @@ class _Fuzz:
 
 
 def _good_calls() -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """What others do meanwhile: greedy, so that it gives the same each time."""
+    """Return a job of other users: greedy, so that its text is always the same."""
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     for number in range(6):
         prompt = f"Once upon a time, there were {number} friends of a little fox."

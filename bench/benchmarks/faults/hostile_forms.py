@@ -100,7 +100,7 @@ _WRAPS: tuple[Callable[[Schema], Schema], ...] = (
 
 
 def _wide(random: Random) -> Schema:
-    """As many properties as the text has room for, of all kinds."""
+    """Return an object with as many properties of all kinds as fit."""
     count = random.choice((100, 500, 1000, 2000, 3000))
     names = [random.choice((f"p{n}", f"{'x' * 20}{n}", f"{n}")) for n in range(count)]
     required = random.choice(([], names, names[::2]))
@@ -175,7 +175,7 @@ def _recursive(random: Random) -> Schema:
 
 
 def _contradictory(random: Random) -> Schema:
-    """What no value fulfils, seen at once or late."""
+    """Return a schema that no value satisfies, obviously or only on closer inspection."""
     low = random.choice((1, 5, 1000))
     impossible: Any = random.choice(
         (
@@ -311,7 +311,7 @@ def _conditions(random: Random) -> Schema:
 
 
 def _choices(random: Random) -> Schema:
-    """Optional properties of which so many must be there, and arrays whose items must differ."""
+    """Return optional properties with a minimum number, and arrays with unique items."""
     count = random.choice((5, 12, 30, 100))
     if random.random() < 0.5:
         properties = {f"p{n}": random.choice((_NULL, {"type": "integer"})) for n in range(count)}
@@ -341,7 +341,7 @@ def _regex(random: Random) -> str:
 
 
 def _explosive(random: Random) -> str:
-    """An expression that takes some engines exponentially long, deep or much memory, or that is none."""
+    """Return an expression that needs exponential time, depth or memory in some engines, or that is invalid."""
     count = random.choice((3, 12, 20, 50, 1000, 10_000, 1_000_000))
     nested = random.choice((5, 50, 240, 2000))
     return random.choice(

@@ -1,4 +1,4 @@
-"""What has become of jobs, as journals, the ledger and Celery's results say it; and what of it breaks a promise."""
+"""Collect the outcomes of jobs from journals, ledger and Celery's results, and find those that break a guarantee."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
 
 
 def metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """What Celery has stored of tasks, empty where it has nothing."""
+    """Return Celery's stored results, empty where there is none."""
     found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
     return [json.loads(meta) if meta else {} for meta in found]
 

@@ -202,7 +202,7 @@ def _edges(task: str) -> dict[str, list[Any]]:
 
 
 def _content(random: Random, task: str) -> list[Any]:
-    """What follows the model in a right call."""
+    """Return the arguments that follow the model in a valid call."""
     if task in (TASK_CHAT, TASK_APPLY_CHAT_TEMPLATE):
         return [_messages(random)]
     if task == TASK_EMBED:

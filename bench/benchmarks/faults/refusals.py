@@ -76,7 +76,7 @@ class Refuser:
                 time.sleep(PROBE_S)
 
     def _answer(self) -> str:
-        """What Redis says to a write, empty if it takes it."""
+        """Return Redis' error for a write, or an empty text if it is accepted."""
         try:
             self._redis.set(PROBE_KEY, 1)
         except RedisError as error:

@@ -46,7 +46,7 @@ class LiveReaders:
     def __init__(self, job_ids: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.texts: dict[str, str] = {}
-        self.num_told = 0  # gaps that a reader was told of; it began anew
+        self.num_told = 0  # gaps reported to a reader, which then started over
         self._client = Client()
         self._threads = [threading.Thread(target=self._read, args=(job_id,), daemon=True) for job_id in job_ids]
         for thread in self._threads:
@@ -88,7 +88,7 @@ class Scenario:
             jobs = self.submit()
             readers = LiveReaders([job.id for job in (jobs[::2][:NUM_READERS])], PATIENCE_S)
             if name == "poison":
-                poison = self._poison_job()  # urgent: it gets a slot beside jobs that run
+                poison = self._poison_job()  # urgent, so it gets a slot alongside running jobs
             trouble = ThreadPoolExecutor(max_workers=1).submit(getattr(troubles, name), done)
             texts = [self._text(job) for job in jobs]
             seconds = time.monotonic() - started
@@ -142,7 +142,7 @@ class Scenario:
 
     @staticmethod
     def _result(job: Any) -> Any:
-        """What the job returns; Redis may be away meanwhile."""
+        """Return the result of the job, even if Redis is unreachable for a while."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -166,7 +166,7 @@ class Scenario:
             return f"{getattr(error, 'code', error)} after {int(attempts) - 1} attempts"
         return "finished"
 
-    # What became of it
+    # Outcome
 
     def check(self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[ReferenceText]) -> dict[str, Any]:
         """Count results, torn journals, texts other than those of the undisturbed run, and attempts."""

@@ -1,8 +1,8 @@
-"""A bulk run whose command and workers are killed time and again, while Redis restarts: what is lost or done twice.
+"""Kill the command and the workers of a bulk run repeatedly while Redis restarts, and count lost and repeated lines.
 
-`cellama batch run` as a process, real workers on a real Redis with the bundled model, greedy; each text is compared
-with that of an undisturbed run; texts that go another way at a near tie are counted apart (reference_texts.py).
-What was killed is started again at once.
+`cellama batch run` is a process, and real workers on a real Redis run the bundled model greedily. Each text is compared
+with that of an undisturbed run. Texts that differ at a near tie are counted separately (reference_texts.py).
+Killed processes are restarted immediately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--new", type=int, default=64, help="tokens per line")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=16, help="of each worker")
+    parser.add_argument("--slots", type=int, default=16, help="slots of each worker")
     parser.add_argument("--command-kills", type=int, default=3)
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--redis-restarts", type=int, default=1)
@@ -118,7 +118,7 @@ class _Storm:
 
     def _wait_for(self, output: Path, count: int) -> None:
         def there() -> bool:
-            has_ended = self._process.poll() is not None  # asked first: what it wrote last counts, too
+            has_ended = self._process.poll() is not None  # read first, so that its last writes count
             if _num_lines(output) >= count:
                 return True
             if has_ended:

@@ -1,4 +1,4 @@
-"""What goes wrong in the chaos benchmarks. Each kind goes on until its number is full or the jobs are done."""
+"""The disturbances of the chaos benchmarks. Each kind is repeated until its number is reached or the jobs are done."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Troubles:
             self.count += 1
 
     def outages(self, done: threading.Event) -> None:
-        """In turns a restart of Redis, which keeps what it has, and the end of all connections."""
+        """Alternate between a restart of Redis with its data and a disconnect of all clients."""
         while self.count < self._args.outages and not done.wait(self._args.period):
             if self.count % 2:
                 self._service.redis.client_kill_filter(_type="normal", skipme=True)
@@ -100,7 +100,7 @@ class Troubles:
             self.wrong.append(f"{kind}: {reason} after {after_s:.1f} s")
 
     def poison(self, done: threading.Event) -> None:
-        """What a supervisor does about a job that ends its workers."""
+        """Restart workers like a supervisor while a job crashes them."""
         while not done.wait(0.05):
             for name, process in list(self._service.processes.items()):
                 if process.poll() is not None:
@@ -111,7 +111,7 @@ class Troubles:
         wait_until(lambda: done.is_set() or not self._num_running(pid), "the jobs of a frozen worker given away", 60)
 
     def _num_running(self, pid: int) -> int:
-        """Jobs whose last attempt is this process', and goes on."""
+        """Return the jobs whose last attempt belongs to this process and is running."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):

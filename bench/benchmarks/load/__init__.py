@@ -1,4 +1,4 @@
-"""What users can measure with their own model: callers at once, mixed lengths, arrivals, bulk runs, the gateway.
+"""Benchmarks for users' own models: concurrent callers, mixed lengths, arrivals, bulk runs and the gateway.
 
-This folder alone is in the wheel, beside the harness.
+Only this directory and the harness are in the wheel.
 """

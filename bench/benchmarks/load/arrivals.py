@@ -1,7 +1,7 @@
-"""Requests that arrive one by one, as a Poisson process, alone and beside a bulk load: what their readers see.
+"""Measure requests that arrive as a Poisson process, alone and alongside bulk work.
 
-Every side gets the same arrivals at the same times. First come all rates alone; then the bulk load begins, as many
-requests in flight as the side says, and when as many have ended, so that it is in full swing, all rates come again.
+Every server gets the same arrivals at the same times, first at all rates alone. Then bulk work starts with the number
+of requests in flight that the server defines. When that number has finished, all rates are repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BULK_SEED = 1_000_000  # no seed that arrivals have
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What arrives."""
+    """The arriving requests."""
 
     rates: Sequence[float]  # requests per second
     shape: LoadShape  # of the requests of each rate
@@ -42,7 +42,7 @@ class Arrivals:
     seed: int = 0
 
     def conversations(self, load: str, index: int) -> Sequence[Conversation]:
-        """Those of one rate under one load, which no side has seen before."""
+        """Return the requests of one rate under one load, which no server has seen before."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
         return conversations(self.shape, seed=1000 * self.seed + number)
 
@@ -74,7 +74,7 @@ class StreamTimes:
 
 
 class Side(Protocol):
-    """Who is asked. `num_bulk` bulk requests are kept in flight."""
+    """A server under test. `num_bulk` bulk requests are kept in flight."""
 
     name: str
     num_bulk: int

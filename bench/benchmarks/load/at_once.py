@@ -26,7 +26,7 @@ HOPED = ">= 1.4"  # times the requests per second of the best llama-server
 
 @dataclass
 class AtOnce:
-    """What was measured. Every way runs once in each round; figures are medians of the rounds."""
+    """The measurements. Every way runs once per round, and figures are medians of the rounds."""
 
     load: Sizes
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by way

@@ -1,7 +1,7 @@
-"""A gateway with many streams at once, and what it adds to the first token; llama-server with the same clients beside.
+"""Measure a gateway with many concurrent streams and the latency that it adds, and llama-server with the same clients.
 
-First all streams at once: each must be whole, and what the gateway told must be the result that the queue has. Then
-streams that come one after another, until so many run at once: through an AsyncClient, and through the gateway.
+First all streams run concurrently: each must be complete and equal the result in the queue. Then streams start one
+after another through an AsyncClient and through the gateway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ask = Callable[[int, Callable[[], None]], Awaitable[tuple[str, str]]]
 
 @dataclass
 class StreamReading:
-    """What a client saw."""
+    """The observations of a client."""
 
     asked: float = field(default_factory=time.monotonic)
     pieces: list[float] = field(default_factory=list)
@@ -60,12 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beside", type=int, default=100, help="streams of which the first tokens are compared")
     parser.add_argument("--apart-ms", type=float, default=30.0, help="from one of these to the next")
     parser.add_argument("--new", type=int, default=64, help="tokens, at most")
-    parser.add_argument("--slots", type=int, default=128, help="of the worker, and of llama-server")
+    parser.add_argument("--slots", type=int, default=128, help="slots of the worker and of llama-server")
     parser.add_argument(
-        "--threads", type=int, default=max(1, CORES - 1), help="of a step; one core is left to clients and gateway"
+        "--threads",
+        type=int,
+        default=max(1, CORES - 1),
+        help="threads of a step (default: all cores except one)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=6, help="of the compared streams: the p95 of each is some 10 ms off"
+        "--rounds", type=int, default=6, help="rounds of the compared streams; the p95 of a round varies by about 10 ms"
     )
     parser.add_argument("--pace", type=float, default=0.05, help="seconds per step, so that processors are not full")
 
@@ -140,7 +143,7 @@ def _completions(port: int, num_new: int) -> Ask:
 
 
 async def _all(ask: Ask, count: int, apart_s: float) -> tuple[list[StreamReading], float]:
-    """So many streams, each so long after the one before; and the seconds until the last has ended."""
+    """Run streams that start one after another, and return their results and the total seconds."""
 
     async def one(number: int) -> StreamReading:
         await asyncio.sleep(number * apart_s)
@@ -163,7 +166,7 @@ async def _most_connections(redis: Redis) -> int:
 
 
 async def _row(who: str, client: AsyncClient | None, streams: list[StreamReading], seconds: float) -> dict[str, Any]:
-    """With a client the texts are compared with the results of their jobs."""
+    """Check the streams. If `client` is given, compare their texts with the results of their jobs."""
     wrong = 0
     if client is not None:
         results: list[Any] = [await client.result(stream.job_id, 60) for stream in streams]

@@ -1,7 +1,7 @@
-"""A load of mixed lengths, with families that share a head, and chats on request, against llama-server.
+"""Compare a load of mixed lengths, with families that share a prefix and optional chats, with llama-server.
 
-All at once: the engine alone, jobs through the queue, `cellama batch run`, and llama-server with each of
---server-slots. Then as Poisson arrivals at shares of what llama-server has served, alone and beside a bulk load.
+First all requests are sent at once: to the engine, as jobs, with `cellama batch run`, and to llama-server with each of
+--server-slots. Then they arrive as a Poisson process at shares of llama-server's rate, alone and alongside bulk work.
 """
 
 from __future__ import annotations
@@ -38,16 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=160, help="all at once")
     add("--chats", type=int, default=0, help="conversations of several turns among them, and in proportion elsewhere")
     add("--turns", type=int, default=4, help="requests of a chat")
-    add("--scale", type=float, default=1.0, help="of all lengths")
-    add("--rounds", type=int, default=1, help="of everything at once, in turns; medians are shown")
+    add("--scale", type=float, default=1.0, help="factor for all lengths")
+    add("--rounds", type=int, default=1, help="rounds of everything at once; medians are shown")
     add("--ours", nargs="+", choices=list(at_once.OURS), default=list(at_once.OURS), help="our ways, all at once")
-    add("--slots", type=int, default=64, help="of our side, unless --options names others")
+    add("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
     add("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
     add("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np of llama-server; arrivals: the best")
     add("--arrivals", type=int, default=80, help="requests that arrive at each rate")
-    add("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.8], help="of what llama-server has served at once")
+    add(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.8],
+        help="arrival rates relative to llama-server's rate",
+    )
     add("--rates", type=float, nargs="*", default=[], help="arrivals per second instead of shares")
-    add("--threads", type=int, default=CORES, help="of every side")
+    add("--threads", type=int, default=CORES, help="threads of every server")
     add("--seed", type=int, default=0)
 
 
@@ -89,7 +95,7 @@ def _arrive(path: Path, args: argparse.Namespace, server_slots: int, arrivals: A
 
 
 def _longest(arrivals: Arrivals) -> int:
-    """Tokens of the longest request of any phase; bulk requests are no chats."""
+    """Return the tokens of the longest request of any phase. Bulk requests contain no chats."""
     phases = [arrivals.conversations(load, index) for load in arrivals.loads for index in range(len(arrivals.rates))]
     return max(LoadShape(1, scale=arrivals.shape.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
 

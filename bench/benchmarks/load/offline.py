@@ -1,7 +1,7 @@
-"""Bulk runs from file to file, with and without shared prefixes, against servers and the naive Celery task.
+"""Compare bulk runs from file to file, with and without shared prefixes, with llama-server and a naive Celery task.
 
-All run the same lines one after the other on the same machine: token ids in, greedy, a fixed number of tokens each.
-llama-server runs with its defaults, and with the -np that was the fastest for the first --try-lines lines.
+All process the same lines one after the other on the same machine. Prompts are token ids, and sampling is greedy with
+a fixed number of tokens. llama-server runs with its defaults and with the -np that was fastest for --try-lines lines.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ TARGETS = {"independent": {BEST_SERVER: 1.05, NAIVE: 2.0}, "families": {BEST_SER
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="our ways")
-    parser.add_argument("--lines", type=int, default=2000, help="of each workload")
+    parser.add_argument("--lines", type=int, default=2000, help="lines of each workload")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of independent lines")
     parser.add_argument("--shared-prompt", type=int, default=384, help="tokens of lines in families")
-    parser.add_argument("--shared", type=int, default=320, help="of these are the same in a family")
+    parser.add_argument("--shared", type=int, default=320, help="tokens of a prompt that a family shares")
     parser.add_argument("--families", type=int, default=20)
     parser.add_argument("--new", type=int, default=64, help="tokens")
-    parser.add_argument("--slots", type=int, default=64, help="of our side, unless --options names others")
+    parser.add_argument("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
     parser.add_argument("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
     parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np that are tried")
     parser.add_argument("--try-lines", type=int, default=256, help="lines for trying each -np")
     parser.add_argument("--naive-lines", type=int, default=0, help="lines for what runs one at a time; 0: all")
     parser.add_argument("--naive-processes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=CORES, help="of every side")
+    parser.add_argument("--threads", type=int, default=CORES, help="threads of every server")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -134,7 +134,7 @@ class _Workload:
         return self._outcomes[who].num_lines / self._outcomes[who].seconds
 
     def ratios(self) -> dict[str, float]:
-        """Of our first way over each peer."""
+        """Return the ratios of cellama's first way to each peer."""
         first = next((OURS[way] for way in self._args.ours if OURS[way] in self._outcomes), None)
         if first is None:
             return {}
@@ -144,7 +144,7 @@ class _Workload:
         return {**ratios, f"{self._name}: prefilled over the optimum": self._outcomes[first].num_computed / optimum}
 
     def targets(self) -> dict[str, str]:
-        """What is hoped for."""
+        """Return the target ratios."""
         wanted = TARGETS[self._name]
         targets = {f"{self._name}: over {who}": f">= {ratio:g}" for who, ratio in wanted.items()}
         targets[f"{self._name}: over {SERVER}"] = f">= {wanted[BEST_SERVER]:g}"

@@ -1,6 +1,7 @@
-"""Growing numbers of callers at once: rate, and how long the first token takes, beside llama-server with as many slots.
+"""Measure rate and time to first token for growing numbers of concurrent callers, with llama-server for comparison.
 
-Both take turns. The engine is asked directly, the server over HTTP, from a thread per request.
+Engine and server alternate and have the same number of slots. Each request has a thread, which calls the engine
+directly or the server over HTTP.
 """
 
 from __future__ import annotations

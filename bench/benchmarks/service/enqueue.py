@@ -1,7 +1,7 @@
-"""How fast jobs get into Redis: one by one, from threads, in bulk; and by plain Celery's send_task in the same run.
+"""Measure how fast jobs are queued: one by one, from threads, in bulk, and with Celery's send_task in the same run.
 
-No worker runs. send_task writes a message and a task-sent event; the others check the job and write its entry, too.
-Rounds take turns, so that whatever else the machine does meets all ways alike; the median counts.
+No worker runs. send_task writes a message and a task-sent event. The other ways also check the job and write its entry.
+Rounds alternate between the ways, so that all see the same noise, and medians are shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARAMS: dict[str, Any] = {"max_tokens": 16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=5000, help="of each way, per round")
+    parser.add_argument("--jobs", type=int, default=5000, help="jobs per way and round")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chars", type=int, default=100, help="length of a prompt")

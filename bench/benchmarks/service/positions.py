@@ -1,7 +1,7 @@
-"""What `Client.position` tells of jobs of mixed lengths on two workers, against how long they really wait.
+"""Compare the estimates of `Client.position` for jobs of mixed lengths on two workers with their actual waits.
 
-Jobs come in bursts; each is asked for when it has just been queued. Nothing is known at the beginning: jobs of which no
-estimate is told by then are counted apart. Waits are by Redis' clock, from the question to the slot.
+Jobs arrive in bursts, and the position is read right after each is queued. Without history there is no estimate, so
+such jobs are counted separately. Waits are measured on Redis' clock, from the call to the slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import serving, wait_until
 
 FACTOR = 1.5
-LONG_S = 3.0  # waits below that are told apart: a second of handling is part of each range
+LONG_S = 3.0  # shorter waits are counted separately, because each range includes a second of handling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """What was said of a job, how long it waited from then on, and what the question took."""
+    """The estimate for a job, its wait from then on, and the duration of the call."""
 
     said: Any
     waited_s: float

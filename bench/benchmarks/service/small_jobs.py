@@ -1,7 +1,7 @@
-"""What a worker needs for jobs that are next to nothing, beside plain Celery and a task that does nothing at all.
+"""Compare the cost of very small jobs with a Celery task that does nothing.
 
-The jobs wait in Redis while the worker is stopped (SIGSTOP), so no other needs a processor once it goes on. The time
-is from there to the last result. All workers are up all the time; rounds take turns, and the median counts.
+The jobs wait in Redis while the worker is suspended (SIGSTOP), so no other process needs a processor when it resumes.
+The time is measured from then to the last result. All workers stay up, rounds alternate, and medians are shown.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Way:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=1500, help="of each way, per round")
+    parser.add_argument("--jobs", type=int, default=1500, help="jobs per way and round")
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine")
+    parser.add_argument("--threads", type=int, default=1, help="slots of the engine")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", metavar="TEXT", help="only those whose name has one of these texts in it")
 
@@ -133,7 +133,7 @@ def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
 
 
 def _unfinished(redis: Any, ids: list[str]) -> list[str]:
-    """Those that have not ended; jobs end about in their order, so only the first ones are looked at."""
+    """Return the unfinished jobs. Jobs finish roughly in order, so only the first ones are checked."""
     with redis.pipeline(transaction=False) as pipe:
         for job_id in ids[:LOOK]:
             pipe.getrange(f"celery-task-meta-{job_id}", 0, 30)

@@ -37,7 +37,7 @@ class SampledTexts:
         self._closing = np.array([piece[:1] in tuple(_CLOSING[i : i + 1] for i in range(3)) for piece in self._pieces])
         odd = [bool(set(piece) & set(_ODD)) for piece in self._pieces]
         single = [len(piece) == 1 for piece in self._pieces]
-        self._liking = 1.0 + 6.0 * np.array(odd) + 2.0 * np.array(single)  # beside its bytes a vocabulary has words
+        self._liking = 1.0 + 6.0 * np.array(odd) + 2.0 * np.array(single)  # words are likelier than bytes
 
     def texts(self, form: GrammarSpec, count: int, seed: int = 0, max_tokens: int = MAX_TOKENS) -> list[str | None]:
         """Return `count` texts that this form allows, None for each one that has not finished after `max_tokens`.

@@ -1,7 +1,7 @@
-"""What a schema costs: 64 slots that write JSON by schemas against the same slots without; masks and compilation alone.
+"""Measure the cost of schemas: 64 slots that generate JSON with and without schemas, and masks and compilation alone.
 
-All runs generate the same number of tokens in the same batches, in turns: no text may end before max_tokens, so each
-schema is one of a long list. Without `--model` this benchmark uses the padded model.
+All runs alternate and generate the same number of tokens in the same batches. No text may end before max_tokens, so
+each schema describes a long list. Without `--model` this benchmark uses the padded model.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class _Times:
         self.seconds.append(time.thread_time() - started)
 
     def percentiles(self) -> dict[str, float]:
-        """In milliseconds."""
+        """Return the time in milliseconds."""
         shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
         found = {name: percentile(self.seconds, share) * 1e3 for name, share in shares.items()}
         return {"count": len(self.seconds), **found, "longest": max(self.seconds) * 1e3}

@@ -50,8 +50,8 @@ class SchemaClient:
 class SchemaCall:
     """One call. `detail` is the error, or what is wrong with the answer.
 
-    Outcomes: `valid`: an instance of the model. `loose`: pydantic refused the answer for what the JSON Schema that was
-    sent does not say. `refused by client`: it sent nothing. `refused by gateway`: an HTTP error. `wrong`: all others.
+    Outcomes are `valid` (an instance of the model), `loose` (pydantic rejects the answer for a rule that the sent JSON
+    Schema does not contain), `refused by client` (nothing was sent), `refused by gateway` (an HTTP error) and `wrong`.
     """
 
     client: str

@@ -34,7 +34,7 @@ def short(most: int) -> Schema:
     return {"type": "string", "maxLength": most}
 
 
-# What the converter before llguidance accepts as well: the load that both versions run.
+# Schemas that the converter before llguidance also accepts, so that both versions can run them.
 PLAIN: dict[str, Schema] = {
     "person": record(name=short(20), age=INTEGER, city={"enum": list(CITIES)}),
     "sentiment": record(label={"enum": ["positive", "neutral", "negative"]}, score=NUMBER, reason=short(60)),
@@ -114,7 +114,7 @@ def varied(count: int, seed: int = 0) -> Iterator[Schema]:
 
 
 def large() -> dict[str, Schema]:
-    """As large as schemas of use get: they have to compile within the limits."""
+    """Return the largest schemas in practical use, which must compile within the limits."""
     ten_deep: Schema = INTEGER
     for number in range(10):
         ten_deep = record(name=TEXT, **{f"level_{number}": ten_deep})
