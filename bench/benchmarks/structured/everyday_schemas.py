@@ -235,7 +235,7 @@ class Described(BaseModel):
     """A model with texts for people."""
 
     model_config = ConfigDict(title="Anything but plain", json_schema_extra={"examples": [{"name": "x"}]})
-    name: str = Field(description="Its name", examples=["x"], deprecated=True)
+    name: str = Field(description="Name of the thing", examples=["x"], deprecated=True)
     extra: int = Field(default=1, json_schema_extra={"x-order": 2, "example": 3})
 
 
