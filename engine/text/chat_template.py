@@ -232,7 +232,7 @@ class TemplateProcess:
         try:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"messages or template_args: they are not valid JSON ({error})") from None
+            raise InvalidRequest(f"messages or template_args are not valid JSON: {error}") from None
         with self._lock:
             if self._closed:
                 raise EngineStopped("the chat template is unloaded; load the model again")

@@ -755,7 +755,11 @@ def _unevaluated(shape: Shape) -> Shape:
 
 
 def _pattern_without(texts: list[str]) -> str:
-    """Return a pattern that matches all strings except these."""
+    r"""Return a pattern that matches all strings except these.
+
+    The pattern for `a` is `^(?:[^a][\s\S]*|a(?:[\s\S]+))?$`. It matches strings with another first character, longer
+    strings, and the empty string.
+    """
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS or max(map(len, texts)) > limits.MAX_SCHEMA_DEPTH:
         raise NegationUnsupported("the excluded values are too long")
     return f"^{_pattern_after(sorted(set(texts)), 0)}$"

@@ -40,7 +40,7 @@ from .probes import (
     RESULT,
     USER,
     VALUES,
-    Rendered,
+    RenderedProbes,
     probe_name,
 )
 
@@ -54,18 +54,18 @@ class UnknownCallFormat(ValueError):
     """The rendered conversations do not show a known way of writing calls."""
 
 
-def derive_calls(rendered: Rendered, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
+def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
     """Return the call format, and whether the template expects arguments as text. None means that the format is
     unclear.
 
     `ends` are the tokens that end a reply.
     """
     ends = frozenset(filter(None, ends))
-    for ids, form, ending in itertools.product(("ids", "named"), ARGUMENT_FORMATS, ENDINGS):
+    for ids, arguments_format, ending in itertools.product(("ids", "named"), ARGUMENT_FORMATS, ENDINGS):
         try:
-            turns = _turns_of(rendered, form, ids, ending, ends, think_close)
+            turns = _turns_of(rendered, arguments_format, ids, ending, ends, think_close)
             found = _format_of(turns)
-            return replace(found, can_be_forced=_is_complete(found, turns, ends)), form == "text"
+            return replace(found, can_be_forced=_is_complete(found, turns, ends)), arguments_format == "text"
         except UnknownCallFormat:
             continue
     return None
@@ -98,11 +98,11 @@ def _format_of(turns: Mapping[str, str]) -> CallFormat:
 
 
 def _turns_of(
-    rendered: Rendered, form: str, ids: str, ending: str, ends: frozenset[str], think_close: str
+    rendered: RenderedProbes, arguments_format: str, ids: str, ending: str, ends: frozenset[str], think_close: str
 ) -> dict[str, str]:
     """Return the turns with calls, without the text at their ends that other turns share. Raises UnknownCallFormat."""
     before, found, after = _after_user(rendered.get(f"reply {ending}")).partition(CONTENT)
-    whole = {name: _after_user(rendered.get(probe_name(name, form, ids, ending))) for name in CALLS}
+    whole = {name: _after_user(rendered.get(probe_name(name, arguments_format, ids, ending))) for name in CALLS}
     if not found or not whole["call"]:
         raise UnknownCallFormat
     head = len(shared_start(before, whole["call"]))

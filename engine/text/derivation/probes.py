@@ -18,7 +18,7 @@ NUMBER = 90417
 NAMED_ID = "functions.{name}:{index}"  # for templates that write the id instead of the name
 
 Probe = dict[str, Any]
-Rendered = Mapping[str, str | None]
+RenderedProbes = Mapping[str, str | None]
 
 SWITCHES = ("enable_thinking", "thinking")  # template variables that enable or disable reasoning
 _THINKING, _NOT_THINKING = dict.fromkeys(SWITCHES, True), dict.fromkeys(SWITCHES, False)
@@ -40,8 +40,8 @@ ARGUMENT_FORMATS = ("object", "text")  # of arguments: some templates expect JSO
 ENDINGS = ("last", "answered")  # some templates require results after a call, or write the last turn differently
 
 
-def probe_name(turn: str, form: str, ids: str, ending: str) -> str:
-    return f"{turn} {form} {ids} {ending}"
+def probe_name(turn: str, arguments_format: str, ids: str, ending: str) -> str:
+    return f"{turn} {arguments_format} {ids} {ending}"
 
 
 def probes(for_template: Callable[..., dict[str, Any]]) -> dict[str, Probe]:
@@ -61,34 +61,39 @@ def probes(for_template: Callable[..., dict[str, Any]]) -> dict[str, Probe]:
     }
     for ids in ("ids", "named"):
         for name, arguments in CALLS.items():
-            for form in ARGUMENT_FORMATS:
+            for arguments_format in ARGUMENT_FORMATS:
                 for ending in ENDINGS:
                     calls = [_call(i, values, ids) for i, values in enumerate(arguments)]
-                    found[probe_name(name, form, ids, ending)] = _call_probe(user, calls, form, ending)
-    for form in ARGUMENT_FORMATS:
-        found[f"reasoning call {form}"] = _call_probe(
-            user, [_call(0, _BOTH_ARGUMENTS, "ids")], form, "answered", reasoning=REASON
+                    found[probe_name(name, arguments_format, ids, ending)] = _call_probe(
+                        user, calls, arguments_format, ending
+                    )
+    for arguments_format in ARGUMENT_FORMATS:
+        found[f"reasoning call {arguments_format}"] = _call_probe(
+            user, [_call(0, _BOTH_ARGUMENTS, "ids")], arguments_format, "answered", reasoning=REASON
         )
     for probe in found.values():
-        as_text = probe.pop("form") == "text"
+        as_text = probe.pop("arguments_format") == "text"
         probe["messages"] = [for_template(message, arguments_as_text=as_text) for message in probe["messages"]]
     return found
 
 
-def _call_probe(user: Any, calls: list[Any], form: str, ending: str, **more: Any) -> Probe:
+def _call_probe(user: Any, calls: list[Any], arguments_format: str, ending: str, **more: Any) -> Probe:
     turn = {"role": "assistant", "content": "", "tool_calls": calls, **more}
     results = [
         {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": RESULT}
         for call in calls
     ]
-    return {**_probe([user, turn, *(results if ending == "answered" else [])], tools=TOOLS), "form": form}
+    return {
+        **_probe([user, turn, *(results if ending == "answered" else [])], tools=TOOLS),
+        "arguments_format": arguments_format,
+    }
 
 
 def _probe(messages: list[Any], **variables: Any) -> Probe:
     return {
         "messages": messages,
         "variables": {"add_generation_prompt": False, **variables},
-        "form": ARGUMENT_FORMATS[0],
+        "arguments_format": ARGUMENT_FORMATS[0],
     }
 
 

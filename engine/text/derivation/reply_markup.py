@@ -11,7 +11,7 @@ from cellama.engine.text.formats.channels import CHANNEL, MESSAGE
 from cellama.engine.text.formats.literals import TAG, is_pair, mirrored, shared_start, tags_of
 
 from .calls import derive_calls
-from .probes import CONTENT, REASON, USER, VALUES, Rendered
+from .probes import CONTENT, REASON, USER, VALUES, RenderedProbes
 
 _PYTHON_TAG = "<|python_tag|>"  # Llama models write it before JSON even if their template does not
 Tags = tuple[str, str]
@@ -44,7 +44,7 @@ class ReplyMarkup:
         return f"{thinking}, tool calls {kinds[self.calls.style]} after {self.calls.open[:40]!r}{only_read}"
 
 
-def derive_markup(rendered: Rendered, source: str, ends: Iterable[str] = ()) -> ReplyMarkup:
+def derive_markup(rendered: RenderedProbes, source: str, ends: Iterable[str] = ()) -> ReplyMarkup:
     """Return the markup that the rendered conversations of `probes` show. `ends` are the tokens that end a reply."""
     if f"{CHANNEL}final{MESSAGE}{CONTENT}" in (rendered.get("reply without tools") or ""):
         return ReplyMarkup(calls=IN_CHANNELS, channels=True)
@@ -57,7 +57,7 @@ def derive_markup(rendered: Rendered, source: str, ends: Iterable[str] = ()) -> 
     return ReplyMarkup(opening, closing, calls=calls, arguments_as_text=as_text)
 
 
-def _described(rendered: Rendered) -> CallFormat | None:
+def _described(rendered: RenderedProbes) -> CallFormat | None:
     """Return the call format that a template describes to its model, if the template itself writes no calls."""
     if any(VALUES[0] in (text or "") for text in rendered.values()):
         return None
@@ -69,7 +69,7 @@ def _described(rendered: Rendered) -> CallFormat | None:
 # Reasoning
 
 
-def derive_thinking(rendered: Rendered, source: str) -> Tags:
+def derive_thinking(rendered: RenderedProbes, source: str) -> Tags:
     """Return the tags that open and close reasoning, or two empty texts if the template has none."""
     for found in _candidates({name: _after_user(text) for name, text in rendered.items()}):
         return found

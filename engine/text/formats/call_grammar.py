@@ -295,7 +295,11 @@ class ToolRules:
     def _tagged(self, tags: ArgumentTags) -> str:
         """Return an expression for arguments in the order of the schema.
 
-        Rules m0, m1 … apply before the first argument, and rules n0, n1 … after one.
+        Rules m0, m1 … write the arguments from this index on if none was written before, and rules n0, n1 … if one was.
+        For a required argument a and an optional argument b, with a gap before any argument except the first:
+
+            m0 = A n1
+            n1 = GAP B | ""
         """
         grammar, rule, schema = self.owner.grammar, self.rule, self._schema()
         values = ArgumentValues(schema)

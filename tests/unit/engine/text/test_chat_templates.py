@@ -146,7 +146,7 @@ def test_template_process_ends_with_its_template() -> None:
             InvalidRequest,
             "'f' are not valid JSON",
         ),
-        ({"content": object()}, InvalidRequest, "they are not valid JSON"),
+        ({"content": object()}, InvalidRequest, "template_args are not valid JSON"),
     ],
 )
 def test_message_is_rejected_when_it_is_not_valid_json(message: Any, error: Any, match: str) -> None:
