@@ -45,9 +45,8 @@ from .events import (
 from .memory.budget import Device, Footprint, Vram
 from .models.manager import ModelEntry, ModelManager
 from .models.memory_admission import devices, vram_info
-from .models.model import Model
+from .models.model import Model, Tokenizer, wanted_text
 from .models.sources import HubOptions
-from .models.tokenizer import Tokenizer, wanted_text
 from .options import EngineOptions
 from .request import Request, Resumed, SamplingParams, TokenLogprob, sampling_of
 from .sampling.processors import LogitsProcessor, SequenceStart

@@ -17,7 +17,7 @@ from cellama.config.logging import event_logger
 from cellama.engine.backend import AdapterSet, Backend, Chunk, Vocabulary
 from cellama.engine.errors import EngineError, RequestFailed
 from cellama.engine.events import Completion, Event, Finished, FinishReason, Started, Text
-from cellama.engine.kvcache.recent import RecentContexts
+from cellama.engine.kvcache.ram_tier import RecentContexts
 from cellama.engine.kvstore.states import StateMatch
 from cellama.engine.request import Request, with_texts
 from cellama.engine.scheduling.scheduler import Scheduler

@@ -15,7 +15,7 @@ from cellama.config.logging import event_logger
 from cellama.engine.backend import Chunk
 from cellama.engine.events import Completion, PrefixHit, RequestStats, RequestTimings, RequestUsage, StepStats
 from cellama.engine.kvcache.disk_tier import DiskTier
-from cellama.engine.kvstore.counters import StoreCounters
+from cellama.engine.kvstore.states import StoreCounters
 from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State

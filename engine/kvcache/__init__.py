@@ -1,4 +1,4 @@
-"""Which tokens lie in which cells, which sequence takes them over, and what is kept in RAM and on disk.
+"""The KV cache: which tokens are in which cells, prefixes that sequences reuse, and saved states in RAM and on disk.
 
-May use: `errors`, `backend`, `events`, `options`, `kvstore`. No llama.cpp: memory is moved through a protocol.
+May use: `errors`, `backend`, `events`, `options`, `kvstore`. Memory is moved through a protocol, without llama.cpp.
 """

@@ -1,11 +1,10 @@
-"""The third tier: states that come from the directory into RAM, and go there from RAM (docs/adr/014-kept-states.md).
+"""The disk tier of the KV cache: load states from the directory into RAM, and save states from RAM (ADR 014).
 
-The store's threads read, write and hash. The engine thread copies memory, asks for files, and takes what has come.
+The threads of the store read, write and hash. The engine thread copies memory, requests files, and receives them.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,68 +13,70 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import KvMemory
 from cellama.engine.kvstore.benefit import RunningRate, saved_s
 from cellama.engine.kvstore.keys import BLOCK, seed_of
-from cellama.engine.kvstore.states import KeptState, StateMatch
+from cellama.engine.kvstore.states import StateMatch, StoredState
 from cellama.engine.kvstore.store import StateStore
 from cellama.engine.options import EngineOptions
 
 from .ram_tier import RamTier, SavedState, StateNote
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-COPY_SHARE = 0.02  # of the engine thread's time, for copies of running sequences
-RUNNING_SHARE = 8  # the copy of a running sequence takes at most this part of RAM's quota: it is seldom needed
-PREFILL_GUESS = 1000.0  # tokens/s, before a prefill is measured: a small model on a processor, or a large one on a GPU
-PREFILL_GUESS_TOKENS = 256  # the weight of the guess: a short prompt
-PREFILL_MEMORY_TOKENS = 1 << 15  # what was computed before these tokens hardly counts
+COPY_SHARE = 0.02  # of the engine thread's time, for copying running sequences
+# The copy of a running sequence may take at most 1/8 of RAM's quota, because it is rarely used.
+MAX_RUNNING_FRACTION = 8
+INITIAL_PREFILL_RATE = 1000.0  # tokens/s until a prefill is measured: a small model on a CPU, or a large one on a GPU
+INITIAL_PREFILL_TOKENS = 256  # weight of the initial rate: a short prompt
+PREFILL_MEMORY_TOKENS = 1 << 15  # measurements before the last 32,768 tokens have little weight
 
 
 @dataclass(eq=False, slots=True)
 class StateLoad:
-    """A state on its way from the directory to RAM."""
+    """A state that is being read from the directory into RAM."""
 
     match: StateMatch
     scope: Hashable
-    until: float  # the last that a sequence waits for it
-    saved_s: float  # over computing the tokens
+    until: float  # time at which the last sequence stops waiting for it
+    saved_s: float  # seconds saved over computing the tokens
     is_done: bool = False
 
 
 class LoadWait(NamedTuple):
-    """A sequence waits for a load, at most as long as computing takes."""
+    """A sequence that waits for a load, at most as long as computing the tokens would take."""
 
     load: StateLoad
     until: float
 
     def continues(self, now: float) -> bool:
-        """True while waiting is faster than computing."""
+        """Return whether the sequence should continue to wait."""
         return not self.load.is_done and now < self.until
 
 
 class LoadedState(NamedTuple):
-    """What a load brought."""
+    """A loaded state and its checkpoints."""
 
     state: SavedState
-    checkpoints: Mapping[int, Any]  # by length
+    checkpoints: Mapping[int, Any]  # by length in tokens
 
 
 class DiskTier:
-    """Loads and saves states of one engine. Engine thread, unless a method says otherwise."""
+    """Loads and saves the states of one engine. Engine thread only, unless a method says otherwise."""
 
     def __init__(
         self, store: StateStore, memory: KvMemory, ram: RamTier, identity: bytes, nudge: Callable[[], object]
     ) -> None:
-        """`nudge` wakes the engine thread when a file has been read."""
+        """Connect the store with the RAM tier. `nudge` wakes the engine thread when a file has been read."""
         self.store = store
-        self.prefill_rate = RunningRate(PREFILL_GUESS, PREFILL_GUESS_TOKENS, PREFILL_MEMORY_TOKENS)  # tokens/s
-        self.num_late = 0  # states that came when they were computed already
+        self.prefill_rate = RunningRate(INITIAL_PREFILL_RATE, INITIAL_PREFILL_TOKENS, PREFILL_MEMORY_TOKENS)  # tokens/s
+        self.num_late = 0  # states that arrived after their tokens had been computed
         self._memory = memory
         self._ram = ram
         self._identity = identity
         self._nudge = nudge
-        self._loads: dict[str, StateLoad] = {}  # by key
+        self._loads: dict[str, StateLoad] = {}  # unfinished loads by key
         self._done: deque[tuple[StateLoad, LoadedState | None]] = deque()
         self._next_copy_at = 0.0
         ram.on_saved = self.offer
@@ -83,17 +84,21 @@ class DiskTier:
     # Reading
 
     def find(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest prefix of a prompt. Not for the engine thread: it may read the directory."""
+        """Return the file with the longest prefix of a prompt.
+
+        Any other thread, because this may read the directory.
+        """
         try:
             return self.store.longest(seed, tokens)
-        except Exception:  # whatever is wrong with the directory, the prompt can be computed
-            log.exception("disk tier: can't search the directory of KV states; the prompt is computed")
+        except Exception:  # the prompt can be computed without the directory
+            log.exception("KV state directory not searched", detail="an unexpected error; the prompt is computed")
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:
-        """Ask for a file of which up to `up_to` tokens are of use; None if computing is faster, or RAM has no room.
+        """Start to load a file, of which at most `up_to` tokens are useful. Return None if no load was started.
 
-        `ready` of the tokens are on the device or in RAM already.
+        `ready` tokens are already on the device or in RAM. Nothing is loaded if computing the tokens is faster, or if
+        RAM has no space for the state.
         """
         num_more = match.usable(up_to) - ready
         if num_more < BLOCK:
@@ -110,30 +115,30 @@ class DiskTier:
         self.store.load(match, partial(self._on_loaded, load))
         return LoadWait(load, until)
 
-    def _on_loaded(self, load: StateLoad, kept: KeptState | None) -> None:
-        """The reading thread calls this."""
+    def _on_loaded(self, load: StateLoad, stored: StoredState | None) -> None:
+        """Convert the state and wake the engine thread. The reading thread calls this."""
         loaded = None
-        if kept is not None:
+        if stored is not None:
             try:
-                loaded = self._from_kept(kept, load.scope)
+                loaded = self._from_stored(stored, load.scope)
             except Exception:
-                log.exception("disk tier: a KV state can't be used here; it is computed again")
+                log.exception("KV state not converted", detail="its format is not usable here; its tokens are computed")
         self._done.append((load, loaded))
         self._nudge()
 
-    def _from_kept(self, kept: KeptState, scope: Hashable) -> LoadedState:
-        data, num_tokens = self._memory.from_portable(kept.data)
-        tokens = tuple(kept.tokens)
+    def _from_stored(self, stored: StoredState, scope: Hashable) -> LoadedState:
+        data, num_tokens = self._memory.from_portable(stored.data)
+        tokens = tuple(stored.tokens)
         if not len(tokens) - 1 <= num_tokens <= len(tokens):
-            raise ValueError(f"it holds {num_tokens} tokens and names {len(tokens)}")
+            raise ValueError(f"the state has {num_tokens} tokens, but its head has {len(tokens)}")
         checkpoints = {}
-        for length, part in kept.checkpoints.items():
+        for length, part in stored.checkpoints.items():
             checkpoints[length], num_held = self._memory.from_portable(part, checkpoint=True)
             if num_held != length:
-                raise ValueError(f"a checkpoint of {num_held} tokens is named one of {length}")
+                raise ValueError(f"a checkpoint has {num_held} tokens, but its head has {length}")
         state = SavedState(
             tokens=tokens[:num_tokens],
-            first_cut=min(kept.first_cut, num_tokens),
+            first_cut=min(stored.first_cut, num_tokens),
             scope=scope,
             data=data,
             tier="disk",
@@ -143,7 +148,7 @@ class DiskTier:
         return LoadedState(state, checkpoints)
 
     def receive(self, now: float) -> None:
-        """Put what was read into RAM, if there is still room."""
+        """Move the states that were read into the RAM tier, if they still fit."""
         while self._done:
             load, loaded = self._done.popleft()
             load.is_done = True
@@ -158,24 +163,27 @@ class DiskTier:
             self._ram.adopt(loaded.state, loaded.checkpoints)
 
     def wait_s(self, now: float) -> float:
-        """Return how long a sequence still waits for a file at most; 0 if none does."""
+        """Return the longest remaining wait of a sequence for a file in seconds, or 0."""
         return max((load.until - now for load in self._loads.values()), default=0.0)
 
     # Writing
 
     def offer(self, state: SavedState) -> None:
-        """Offer the store a state that is in RAM, unless it comes from there or belongs to one sequence alone."""
+        """Offer a state in RAM to the store, unless it was read from disk or belongs to a single sequence."""
         seed = self._seed_maker(state.scope)
         if state.from_disk or seed is None:
             return
         checkpoints = self._ram.checkpoints_of(state)
         num_bytes = state.num_bytes + sum(data.nbytes for data in checkpoints.values())
         gain_s = saved_s(state.num_tokens, num_bytes, self.prefill_rate.per_s, self.store.read_rate)
-        make = partial(self._kept, state, checkpoints, seed)
+        make = partial(self._to_stored, state, checkpoints, seed)
         self.store.offer(make, gain_s * state.note.reuse_probability, num_bytes)
 
     def _seed_maker(self, scope: Hashable) -> Callable[[], bytes] | None:
-        """Return what hashes the seed of a scope, on another thread; None for the scope of one sequence alone."""
+        """Return a function that hashes the seed of a scope, or None for the scope of a single sequence.
+
+        Another thread calls the function.
+        """
         if isinstance(scope, str):
             return partial(seed_of, self._identity, (), scope)
         if isinstance(scope, tuple):
@@ -183,12 +191,14 @@ class DiskTier:
             return partial(seed_of, self._identity, adapters, name)
         return None
 
-    def _kept(self, state: SavedState, checkpoints: Mapping[int, Any], seed: Callable[[], bytes]) -> KeptState | None:
-        """The writing thread calls this. Return None for a state that has no portable form."""
+    def _to_stored(
+        self, state: SavedState, checkpoints: Mapping[int, Any], seed: Callable[[], bytes]
+    ) -> StoredState | None:
+        """Convert a state for the store, or return None if it has no portable form. The writing thread calls this."""
         portable, scope = self._memory.portable, state.scope
         last = () if state.note.next_token is None else (state.note.next_token,)
         try:
-            return KeptState(
+            return StoredState(
                 seed=seed(),
                 tokens=(*state.tokens, *last),
                 first_cut=state.first_cut,
@@ -197,24 +207,27 @@ class DiskTier:
                 scope=scope if isinstance(scope, str) else str(scope[0]) if isinstance(scope, tuple) else "",
             )
         except ValueError as error:
-            log.debug("disk tier: a KV state of %d tokens has no portable form: %s", state.num_tokens, error)
+            log.debug("KV state has no portable form", num_tokens=state.num_tokens, reason=str(error))
             return None
 
     def may_copy(self, now: float) -> bool:
-        """True if there is time to copy what a running sequence has, and to write it."""
+        """Return whether a running sequence may be copied now.
+
+        The previous copy must be long enough ago (COPY_SHARE), and the writer must be idle.
+        """
         return now >= self._next_copy_at and self.store.is_idle
 
     def save_running(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        """Copy what a running sequence has, and offer it: another process continues from it if this one dies."""
+        """Copy the state of a running sequence and offer it, so that another process can continue after a crash."""
         started = time.monotonic()
-        if self._memory.state_bytes(slot) * RUNNING_SHARE <= self._ram.quota_bytes:
+        if self._memory.state_bytes(slot) * MAX_RUNNING_FRACTION <= self._ram.quota_bytes:
             self._ram.save(slot, tokens, scope)
         now = time.monotonic()
         self._next_copy_at = now + (now - started) / COPY_SHARE
 
 
 def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """Open the directory of states that the options name; None if there is none, or nothing would be kept."""
+    """Open the directory of states from the options, or return None if the options save no states to disk."""
     if options.cache_dir is None or not options.keeps_states:
         return None
     return StateStore(

@@ -1,39 +1,129 @@
-"""Which tokens lie in which slot, what a new sequence can take over, and what is kept in RAM.
+"""The KV cache: which tokens are in which slot, which prefix a new sequence can reuse, and what is saved to RAM.
 
-A slot keeps its cells when its sequence ends, for a later sequence with the same prefix. When the slot is needed, the
-cells move to RAM (ram_tier.py) if they are worth it. Every change of the device's cells goes through this class.
-Only the engine thread uses it, except for `probe`.
+A slot keeps its cells when its sequence finishes, so that a later sequence with the same prefix can reuse them. When
+another sequence needs the slot, its cells are copied to RAM (ram_tier.py) if they are long enough. Every change of the
+device's cells goes through KvCache. Only the engine thread uses it, except for `probe`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import KvMemory
 from cellama.engine.events import CacheTier
 
-from .cells import Cells
-from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens, common_length
-from .ram_tier import RamTier, SavedState, Source, StateNote
+from .ram_tier import Checkpoints, RamTier, SavedState, Source, StateNote
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-WORTH_SAVING_TOKENS = 64  # computing fewer again is faster than copying them to RAM and back
-# What moving a state costs, in tokens of prefill that could be computed meanwhile (ADR 003): a constant part, and one
-# token for each so many that are moved. By model and length that is between 20 and 80.
+MIN_SAVED_TOKENS = 64  # computing fewer tokens is faster than copying them to RAM and back
+# Cost of moving a state, in tokens of prefill that could be computed in the same time (ADR 003). The cost has a
+# constant part, and one token for every MOVED_PER_TOKEN tokens of the state, which is between 20 and 80 depending on
+# model and length.
 MOVE_COST_TOKENS = 16
 MOVED_PER_TOKEN = 32
 
 SlotContents = tuple[Sequence[int], Hashable]  # the tokens that are computed in a slot, and their scope
 
 
+@dataclass(eq=False, slots=True)
+class _Block:
+    """Consecutive cells with the same owners."""
+
+    size: int
+    num_owners: int = 1
+
+
+class Cells:
+    """Counts the KV cells in use exactly, in blocks by position. Cells that slots share count once.
+
+    Slots can share the cells of a prefix if `shared` is true. Pure.
+    """
+
+    def __init__(self, n_slots: int, total: int, *, shared: bool) -> None:
+        self.total = total
+        self.shared = shared
+        self.used = 0
+        self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def of(self, slot: int) -> int:
+        """Return the number of positions in the slot."""
+        return sum(block.size for block in self._blocks[slot])
+
+    def exclusive_to(self, slot: int) -> int:
+        """Return the number of cells that only this slot uses."""
+        return sum(block.size for block in self._blocks[slot] if block.num_owners == 1)
+
+    def freed_by(self, slots: Collection[int]) -> int:
+        """Return the number of cells that emptying all of these slots would free."""
+        owners: Counter[_Block] = Counter(block for slot in slots for block in self._blocks[slot])
+        return sum(block.size for block, count in owners.items() if count == block.num_owners)
+
+    def extend(self, slot: int, count: int) -> None:
+        """Add `count` new cells to the slot."""
+        blocks = self._blocks[slot]
+        if blocks and blocks[-1].num_owners == 1:
+            blocks[-1].size += count
+        else:
+            blocks.append(_Block(count))
+        self.used += count
+
+    def trim(self, slot: int, count: int) -> None:
+        """Keep the first `count` positions of the slot. Later cells become free unless another slot shares them."""
+        num_blocks = self._cut(slot, count)
+        for block in self._blocks[slot][num_blocks:]:
+            block.num_owners -= 1
+            if block.num_owners == 0:
+                self.used -= block.size
+        del self._blocks[slot][num_blocks:]
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Give the empty slot `target` the first `count` positions of `source`, as shared or as new cells."""
+        assert not self._blocks[target]
+        if not self.shared:
+            self.extend(target, count)
+            return
+        blocks = self._blocks[source][: self._cut(source, count)]
+        for block in blocks:
+            block.num_owners += 1
+        self._blocks[target] = blocks
+
+    def swap(self, slot: int, other: int) -> None:
+        """Exchange the cells of two slots."""
+        self._blocks[slot], self._blocks[other] = self._blocks[other], self._blocks[slot]
+
+    def _cut(self, slot: int, count: int) -> int:
+        """Return the number of blocks that hold the first `count` positions. Split a block at this border if needed."""
+        position = 0
+        for index, block in enumerate(self._blocks[slot]):
+            if position >= count:
+                return index
+            if position + block.size > count:
+                self._split(block, count - position)
+                return index + 1
+            position += block.size
+        return len(self._blocks[slot])
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.size - size, block.num_owners)
+        block.size = size
+        for blocks in self._blocks:
+            if block in blocks:  # compares identity, because blocks define no equality
+                blocks.insert(blocks.index(block) + 1, rest)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence goes, and how many first tokens it takes over from `source`."""
+    """The slot of a sequence, and the number of first tokens that it takes over from `source`."""
 
     slot: int
     source: Source | None
@@ -41,39 +131,39 @@ class Placement:
 
     @property
     def tier(self) -> CacheTier:
-        """The tier of its prefix, if it has one."""
+        """The tier of the prefix. Without a source it has no meaning."""
         return self.source.tier if isinstance(self.source, SavedState) else "device"
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What the cache did since the start."""
+    """Counts since the start."""
 
-    hits_slot: int = 0  # continued where it was
-    hits_copy: int = 0  # from another slot
+    hits_slot: int = 0  # the sequence continued in the slot that has its prefix
+    hits_copy: int = 0  # the prefix was copied from another slot
     hits_ram: int = 0
-    hits_disk: int = 0  # read from the folder for it
+    hits_disk: int = 0  # the prefix was read from disk for this sequence
     misses: int = 0
 
 
 @dataclass(slots=True)
 class _SlotRecord:
-    """What is known of a slot beside its cells, its tokens and its checkpoints."""
+    """Bookkeeping of a slot, in addition to its cells, tokens and checkpoints."""
 
-    last_used: int = 0  # on the cache's own clock
-    is_unsaved: bool = False  # it is idle, worth saving, and not saved yet
-    note: StateNote | None = None  # from the sequence that ended there
+    last_used: int = 0  # value of the cache's counter of uses
+    is_unsaved: bool = False  # whether the slot is idle, long enough to save, and not saved yet
+    note: StateNote | None = None  # from the sequence that finished in the slot
 
 
 class KvCache:
-    """The states of all slots and of RAM, and how a sequence comes by its prefix."""
+    """The states of all slots and in RAM, and the ways in which a sequence takes over its prefix."""
 
     def __init__(
         self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
     ) -> None:
-        """`ram_bytes` is the quota of saved states and checkpoints; 0 saves nothing.
+        """Limit saved states and checkpoints to `ram_bytes`; 0 saves nothing.
 
-        `demanded_prefix` returns with how many of these tokens a waiting sequence begins.
+        `demanded_prefix` returns the length of the longest prefix of these tokens with which a waiting sequence starts.
         """
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
@@ -85,10 +175,11 @@ class KvCache:
         self._records = [_SlotRecord() for _ in range(memory.n_slots)]
         self._clock = 0
 
-    # Finding a prefix. The longest matches come first, and those that can't be better than the best are not looked at.
+    # Finding a prefix. Matches are sorted by length, the longest first. A search stops at the first match that can't be
+    # better than the best one.
 
     def longest_prefix(self, tokens: Sequence[int], scope: Hashable) -> int:
-        """Return the most tokens that can be taken over from anywhere; at least one is left to compute."""
+        """Return the length of the longest prefix that any source has. At least one token remains to be computed."""
         best, limit = 0, len(tokens) - 1
         for matches in self._matches(tokens, scope):
             for source, shared in matches:
@@ -98,22 +189,23 @@ class KvCache:
         return best
 
     def prefixes_in_progress(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[int, int]]:
-        """Yield slots whose planned tokens share a prefix with `tokens`, and its length, the longest first."""
+        """Yield slots whose computed or planned tokens share a prefix, and the length of the prefix, longest first."""
         limit = len(tokens) - 1
         return ((slot, min(shared, limit)) for slot, shared in self._index.matches(tokens, scope))
 
     def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
-        """Return the lengths at which what is or was here parts from these tokens, or ends."""
+        """Return the lengths at which the tokens of slots and saved states diverge from `tokens`, or end."""
         return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def _matches(self, tokens: Sequence[int], scope: Hashable) -> tuple[Iterator[tuple[Source, int]], ...]:
-        """Return the slots, and the states in RAM, that share a prefix with `tokens`, each the longest first."""
+        """Return two iterators: slots and RAM states that share a prefix with `tokens`, each the longest first."""
         return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
 
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
-        """Return the source that saves most, all in all, and how much can be taken over from it; None if nothing is.
+        """Return the source that saves most, and the number of tokens that it provides; None if no source saves any.
 
-        Of those that have to be moved it may be one that costs MOVE_COST_TOKENS more than another.
+        The gain of a source is its tokens, less the cost of moving it. The chosen one of the sources that must be moved
+        can have a gain that is up to MOVE_COST_TOKENS smaller than that of another one.
         """
         limit = len(tokens) - 1
         best: tuple[Source, int] | None = None
@@ -122,7 +214,7 @@ class KvCache:
             count = self._usable(slot, min(shared, limit))
             if count > best_gain:
                 best, best_gain = (slot, count), count
-        best_in_place, places = best, frozenset(idle)
+        best_in_place, idle_slots = best, frozenset(idle)
         for matches in self._matches(tokens, scope):
             for source, shared in matches:
                 shared = min(shared, limit)
@@ -130,7 +222,7 @@ class KvCache:
                 tolerance = 0 if best is best_in_place else MOVE_COST_TOKENS
                 if shared - _move_cost(min_moved) - tolerance <= best_gain:
                     break
-                if source in places:
+                if source in idle_slots:
                     continue
                 count = self._usable(source, shared)
                 gain = count - _move_cost(0 if self._shares_cells(source) else self._num_held(source))
@@ -139,7 +231,7 @@ class KvCache:
         return best
 
     def _has_another_source(self, slot: int, tokens: Tokens, scope: Hashable, length: int) -> bool:
-        """True if another source than `slot` has so many of these tokens, too."""
+        """Return whether another source than `slot` has the first `length` of these tokens."""
         for matches in self._matches(tokens, scope):
             for source, shared in matches:
                 if shared < length:
@@ -149,11 +241,11 @@ class KvCache:
         return False
 
     def _num_held(self, source: Source) -> int:
-        """Return how many tokens are computed."""
+        """Return the number of computed tokens of a source."""
         return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
 
     def _usable(self, source: Source, shared: int) -> int:
-        """Return how many tokens can be taken over where `shared` are the same."""
+        """Return the number of tokens that the source provides, given that its first `shared` tokens match."""
         count = min(shared, self._num_held(source))
         return count if count >= self._first_cut(source) else self.checkpoints.longest(source, count)
 
@@ -161,11 +253,11 @@ class KvCache:
         return source.first_cut if isinstance(source, SavedState) else self.memory.first_cut(source)
 
     def _checkpoint_for(self, source: Source, count: int) -> Any | None:
-        """Return what it takes to cut the source back to so many tokens, or to copy them; None if nothing."""
+        """Return the checkpoint for cutting or copying the source at `count` tokens, or None if none is needed."""
         return None if count >= self._first_cut(source) else self.checkpoints.at(source, count)
 
     def _shares_cells(self, source: Source) -> bool:
-        """True if a copy takes no cells."""
+        """Return whether a copy of the source shares its cells instead of using new ones."""
         return self.memory.unified and not isinstance(source, SavedState) and self.memory.partial_reuse
 
     # Finding a slot
@@ -173,7 +265,10 @@ class KvCache:
     def find_slot(
         self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], preferred: int | None = None
     ) -> Placement:
-        """Return the cheapest of the `idle` slots for a sequence; the `preferred` one if no prefix decides."""
+        """Return the cheapest of the `idle` slots for a sequence.
+
+        Without a prefix, the `preferred` slot is chosen first.
+        """
         best = self._best_source(tokens, scope, idle)
         if best is None:
             return Placement(self._cheapest(idle, preferred), None, 0)
@@ -184,13 +279,14 @@ class KvCache:
         return Placement(self._cheapest(others, preferred), source, count) if others else Placement(idle[0], None, 0)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
-        """True if continuing in the slot loses less than it takes over, or there is no other slot."""
+        """Return whether continuing in the slot overwrites at most as much as it reuses, or is the only choice."""
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
     def _cheapest(self, idle: Sequence[int], preferred: int | None) -> int:
-        """Return the preferred slot, else the first empty one (llama.cpp likes dense ids), else the longest idle.
+        """Return the preferred slot, else the first empty one, else the one that was idle for longest.
 
-        A slot with a prefix that a waiting sequence needs comes last.
+        A slot is chosen last if a waiting sequence needs its prefix. Empty slots are chosen in order, because llama.cpp
+        is faster with dense slot numbers.
         """
 
         def rank(slot: int) -> tuple[bool, bool, int, int]:
@@ -200,34 +296,34 @@ class KvCache:
         return next((slot for slot in order if not self._is_demanded(slot)), order[0])
 
     def _is_demanded(self, slot: int) -> bool:
-        """True if a sequence waits for a prefix that only this slot has."""
+        """Return whether a waiting sequence needs a prefix that only this slot has."""
         if slot not in self._index:
             return False
         tokens, scope = self._index.entry_of(slot)
         length = self._usable(slot, self._demanded_prefix(tokens, scope))
-        if length < WORTH_SAVING_TOKENS or self.cells.of(slot) < len(tokens):  # a running one
+        if length < MIN_SAVED_TOKENS or self.cells.of(slot) < len(tokens):  # a running sequence
             return False
         return not self._has_another_source(slot, tokens, scope, length)
 
     def missing_cells(self, placement: Placement, num_tokens: int) -> int:
-        """Return how many cells are missing for `num_tokens` positions once the placement is carried out."""
+        """Return how many cells are missing for `num_tokens` positions after the placement has been carried out."""
         source = placement.source
         if isinstance(source, SavedState):
-            num_tokens = max(num_tokens, source.num_tokens)  # it comes back whole before it is cut
+            num_tokens = max(num_tokens, source.num_tokens)  # it is restored completely before it is cut
         stays = source is not None and (source == placement.slot or self._shares_cells(source))
         saved_by_sharing = placement.num_tokens if stays else 0
-        freed = 0 if source == placement.slot else self.cells.own(placement.slot)
+        freed = 0 if source == placement.slot else self.cells.exclusive_to(placement.slot)
         return num_tokens - saved_by_sharing - self.cells.free - freed
 
     # Assigning a slot
 
     def assign_slot(self, placement: Placement, tokens: Sequence[int], scope: Hashable) -> int:
-        """Carry a placement out for a sequence of these tokens; return how many of them its slot holds now."""
+        """Carry out a placement for a sequence of these tokens. Return how many of them the slot holds now."""
         if placement.source is not None and placement.source == placement.slot:
             count = self._continue_in(placement.slot, placement.num_tokens)
         else:
             if isinstance(placement.source, SavedState):
-                self.ram.touch(placement.source)  # what is saved now should not push it out
+                self.ram.touch(placement.source)  # so that saving the slot's contents does not evict it
             self.clear(placement.slot)
             count = self._load_prefix(placement)
         self.counters.misses += count == 0
@@ -235,20 +331,20 @@ class KvCache:
         return count
 
     def _continue_in(self, slot: int, count: int) -> int:
-        if self.cells.of(slot) - count >= WORTH_SAVING_TOKENS:
+        if self.cells.of(slot) - count >= MIN_SAVED_TOKENS:
             self.save_unsaved(slot)
         record = self._records[slot]
         record.is_unsaved, record.note = False, None
-        kept = self.truncate(slot, count)
-        self.counters.hits_slot += kept > 0
-        return kept
+        num_reused = self.truncate(slot, count)
+        self.counters.hits_slot += num_reused > 0
+        return num_reused
 
     def _load_prefix(self, placement: Placement) -> int:
-        """Fill the empty slot of a placement; return 0 where that fails, which costs only time."""
+        """Copy or restore the prefix into the empty slot. Return the number of tokens, which is 0 after a failure."""
         try:
             return self._restore(placement) if isinstance(placement.source, SavedState) else self._copy(placement)
-        except Exception:  # no memory for the buffers, for instance
-            log.exception("can't take a state over; it is computed again")
+        except Exception:  # out of memory, for example
+            log.exception("prefix not reused", slot=placement.slot, detail="its tokens are computed again")
             self.wipe(placement.slot)
             return 0
 
@@ -256,9 +352,9 @@ class KvCache:
         source, slot, count = placement.source, placement.slot, placement.num_tokens
         assert isinstance(source, SavedState)
         if self.memory.unified and source.num_tokens > self.cells.free:
-            return 0  # it has no free cells just now
+            return 0  # the pool has too few free cells at the moment
         if not self.memory.restore(slot, source.data, count, self._checkpoint_for(source, count)):
-            self.ram.forget(source)  # a damaged state is a miss, never a wrong text
+            self.ram.forget(source)  # a damaged state counts as a miss and never causes a wrong text
             return 0
         self.cells.extend(slot, count)
         self.checkpoints.inherit(slot, source, count)
@@ -294,54 +390,55 @@ class KvCache:
         self._records[slot].last_used = self._clock
 
     def extend(self, slot: int, count: int) -> None:
-        """Account for `count` positions that were computed."""
+        """Count `count` positions that were computed in the slot."""
         self.cells.extend(slot, count)
 
     def take_checkpoint(self, slot: int) -> None:
-        """Allow others to take over what the slot holds now, as far as the quota goes."""
+        """Take a checkpoint of the slot's current length, if it fits into the quota."""
         self.checkpoints.take(slot, self.cells.of(slot))
 
     def truncate(self, slot: int, count: int) -> int:
-        """Keep the first positions of a slot, or as many of them as it can be cut back to; return how many."""
+        """Keep the first `count` positions of a slot, or as many as it can be cut back to. Return their number."""
         first_cut = self.memory.first_cut(slot)
-        kept = count if count >= first_cut else self.checkpoints.longest(slot, count)
-        checkpoint = None if kept >= first_cut else self.checkpoints.at(slot, kept)
-        if not self.memory.trim(slot, kept, checkpoint):
-            kept = 0
-        self.cells.trim(slot, kept)
-        self.checkpoints.cut(slot, kept)
-        return kept
+        length = count if count >= first_cut else self.checkpoints.longest(slot, count)
+        checkpoint = None if length >= first_cut else self.checkpoints.at(slot, length)
+        if not self.memory.trim(slot, length, checkpoint):
+            length = 0
+        self.cells.trim(slot, length)
+        self.checkpoints.cut(slot, length)
+        return length
 
     def retire(
         self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool, note: StateNote | None = None
     ) -> None:
-        """Keep the cells of a slot whose sequence has ended, and which hold `tokens`, for a later sequence."""
+        """Keep the cells of a finished sequence, which hold `tokens`, in their slot for later sequences."""
         self._index_slot(slot, tokens, scope)
         record = self._records[slot]
         record.note = note
-        record.is_unsaved = save and self._is_worth_saving(len(tokens))
+        record.is_unsaved = save and self._should_save(len(tokens))
 
-    def _is_worth_saving(self, num_tokens: int) -> bool:
-        return self.ram.quota_bytes > 0 and num_tokens >= WORTH_SAVING_TOKENS
+    def _should_save(self, num_tokens: int) -> bool:
+        return self.ram.quota_bytes > 0 and num_tokens >= MIN_SAVED_TOKENS
 
     def clear(self, slot: int) -> None:
-        """Empty a slot, after saving what is worth it."""
+        """Empty a slot after saving its contents to RAM, if they should be saved."""
         if self.ram.quota_bytes and self._is_demanded(slot):
             self._records[slot].is_unsaved = True
         self.save_unsaved(slot)
         self.wipe(slot)
 
     def wipe(self, slot: int) -> None:
-        """Empty a slot without saving anything, for instance because its contents are unknown."""
+        """Empty a slot without saving its contents, for example because they are unknown."""
         record = self._records[slot]
         record.is_unsaved, record.note = False, None
         self._index.remove(slot)
         self.truncate(slot, 0)
 
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
-        """Empty idle slots until `missing` cells are free; return False, and empty none, if they have too few.
+        """Empty idle slots until `missing` cells are free.
 
-        Slots without a demanded prefix go first, and of them the longest unused.
+        If the slots have too few cells, empty none and return False. Slots without a demanded prefix are emptied first,
+        in the order of their last use.
         """
         if missing <= 0:
             return True
@@ -358,16 +455,16 @@ class KvCache:
     # Moving between slots
 
     def swap(self, slot: int, other: int) -> bool:
-        """Exchange the contents of two slots that share no cells; a content that can't be moved is lost.
+        """Exchange the contents of two slots that share no cells. Return False if nothing has changed.
 
-        What `slot` had is copied with all that can be taken over from it, what `other` had is saved and restored.
-        Return False if nothing has changed. When it raises, the contents of both are unknown.
+        The contents of `slot` are copied, and those of `other` are saved and restored. Contents that can't be moved are
+        lost. If this method raises, the contents of both slots are unknown.
         """
         num_tokens = self.cells.of(slot)
         try:
             state = self.memory.save(other) if self.cells.of(other) else None
-        except Exception:  # no memory for the buffers, for instance
-            log.exception("can't exchange two slots; they stay as they are")
+        except Exception:  # out of memory, for example
+            log.exception("slots not exchanged", slot=slot, other=other, detail="the state could not be copied to RAM")
             return False
         self.memory.trim(other, 0)
         if num_tokens and not self._fills(other, self.memory.copy, slot, other, num_tokens):
@@ -390,12 +487,12 @@ class KvCache:
         try:
             return action(*args)
         except Exception:
-            log.exception("can't move a state between slots; it is computed again when it is needed")
+            log.exception("KV state not moved between slots", detail="its tokens are computed again when needed")
             self.memory.trim(slot, 0)
             return False
 
     def _swap_entries(self, slot: int, other: int) -> None:
-        """Both entries leave the index before one comes back, so that no thread finds tokens with a wrong scope."""
+        """Exchange the index entries. Both are removed first, so that no thread finds tokens with a wrong scope."""
         entries = [
             (target, self._index.entry_of(held))
             for held, target in ((slot, other), (other, slot))
@@ -409,19 +506,19 @@ class KvCache:
     # RAM
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
-        """Copy a slot's cells, which hold `tokens`, to RAM, as far as the quota goes."""
+        """Copy the cells of a slot, which hold `tokens`, to RAM, if they are long enough and fit into the quota."""
         self._records[slot].is_unsaved = False
-        if self._is_worth_saving(len(tokens)):
+        if self._should_save(len(tokens)):
             self.ram.save(slot, tokens, scope, note)
 
     def save_unsaved(self, slot: int) -> None:
-        """Save an idle slot, if it is worth it and not saved yet."""
+        """Save an idle slot that should be saved and is not saved yet."""
         record = self._records[slot]
         if record.is_unsaved:
             self.save(slot, *self._index.entry_of(slot), record.note)
 
     def save_one_idle(self) -> bool:
-        """Save the slot that has been idle for longest; return False if there is none. For times without a step."""
+        """Save the slot that has been idle for longest, between steps. Return False if there is no slot to save."""
         slot = min(self.unsaved(), key=lambda slot: self._records[slot].last_used, default=None)
         if slot is None:
             return False
@@ -429,19 +526,20 @@ class KvCache:
         return True
 
     def unsaved(self) -> list[int]:
-        """Return the idle slots that are worth saving, and are not saved yet."""
+        """Return the idle slots that should be saved and are not saved yet."""
         return [slot for slot, record in enumerate(self._records) if record.is_unsaved]
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drop the saved states of a scope that will not be asked for again."""
+        """Drop the saved states of a scope that no later request uses."""
         self.ram.forget_scope(scope)
 
     # Any thread
 
     def probe(self, running: Sequence[SlotContents | None], tokens: Tokens, scope: Hashable) -> dict[CacheTier, int]:
-        """Return how many of the first tokens a slot has, and a state in RAM. Any thread: it may be a moment behind.
+        """Return how many of the first tokens are in a slot, and in RAM.
 
-        `running` has what the running sequence of each slot has computed, and None for an idle slot.
+        Any thread; the result can be slightly outdated. `running` has the computed tokens and scope of each slot's
+        running sequence, or None for an idle slot.
         """
         device = ram = 0
         for slot, contents in enumerate(running):
@@ -455,19 +553,19 @@ class KvCache:
         return {"device": device, "ram": ram}
 
     def _contents_of(self, slot: int) -> SlotContents | None:
-        """Return what an idle slot holds."""
+        """Return the tokens and scope of an idle slot."""
         try:
             return self._index.entry_of(slot)
         except KeyError:
             return None
 
     def _probed(self, source: Source, shared: int, first_cut: int) -> int:
-        """As `_usable`, without asking the device."""
+        """Return the same as `_usable`, without calling the device."""
         if shared >= first_cut:
             return shared
         return max((length for length in self.checkpoints.lengths(source) if length <= shared), default=0)
 
 
 def _move_cost(num_moved: int) -> int:
-    """Return the cost of moving a state as a whole, however little of it is taken over."""
+    """Return the cost of moving a complete state of `num_moved` tokens, even if only a part of it is used."""
     return MOVE_COST_TOKENS + num_moved // MOVED_PER_TOKEN

@@ -1,4 +1,4 @@
-"""Which holders of KV states share a prefix with a prompt: a radix tree over token ids. Pure."""
+"""A radix tree over token ids, which finds the holders of KV states that share a prefix with a prompt. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[Holder]):
-    """The tokens from its parent to here, and what lies behind them."""
+    """The tokens between its parent and itself, and the subtree below."""
 
     edge: Tokens
     parent: _Node[Holder] | None
-    scope: Hashable = None  # of a root
-    num_holders: int = 0  # whose tokens run through all of these
-    ends: dict[Holder, None] = field(default_factory=dict)  # whose last token this is; in the order of insertion
+    scope: Hashable = None  # of a root node
+    num_holders: int = 0  # holders in this node and below
+    ends: dict[Holder, None] = field(default_factory=dict)  # holders whose tokens end here, in insertion order
     children: dict[int, _Node[Holder]] = field(default_factory=dict)  # by the first token of their edge
 
 
 class PrefixIndex(Generic[Holder]):
-    """The tokens of every holder. Holders of different scopes never match.
+    """The tokens of each holder. Holders of different scopes never match.
 
-    The time to insert, to remove and to find a first match grows with the tokens, and not with the number of holders.
+    Insertion, removal and the first match take time proportional to the number of tokens, not of holders.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PrefixIndex(Generic[Holder]):
         return holder in self._ends
 
     def insert(self, holder: Holder, tokens: Sequence[int], scope: Hashable = "") -> None:
-        """Set the tokens of a holder. A tuple is kept, not copied."""
+        """Set the tokens of a holder. A tuple is stored without a copy."""
         self.remove(holder)
         tokens, start = tuple(tokens), 0
         node = self._roots.get(scope)
@@ -74,7 +74,7 @@ class PrefixIndex(Generic[Holder]):
             node = parent
 
     def entry_of(self, holder: Holder) -> tuple[Tokens, Hashable]:
-        """Return the tokens and the scope that the holder was inserted with. Raises KeyError."""
+        """Return the tokens and the scope of a holder. Raises KeyError."""
         node = self._ends[holder]
         edges = [node.edge]
         while node.parent is not None:
@@ -83,9 +83,9 @@ class PrefixIndex(Generic[Holder]):
         return tuple(chain.from_iterable(reversed(edges))), node.scope
 
     def matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Yield every holder of the scope that shares a prefix with `tokens`, and its length; the longest first.
+        """Yield each holder of the scope that shares a prefix with `tokens`, and its length, the longest first.
 
-        Nothing may be inserted or removed meanwhile.
+        The tree must not change during the iteration.
         """
         below = None
         for node, length in reversed(self._walk(tuple(tokens), scope)):
@@ -105,7 +105,7 @@ class PrefixIndex(Generic[Holder]):
     def shared_by(
         self, holders: Iterable[Holder], tokens: Sequence[int], scope: Hashable = ""
     ) -> Iterator[tuple[Holder, int]]:
-        """Yield how many tokens each of these holders shares with `tokens`, in their order, except for 0."""
+        """Yield each of these holders that shares tokens with `tokens`, and their number, in the given order."""
         lengths = {id(node): length for node, length in self._walk(tuple(tokens), scope)}
         for holder in holders:
             node = self._ends.get(holder)
@@ -115,22 +115,22 @@ class PrefixIndex(Generic[Holder]):
                 yield holder, lengths[id(node)]
 
     def of_scope(self, scope: Hashable) -> list[Holder]:
-        """Return every holder of the scope."""
+        """Return all holders of the scope."""
         root = self._roots.get(scope)
         return [] if root is None else list(_holders(root))
 
     def longest(self, tokens: Sequence[int], scope: Hashable = "") -> int:
-        """Return how many tokens the best match shares with `tokens`; 0 if there is none."""
+        """Return the length of the longest shared prefix, or 0."""
         path = self._walk(tuple(tokens), scope)
         return path[-1][1] if path else 0
 
     def branches(self, tokens: Sequence[int], scope: Hashable = "", at_least: int = 1) -> list[int]:
-        """Return the lengths at which holders part from `tokens`, or end, where at least so many holders share them."""
+        """Return the lengths, shared by at least `at_least` holders, at which holders diverge from `tokens` or end."""
         path = self._walk(tuple(tokens), scope)
         return [length for node, length in path if node.num_holders >= at_least]
 
     def _walk(self, tokens: Tokens, scope: Hashable) -> list[tuple[_Node[Holder], int]]:
-        """Return the nodes that `tokens` run through or end in, each with the number of tokens shared with it."""
+        """Return the nodes on the path of `tokens`, each with the number of tokens shared up to and including it."""
         path: list[tuple[_Node[Holder], int]] = []
         node, length = self._roots.get(scope), 0
         while node is not None and length < len(tokens):
@@ -146,7 +146,7 @@ class PrefixIndex(Generic[Holder]):
 
 
 def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Iterator[Holder]:
-    """Yield all that end in this node or below it, except below the child `without`."""
+    """Yield the holders in this node and below it, except below the child `without`."""
     yield from node.ends
     levels = [iter(node.children.values())]
     while levels:
@@ -159,7 +159,7 @@ def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Itera
 
 
 def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> int:
-    """Return how many tokens `left` shares with `right[start:]`. Slices are compared first, because C does that."""
+    """Return the length of the common prefix of `left` and `right[start:]`. Comparing slices first is faster."""
     limit, done = min(len(left), len(right) - start), 0
     while done < limit:
         size = min(64, limit - done)
@@ -172,7 +172,7 @@ def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> 
 
 
 def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
-    """Put a node for the first `length` tokens of an edge before it, and return that."""
+    """Insert a node for the first `length` tokens of an edge above `node`, and return the new node."""
     assert node.parent is not None
     head = _Node(
         edge=node.edge[:length],
@@ -186,7 +186,7 @@ def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
 
 
 def _merge_with_only_child(node: _Node[Holder]) -> None:
-    """Remove a node in which no holder ends, and extend the edge of its only child."""
+    """Remove a node in which no holder ends, and prepend its edge to that of its only child."""
     (child,) = node.children.values()
     assert node.parent is not None
     child.edge, child.parent = node.edge + child.edge, node.parent

@@ -1,44 +1,170 @@
-"""The states that are kept in RAM, within a quota of bytes: the least recently used are evicted."""
+"""KV states and checkpoints in RAM, each within a quota of bytes, and the tokens of the last contexts by key.
+
+When a quota is full, the least recently used entries are evicted.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
 from typing import Any
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import KvMemory
-from cellama.engine.events import CacheTier
+from cellama.engine.events import CacheTier, Context
 from cellama.engine.kvstore.benefit import CHAT_REUSE
 
-from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-MAX_MATCHES = 64  # states that a search looks at: the longest come first, and equally long ones differ by little
+MAX_MATCHES = 64  # states per search, the longest first; further matches of equal length differ little
+MAX_CONTEXTS = 256  # a lookup hashes each newer context, which takes a few ms; Redis has older contexts
+MAX_CONTEXT_TOKENS = 1 << 19  # of all contexts together, tens of MB at most; most of them are prompts that exist anyway
+
+
+@dataclass(eq=False, slots=True)
+class _Checkpoint:
+    """A state at an earlier length. Slots and saved states that were copied from each other share it."""
+
+    num_tokens: int
+    data: Any
+    holders: set[Hashable] = field(default_factory=set)
+
+
+class Checkpoints:
+    """The lengths to which slots and saved states can be cut back, with the data that this takes. Engine thread only.
+
+    Only models whose states can't be cut back to any length need checkpoints. A holder has at most one checkpoint per
+    length.
+    """
+
+    def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
+        """Limit all checkpoints together to `quota_bytes`. A quota of 0 disables checkpoints."""
+        self.quota_bytes = quota_bytes
+        self.used_bytes = 0
+        self._memory = memory
+        self._of: dict[Hashable, dict[int, _Checkpoint]] = {}  # by holder, then by length
+        self._all: OrderedDict[_Checkpoint, None] = OrderedDict()  # least recently used first
+        self._num_bytes = 0  # of the last checkpoint; all checkpoints of a model have the same size
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether at least one checkpoint fits into the quota."""
+        return 0 < self.quota_bytes >= self._num_bytes
+
+    def take(self, slot: int, num_tokens: int) -> None:
+        """Take a checkpoint of a slot that holds `num_tokens`, if it fits into the quota."""
+        if not self.is_enabled or num_tokens in self._of.get(slot, ()):
+            return
+        try:
+            self._num_bytes = self._memory.checkpoint_bytes(slot)
+            self._make_room(self._num_bytes)
+            if self.is_enabled:
+                self._add(_Checkpoint(num_tokens, self._memory.checkpoint(slot)), slot)
+        except Exception:  # out of memory, for example
+            log.exception("checkpoint not taken", slot=slot, detail="later requests compute its tokens again")
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._all and self.used_bytes + num_bytes > self.quota_bytes:
+            self._drop(next(iter(self._all)))
+
+    def _add(self, checkpoint: _Checkpoint, holder: Hashable) -> None:
+        self._all[checkpoint] = None
+        self.used_bytes += checkpoint.data.nbytes
+        self._hold(holder, checkpoint)
+
+    def _hold(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
+        checkpoint.holders.add(holder)
+        self._of.setdefault(holder, {})[checkpoint.num_tokens] = checkpoint
+
+    def _drop(self, checkpoint: _Checkpoint) -> None:
+        for holder in list(checkpoint.holders):
+            self._release(holder, checkpoint)
+
+    def _release(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
+        """Remove a checkpoint from its holder, and drop the checkpoint if it has no other holder."""
+        del self._of[holder][checkpoint.num_tokens]
+        if not self._of[holder]:
+            del self._of[holder]
+        checkpoint.holders.remove(holder)
+        if not checkpoint.holders:
+            del self._all[checkpoint]
+            self.used_bytes -= checkpoint.data.nbytes
+
+    def longest(self, holder: Hashable, up_to: int) -> int:
+        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint; 0 if there is none."""
+        return max((length for length in self._of.get(holder, ()) if length <= up_to), default=0)
+
+    def at(self, holder: Hashable, num_tokens: int) -> Any | None:
+        """Return the data for cutting the holder back to this length, or None if there is no checkpoint."""
+        checkpoint = self._of.get(holder, {}).get(num_tokens)
+        if checkpoint is None:
+            return None
+        self._all.move_to_end(checkpoint)
+        return checkpoint.data
+
+    def inherit(self, target: Hashable, source: Hashable, num_tokens: int) -> None:
+        """Share the checkpoints of `source` up to `num_tokens` with `target`.
+
+        `target` must have the same tokens up to there, and no checkpoints.
+        """
+        for length, checkpoint in self._of.get(source, {}).items():
+            if length <= num_tokens:
+                self._hold(target, checkpoint)
+
+    def of(self, holder: Hashable) -> dict[int, Any]:
+        """Return the holder's checkpoints by length."""
+        return {length: checkpoint.data for length, checkpoint in self._of.get(holder, {}).items()}
+
+    def lengths(self, holder: Hashable) -> list[int]:
+        """Return the lengths of the holder's checkpoints. Any thread."""
+        return list(self._of.get(holder, ()))
+
+    def adopt(self, holder: Hashable, num_tokens: int, data: Any) -> None:
+        """Add a checkpoint that was read from disk, if it fits into the quota."""
+        if data.nbytes > self.quota_bytes:
+            return
+        self._make_room(data.nbytes)
+        self._add(_Checkpoint(num_tokens, data), holder)
+
+    def swap(self, one: Hashable, other: Hashable) -> None:
+        """Exchange the checkpoints of two holders."""
+        held = {holder: self._of.pop(holder, {}) for holder in (one, other)}
+        for holder, checkpoints in held.items():
+            for checkpoint in checkpoints.values():
+                checkpoint.holders.remove(holder)
+        for target, source in ((one, other), (other, one)):
+            for checkpoint in held[source].values():
+                self._hold(target, checkpoint)
+
+    def cut(self, holder: Hashable, num_tokens: int) -> None:
+        """Drop the holder's checkpoints beyond its first `num_tokens`, to which it has been cut."""
+        for length, checkpoint in list(self._of.get(holder, {}).items()):
+            if length > num_tokens:
+                self._release(holder, checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class StateNote:
-    """What the sequence that computed a state says of it."""
+    """Properties of a state that come from the sequence that computed it."""
 
-    next_token: int | None = None  # sampled after the state's tokens: with it they are the context that has a key
-    reuse_probability: float = CHAT_REUSE  # that a later request continues from the state
+    next_token: int | None = None  # sampled after the state's tokens; with it, they are the context that has a key
+    reuse_probability: float = CHAT_REUSE  # probability that a later request continues from the state
 
 
 @dataclass(eq=False, slots=True)
 class SavedState:
-    """The cells of one slot in RAM."""
+    """The cells of one slot, copied to RAM."""
 
     tokens: Tokens
-    first_cut: int  # it can be taken over whole, or from this length on in part
+    first_cut: int  # smallest length to which it can be cut without a checkpoint
     scope: Hashable
     data: Any
-    tier: CacheTier = "ram"  # "disk" until it is taken over for the first time, if it was read from there
+    tier: CacheTier = "ram"  # a state that was read from disk has "disk" until it is first used
     note: StateNote = StateNote()
     from_disk: bool = False
 
@@ -55,15 +181,15 @@ Source = int | SavedState  # a slot, or a state in RAM
 
 
 class RamTier:
-    """Owns the saved states. Engine thread only, except for `states`, the one method that looks at all of them."""
+    """Owns the saved states. Only the engine thread may use it, except for the method `states`."""
 
     def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
-        """A quota of 0 saves nothing. A saved state inherits the checkpoints of its slot."""
+        """Limit all states together to `quota_bytes`; 0 saves nothing. A saved state shares its slot's checkpoints."""
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.num_saves = 0  # since the start
-        self.num_evictions = 0  # states dropped for the quota, since the start
-        self.reserved_bytes = 0  # of the quota, for files that are being read
+        self.num_evictions = 0  # states that were dropped because of the quota, since the start
+        self.reserved_bytes = 0  # part of the quota that is reserved for files that are being read
         self.on_saved: Callable[[SavedState], object] | None = None  # called with each state that was copied to RAM
         self._memory = memory
         self._checkpoints = checkpoints
@@ -74,30 +200,30 @@ class RamTier:
         return len(self._states)
 
     def matches(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[SavedState, int]]:
-        """Yield states that share a prefix with `tokens`, and its length, the longest first; at most MAX_MATCHES.
+        """Yield up to MAX_MATCHES states that share a prefix with `tokens`, and its length, the longest first.
 
-        Where a state can't be cut back to any length, those are added whose tokens are all a prefix of `tokens`.
+        If states can't be cut back to any length, also yield all states whose tokens are a prefix of `tokens`.
         """
-        some = islice(self._index.matches(tokens, scope), MAX_MATCHES)
+        first = islice(self._index.matches(tokens, scope), MAX_MATCHES)
         if self._memory.first_saved_cut(self._memory.ctx_per_slot) == 0:
-            return some
-        return merge(some, self._index.whole_matches(tokens, scope), key=lambda match: -match[1])
+            return first
+        return merge(first, self._index.whole_matches(tokens, scope), key=lambda match: -match[1])
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
-        """Copy a slot's cells, which hold `tokens`, unless there is a copy, or it would be larger than the quota."""
+        """Copy the cells of a slot, which hold `tokens`, unless a copy exists or would not fit into the quota."""
         if self._has(tokens, scope):
             return
         try:
             self._save(slot, tokens, scope, note or StateNote())
-        except Exception:  # no memory for it, for instance
-            log.exception("can't save the state of a slot; it is computed again when it is needed")
+        except Exception:  # out of memory, for example
+            log.exception("KV state not saved to RAM", slot=slot, detail="its tokens are computed again when needed")
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote) -> None:
         size = self._memory.state_bytes(slot)
         if size > self.quota_bytes - self.reserved_bytes:
             return
         self._forget_shorter(tokens, scope)
-        self._make_room(size)  # before the copy: both together are more than the quota
+        self._make_room(size)  # before the copy, so that the quota also holds during the copy
         first_cut = self._memory.first_saved_cut(len(tokens))
         state = SavedState(
             tokens=tuple(tokens), first_cut=first_cut, scope=scope, data=self._memory.save(slot), note=note
@@ -109,7 +235,7 @@ class RamTier:
             self.on_saved(state)
 
     def adopt(self, state: SavedState, checkpoints: Mapping[int, Any]) -> None:
-        """Keep a state that was read from disk, with its checkpoints, as `save` does."""
+        """Add a state that was read from disk, and its checkpoints, under the conditions of `save`."""
         if self._has(state.tokens, state.scope) or state.num_bytes > self.quota_bytes - self.reserved_bytes:
             return
         self._make_room(state.num_bytes)
@@ -123,7 +249,7 @@ class RamTier:
         self._index.insert(state, state.tokens, state.scope)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve bytes of the quota for a file that is read; return False if the quota is too small."""
+        """Reserve a part of the quota for a file that will be read. Return False if the quota is too small."""
         if num_bytes > self.quota_bytes - self.reserved_bytes:
             return False
         self._make_room(num_bytes)
@@ -131,21 +257,21 @@ class RamTier:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Give reserved bytes back."""
+        """Release a reservation."""
         self.reserved_bytes -= num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict the least recently used states until so many bytes of the quota are free."""
+        """Evict the least recently used states until `num_bytes` of the quota are free."""
         while self._states and self.used_bytes + self.reserved_bytes + num_bytes > self.quota_bytes:
             self.forget(next(iter(self._states)))
             self.num_evictions += 1
 
     def checkpoints_of(self, state: SavedState) -> dict[int, Any]:
-        """Return the checkpoints of a state, by length."""
+        """Return the checkpoints of a state by length."""
         return self._checkpoints.of(state)
 
     def states(self) -> list[SavedState]:
-        """Return a copy of all of them, the least recently used first. Any thread."""
+        """Return all states, the least recently used first. Any thread."""
         return list(self._states)
 
     def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
@@ -153,19 +279,19 @@ class RamTier:
         return shared == len(tokens)
 
     def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
-        """Drop states that a longer one makes superfluous: the turns of a conversation before the last."""
+        """Drop states that a longer state makes redundant, such as the earlier turns of a conversation."""
         first_cut = self._memory.first_saved_cut(len(tokens))
         for state, length in list(self._index.whole_matches(tokens, scope)):
             if length >= first_cut:
                 self.forget(state)
 
     def touch(self, state: SavedState) -> None:
-        """Make a state the most recently used one."""
+        """Mark a state as the most recently used one."""
         if state in self._states:
             self._states.move_to_end(state)
 
     def forget(self, state: SavedState) -> None:
-        """Drop a state, if it is still there."""
+        """Drop a state. Idempotent."""
         if state in self._states:
             del self._states[state]
             self.used_bytes -= state.num_bytes
@@ -173,10 +299,35 @@ class RamTier:
             self._checkpoints.cut(state, 0)
 
     def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
-        """Return the lengths at which saved tokens part from these, or end."""
+        """Return the lengths at which saved tokens diverge from `tokens`, or end."""
         return self._index.branches(tokens, scope)
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drop the states of a scope that will not be asked for again."""
+        """Drop all states of a scope."""
         for state in self._index.of_scope(scope):
             self.forget(state)
+
+
+class RecentContexts:
+    """The contexts that finished last. A request can continue one of them by its key, without sending its tokens.
+
+    One thread adds contexts. Any thread may look one up, and computes the keys that this takes.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: deque[Context] = deque()
+        self._num_tokens = 0
+
+    def add(self, context: Context) -> None:
+        """Add a context, and drop the oldest contexts that exceed the limits."""
+        self._contexts.append(context)
+        self._num_tokens += len(context)
+        while len(self._contexts) > MAX_CONTEXTS or (self._num_tokens > MAX_CONTEXT_TOKENS and len(self._contexts) > 1):
+            self._num_tokens -= len(self._contexts.popleft())
+
+    def find(self, key: str, seed: bytes) -> tuple[int, ...] | None:
+        """Return the tokens of the context with this key and this seed, or None."""
+        for context in reversed(list(self._contexts)):  # a copy, because the owner may add contexts at the same time
+            if context.key == key and context.seed == seed:
+                return context.tokens
+        return None

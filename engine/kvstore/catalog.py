@@ -1,4 +1,4 @@
-"""The states of one identity: an index in memory that follows what all processes do in the directory."""
+"""An index in memory of the states of one identity, which follows the changes of all processes in the directory."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .counters import StoreCounters
-from .folder import STATE
+from .directory import STATE
 from .keys import BLOCK, as_array, block_keys, is_key
 from .state_file import read_head
-from .states import KeptState, Miss, StateHead, StateMatch, usable
+from .states import Miss, StateHead, StateMatch, StoreCounters, StoredState, usable
 
-SETTLED_NS = 100_000_000  # times of modification are coarse: the next file may have the same time as the last one
-MAX_SLACK = 2.0  # a longer state replaces a shorter one if it is at most so many times as much to read
-SCAN_PATIENCE_S = 0.1  # a request waits so long for another thread that reads heads, then uses what is known
+# Nanoseconds since the last change of the directory before its list of names counts as complete. File systems record
+# the time of modification coarsely, so that a later file can have the same time.
+SETTLED_NS = 100_000_000
+MAX_SIZE_RATIO = 2.0  # a longer state replaces a shorter one only if its file is at most this many times as large
+SCAN_TIMEOUT_S = 0.1  # how long a request waits for a scan by another thread before it uses the index as it is
 
 
 class StateCatalog:
-    """Any thread. The lock guards the index, and is never held while files are read."""
+    """The index of one identity's directory. Any thread. The lock guards the index and is not held during I/O."""
 
     def __init__(self, directory: Path, counters: StoreCounters) -> None:
         self.directory = directory
         self._counters = counters
         self._lock = threading.Lock()
         self._heads: dict[str, StateHead] = {}  # by key
-        self._groups: dict[bytes, dict[str, StateHead]] = {}  # by the key of the first block: only these can match
-        self._scanning = threading.Lock()
-        self._seen_ns: int | None = None  # the directory's time of modification when its names were read
-        self._bad: set[str] = set()  # keys of files that gave no state: none is read again while it is there
+        # By the key of their first block. A prompt is compared only with the heads that share its first block.
+        self._groups: dict[bytes, dict[str, StateHead]] = {}
+        self._scan_lock = threading.Lock()
+        self._scanned_ns: int | None = None  # time of modification of the directory when its names were listed
+        self._bad: set[str] = set()  # keys of files without a usable state; they are not read again while they exist
 
     @property
-    def largest(self) -> int:
-        """Bytes of the largest file that is known."""
+    def max_file_bytes(self) -> int:
+        """Size of the largest known file in bytes."""
         with self._lock:
             return max((head.num_bytes for head in self._heads.values()), default=0)
 
     def path_of(self, key: str) -> Path:
-        """Return the path of the state of a key, whether or not it exists."""
+        """Return the path of the state with this key, whether or not the file exists."""
         return self.directory / f"{key}{STATE}"
 
     # Searching
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest usable prefix of the tokens; of equally long ones the smallest."""
-        if not self._heads and self._is_settled():
+        """Return the file with the longest usable prefix of the tokens, or the smallest one of several such files."""
+        if not self._heads and self._is_up_to_date():
             return None
         self.refresh()
         ids = as_array(tokens)
@@ -55,23 +57,23 @@ class StateCatalog:
         return longest_match(self._group_of(blocks), ids, blocks)
 
     def get(self, key: str) -> StateHead | None:
-        """Return the head of the file of a key."""
+        """Return the head of the file with this key."""
         self.refresh()
         with self._lock:
             return self._heads.get(key)
 
-    def replaced_by(self, state: KeptState, num_bytes: int) -> list[str]:
-        """Return the keys of shorter states that a file of this state makes superfluous.
+    def replaced_by(self, state: StoredState, num_bytes: int) -> list[str]:
+        """Return the keys of shorter states that are redundant once this state has a file of `num_bytes`.
 
-        The longer state must be one that can be cut to them, and not much more to read.
+        A shorter state is redundant if the longer one can be cut to it, and is not much larger.
         """
         ids = as_array(state.tokens)
         blocks, lengths = block_keys(state.seed, ids), sorted(state.checkpoints)
         return [
             head.key
             for head in self._group_of(blocks)
-            if _is_beginning(head, ids, blocks)
-            and num_bytes <= MAX_SLACK * head.num_bytes
+            if _is_proper_prefix(head, ids, blocks)
+            and num_bytes <= MAX_SIZE_RATIO * head.num_bytes
             and usable(len(head.tokens), len(ids), state.first_cut, lengths) == len(head.tokens)
         ]
 
@@ -82,14 +84,14 @@ class StateCatalog:
     # The index
 
     def add(self, head: StateHead) -> None:
-        """The state can be found from now on. A state of less than a block never is: it is computed faster."""
+        """Add a state to the index. A state of less than a block never matches, because computing it is faster."""
         with self._lock:
             self._heads[head.key] = head
             if head.blocks:
                 self._groups.setdefault(head.blocks[0], {})[head.key] = head
 
     def remove(self, key: str) -> None:
-        """The state can't be found any more."""
+        """Remove a state from the index. Idempotent."""
         with self._lock:
             head = self._heads.pop(key, None)
             if head is not None and head.blocks:
@@ -98,25 +100,25 @@ class StateCatalog:
                 if not group:
                     del self._groups[head.blocks[0]]
 
-    def refuse(self, key: str) -> None:
-        """The file of that key gives no state: it is not read again while it is there."""
+    def reject(self, key: str) -> None:
+        """Remove a state from the index, and do not read its file again while the file exists."""
         self._bad.add(key)
         self.remove(key)
 
     # Following the directory
 
     def refresh(self) -> None:
-        """Read the heads of files that came since the last look, unless another thread does so for long already."""
-        if self._is_settled() or not self._scanning.acquire(timeout=SCAN_PATIENCE_S):
+        """Read the heads of new files, or return after SCAN_TIMEOUT_S if another thread is still reading them."""
+        if self._is_up_to_date() or not self._scan_lock.acquire(timeout=SCAN_TIMEOUT_S):
             return
         try:
-            if not self._is_settled():
+            if not self._is_up_to_date():
                 self._scan()
         finally:
-            self._scanning.release()
+            self._scan_lock.release()
 
-    def _is_settled(self) -> bool:
-        return self._seen_ns is not None and self._seen_ns == _modified_ns(self.directory)
+    def _is_up_to_date(self) -> bool:
+        return self._scanned_ns is not None and self._scanned_ns == _modified_ns(self.directory)
 
     def _scan(self) -> None:
         modified_ns = _modified_ns(self.directory)
@@ -138,48 +140,49 @@ class StateCatalog:
             elif head is not Miss.VANISHED:
                 self._bad.add(key)
                 self._counters.add(misses=1)
-        is_old = abs(time.time_ns() - modified_ns) > SETTLED_NS
-        self._seen_ns = modified_ns if is_old else None
+        is_settled = abs(time.time_ns() - modified_ns) > SETTLED_NS
+        self._scanned_ns = modified_ns if is_settled else None
 
 
 def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[bytes]) -> StateMatch | None:
-    """Return the longest usable prefix of `tokens`, whose block keys are `blocks`; of equally long ones the smallest.
+    """Return the longest usable prefix of `tokens`, and the smallest file if several are equally long.
 
-    A block key stands for all tokens up to its end, for the adapters and for the scope. So one comparison tells that a
-    state has no longer prefix than the best so far, and few states are compared token by token. Pure.
+    `blocks` are the block keys of `tokens`. A block key identifies all tokens up to the end of the block, the adapters
+    and the scope. Comparing one block key therefore excludes a state whose prefix can't be longer than the best match,
+    and only a few states are compared token by token. Pure.
     """
     best: StateMatch | None = None
     for head in heads:
-        needed = BLOCK if best is None else best.num_usable
-        # The fewest tokens that the state must share to be the better one.
-        least = needed if best is None or head.num_bytes < best.head.num_bytes else needed + 1
-        if head.first_cut > least:
-            least = min(cut for cut in (head.first_cut, *head.checkpoints) if cut >= least)
-        depth = least // BLOCK
+        best_length = BLOCK if best is None else best.num_usable
+        # The smallest number of shared tokens with which this state would be the better match.
+        min_shared = best_length if best is None or head.num_bytes < best.head.num_bytes else best_length + 1
+        if head.first_cut > min_shared:
+            min_shared = min(cut for cut in (head.first_cut, *head.checkpoints) if cut >= min_shared)
+        depth = min_shared // BLOCK
         if depth > min(len(blocks), len(head.blocks)) or head.blocks[depth - 1] != blocks[depth - 1]:
             continue
-        if head.tokens[depth * BLOCK : least] != tokens[depth * BLOCK : least]:
+        if head.tokens[depth * BLOCK : min_shared] != tokens[depth * BLOCK : min_shared]:
             continue
         shared = _num_shared(head, tokens, blocks, depth)
         count = head.usable(shared)
-        if count > needed or (count == needed and (best is None or head.num_bytes < best.head.num_bytes)):
+        if count > best_length or (count == best_length and (best is None or head.num_bytes < best.head.num_bytes)):
             best = StateMatch(head, shared)
     return best
 
 
-def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], known: int) -> int:
-    """Return how many first tokens are the same, of which `known` blocks are."""
-    most = min(len(blocks), len(head.blocks))
-    while known < most and head.blocks[known] == blocks[known]:
-        known += 1
-    count, end = known * BLOCK, min(len(head.tokens), len(tokens))
+def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], num_equal: int) -> int:
+    """Return the length of the common prefix in tokens, given that the first `num_equal` blocks are equal."""
+    num_blocks = min(len(blocks), len(head.blocks))
+    while num_equal < num_blocks and head.blocks[num_equal] == blocks[num_equal]:
+        num_equal += 1
+    count, end = num_equal * BLOCK, min(len(head.tokens), len(tokens))
     while count < end and head.tokens[count] == tokens[count]:
         count += 1
     return count
 
 
-def _is_beginning(head: StateHead, tokens: array[int], blocks: list[bytes]) -> bool:
-    """True if `tokens` are those of the head, and more."""
+def _is_proper_prefix(head: StateHead, tokens: array[int], blocks: list[bytes]) -> bool:
+    """Return whether `tokens` start with all tokens of the head and have more."""
     depth, count = len(head.blocks), len(head.tokens)
     if count >= len(tokens) or head.blocks[depth - 1] != blocks[depth - 1]:
         return False
@@ -187,7 +190,7 @@ def _is_beginning(head: StateHead, tokens: array[int], blocks: list[bytes]) -> b
 
 
 def _names_in(directory: Path) -> list[str]:
-    """List a directory without noting the time of access, which would wait for the fsync of a file."""
+    """List a directory without updating its access time, because that update waits for the fsync of other files."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_NOATIME", 0))
     try:
         return os.listdir(descriptor)
@@ -196,8 +199,8 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _modified_ns(directory: Path) -> int:
-    """Return the time of modification, or -1 while there is no directory."""
+    """Return the time of modification in nanoseconds, or -1 if the directory does not exist."""
     try:
         return directory.stat().st_mtime_ns
-    except (OSError, ValueError):  # a zero byte in a path is a ValueError
+    except (OSError, ValueError):  # a null byte in a path is a ValueError
         return -1

@@ -1,6 +1,7 @@
-"""Keys of contexts: a SHA-256 chain over blocks of token ids. Pure.
+"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. Pure.
 
-The same tokens have another key with other weights, adapters, scales or scope: all of that is in the seed.
+The seed of the chain contains the weights, the adapters with their scales, and the scope. The same tokens therefore
+have different keys if any of these differ.
 """
 
 from __future__ import annotations
@@ -11,30 +12,31 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-BLOCK = 64  # tokens: fewer are computed sooner than a file is found and read
+BLOCK = 64  # tokens; computing fewer tokens is faster than finding and reading a file
 DIGEST_BYTES = 32
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def is_key(text: str) -> bool:
-    """True for 64 hex digits in lower case. Only a key becomes part of a path."""
+    """Return whether the text has 64 lower-case hex digits. Only such texts may become part of a path."""
     return _KEY.match(text) is not None
 
 
 def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) -> bytes:
-    """Return 32 bytes that stand for all that cells depend on except for tokens, and for who may see them.
+    """Return a digest of 32 bytes over everything that cells depend on, except tokens, and over their scope.
 
-    `adapters` has a fingerprint (a name may mean other weights tomorrow) and a scale each, in any order.
+    `adapters` are pairs of a fingerprint and a scale, in any order. They are identified by fingerprint, because a name
+    can refer to other weights later.
     """
     parts = [b"cellama kv seed 1", identity, scope.encode("utf-8", "surrogatepass")]
     for fingerprint, scale in sorted((name, float(scale) + 0.0) for name, scale in adapters):
         parts += [fingerprint.encode("utf-8", "surrogatepass"), struct.pack("<d", scale)]
-    # Each with its length: parts never run into each other.
+    # Each part is preceded by its length, so that different parts never have the same concatenation.
     return sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
 def as_array(tokens: Sequence[int]) -> array[int]:
-    """Return token ids as an array of type "I", which is not copied. Raises ValueError for other numbers."""
+    """Return token ids as an array of type "I", without a copy if they are one. Raises ValueError if out of range."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     try:
@@ -44,12 +46,12 @@ def as_array(tokens: Sequence[int]) -> array[int]:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as uint32. Raises ValueError for other numbers."""
+    """Return token ids as packed uint32. Raises ValueError if an id is out of range."""
     return as_array(tokens).tobytes()
 
 
 def block_keys(seed: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Return a digest for each full block, of the block and all before it; the tail has none."""
+    """Return one digest per full block, over this block and all blocks before it. A partial last block has none."""
     return _chain(seed, pack_tokens(tokens))
 
 
@@ -59,9 +61,9 @@ def key_of(seed: bytes, tokens: Sequence[int]) -> str:
 
 
 def key_and_blocks(seed: bytes, packed: bytes) -> tuple[str, list[bytes]]:
-    """Return the key of a context and its block keys, for packed tokens."""
+    """Return the key and the block keys of a context whose tokens are packed."""
     chain = _chain(seed, packed)
-    last = sha256(b"end")  # a key is never the digest of a block
+    last = sha256(b"end")  # so that a key never equals the digest of a block
     last.update(chain[-1] if chain else seed)
     last.update(struct.pack("<Q", len(packed) // 4))
     last.update(packed[len(chain) * BLOCK * 4 :])

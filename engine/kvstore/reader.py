@@ -1,49 +1,56 @@
-"""The thread that reads states, one after another. A request may wait for each, so it waits for no write."""
+"""The thread that reads states, and memory that it prepares for them.
+
+Requests wait for reads, so this thread never waits for a write.
+"""
 
 from __future__ import annotations
 
-import logging
+import mmap
+import sys
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from cellama.config.logging import event_logger
+
 from .benefit import RunningRate
 from .catalog import StateCatalog
-from .counters import StoreCounters
-from .folder import Folder
-from .state_file import read_state
-from .states import KeptState, Miss, StateMatch
-from .warm_memory import WarmMemory
+from .directory import StateDirectory
+from .state_file import new_memory, read_state
+from .states import Miss, StateMatch, StoreCounters, StoredState
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-CLOSE_S = 5.0  # then a disk that does not answer is left behind, with the thread
-REST_S = 0.25  # without work before memory is warmed: a request that comes next hardly meets that
-RATE_GUESS = 400e6  # bytes/s, with verifying: a common NVMe disk
-RATE_GUESS_BYTES = 32 << 20  # the weight of the guess: a state or two
-RATE_MEMORY_BYTES = 1 << 30  # what was read before these hardly counts
+CLOSE_TIMEOUT_S = 5.0  # a thread that still waits for its disk after this time is abandoned
+IDLE_S = 0.25  # seconds without a read before memory is prepared, so that it rarely delays the next read
+INITIAL_RATE = 400e6  # bytes/s including verification, as on a common NVMe disk
+INITIAL_RATE_BYTES = 32 << 20  # weight of the initial rate: one or two states
+RATE_MEMORY_BYTES = 1 << 30  # reads before the last gigabyte have little weight
+TOUCH_BYTES = 1 << 18  # touched at once; takes much less than 1 ms if the host has the memory
+MAX_BUFFERS = 4  # states of requests that arrive at the same time
+MAX_OVERSIZE = 4  # a buffer serves states of at least a quarter of its size; the rest is returned to the system
 
-OnLoaded = Callable[[KeptState | None], None]
+OnLoaded = Callable[[StoredState | None], None]
 
 
 class StateReader:
-    """Answers each request once, with None for a miss, also while it closes."""
+    """Reads states one after another, and calls `on_loaded` exactly once per request: with None for a miss."""
 
     def __init__(
         self,
-        folder: Folder,
+        directory: StateDirectory,
         catalog: StateCatalog,
         counters: StoreCounters,
         warm_bytes: int,
         on_used: Callable[[str], object],
     ) -> None:
-        """`warm_bytes` of memory wait for the next states. `on_used` is called with the key of each file read."""
-        self._folder, self._catalog, self._counters, self._on_used = folder, catalog, counters, on_used
-        self.rate = RunningRate(RATE_GUESS, RATE_GUESS_BYTES, RATE_MEMORY_BYTES)  # bytes/s
+        """Prepare up to `warm_bytes` of memory for future reads. Call `on_used` with the key of each file read."""
+        self._directory, self._catalog, self._counters, self._on_used = directory, catalog, counters, on_used
+        self.rate = RunningRate(INITIAL_RATE, INITIAL_RATE_BYTES, RATE_MEMORY_BYTES)  # bytes/s
         self.memory = WarmMemory(warm_bytes)
-        self.is_busy = False  # the engine works: no memory is warmed meanwhile
-        self._asked: SimpleQueue[tuple[StateMatch, OnLoaded] | None] = SimpleQueue()
+        self.is_busy = False  # while the engine computes, no memory is prepared
+        self._requests: SimpleQueue[tuple[StateMatch, OnLoaded] | None] = SimpleQueue()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="cellama-kv-reader", daemon=True)
 
@@ -51,72 +58,125 @@ class StateReader:
         self._thread.start()
 
     def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
-        """Read a state in its turn."""
+        """Queue a state to be read."""
         if self._is_closed:
             on_loaded(None)
         else:
-            self._asked.put((match, on_loaded))
+            self._requests.put((match, on_loaded))
 
     def close(self) -> None:
-        """Answer what was asked with None, except for what is being read, and end the thread."""
+        """Finish the current read, answer the queued requests with None, and stop the thread."""
         self._is_closed = True
-        self._asked.put(None)
-        self._thread.join(CLOSE_S)
+        self._requests.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
-            self._catalog.refresh()  # so that the first request need not wait for it
-            self.memory.expect(self._catalog.largest)
+            self._catalog.refresh()  # so that the first request does not wait for the scan
+            self.memory.expect(self._catalog.max_file_bytes)
         except Exception:  # the boundary of the thread
-            log.exception("kv store: can't look at the directory")
+            log.exception("KV state directory not scanned")
         self._warm_memory()
         while True:
             try:
-                asked = self._asked.get(timeout=REST_S if self.memory.is_lacking else None)
+                request = self._requests.get(timeout=IDLE_S if self.memory.needs_buffer else None)
             except Empty:
                 self._warm_memory()
                 continue
-            if asked is None:
+            if request is None:
                 return
-            self._answer(*asked)
-            del asked  # its memory
+            self._answer(*request)
+            del request  # frees the memory of the state
 
     def _answer(self, match: StateMatch, on_loaded: OnLoaded) -> None:
         state = None
         try:
             state = None if self._is_closed else self._read(match)
         except Exception:  # the boundary of the thread
-            log.exception("kv store: can't read a state; it is computed")
+            log.exception("KV state not read", detail="an unexpected error; its tokens are computed")
         try:
             on_loaded(state)
         except Exception:
-            log.exception("kv store: can't hand over a state that was read")
+            log.exception("KV state not handed over", detail="an unexpected error in the engine")
         if state is not None:
             self._on_used(match.head.key)
 
     def _warm_memory(self) -> None:
-        """Get all pieces of memory that are lacking, until there is something better to do."""
+        """Prepare buffers until there are enough, or until the engine or a request needs the time."""
         try:
-            while self.memory.is_lacking and not self._has_work():
-                self.memory.add_piece(must_stop=self._has_work)
-        except Exception:  # no memory, for instance; the boundary of the thread
-            log.exception("kv store: can't provide memory in advance; it is no longer tried")
+            while self.memory.needs_buffer and not self._has_work():
+                self.memory.add_buffer(must_stop=self._has_work)
+        except Exception:  # out of memory, for example; the boundary of the thread
+            log.exception("preparing memory for KV states disabled", detail="the memory could not be allocated")
             self.memory = WarmMemory(0)
 
     def _has_work(self) -> bool:
-        return self.is_busy or not self._asked.empty()
+        return self.is_busy or not self._requests.empty()
 
-    def _read(self, match: StateMatch) -> KeptState | None:
+    def _read(self, match: StateMatch) -> StoredState | None:
         path = self._catalog.path_of(match.head.key)
         started = time.perf_counter()
-        state = read_state(path, self._folder.quota_bytes, self.memory.take)
+        state = read_state(path, self._directory.quota_bytes, self.memory.take)
         if isinstance(state, Miss):
             self._counters.add(misses=1)
-            self._catalog.refuse(match.head.key)
+            self._catalog.reject(match.head.key)
             if state is Miss.DAMAGED:
-                log.warning("kv store: %s is damaged; the state is computed again", path)
+                log.warning("damaged KV state removed", path=str(path), detail="its tokens are computed again")
                 path.unlink(missing_ok=True)
             return None
         self._counters.add(hits=1, read_bytes=match.head.num_bytes)
         self.rate.add(match.head.num_bytes, time.perf_counter() - started)
         return state
+
+
+class WarmMemory:
+    """Memory that the operating system has provided before a state is read into it.
+
+    Some virtual machines provide memory only when it is first touched. There, touching the memory takes up to 20 times
+    as long as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen. One
+    thread uses the methods; any thread may read `num_bytes`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Limit all buffers together to `max_bytes`. Only on Linux can an unused part of a buffer be returned."""
+        self._max_bytes = max_bytes if sys.platform == "linux" else 0
+        self._buffer_bytes = 0
+        self._buffers: list[mmap.mmap] = []
+        self._unfinished: mmap.mmap | None = None
+        self._touched = 0  # bytes of the unfinished buffer that have been touched
+
+    @property
+    def num_bytes(self) -> int:
+        return self._touched + sum(map(len, list(self._buffers)))
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether the limits allow one more buffer."""
+        num_buffers = len(self._buffers)
+        return 0 < self._buffer_bytes * (num_buffers + 1) <= self._max_bytes and num_buffers < MAX_BUFFERS
+
+    def expect(self, num_bytes: int) -> None:
+        """Note that a state can have `num_bytes`. Buffers that are too small for it are dropped."""
+        if self._buffer_bytes < num_bytes <= self._max_bytes:
+            self._buffer_bytes, self._buffers = num_bytes, []
+            self._unfinished, self._touched = None, 0
+
+    def take(self, num_bytes: int) -> mmap.mmap:
+        """Return memory of this size, from a prepared buffer if its size is suitable."""
+        self.expect(num_bytes)
+        if not self._buffers or not num_bytes <= self._buffer_bytes <= MAX_OVERSIZE * num_bytes:
+            return new_memory(num_bytes)
+        buffer = self._buffers.pop()
+        buffer.resize(num_bytes)
+        return buffer
+
+    def add_buffer(self, must_stop: Callable[[], bool]) -> None:
+        """Prepare one more buffer until `must_stop` returns True. The next call continues with the same buffer."""
+        buffer = self._unfinished = self._unfinished or new_memory(self._buffer_bytes)
+        with open("/dev/zero", "rb", buffering=0) as zeros:  # reading releases the GIL, unlike writing from Python
+            while self._touched < len(buffer):
+                if must_stop():
+                    return
+                self._touched += zeros.readinto(memoryview(buffer)[self._touched : self._touched + TOUCH_BYTES])
+        self._buffers.append(buffer)
+        self._unfinished, self._touched = None, 0

@@ -1,7 +1,8 @@
-"""What the store accepts and returns: states, the heads of their files, matches, and why a file gives no state."""
+"""The records of the store: states, heads of files, files, matches, reasons for misses, and counters."""
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from .keys import key_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptState:
-    """The cells of a context, in a form that does not depend on the number of slots. Nobody changes the bytes.
+class StoredState:
+    """The cells of a context, in a format that does not depend on the number of slots. The bytes must not change.
 
     The state can be cut to any length from `first_cut` on, and to the lengths of its checkpoints.
     """
@@ -25,7 +26,7 @@ class KeptState:
     first_cut: int
     data: Buffer = field(repr=False)
     checkpoints: Mapping[int, Buffer] = field(default_factory=dict, repr=False)  # by length in tokens
-    scope: str = ""  # shown to people; the seed decides who may use the state
+    scope: str = ""  # for display only, because the seed determines the scope
 
     @property
     def num_bytes(self) -> int:
@@ -34,13 +35,13 @@ class KeptState:
 
     @property
     def key(self) -> str:
-        """The key, hashed anew each time: not for the engine thread."""
+        """The key, computed on each access. Too slow for the engine thread."""
         return key_of(self.seed, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePart:
-    """A part of a file: the cells, or a checkpoint."""
+    """One part of a file: the cells or a checkpoint."""
 
     num_tokens: int
     num_bytes: int
@@ -48,7 +49,7 @@ class StatePart:
 
 
 def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequence[int]) -> int:
-    """Return to how many of the first `num_shared` tokens a state can be cut; 0 if to none of these lengths."""
+    """Return the largest length, up to `num_shared` tokens, to which a state can be cut; 0 if there is none."""
     whole = min(num_shared, num_tokens)
     if whole and whole >= first_cut:
         return whole
@@ -57,16 +58,16 @@ def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateHead:
-    """What the head of a file says, and what follows from it. Its digest and its key were right."""
+    """The head of a file, after its digest and its key have been verified."""
 
     key: str
     seed: bytes
     tokens: array[int]
     first_cut: int
     scope: str
-    parts: tuple[StatePart, ...]  # the cells, then the checkpoints, the shortest first
+    parts: tuple[StatePart, ...]  # the cells, then the checkpoints by increasing length
     blocks: list[bytes]  # keys of the full blocks
-    num_bytes: int  # of the file: all of it is read and verified, whatever length is used
+    num_bytes: int  # size of the file, all of which is read and verified even if only a prefix is used
     head_bytes: int
 
     @property
@@ -74,12 +75,12 @@ class StateHead:
         return tuple(part.num_tokens for part in self.parts[1:])
 
     def usable(self, num_shared: int) -> int:
-        """Return to how many of its first `num_shared` tokens the state can be cut; 0 if to none of these lengths."""
+        """Return the largest length, up to `num_shared` tokens, to which the state can be cut; 0 if there is none."""
         return usable(num_shared, len(self.tokens), self.first_cut, self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFile:
+class StoredFile:
     """A file with a state, as its name and the file system describe it."""
 
     path: Path
@@ -113,10 +114,30 @@ class StateMatch:
 
 
 class Miss(StrEnum):
-    """Why a file gives no state."""
+    """The reason why a file has no usable state."""
 
-    DAMAGED = "damaged"  # cut, half written, changed, renamed, or never one of ours
-    FOREIGN = "foreign"  # of another user, open to others, a link, a directory, a device
-    VERSION = "version"  # of another format
+    DAMAGED = "damaged"  # truncated, partly written, changed, renamed, or not a file of cellama
+    FOREIGN = "foreign"  # owned by another user, accessible to others, a link, a directory or a device
+    VERSION = "version"  # written in another version of the format
     VANISHED = "vanished"
-    UNREADABLE = "unreadable"  # the system refused, or there is no memory for it
+    UNREADABLE = "unreadable"  # refused by the file system, or too large for the memory
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Counts since the start of the store. Any thread."""
+
+    hits: int = 0  # states that were read, verified and handed over
+    misses: int = 0  # files without a usable state
+    read_bytes: int = 0
+    saves: int = 0
+    written_bytes: int = 0
+    drops: int = 0  # states that were offered and not written
+    evictions: int = 0  # files that this store removed because of the quota
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **counts: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)

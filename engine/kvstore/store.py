@@ -1,4 +1,4 @@
-"""The states of one model in a directory: what is there, what is read, what is written (ADR 014)."""
+"""The KV states of one model in a directory: find, read and write them (ADR 014)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .catalog import StateCatalog
-from .counters import StoreCounters
-from .folder import Folder
+from .directory import StateDirectory
 from .reader import OnLoaded, StateReader
-from .save_queue import MakeState, SaveQueue
-from .states import StateMatch
-from .writer import StateWriter
+from .states import StateMatch, StoreCounters
+from .writer import MakeState, SaveQueue, StateWriter
 
 QUEUE_BYTES = 512 << 20
 WARM_BYTES = 128 << 20
 
 
 class StateStore:
-    """States of one identity in a directory that other models and processes share. Any thread.
+    """The states of one identity, in a directory that other models and processes share. Any thread.
 
-    Nothing waits for the disk except `flush`, `close`, and a look at a directory that changed (`longest`, `context`).
-    Nothing is raised, whatever the directory is like: it causes misses and drops, which are counted.
+    Calls do not wait for the disk, except `flush`, `close`, and a search (`longest`, `context`) after the directory
+    has changed. Problems with the directory raise no exceptions. They cause misses and drops, which are counted.
     """
 
     def __init__(
@@ -34,27 +32,31 @@ class StateStore:
         queue_bytes: int = QUEUE_BYTES,
         warm_bytes: int = WARM_BYTES,
     ) -> None:
-        """`queue_bytes` of memory hold what waits to be written, or one state if that is larger.
+        """Open the directory, and start the threads that read and write.
 
-        `warm_bytes` of memory wait for the next state to be read.
+        States that wait to be written occupy at most `queue_bytes` of memory, or one state if that is larger. Up to
+        `warm_bytes` of memory are prepared for future reads.
         """
-        self.folder = Folder(root, quota_bytes)
+        self.directory = StateDirectory(root, quota_bytes)
         self.counters = StoreCounters()
-        self._catalog = StateCatalog(self.folder.directory_of(identity), self.counters)
+        self._catalog = StateCatalog(self.directory.directory_of(identity), self.counters)
         self._queue = SaveQueue(queue_bytes, self.counters, time.monotonic)
-        self._writer = StateWriter(self.folder, self._catalog, self._queue, self.counters, time.monotonic)
-        self._reader = StateReader(self.folder, self._catalog, self.counters, warm_bytes, self._writer.note_used)
+        self._writer = StateWriter(self.directory, self._catalog, self._queue, self.counters, time.monotonic)
+        self._reader = StateReader(self.directory, self._catalog, self.counters, warm_bytes, self._writer.note_used)
         self._writer.start()
         self._reader.start()
 
     # Reading
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest usable prefix of the tokens, of equally long ones the smallest."""
+        """Return the file with the longest usable prefix of the tokens, or the smallest one of several such files."""
         return self._catalog.longest(seed, tokens)
 
     def context(self, key: str) -> tuple[bytes, array[int]] | None:
-        """Return seed and tokens of the file of a key. The caller compares the key, computed with a seed of its own."""
+        """Return the seed and the tokens of the file with this key.
+
+        The caller must compute the key from the tokens with the seed of its own scope, and compare it.
+        """
         head = self._catalog.get(key)
         return (head.seed, head.tokens) if head else None
 
@@ -64,56 +66,59 @@ class StateStore:
 
     @property
     def read_rate(self) -> float:
-        """Bytes/s, with verifying; a guess before the first file."""
+        """Bytes per second including verification; an assumption until the first file has been read."""
         return self._reader.rate.per_s
 
     # Writing
 
     def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
-        """Queue a state, which the writing thread makes; return False if it is not taken.
+        """Queue a state. Return False if it is not accepted.
 
-        `expected_saved_s` are the seconds that it may be expected to save. `num_bytes` is the memory that it holds
-        until then. What the directory has already is not written.
+        The writing thread calls `make`. Until then the state occupies `num_bytes` of memory. `expected_saved_s` is
+        its expected saving in seconds. A state that the directory already has is not written.
         """
-        return not self._writer.is_off and self._queue.offer(make, expected_saved_s, num_bytes)
+        return not self._writer.is_suspended and self._queue.offer(make, expected_saved_s, num_bytes)
 
     def note_busy(self, busy: bool) -> None:
-        """The engine works, or has nothing to do."""
+        """Set whether the engine is computing."""
         self._queue.note_busy(busy)
         self._reader.is_busy = busy
 
     def note_saved(self, seconds: float) -> None:
-        """A load saved the engine so many seconds of computing, by its own rates."""
+        """Note that a load saved the engine `seconds` of computing, which allows more writing."""
         self._queue.note_saved(seconds)
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits to be written, and nothing is being written."""
+        """Whether no state is waiting or being written."""
         return self._queue.is_idle
 
     def flush(self, deadline: float) -> int:
-        """Write what is queued, whatever the engine does, until `deadline` (monotonic); return how many states."""
+        """Write the queued states even if the engine computes, until `deadline` (time.monotonic()).
+
+        Return the number of states written.
+        """
         return self._queue.flush(deadline)
 
     # Figures
 
     @property
     def warm_bytes(self) -> int:
-        """Bytes of memory that wait for the next states."""
+        """Bytes of memory that are prepared for future reads."""
         return self._reader.memory.num_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all states in the directory, also of other models and processes, as of some seconds ago."""
+        """Bytes of all states in the directory, including those of other models and processes, a few seconds ago."""
         return self._writer.used_bytes
 
     @property
     def quota_bytes(self) -> int:
-        """What these may take."""
-        return self.folder.quota_bytes
+        """Limit of `used_bytes`."""
+        return self.directory.quota_bytes
 
     def close(self) -> None:
-        """Drop what waits to be written, answer loads with None, and end the threads."""
+        """Drop waiting states, answer loads with None, and stop the threads."""
         self._queue.close()
         self._reader.close()
         self._writer.join()

@@ -1,14 +1,11 @@
-"""llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
+"""The implementation of the engine's protocols on llama.cpp, and the only package that imports llama_cpp."""
 
-from .abilities import missing
 from .backend import LlamaBackend
-from .embedding import LlamaEmbeddingBackend
-from .files.gguf_file import fingerprint
+from .devices import devices, machine
+from .embedding import LlamaEmbeddingBackend, PairFormat
+from .gguf_files import fingerprint
+from .load_plan import DraftParts, LoadPlan, check_draft, load_contexts, load_draft, missing_reason, plan_load
 from .model import LlamaModel
-from .pairs import PairFormat
-from .planning.devices import devices, machine
-from .planning.draft import DraftParts, check_draft, load_draft
-from .planning.load_plan import LoadPlan, load_contexts, plan_load
 
 __all__ = [
     "DraftParts",
@@ -23,6 +20,6 @@ __all__ = [
     "load_contexts",
     "load_draft",
     "machine",
-    "missing",
+    "missing_reason",
     "plan_load",
 ]

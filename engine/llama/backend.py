@@ -1,4 +1,4 @@
-"""The engine's Backend on llama.cpp: a context for generation, with the KV cells of its slots."""
+"""The engine's Backend on llama.cpp: a context, the KV cells of its slots, batches, logits and samplers."""
 
 from __future__ import annotations
 
@@ -16,48 +16,78 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Sampler
-from cellama.engine.errors import InvalidRequest
+from cellama.engine.errors import GrammarFailed, InvalidRequest, ModelLoadFailed
+from cellama.engine.grammar.grammars import CompiledGrammar, GrammarSpec
 from cellama.engine.memory.open_sizes import STREAM_PADDING
 from cellama.engine.options import EngineOptions
-from cellama.engine.request import SamplingParams
-from cellama.engine.sampling.processors import BannedTokens, SequenceStart, load_processor
+from cellama.engine.request import CONSTRAINTS, SamplingParams, TokenLogprob
+from cellama.engine.sampling.dry import Breakers
+from cellama.engine.sampling.processors import (
+    BannedTokens,
+    ProcessorFactory,
+    SequenceStart,
+    load_processor,
+    make_processors,
+)
+from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
+from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log
-from .context import AbortFlag, TokenBatch, end_threads, new_context, set_threads
-from .files.state_format import from_portable, to_portable
 from .model import LlamaModel, adapter_pointer
-from .outputs import Outputs
-from .samplers import LlamaSampler, LlamaSamplingPlan, form_of
+from .state_format import from_portable, to_portable
 
-STATE_FORMAT = 2  # version of portable states; states of another version are computed again
-UNIFIED_UP_TO = 1  # slots up to which `auto` takes one pool of cells: with more, streams decode faster (ADR 003)
+STATE_FORMAT = 2  # version of portable states; states of other versions are ignored and computed again
+MAX_AUTO_UNIFIED_SLOTS = 1  # with more slots, `auto` chooses one stream per slot, which decodes faster (ADR 003)
+CACHE_TYPES = {  # types of KV cells and their numbers in ggml.h
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": 30,  # llama_cpp has no constant for it
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "q4_0": lib.GGML_TYPE_Q4_0,
+}
+_OMP_PAUSE_SOFT = 1  # omp.h: frees the threads and keeps OpenMP's settings
+_FLASH_ATTENTION = {
+    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+# llama_get_logits of llama.h, declared so that it returns a plain address
+_logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
+# If at least this share of the rows of a decode call was needed, the maxima of all rows of the next call are computed
+# together, which is faster (ADR 009).
+JOINT_ARGMAX_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """How the cells are laid out, in tokens."""
+    """The layout of the cells, in tokens."""
 
-    unified: bool  # one pool, or a stream per slot
-    n_ctx: int  # what llama.cpp is told
+    unified: bool  # one pool for all slots; otherwise one stream per slot
+    n_ctx: int  # the value for llama.cpp, which includes padding
     ctx_per_slot: int
     n_cells: int
 
     @staticmethod
     def choose(model: LlamaModel, options: EngineOptions) -> KvShape:
-        """What the options say; a context that they leave open is the training context. Raises InvalidRequest."""
+        """Return the layout for these options. The default context is the training context. Raises InvalidRequest."""
         slots = options.num_slots
-        unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= UNIFIED_UP_TO)
+        unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= MAX_AUTO_UNIFIED_SLOTS)
         if unified:
             total = options.n_ctx or slots * (options.ctx_per_slot or model.info.n_ctx_train)
             per_slot = min(options.ctx_per_slot or total, total)
             return KvShape(unified=True, n_ctx=_padded(total), ctx_per_slot=per_slot, n_cells=total)
         if options.n_ctx is not None and options.ctx_per_slot is None and options.n_ctx < slots:
-            raise InvalidRequest(f"n_ctx is {options.n_ctx}, less than a token for each of {slots} slots; raise it")
+            raise InvalidRequest(
+                f"n_ctx: {options.n_ctx} is less than one token for each of {slots} slots; raise it or lower n_parallel"
+            )
         per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or model.info.n_ctx_train
         if options.n_ctx is not None and per_slot * slots > options.n_ctx:
             raise InvalidRequest(
-                f"{slots} slots of {per_slot} tokens need {per_slot * slots}, n_ctx is {options.n_ctx}; "
-                "give one of n_ctx and ctx_per_slot, or choose kv_layout unified"
+                f"n_ctx: {options.n_ctx} is too small; {slots} slots of {per_slot} tokens need {per_slot * slots}: "
+                "set only one of n_ctx and ctx_per_slot, or set kv_layout to unified"
             )
         return KvShape(unified=False, n_ctx=_padded(per_slot) * slots, ctx_per_slot=per_slot, n_cells=per_slot * slots)
 
@@ -67,27 +97,30 @@ def _padded(num_tokens: int) -> int:
 
 
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
-    """What states of a context depend on beside tokens and adapters; `load_log` is what llama.cpp said when making it.
+    """Return a digest of everything that states of a context depend on, except tokens and adapters.
 
-    The file's own settings, for instance of rope, are in its fingerprint. llama.cpp numbers the format of its files of
-    states and not that of states in memory, so its own version counts, too: an update computes them anew.
+    `load_log` has the lines that llama.cpp logged when it created the context. Settings in the file, such as those of
+    rope, are covered by its fingerprint. States in memory have no version number in llama.cpp, so its own version is
+    included, and an update invalidates all states.
     """
-    refused = any("Flash Attention not supported" in line or "flash_attn is not compat" in line for line in load_log)
+    flash_refused = any(
+        "Flash Attention not supported" in line or "flash_attn is not compat" in line for line in load_log
+    )
     parts = (
         STATE_FORMAT,
         (llama_cpp.__version__, lib.LLAMA_STATE_SEQ_VERSION, lib.LLAMA_SESSION_VERSION),
         (model.info.architecture, model.info.fingerprint, model.info.n_vocab),
         (options.cache_type_k, options.cache_type_v),
-        options.flash_attention != "off" and not refused,
+        options.flash_attention != "off" and not flash_refused,
     )
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
 class LlamaBackend:
-    """The engine's Backend on llama.cpp."""
+    """The engine's Backend on llama.cpp. Methods without a docstring are documented in `cellama.engine.backend`."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        """Allocates context and KV cache. Raises ModelLoadFailed, InvalidRequest."""
+        """Allocate the context and the KV cache. Raises ModelLoadFailed, InvalidRequest."""
         shape = KvShape.choose(model, options)
         self.vocabulary = model
         self.n_vocab = model.info.n_vocab
@@ -99,7 +132,7 @@ class LlamaBackend:
                 n_seq_max=options.num_slots,
                 n_batch=options.n_batch,
                 n_ubatch=options.pass_tokens,
-                n_outputs_max=options.logit_rows,  # of n_batch they would be reserved
+                n_outputs_max=options.logit_rows,  # by default llama.cpp reserves rows for n_batch tokens
                 kv_unified=shape.unified,
             )
         self.identity = identity_of(model, options, lines)
@@ -111,23 +144,26 @@ class LlamaBackend:
         self._window = 0 if recurrent else lib.llama_model_n_swa(model.pointer)
         self.partial_reuse = not recurrent
         self._num_streams = 1 if shape.unified else options.num_slots
-        windows = bool(lib.llama_model_n_swa(model.pointer))  # a block of cells more, for the layers that have one
-        # Blocks of cells before that of a recurrent memory, in states and checkpoints; None: there is no such memory.
+        windows = bool(lib.llama_model_n_swa(model.pointer))  # layers with a window have a block of cells of their own
+        # Blocks of cells that precede the recurrent block in states and in checkpoints. None without a recurrent
+        # memory.
         self._cell_blocks: int | None = None
         self._checkpoint_blocks: int | None = None
         if recurrent:
             self._cell_blocks = 1 + windows if lib.llama_model_is_hybrid(model.pointer) else 0
             self._checkpoint_blocks = int(windows) if self._cell_blocks else 0
         self._memory = lib.llama_get_memory(self.context)
-        self._in_copy: set[int] = set()  # slots whose streams llama.cpp copies at the beginning of its next decode call
+        self._copied_slots: set[int] = (
+            set()
+        )  # slots whose streams llama.cpp copies at the start of its next decode call
         self.threads: int = lib.llama_n_threads(self.context)
         self._batch = TokenBatch(options.n_batch)
-        self._most_rows = options.logit_rows
+        self._max_rows = options.logit_rows
         self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
         self._abort = AbortFlag(self.context)
         self._logits_processors = options.logits_processors
-        self._banned_ends = BannedTokens(model.end_tokens)  # of requests that never end
-        self._adapters: AdapterSet = ()  # those of the last decode call
+        self._banned_ends = BannedTokens(model.end_tokens)  # for requests with ignore_eos
+        self._adapters: AdapterSet = ()  # of the last decode call
 
     def set_threads(self, count: int) -> None:
         set_threads(self.context, count)
@@ -145,36 +181,36 @@ class LlamaBackend:
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         batch = self._batch
         batch.clear()
-        self._outputs.forget()
+        self._outputs.clear()
         num_rows = sum([1 + chunk.num_drafts for chunk in chunks if chunk.samples])
-        if num_rows > self._most_rows:  # llama.cpp would end the process
-            raise ValueError(f"a batch with {num_rows} rows of logits, there are {self._most_rows}")
+        if num_rows > self._max_rows:  # llama.cpp would abort the process
+            raise ValueError(f"the batch has {num_rows} rows of logits, but the context has only {self._max_rows}")
         for chunk in chunks:
             last = batch.add(chunk.slot, chunk.position, chunk.tokens)
             if chunk.samples:
-                batch.want_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
+                batch.request_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
         if adapters == self._adapters:
             code = self._call_decode()
-        else:  # the first decode call with other adapters makes its graph anew
+        else:  # the first decode call with other adapters builds a new graph, which reads the list of adapters
             with self.vocabulary.adapters_lock:
                 self._set_adapters(adapters)
                 code = self._call_decode()
-        # A GPU computes on after llama_decode: what it takes is known, and worth learning from, when that is over.
+        # A GPU can still be computing when llama_decode returns. The scheduler needs the time of the whole computation.
         lib.llama_synchronize(self.context)
-        self._abort.lower()
-        if code != -1:  # else it did not even begin
-            self._in_copy.clear()
+        self._abort.clear()
+        if code != -1:  # with -1, llama.cpp has not started to decode
+            self._copied_slots.clear()
         if code:
             raise DecodeError(code)
-        self._outputs.expect([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
+        self._outputs.set_slots([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
 
     def _call_decode(self) -> int:
         return llama_log.call_abortable(
-            self._abort.is_raised, lambda: lib.llama_decode(self.context, self._batch.batch), aborted=ABORTED
+            self._abort.is_set, lambda: lib.llama_decode(self.context, self._batch.batch), aborted=ABORTED
         )
 
     def _set_adapters(self, adapters: AdapterSet) -> None:
-        # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.
+        # Clear the list first: llama.cpp compares addresses, and a new adapter can have the address of a freed one.
         lib.llama_set_adapters_lora(self.context, None, 0, None)
         if adapters:
             pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(
@@ -185,24 +221,29 @@ class LlamaBackend:
         self._adapters = adapters
 
     def abort(self) -> None:
-        self._abort.raise_()
+        self._abort.set()
 
     def logits(self, slot: int, row: int = 0) -> NDArray[np.float32]:
-        """A view on a row of this slot's logits, float32 of n_vocab, valid until the next decode. Raises KeyError."""
+        """Return a writable view of a row of the slot's logits, float32 of shape (n_vocab,). Raises KeyError.
+
+        The view is valid until the next decode call.
+        """
         return self._outputs.row(slot, row)
 
     def likeliest(self, slot: int, row: int = 0) -> int:
-        """The token with the highest logit, before anything changed this row. Raises KeyError."""
+        """Return the token with the highest logit, provided that the row has not been changed. Raises KeyError."""
         return self._outputs.likeliest(slot, row)
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> LlamaSamplingPlan:
         for token, _ in params.logit_bias:
             if token >= self.n_vocab:
-                raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
-        form = form_of(params)
+                raise InvalidRequest(
+                    f"logit_bias: token {token} does not exist; the model has tokens 0 to {self.n_vocab - 1}"
+                )
+        constraint = constraint_of(params)
         return LlamaSamplingPlan(
             params,
-            constraint=None if form is None else self.vocabulary.grammars.compile(form, visible),
+            constraint=None if constraint is None else self.vocabulary.grammars.compile(constraint, visible),
             breakers=self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
             added_processors=tuple(load_processor(path) for path in self._logits_processors),
         )
@@ -224,7 +265,7 @@ class LlamaBackend:
         banned = self._banned_ends if ban_end else None
         return LlamaSampler(self, plan, seed, start, banned=banned, num_unbound=num_unbound, mirostat_mu=mirostat_mu)
 
-    # The cells of its slots (docs/adr/010-cutting-states-back.md)
+    # The cells of the slots (docs/adr/010-cutting-states-back.md)
 
     def first_cut(self, slot: int) -> int:
         if not self.partial_reuse:
@@ -238,13 +279,13 @@ class LlamaBackend:
     def trim(self, slot: int, num_tokens: int, checkpoint: NDArray[np.uint8] | None = None) -> bool:
         if checkpoint is not None and not self._read(slot, checkpoint, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY):
             return False
-        if lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1) and self._is_whole(slot, num_tokens):
+        if lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1) and self._can_continue(slot, num_tokens):
             return True
         lib.llama_memory_seq_rm(self._memory, slot, -1, -1)  # removing all of a sequence never fails
         return False
 
-    def _is_whole(self, slot: int, num_tokens: int) -> bool:
-        """True if the next token can be computed from what is left: a window may have lost what it looks back on."""
+    def _can_continue(self, slot: int, num_tokens: int) -> bool:
+        """Return whether the next token can be computed after a cut. A window can have lost tokens that this needs."""
         if num_tokens == 0:
             return True
         held = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
@@ -254,15 +295,18 @@ class LlamaBackend:
         if self.unified and self.partial_reuse:
             lib.llama_memory_seq_cp(self._memory, source, target, 0, num_tokens)
         elif self._window:
-            lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)  # a state has the last window only
-            self._in_copy |= {source, target}
-        else:  # llama.cpp copies whole streams; the state of the used cells alone takes less time
+            lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)  # a saved state has only the last window
+            self._copied_slots |= {source, target}
+        else:  # copying a state with the used cells is faster than llama.cpp's copy of a whole stream
             return self.restore(target, self.save(source), num_tokens, checkpoint)
         return self.trim(target, num_tokens)
 
     def _finish_copy(self, slot: int) -> None:
-        """The stream of the slot is copied now: only decode calls do that, so a token is computed and removed again."""
-        if slot not in self._in_copy:
+        """Complete a pending copy of the slot's stream.
+
+        llama.cpp copies streams only in decode calls, so this computes a token and removes it again.
+        """
+        if slot not in self._copied_slots:
             return
         position = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
         batch = lib.llama_batch_init(1, 0, 1)
@@ -272,8 +316,8 @@ class LlamaBackend:
         lib.llama_batch_free(batch)
         lib.llama_memory_seq_rm(self._memory, slot, position, -1)
         if code < 0:
-            raise RuntimeError(f"llama.cpp can't copy the stream of slot {slot}: llama_decode returned {code}")
-        self._in_copy.clear()
+            raise RuntimeError(f"llama.cpp failed to copy the stream of slot {slot}: llama_decode returned {code}")
+        self._copied_slots.clear()
 
     def state_bytes(self, slot: int) -> int:
         return int(lib.llama_state_seq_get_size(self.context, slot))
@@ -302,11 +346,11 @@ class LlamaBackend:
         self._finish_copy(slot)
         data = np.empty(size, np.uint8)
         if not lib.llama_state_seq_get_data_ext(self.context, _pointer(data), len(data), slot, flags):
-            raise RuntimeError(f"llama.cpp can't copy the state of slot {slot}, which has {len(data)} bytes")
+            raise RuntimeError(f"llama.cpp failed to copy the state of slot {slot}, which has {len(data)} bytes")
         return data
 
     def _read(self, slot: int, data: NDArray[np.uint8], flags: int) -> bool:
-        """The slot has the state, or the part of it that is written in `data`; False: it is empty."""
+        """Restore a state, or the part of a state, into the slot. If that fails, empty the slot and return False."""
         self._finish_copy(slot)
         if lib.llama_state_seq_set_data_ext(self.context, _pointer(data), len(data), slot, flags):
             return True
@@ -320,3 +364,279 @@ class LlamaBackend:
 
 def _pointer(data: NDArray[np.uint8]) -> Any:
     return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+# Contexts and batches, which the embedding backend also uses
+
+
+def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> Any:
+    """Return a llama_context with parameters from `options` and `overrides`. Raises ModelLoadFailed."""
+    params = lib.llama_context_default_params()
+    params.n_threads = params.n_threads_batch = options.threads or available_cores()
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+    params.type_k = CACHE_TYPES[options.cache_type_k]
+    params.type_v = CACHE_TYPES[options.cache_type_v]
+    params.swa_full = True  # so that states can be cut back to any length (docs/adr/010-cutting-states-back.md)
+    for name, value in overrides.items():
+        setattr(params, name, value)
+    llama_log.take_errors()
+    context = lib.llama_init_from_model(model.pointer, params)
+    if not context:
+        raise ModelLoadFailed(
+            f"llama.cpp can't create a context for {str(model.path)!r}: {llama_log.take_errors()}; "
+            "lower n_parallel or ctx_per_slot, or choose another cache type"
+        )
+    return context
+
+
+def set_threads(context: Any, count: int) -> None:
+    """Set the number of threads from the next decode call on. This takes no time."""
+    lib.llama_set_n_threads(context, count, count)
+
+
+def end_threads() -> None:
+    """Stop OpenMP's threads of the calling thread. Its next decode call starts new ones in about 0.1 ms.
+
+    As long as they exist, even idle, OpenMP treats the machine as oversubscribed when another engine of this process
+    computes. The threads of that engine then sleep at each barrier instead of spinning, and its steps take up to twice
+    as long (docs/adr/007-threads.md).
+    """
+    if _pause is not None:
+        _pause(_OMP_PAUSE_SOFT)
+
+
+def _find_pause() -> Any:
+    """Return omp_pause_resource_all of OpenMP 5, or None if llama.cpp was built without it."""
+    try:
+        function = lib._lib.omp_pause_resource_all
+    except AttributeError:
+        return None
+    function.argtypes, function.restype = [ctypes.c_int], ctypes.c_int
+    return function
+
+
+_pause = _find_pause()
+
+
+class TokenBatch:
+    """A llama_batch of at most `capacity` tokens, filled through numpy slices."""
+
+    def __init__(self, capacity: int) -> None:
+        self.batch = lib.llama_batch_init(capacity, 0, 1)
+        self._capacity = capacity
+        self._tokens = np.ctypeslib.as_array(self.batch.token, (capacity,))
+        self._positions = np.ctypeslib.as_array(self.batch.pos, (capacity,))
+        self._outputs = np.ctypeslib.as_array(self.batch.logits, (capacity,))
+        np.ctypeslib.as_array(self.batch.n_seq_id, (capacity,))[:] = 1
+        # seq_id is an array of pointers, each to a block of its own. Let them point into one contiguous array instead.
+        self._slots: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        base, size = self._slots.ctypes.data, self._slots.itemsize
+        self._allocated_pointers = [ctypes.cast(self.batch.seq_id[i], ctypes.c_void_p).value for i in range(capacity)]
+        pointers = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
+        for i in range(capacity):
+            pointers[i] = base + i * size
+        self._pointers = pointers
+
+    def clear(self) -> None:
+        self.batch.n_tokens = 0
+
+    def add(self, slot: int, position: int, tokens: Sequence[int], *, all_outputs: bool = False) -> int:
+        """Append consecutive tokens of a slot, and return the batch index of the last one."""
+        start: int = self.batch.n_tokens
+        end = start + len(tokens)
+        if end > self._capacity:  # llama.cpp would abort the process
+            raise ValueError(f"the batch has {end} tokens, but a capacity of only {self._capacity}")
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = np.arange(position, position + len(tokens))
+        self._slots[start:end] = slot
+        self._outputs[start:end] = all_outputs
+        self.batch.n_tokens = end
+        return end - 1
+
+    def request_outputs(self, index: int, count: int) -> None:
+        """Request logits for `count` tokens of the batch, from `index` on."""
+        self._outputs[index : index + count] = 1
+
+    def close(self) -> None:
+        """Restore the pointers that llama.cpp allocated, and free the batch."""
+        for i, pointer in enumerate(self._allocated_pointers):
+            self._pointers[i] = pointer
+        lib.llama_batch_free(self.batch)
+
+
+class AbortFlag:
+    """A byte that llama.cpp checks between the nodes of its graph (CPU backends only).
+
+    A callback in Python would take the GIL at every node, so the callback is `strlen` of the C library. It returns 0
+    for the empty text "", which continues the call, and 1 for one byte, which aborts it.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._text = ctypes.create_string_buffer(2)
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
+        callback = ctypes.cast(strlen, lib.ggml_abort_callback)
+        self._callback = callback  # keeps it alive
+        lib.llama_set_abort_callback(context, callback, ctypes.cast(self._text, ctypes.c_void_p))
+
+    def set(self) -> None:
+        """Abort the current decode call, or the next one if none is running. Any thread."""
+        self._text[0] = b"\1"
+
+    def is_set(self) -> bool:
+        return self._text[0] != b"\0"
+
+    def clear(self) -> None:
+        self._text[0] = b"\0"
+
+
+# Logits and samplers
+
+
+class Outputs:
+    """The rows of logits of the last decode call, in the order of the tokens that requested them.
+
+    Engine thread only.
+    """
+
+    def __init__(self, context: Any, num_rows: int, n_vocab: int) -> None:
+        """A decode call has at most `num_rows` rows."""
+        self._context = context
+        self._shape = num_rows, n_vocab
+        self._addresses: dict[int, tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = {}
+        self._first_rows: dict[int, int] = {}  # by slot
+        self._num_rows = 0
+        self._matrix: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
+        self._rows: list[NDArray[np.float32]] = []
+        self._likeliest: list[int] | None = None  # the likeliest token of each row
+        self._num_requested = 0  # rows whose likeliest token was requested
+        self._find_jointly = False
+
+    def clear(self) -> None:
+        """Remove all rows, until `set_slots` is called after the next decode call."""
+        if self._first_rows:
+            self._find_jointly = self._num_requested >= JOINT_ARGMAX_SHARE * self._num_rows
+        self._first_rows, self._likeliest, self._num_requested = {}, None, 0
+
+    def set_slots(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Set the slots of the rows of a decode call: pairs of a slot and its number of rows, in order."""
+        if not slots:
+            return
+        address = _logits_address(self._context)
+        if (
+            address not in self._addresses
+        ):  # creating a view takes as long as finding a maximum, and llama.cpp rarely reallocates
+            buffer = (ctypes.c_float * (self._shape[0] * self._shape[1])).from_address(address)
+            matrix = np.ctypeslib.as_array(buffer).reshape(self._shape)
+            self._addresses[address] = matrix, list(matrix)
+        self._matrix, self._rows = self._addresses[address]
+        self._num_rows = 0
+        for slot, count in slots:
+            self._first_rows[slot] = self._num_rows
+            self._num_rows += count
+
+    def row(self, slot: int, row: int = 0) -> NDArray[np.float32]:
+        """Return a row of the logits of a slot. Raises KeyError if the decode call has no row for the slot."""
+        return self._rows[self._first_rows[slot] + row]
+
+    def likeliest(self, slot: int, row: int = 0) -> int:
+        """Return the token with the highest logit, provided that the row has not been changed. Raises KeyError.
+
+        If most rows of the previous decode call were requested, one call of numpy finds the tokens of all rows.
+        """
+        row += self._first_rows[slot]
+        self._num_requested += 1
+        if not self._find_jointly:
+            return int(self._rows[row].argmax())
+        if self._likeliest is None:
+            self._likeliest = self._matrix[: self._num_rows].argmax(axis=1).tolist()
+        return self._likeliest[row]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSamplingPlan:
+    """A request's sampling parameters, prepared once for all of its sequences on the caller's thread."""
+
+    params: SamplingParams
+    constraint: CompiledGrammar | None = None
+    breakers: Breakers | None = None  # with DRY
+    added_processors: tuple[ProcessorFactory, ...] = ()  # from the model option `logits_processors`
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Parts of the constraint that are not enforced."""
+        return () if self.constraint is None else self.constraint.warnings
+
+
+def constraint_of(params: SamplingParams) -> GrammarSpec | None:
+    """Return the constraint on the text of a request, or None."""
+    given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
+    if given is None:
+        return None
+    return GrammarSpec(given, getattr(params, given), params.grammar_root, params.strict_schema)
+
+
+class LlamaSampler:
+    """Samples the tokens of one sequence from the logits of its slot."""
+
+    def __init__(
+        self,
+        backend: LlamaBackend,
+        plan: LlamaSamplingPlan,
+        seed: int,
+        start: SequenceStart,
+        banned: BannedTokens | None,
+        num_unbound: int | None,
+        mirostat_mu: float | None,
+    ) -> None:
+        """Start after the tokens of `start`. Raises GrammarFailed if they violate the constraint."""
+        self._backend = backend
+        self._has_mirostat = bool(plan.params.mirostat)
+        last_n = plan.params.dry_penalty_last_n
+        processors = make_processors(
+            start,
+            breakers=plan.breakers,
+            dry_window=backend.ctx_per_slot if last_n < 0 else last_n,
+            added=plan.added_processors,
+            banned=banned,
+        )
+        self._sampler = TokenSampler(
+            plan.params, seed, processors, num_sampled=start.num_sampled, mirostat_mu=mirostat_mu
+        )
+        # Fast path of greedy requests: the likeliest token is sampled, unless it is one of these.
+        self._banned: frozenset[int] | None = None
+        if plan.params.is_plainly_greedy and all(processor is banned for processor in processors):
+            self._banned = frozenset() if banned is None else banned.tokens
+        self._grammar = None if plan.constraint is None else plan.constraint.start()
+        self._is_bound = False
+        if self._grammar is not None and num_unbound is not None:
+            for token in start.tokens[len(start.tokens) - start.num_sampled + num_unbound :]:
+                self._grammar.accept(token)
+            self.bind()
+
+    @property
+    def mirostat_mu(self) -> float | None:
+        """The state of mirostat, or None if it is disabled."""
+        return self._sampler.mirostat_mu if self._has_mirostat else None
+
+    def bind(self) -> None:
+        if self._grammar is not None:
+            self._sampler.constrain(self._grammar)
+            self._is_bound = True
+
+    def forced_tokens(self) -> list[int]:
+        return self._grammar.forced_tokens() if self._is_bound and self._grammar is not None else []
+
+    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
+        if self._banned is not None:
+            if forced is not None:
+                return forced, None
+            token = self._backend.likeliest(slot, row)
+            if token not in self._banned:
+                return token, None
+        try:
+            return self._sampler.sample(self._backend.logits(slot, row), forced)
+        except NothingAllowed:
+            raise GrammarFailed(
+                "the schema or grammar, together with logit_bias and ignore_eos, allows no token at this position; "
+                "loosen one of them"
+            ) from None

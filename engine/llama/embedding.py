@@ -1,9 +1,10 @@
-"""A llama.cpp context that turns texts into vectors or scores, many texts per pass."""
+"""Embeddings and scores on llama.cpp: a context for many texts per decode call, and the texts of rerankers."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -11,12 +12,13 @@ from numpy.typing import NDArray
 
 from cellama.engine.backend import DecodeError
 from cellama.engine.options import EngineOptions, Pooling
+from cellama.engine.text.markup import from_caller
 
-from .context import TokenBatch, end_threads, new_context, set_threads
+from .backend import TokenBatch, end_threads, new_context, set_threads
 from .model import LlamaModel
 
-MAX_EMBED_TOKENS = 2048  # tokens of one text: it must fit into one micro-batch, whose buffers grow with it
-MAX_TEXTS = 64  # texts in one batch: each has a sequence in the context, whose states take memory in recurrent models
+MAX_EMBED_TOKENS = 2048  # of one text, which must fit into one micro-batch; the buffers grow with the micro-batch
+MAX_TEXTS = 64  # per batch; each text is a sequence of the context, and takes memory for its state in recurrent models
 POOLING: dict[Pooling, int] = {
     "none": lib.LLAMA_POOLING_TYPE_NONE,
     "mean": lib.LLAMA_POOLING_TYPE_MEAN,
@@ -27,10 +29,10 @@ POOLING: dict[Pooling, int] = {
 
 
 class LlamaEmbeddingBackend:
-    """The EmbeddingBackend on llama.cpp. With pooling by rank a vector holds the outputs of the classification head."""
+    """The EmbeddingBackend on llama.cpp. With pooling "rank", a vector has the outputs of the classification head."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions, pooling: Pooling) -> None:
-        """Allocates the context; `pooling` is not "auto". Raises ModelLoadFailed."""
+        """Allocate the context. `pooling` must not be "auto". Raises ModelLoadFailed."""
         self.max_tokens = min(model.info.n_ctx_train, MAX_EMBED_TOKENS)
         self.batch_tokens = min(options.pass_tokens, self.max_tokens)
         self.max_texts = min(MAX_TEXTS, self.max_tokens)
@@ -38,7 +40,7 @@ class LlamaEmbeddingBackend:
         rank = pooling == "rank"
         size = lib.llama_model_n_cls_out(model.pointer) if rank else lib.llama_model_n_embd_out(model.pointer)
         self.n_embd: int = size
-        # A pooled sequence must lie in one micro-batch, so batch, micro-batch and context are one size.
+        # A pooled sequence must fit into one micro-batch, so batch, micro-batch and context have the same size.
         self._context = new_context(
             model,
             options,
@@ -56,7 +58,7 @@ class LlamaEmbeddingBackend:
 
     @property
     def has_memory(self) -> bool:
-        """False for an encoder, which has no cells."""
+        """Whether the context has cells or states. An encoder has none."""
         return bool(self._memory)
 
     def set_threads(self, count: int) -> None:
@@ -71,7 +73,7 @@ class LlamaEmbeddingBackend:
         for index, tokens in enumerate(texts):
             self._batch.add(index, 0, tokens, all_outputs=True)
         if self._memory:
-            lib.llama_memory_clear(self._memory, False)  # what cells held is masked, and overwriting it takes longer
+            lib.llama_memory_clear(self._memory, False)  # old contents are masked, and overwriting them takes longer
         code = lib.llama_decode(self._context, self._batch.batch)
         if code:
             raise DecodeError(code)
@@ -91,7 +93,7 @@ class LlamaEmbeddingBackend:
         return pointer
 
     def _token_vectors(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """The rows of the pass, which are in the order of its tokens, text by text."""
+        """Return one array of shape (tokens, n_embd) per text. The rows of llama.cpp are in the order of the batch."""
         ends = np.cumsum([len(tokens) for tokens in texts])
         rows = np.ctypeslib.as_array(lib.llama_get_embeddings(self._context), (int(ends[-1]), self.n_embd))
         return np.split(rows.copy(), ends[:-1])
@@ -102,6 +104,71 @@ class LlamaEmbeddingBackend:
 
 
 def own_pooling(model: LlamaModel) -> Pooling:
-    """The pooling that the model's file names; the mean if it names none."""
+    """Return the pooling from the model's metadata, or "mean" if the metadata have none."""
     named = model.number("pooling_type")
     return next((name for name, code in POOLING.items() if code == named and name != "none"), "mean")
+
+
+class PairFormat:
+    """Joins a query and a document into the input of a reranker. Any thread.
+
+    If the model has a template (tokenizer.chat_template.rerank, a text with `{query}` and `{document}`), it is filled
+    in as llama-server does. Otherwise the format is [start] query [end] [separator] document [end]. Each special token
+    is used only if the vocabulary adds it to texts. If the vocabulary adds only separators (WordPiece), a separator
+    follows the document, as the tokenizer puts one after every text.
+    """
+
+    def __init__(self, model: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
+        """Read template and special tokens of the model.
+
+        With `control_tokens_in_text`, a query and a document in a template may contain control tokens.
+        """
+        self._model = model
+        self._control_tokens_in_text = control_tokens_in_text
+        vocab = model.vocab
+        template = lib.llama_model_chat_template(model.pointer, b"rerank")
+        self._template = template.decode(errors="replace") if template else None
+        separator = lib.llama_vocab_sep(vocab)
+        end = lib.llama_vocab_eos(vocab)
+        adds_end, adds_separator = lib.llama_vocab_get_add_eos(vocab), lib.llama_vocab_get_add_sep(vocab)
+        self._begin = [lib.llama_vocab_bos(vocab)] if lib.llama_vocab_get_add_bos(vocab) else []
+        ending = [end if end >= 0 else separator] if adds_end else []
+        separating = [separator] if adds_separator else []
+        self._middle = ending + separating
+        self._end = ending or separating
+
+    def join(self, query: str, document: str) -> list[int]:
+        """Return the tokens of a pair."""
+        if self._template is not None:
+            return self._filled(self._template, {"{query}": query, "{document}": document})
+        return [*self._head(query), *self._plain(document), *self._end]
+
+    def join_cut(self, query: str, document: str, max_tokens: int) -> list[int]:
+        """Return the tokens of a pair, with the document truncated so that the pair has at most `max_tokens`.
+
+        If the query alone is longer, the document is empty and the result has more than `max_tokens`.
+        """
+        if self._template is None:
+            head, tail = self._head(query), self._end
+        else:
+            head, _, tail = (self._filled(part, {"{query}": query}) for part in self._template.partition("{document}"))
+        num_remaining = max(0, max_tokens - len(head) - len(tail))
+        return [*head, *self._plain(document)[:num_remaining], *tail]
+
+    def _head(self, query: str) -> list[int]:
+        return [*self._begin, *self._plain(query), *self._middle]
+
+    def _filled(self, template: str, texts: Mapping[str, str]) -> list[int]:
+        """Return the tokens of a template with these texts filled in.
+
+        Only the template's control tokens are recognised.
+        """
+        parts = re.split("({query}|{document})", template)
+        text = "".join(texts.get(part, part) for part in parts)
+        marked = text
+        if not self._control_tokens_in_text:
+            marked = "".join(from_caller(texts[part]) if part in texts else part for part in parts)
+        return self._model.tokenize_marked(text, marked)
+
+    def _plain(self, text: str) -> list[int]:
+        return self._model.tokenize(text, add_special=False)

@@ -1,4 +1,4 @@
-"""llama.cpp's log goes to Python's, and its last errors can be quoted."""
+"""Forward llama.cpp's log to Python's logging, and quote its last errors in exceptions."""
 
 from __future__ import annotations
 
@@ -12,66 +12,69 @@ from collections.abc import Callable, Iterator
 
 import llama_cpp.llama_cpp as lib
 
-log = logging.getLogger("cellama.engine.llama")
+from cellama.config.logging import event_logger
+
+log = event_logger("cellama.engine.llama")
 _WARN, _ERROR = 3, 4  # ggml.h: ggml_log_level
-_LEVELS = {_WARN: logging.DEBUG, _ERROR: logging.WARNING}  # what matters to us is raised, with its words
-MAX_ERRORS = 4  # lines of llama.cpp that an error quotes: the last ones name the cause
+# llama.cpp's levels are lowered, because errors that matter are raised as exceptions that quote its messages.
+_LEVELS = {_WARN: logging.DEBUG, _ERROR: logging.WARNING}
+MAX_ERRORS = 4  # messages of llama.cpp that an exception quotes; the last ones name the cause
 
 
-class _OfThread(threading.local):
-    """What one thread has heard: llama.cpp logs on the thread that calls it, and several load models side by side."""
+class _ThreadLog(threading.local):
+    """Messages of one thread. llama.cpp logs on the calling thread, and several threads can load models."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=MAX_ERRORS)
-        self.lines: list[str] | None = None  # while the thread captures
-        self.is_aborting: Callable[[], bool] | None = None  # while it runs a call that may be aborted on purpose
-        self.held: list[str] = []  # errors logged since the abort, until the call's result shows its cause
+        self.lines: list[str] | None = None  # set within `capture`
+        self.is_aborting: Callable[[], bool] | None = None  # set within `call_abortable`
+        self.held: list[str] = []  # errors since the abort, held until the result of the call shows their cause
 
 
-_heard = _OfThread()
+_thread_log = _ThreadLog()
 
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     message = text.decode(errors="replace").strip()
     if level == _ERROR and message:
-        _heard.errors.append(message)
-    if _heard.lines is not None:
-        _heard.lines.append(message)
-    if level == _ERROR and message and _heard.is_aborting is not None and _heard.is_aborting():
-        _heard.held.append(message)
+        _thread_log.errors.append(message)
+    if _thread_log.lines is not None:
+        _thread_log.lines.append(message)
+    if level == _ERROR and message and _thread_log.is_aborting is not None and _thread_log.is_aborting():
+        _thread_log.held.append(message)
     elif level in _LEVELS and message:
-        log.log(_LEVELS[level], "%s", message)
+        log.log(_LEVELS[level], "llama.cpp", detail=message)
 
 
 def install() -> None:
-    """Sends llama.cpp's log to the logger `cellama.engine.llama`."""
+    """Forward llama.cpp's log to the logger `cellama.engine.llama`."""
     lib.llama_log_set(_on_log, ctypes.c_void_p(0))
 
 
 @contextlib.contextmanager
 def capture() -> Iterator[list[str]]:
-    """Collects every line that llama.cpp logs on this thread; other threads may load other models meanwhile.
+    """Collect every line that llama.cpp logs on this thread within the `with` block.
 
-    What is collected within another one is that one's, too. Ctrl-C takes effect at the end of the block.
+    Nested blocks pass their lines to the outer block. Ctrl-C takes effect at the end of the block.
     """
-    outer, lines = _heard.lines, list[str]()
-    _heard.lines = lines
+    outer, lines = _thread_log.lines, list[str]()
+    _thread_log.lines = lines
     try:
         with _interrupts_deferred():
             yield lines
     finally:
-        _heard.lines = outer
+        _thread_log.lines = outer
         if outer is not None:
             outer += lines
 
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a Ctrl-C only after the block.
+    """Delay the KeyboardInterrupt of Ctrl-C until the end of the `with` block.
 
-    While llama.cpp runs, the first Python code that sees the signal is `_on_log`. Python prints and drops exceptions of
-    such a callback, so the interrupt would be lost.
+    While llama.cpp runs, the first Python code that receives the signal is `_on_log`. Python prints and ignores
+    exceptions of such callbacks, so the interrupt would be lost.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -88,24 +91,24 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], aborted: int) -> int:
-    """Run a call that another thread may abort, and return its code.
+    """Run a call of llama.cpp that another thread may abort, and return its code.
 
-    llama.cpp logs an abort like a fault of its own. What it logs after the abort waits for the code: `aborted` makes
-    it debug output, any other code the warnings that it would have been.
+    llama.cpp logs an abort like an error. Messages after the abort are held until the call returns. They are logged as
+    debug output if the code is `aborted`, and as warnings otherwise.
     """
-    _heard.is_aborting, level = is_aborting, logging.WARNING
+    _thread_log.is_aborting, level = is_aborting, logging.WARNING
     try:
         code = call()
         level = logging.DEBUG if code == aborted else logging.WARNING
         return code
     finally:
-        held, _heard.held, _heard.is_aborting = _heard.held, [], None
+        held, _thread_log.held, _thread_log.is_aborting = _thread_log.held, [], None
         for message in held:
-            log.log(level, "%s", message)
+            log.log(level, "llama.cpp", detail=message)
 
 
 def take_errors() -> str:
-    """What llama.cpp complained of on this thread since its last call, in one line."""
-    text = "; ".join(_heard.errors)
-    _heard.errors.clear()
+    """Return the last errors that llama.cpp logged on this thread, in one line, and clear them."""
+    text = "; ".join(_thread_log.errors)
+    _thread_log.errors.clear()
     return text

@@ -1,11 +1,10 @@
-"""A model file in memory: its weights and its vocabulary."""
+"""A loaded model file: weights, vocabulary and adapters."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,67 +13,68 @@ from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
+from cellama.config.logging import event_logger
 from cellama.engine.backend import ModelInfo
 from cellama.engine.errors import AdapterLoadFailed, EngineStopped, InvalidRequest, ModelLoadFailed
 from cellama.engine.grammar.grammars import Grammars
-from cellama.engine.llama.files.adapter_file import check_adapter_file
-from cellama.engine.llama.files.gguf_file import fingerprint
-from cellama.engine.llama.files.pretokenizers import PreTokenizer
+from cellama.engine.llama.gguf_files import check_adapter_file, fingerprint
+from cellama.engine.llama.pretokenizers import PreTokenizer
 from cellama.engine.sampling.dry import Breakers, find_breaker, joined
 from cellama.engine.text.markup import SpecialToken, tokenize_marked
 
 from . import log as llama_log
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
-CLOSE_TIMEOUT_S = 30.0  # seconds for calls that use the weights, such as tokenizing, to return
+CLOSE_TIMEOUT_S = 30.0  # seconds to wait for calls that use the weights, such as tokenizing
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _USER_DEFINED = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-_MAX_BREAKERS = 256  # texts whose tokens are kept: finding them reads the whole vocabulary
-_MAX_SPELLINGS = 512  # texts whose tokens are kept: forced parts of schemas repeat from request to request
+_MAX_BREAKERS = 256  # cached texts; finding the tokens of a text reads the whole vocabulary
+_MAX_SPELLINGS = 512  # cached texts; requests with the same schema have the same forced texts
 
 
-def _encoded(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"character {error.start} of the text is half of a surrogate pair; send both halves"
+            f"the text has half of a surrogate pair at character {error.start}; send both halves"
         ) from None
 
 
 @functools.cache
 def initialise() -> None:
-    """Makes llama.cpp ready, once."""
+    """Initialise llama.cpp. Idempotent."""
     llama_log.install()
     lib.llama_backend_init()
 
 
 @functools.cache
 def _has_amx() -> bool:
-    """True if llama.cpp was built with kernels for the CPU's matrix tiles, which may end the process.
+    """Return whether llama.cpp was built with AMX kernels, which can crash the process.
 
-    GCC 12 leaves out what gives the tiles their shapes, and the first decode call with quantized weights is a fault;
-    built otherwise, Linux may refuse the tiles to llama.cpp's threads (its pull request 26954).
+    With GCC 12, the instructions that configure the tiles are missing, and the first decode call with quantized weights
+    crashes. With other compilers, Linux can deny llama.cpp's threads the use of the tiles (its pull request 26954).
     """
     if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
         return False
     log.warning(
-        "llama.cpp was built with AMX, which may crash, so its rearranged weights are not used; a build without AMX "
-        "has them, and reads Q4_0 faster: docs/how-to/install.md, Build for another CPU"
+        "AMX disabled",
+        detail="llama.cpp was built with AMX, which can crash; a build without AMX reads Q4_0 faster "
+        "(docs/how-to/install.md, Build for another CPU)",
     )
     return True
 
 
 class Lifetime:
-    """Counts who uses something just now; its end waits for them, and refuses those who come later. Any thread.
+    """Counts the current users of an object, so that closing waits for them and rejects new ones. Any thread.
 
-    with lifetime:  # raises EngineStopped after the end
-        ...         # it is there
+    with lifetime:  # raises EngineStopped after the object was closed
+        ...  # use the object
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._num_users = 0
         self._ended = False
         self._changed = threading.Condition()
@@ -82,7 +82,7 @@ class Lifetime:
     def __enter__(self) -> None:
         with self._changed:
             if self._ended:
-                raise EngineStopped(f"{self._what} is unloaded and can't be used any more; load it again")
+                raise EngineStopped(f"{self._name} has been unloaded; load it again")
             self._num_users += 1
 
     def __exit__(
@@ -94,23 +94,23 @@ class Lifetime:
                 self._changed.notify_all()
 
     def end(self, timeout_s: float) -> bool:
-        """Refuses users from now on; True once the last one has gone, False if that takes longer. Idempotent."""
+        """Reject new users, and wait until the last user has finished. Return False after `timeout_s`. Idempotent."""
         with self._changed:
             self._ended = True
             return self._changed.wait_for(lambda: not self._num_users, timeout_s)
 
 
 class LlamaModel:
-    """The weights of one GGUF file, shared by its contexts, which must be closed before it.
+    """The weights of a GGUF file, which its contexts share. The contexts must be closed first.
 
-    It is its own Vocabulary: tokenizing and looking up tokens is safe from any thread.
+    The model is its own Vocabulary. Any thread may tokenize and look up tokens.
     """
 
     def __init__(self, path: Path, *, n_gpu_layers: int = -1, vocab_only: bool = False, dry: bool = False) -> None:
-        """Loads the file. Raises ModelLoadFailed.
+        """Load the file. Raises ModelLoadFailed.
 
-        With `vocab_only` it can do no more than tokenize. With `dry` there are no weights, and its contexts have no
-        cells: they say in the log what they would take (llama.h: no_alloc), and must not be used.
+        With `vocab_only`, the model can only tokenize. With `dry`, it has no weights, and its contexts have no cells.
+        Their buffer sizes are logged (no_alloc in llama.h), but the contexts must not be used.
         """
         initialise()
         params = lib.llama_model_default_params()
@@ -126,7 +126,7 @@ class LlamaModel:
         if not self.pointer:
             raise ModelLoadFailed(
                 f"llama.cpp can't load {str(path)!r}: {llama_log.take_errors() or 'no reason given'}; "
-                "the file may be damaged or of an unsupported kind: fetch or convert it again"
+                "the file may be damaged or unsupported; download or convert it again"
             )
         self.path = path
         self.lifetime = Lifetime(f"model {str(path)!r}")
@@ -135,28 +135,29 @@ class LlamaModel:
         has_words = lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE
         self._pre_tokenizer = PreTokenizer(self.metadata("tokenizer.ggml.pre") or "" if has_words else None)
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab
-        ids = range(0 if vocab_only or dry else self.info.n_vocab)  # what does not generate needs none
+        ids = range(0 if vocab_only or dry else self.info.n_vocab)  # only generation needs them
         self._ends = frozenset(token for token in ids if lib.llama_vocab_is_eog(self.vocab, token))
-        # llama.cpp looks at all adapters of a model when it makes a graph: none comes or goes meanwhile.
+        # llama.cpp reads all adapters of a model when it builds a graph, so none may be added or freed at the same
+        # time.
         self.adapters_lock = threading.Lock()
         self._breaker = functools.lru_cache(_MAX_BREAKERS)(self._find_breaker)
         self._adapters: set[int] = set()
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """The grammars that were used lately, over this vocabulary. Made with the first; any thread."""
+        """The cache of compiled grammars for this vocabulary. Any thread."""
         pieces = [self.token_bytes(token) for token in range(self.info.n_vocab)]
         controls = {special.id: special.text.encode() for special in self.special_tokens if special.is_control}
         return Grammars(pieces, controls, self._ends, functools.lru_cache(_MAX_SPELLINGS)(self._spell))
 
     def _spell(self, text: bytes) -> list[int]:
-        """The tokens of a text in the middle of another one; none if they can't be known."""
+        """Return the tokens of a text within another text, or an empty list if they are unknown."""
         with contextlib.suppress(EngineStopped):
-            return spelled(text, lambda part: self.tokenize(part, add_special=False), self.token_bytes)
+            return spell(text, lambda part: self.tokenize(part, add_special=False), self.token_bytes)
         return []
 
     def breakers(self, texts: Sequence[str]) -> Breakers:
-        """The tokens of DRY's sequence breakers. Any thread."""
+        """Return the tokens of DRY's sequence breakers. Any thread."""
         return joined(self._breaker(text) for text in texts)
 
     def _find_breaker(self, text: str) -> Breakers:
@@ -178,7 +179,7 @@ class LlamaModel:
         )
 
     def metadata(self, key: str) -> str | None:
-        """A metadata value of the file as text, None if it has none."""
+        """Return a metadata value as text, or None if the file does not have it."""
         with self.lifetime:
             length = lib.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
             if length < 0:
@@ -188,13 +189,13 @@ class LlamaModel:
             return buffer.value.decode(errors="replace")
 
     def number(self, name: str) -> int | None:
-        """A whole number from the metadata of the model's architecture, for instance "attention.key_length"."""
+        """Return a whole number from the metadata of the architecture, for example of "attention.key_length"."""
         value = self.metadata(f"{self.info.architecture}.{name}")
         return int(value) if value is not None and value.isdigit() else None
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the model's chat template."""
+        """The Jinja source of the model's chat template, or None."""
         with self.lifetime:
             template = lib.llama_model_chat_template(self.pointer, None)
             return template.decode(errors="replace") if template else None
@@ -204,8 +205,8 @@ class LlamaModel:
         return self._ends
 
     @functools.cached_property
-    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that `tokenize` puts before and behind every text: often a BOS, and an EOS or SEP for poolings."""
+    def added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that `tokenize` adds before and after a text, such as BOS, and EOS or SEP for some poolings."""
         with self.lifetime:
             both = tuple(self.tokenize(""))
             num_before = min(len(both), int(lib.llama_vocab_get_add_bos(self.vocab)))
@@ -213,7 +214,7 @@ class LlamaModel:
 
     @functools.cached_property
     def special_tokens(self) -> list[SpecialToken]:
-        """What llama.cpp looks for in a text before it tokenizes the rest, the longest first."""
+        """The texts that llama.cpp finds before it tokenizes the rest of a text, the longest first."""
         found = []
         with self.lifetime:
             for token in range(self.info.n_vocab):
@@ -231,18 +232,18 @@ class LlamaModel:
             strips_right=bool(attributes & lib.LLAMA_TOKEN_ATTR_RSTRIP),
         )
 
-    def special_text(self, which: str) -> str:
-        """The text of the `bos` or `eos` token as templates write it, empty if the model has none."""
+    def special_text(self, name: str) -> str:
+        """Return the text of the `bos` or `eos` token as templates write it, or "" if the model has none."""
         with self.lifetime:
-            token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[which](self.vocab)
+            token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[name](self.vocab)
             return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        data = _encoded(text)
+        data = _encode(text)
         return self._pre_tokenizer.run(text, lambda: self._tokenize(data, add_special, parse_special))
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        size = len(data) + 8  # no more tokens than bytes, and a few special ones
+        size = len(data) + 8  # at most one token per byte, and a few special tokens
         with self.lifetime:
             tokens = (ctypes.c_int32 * size)()
             count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
@@ -253,9 +254,11 @@ class LlamaModel:
         return list(tokens[:count])
 
     def tokenize_marked(self, text: str, marked: str, markup: frozenset[str] = frozenset()) -> list[int]:
-        """As markup.tokenize_marked; nothing is added around it."""
+        """Tokenize a prompt as `markup.tokenize_marked` does, without adding tokens before or after it."""
         with self.lifetime:
-            cuts = lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE  # others would put a space there
+            cuts = (
+                lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE
+            )  # other vocabularies add a space at a cut
 
         def tokenize(part: str, parse_special: bool) -> list[int]:
             return self.tokenize(part, add_special=False, parse_special=parse_special)
@@ -281,7 +284,7 @@ class LlamaModel:
         return token in self._ends
 
     def load_adapter(self, path: Path) -> int:
-        """The address of a LoRA adapter that is in memory now. Raises AdapterLoadFailed."""
+        """Load a LoRA adapter, and return its address. Raises AdapterLoadFailed."""
         check_adapter_file(path, self.info.architecture)
         with self.lifetime, self.adapters_lock:
             llama_log.take_errors()
@@ -289,23 +292,24 @@ class LlamaModel:
             if not pointer:
                 reason = llama_log.take_errors()
                 raise AdapterLoadFailed(
-                    f"llama.cpp can't use {str(path)!r} with this model: {reason}; take an adapter made for this model"
+                    f"llama.cpp can't use {str(path)!r} with this model: {reason}; use an adapter made for this model"
                 )
             address = int(ctypes.cast(pointer, ctypes.c_void_p).value or 0)
             self._adapters.add(address)
         return address
 
     def free_adapter(self, handle: int) -> None:
-        """Frees an adapter that no context uses any more. Idempotent."""
+        """Free an adapter that no context uses. Idempotent."""
         with self.adapters_lock:
             if handle in self._adapters:
                 self._adapters.remove(handle)
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Frees the adapters and the weights, once they are unused; False, and nothing is freed, if that takes longer.
+        """Free the adapters and the weights when they are unused. Idempotent.
 
-        Whoever uses it later gets EngineStopped. Idempotent. No context of this model may be in use.
+        Return False if they are still in use after `timeout_s`; nothing is freed then. Later uses raise EngineStopped.
+        All contexts of the model must be closed.
         """
         if not self.lifetime.end(timeout_s):
             return False
@@ -320,23 +324,23 @@ class LlamaModel:
 
 
 def adapter_pointer(address: int) -> Any:
-    """An adapter's address as llama_cpp wants it."""
+    """Return an adapter's address as a pointer for llama_cpp."""
     return ctypes.cast(ctypes.c_void_p(address), lib.llama_adapter_lora_p_ctypes)
 
 
-def spelled(text: bytes, tokenize: Callable[[str], list[int]], piece_of: Callable[[int], bytes]) -> list[int]:
-    """The tokens of a text, none if they can't be known.
+def spell(text: bytes, tokenize: Callable[[str], list[int]], piece_of: Callable[[int], bytes]) -> list[int]:
+    """Return the tokens of a text, or an empty list if they can't be determined.
 
-    Some vocabularies put a space before a text: then it is looked for behind a line's end.
+    Some vocabularies add a space before a text. The tokens are then found after a line break.
     """
-    readable = text.decode(errors="ignore")  # it may end within a character
-    wanted = readable.encode()
-    if not text.startswith(wanted):
+    readable = text.decode(errors="ignore")  # the text may end within a character
+    expected = readable.encode()
+    if not text.startswith(expected):
         return []
     for head in ("", "\n"):
         tokens = tokenize(head + readable)
         pieces = [piece_of(token) for token in tokens]
         for first in range(min(3, len(tokens))):
-            if b"".join(pieces[first:]) == wanted:
+            if b"".join(pieces[first:]) == expected:
                 return tokens[first:]
     return []

@@ -1,4 +1,4 @@
-"""Models by their ids: where their files come from, whether they fit, what they can do, when they go.
+"""Models by id: sources of their files, admission to memory, capabilities, loading and unloading.
 
 May use: `core`, `llama`, `memory`, and what is above these.
 """

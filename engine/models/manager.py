@@ -1,14 +1,13 @@
-"""The models that one process holds, by id: loading, routing, unloading.
+"""The models of a process by id: load them, route calls to them, and unload them.
 
 (nothing) ── load ──► loading ──► ready ── unload ──► unloading ──► (nothing)
                          │                                │
-                         └── failed: (nothing)            └── still in use at the timeout: ready again
+                         └─ failed ──► (nothing)          └─ still in use at the timeout ──► ready
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from cellama.config.logging import event_logger
 from cellama.engine.core.engine import Prompt
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, ModelNotLoaded, nearest
 from cellama.engine.events import Completion
@@ -34,29 +34,29 @@ from .memory_admission import MemoryAdmission
 from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model, TextOrTokens, Vector
 from .sources import HubOptions, resolve, with_draft_file
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Status = Literal["loading", "ready", "unloading"]
 
 UNLOAD_TIMEOUT_S = 30.0  # seconds for requests in progress to finish; half of GENERATE_TIMEOUT_S
-EVICT_TIMEOUT_S = 10.0  # seconds; the model was idle, so it is in use only if a request came just then
+EVICT_TIMEOUT_S = 10.0  # seconds; an evicted model was idle, so it is busy only if a request has just arrived
 
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model by its id. While it is loading `model` is None, and `capabilities` are those that were asked for."""
+    """A model by its id. While it loads, `model` is None and `capabilities` are the requested ones."""
 
     id: str
     source: str
     capabilities: frozenset[Capability]
     status: Status = "loading"
     model: Model | None = None
-    since: float = 0.0  # unix seconds at which it became ready
-    num_holds: int = 0  # by those who may be about to use it
+    since: float = 0.0  # time at which it became ready, in unix seconds
+    num_holds: int = 0  # `hold` blocks that are open
 
 
 class ModelManager:
-    """Hold models by id and route calls to them. Safe from any thread.
+    """Holds models by id and routes calls to them. Any thread.
 
     A process can have one manager, because all its models share the memory.
     """
@@ -65,20 +65,20 @@ class ModelManager:
     _class_lock = threading.Lock()
 
     def __init__(self, memory_budget: MemoryBudget = "auto", on_full: OnFull = "refuse") -> None:
-        """`memory_budget` is for all models together, in bytes; "auto" goes by what the devices have free.
+        """Limit the memory of all models together to `memory_budget` bytes, or with "auto" to the free memory.
 
-        A load that does not fit is refused, or with "evict" idle models are unloaded first, the least recently used
-        before others, if that is enough. Raises ManagerExists if another one is open in this process, InvalidRequest.
+        If a load does not fit, it is refused. With "evict", the least recently used idle models are unloaded first, if
+        that frees enough memory. Raises InvalidRequest, and ManagerExists if another manager is open in this process.
         """
         unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
         self._admission = MemoryAdmission(memory_budget, on_full, self._idle, unload, self._num_saved)
         with ModelManager._class_lock:
             if ModelManager._open is not None:
-                raise ManagerExists("this process has a ModelManager already; use that one, or close it first")
+                raise ManagerExists("this process already has a ModelManager; use it, or close it first")
             ModelManager._open = self
         self._entries: dict[str, ModelEntry] = {}
         self._default: str | None = None
-        self._lock = threading.Condition()  # notified when a model is held no more
+        self._lock = threading.Condition()  # notified when a hold ends
         self.cores = CoreSharing(self._claims)
         self.cores.start()
 
@@ -100,14 +100,14 @@ class ModelManager:
         model gets those that its file supports. `adapters` maps names to source and scale (see Model.load_adapter).
         Raises IdTaken, InsufficientMemory, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
-        wanted = None if capabilities is None else frozenset(capabilities)
-        entry = self._reserve(model_id, source, wanted or frozenset())
+        requested = None if capabilities is None else frozenset(capabilities)
+        entry = self._reserve(model_id, source, requested or frozenset())
         hub = hub or HubOptions()
         try:
             path, chosen = at_low_priority(
                 lambda: (resolve(source, hub), with_draft_file(options or EngineOptions(), hub))
             )
-            plan = self._admission.admit(entry.id, path, chosen, wanted)
+            plan = self._admission.admit(entry.id, path, chosen, requested)
             model = Model(
                 entry.id,
                 source,
@@ -124,12 +124,12 @@ class ModelManager:
                 del self._entries[entry.id]
             give_memory_back()
             raise
-        self._begin_to_serve(entry, model, default=default)
+        self._start_serving(entry, model, default=default)
         if plan.tuned:
-            log.info("model %s: as `cellama tune` measured: %s", entry.id, model.tuned_text)
+            log.info("tuned options applied", model=entry.id, options=model.tuned_text)
         return model
 
-    def _begin_to_serve(self, entry: ModelEntry, model: Model, *, default: bool) -> None:
+    def _start_serving(self, entry: ModelEntry, model: Model, *, default: bool) -> None:
         self._admission.budget.settle(entry.id, model.memory)
         with self._lock:
             entry.model, entry.status, entry.since = model, "ready", time.time()
@@ -137,10 +137,16 @@ class ModelManager:
             if default or self._default is None:
                 self._default = entry.id
         taken = readable(model.memory.total_bytes)
-        log.info("model %s: %s, takes %s, loaded in %.2f s", entry.id, model.info.description, taken, model.load_s)
+        log.info(
+            "model loaded",
+            model=entry.id,
+            description=model.info.description,
+            memory=taken,
+            load_s=round(model.load_s, 2),
+        )
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
-        """Run `load` in a thread of its own. The future returns the model, or raises as `load`."""
+        """Run `load` in a new thread. The future returns the model, or raises the errors of `load`."""
         return in_background(lambda: self.load(model_id, source, **options), f"cellama-load-{model_id or source}")
 
     def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
@@ -150,7 +156,7 @@ class ModelManager:
             elif model_id in self._entries:
                 status = self._entries[model_id].status
                 raise IdTaken(
-                    f"there is a model {model_id!r} already ({status}); choose another id, or unload it first"
+                    f"a model with the id {model_id!r} already exists ({status}); choose another id, or unload it first"
                 )
             entry = self._entries[model_id] = ModelEntry(model_id, source, capabilities)
         return entry
@@ -159,7 +165,7 @@ class ModelManager:
         """Accept no more requests for a model, wait until it is neither held nor in use, and free its memory.
 
         If it is the default model, another ready model becomes the default. Raises ModelNotLoaded, and ModelBusy if the
-        model is still in use after `timeout_s`. It then serves again, as the default if it was the default.
+        model is still in use after `timeout_s`. The model then serves again, as the default if it was the default.
         """
         with self._lock:
             entry = self._ready(model_id)
@@ -168,20 +174,20 @@ class ModelManager:
         model = entry.model
         assert model is not None
         deadline = time.monotonic() + timeout_s
-        with self._lock:  # it can't be held anew: it is not ready
+        with self._lock:  # new holds are impossible, because the model is not ready
             is_free = self._lock.wait_for(lambda: not entry.num_holds, timeout_s)
         if not (is_free and model.wait_until_idle(deadline)):
             with self._lock:
                 entry.status = "ready"
                 self._default = entry.id if was_default else self._default
             raise ModelBusy(
-                f"model {entry.id!r} is still in use after {timeout_s:g} s; it stays loaded and serves again: "
-                "cancel what runs, or allow more time"
+                f"model {entry.id!r} is still in use after {timeout_s:g} s and serves again; "
+                "cancel its requests, or raise the timeout"
             )
         if not model.close():
             threading.Thread(target=self._remove_when_closed, args=(entry,), daemon=True).start()
             raise ModelBusy(
-                f"model {entry.id!r} takes no more requests, but a step of it does not end; it goes when that has ended"
+                f"model {entry.id!r} is draining, but its current step has not finished; it will be unloaded afterwards"
             )
         self._remove(entry)
 
@@ -192,7 +198,7 @@ class ModelManager:
 
     def _remove_when_closed(self, entry: ModelEntry) -> None:
         while entry.model is not None and not entry.model.close():
-            pass  # each look waits for long
+            pass  # each call waits for its own timeout
         self._remove(entry)
 
     def _remove(self, entry: ModelEntry) -> None:
@@ -201,12 +207,12 @@ class ModelManager:
         self._admission.budget.release(entry.id)
         with self._lock:
             self._entries.pop(entry.id, None)
-        log.info("model %s is unloaded", entry.id)
+        log.info("model unloaded", model=entry.id)
 
     def get(self, model_id: str) -> Model:
         """Return the model with this id, or the default model for ":default". Raises ModelNotLoaded.
 
-        If the model is unloaded later, every use of it raises EngineStopped. Use `hold` for longer uses.
+        After the model has been unloaded, all of its methods raise EngineStopped. Use `hold` for longer uses.
         """
         with self._lock:
             model = self._ready(model_id).model
@@ -215,7 +221,7 @@ class ModelManager:
 
     @contextlib.contextmanager
     def hold(self, model_id: str) -> Iterator[Model]:
-        """Return the model as `get`, and keep it loaded until the end of the `with` block."""
+        """Return the model as `get` does, and keep it loaded until the end of the `with` block."""
         with self._lock:
             entry = self._ready(model_id)
             entry.num_holds += 1
@@ -228,21 +234,21 @@ class ModelManager:
                 self._lock.notify_all()
 
     def _ready(self, model_id: str) -> ModelEntry:
-        """Raises ModelNotLoaded. With the lock held."""
+        """Return the entry of a model that is ready. Raises ModelNotLoaded. The caller holds the lock."""
         entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
         if entry is None or entry.status != "ready" or entry.model is None:
-            raise self._unknown(model_id)
+            raise self._not_loaded(model_id)
         return entry
 
-    def _unknown(self, model_id: str) -> ModelNotLoaded:
+    def _not_loaded(self, model_id: str) -> ModelNotLoaded:
         entry = self._entries.get(model_id)
         if entry is not None:
-            return ModelNotLoaded(f"model {model_id!r} is {entry.status}; wait until that is over")
+            return ModelNotLoaded(f"model {model_id!r} is {entry.status}; wait until this has finished")
         if model_id == DEFAULT_MODEL:
-            return ModelNotLoaded("no model is the default here; load one, or name one with set_default")
-        return ModelNotLoaded(f"no model {model_id!r} is loaded here; {nearest(model_id, self._entries)}")
+            return ModelNotLoaded("there is no default model; load a model, or choose one with set_default")
+        return ModelNotLoaded(f"model {model_id!r} is not loaded; {nearest(model_id, self._entries)}")
 
-    # The calls of a model by its id, which hold the model until they return
+    # Calls of a model by id, which keep the model loaded until they return
 
     def generate(self, model_id: str, prompt: Prompt, **params: Any) -> str:
         """Call Model.generate. Also raises ModelNotLoaded."""
@@ -255,7 +261,7 @@ class ModelManager:
             return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
-        """Call Model.stream. Also raises ModelNotLoaded, immediately and not with the first chunk."""
+        """Call Model.stream. Also raises ModelNotLoaded, immediately instead of with the first chunk."""
         chosen = self.get(model_id).id
         return self._stream(chosen, prompt, params)
 
@@ -273,7 +279,7 @@ class ModelManager:
         with self.hold(model_id) as model:
             return model.embed(texts, **params)
 
-    # What there is
+    # Status
 
     def is_loaded(self, model_id: str) -> bool:
         """Return whether the model accepts requests."""
@@ -282,7 +288,7 @@ class ModelManager:
             return entry is not None and entry.status == "ready"
 
     def is_leaving(self, model_id: str) -> bool:
-        """Return whether the model is unloading. For ":default": if no model is the default and one is unloading."""
+        """Return whether the model is unloading. ":default" counts if there is no default and a model is unloading."""
         with self._lock:
             if model_id == DEFAULT_MODEL and self._default is None:
                 return any(entry.status == "unloading" for entry in self._entries.values())
@@ -310,11 +316,11 @@ class ModelManager:
             return list(self._entries.values())
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
-        """Evict idle models from now on when memory is needed. `evict` must unload a model before it returns."""
+        """Evict idle models when memory is needed from now on. `evict` must unload a model before it returns."""
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
-        """What computes here, for the sharing of the cores."""
+        """Return the parts of all models that compute, for sharing the cores."""
         return [
             Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
             for model in self.models().values()
@@ -322,7 +328,7 @@ class ModelManager:
         ]
 
     def snapshot(self) -> ManagerSnapshot:
-        """Return sums over all models. Never waits for their threads."""
+        """Return sums over all models. This never waits for their threads."""
         return ManagerSnapshot.sum_of([entry.model.snapshot() for entry in self.entries() if entry.model])
 
     def memory(self) -> dict[str, Any]:
@@ -330,7 +336,7 @@ class ModelManager:
         return self._admission.report()
 
     def _idle(self) -> list[str]:
-        """The models that are not in use, the least recently used first. The default one is not among them."""
+        """Return the ids of idle models except the default, the least recently used first."""
         with self._lock:
             others = [entry for entry in self._entries.values() if entry.id != self._default]
             ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
@@ -344,7 +350,8 @@ class ModelManager:
     def close(self, save_until: float | None = None) -> None:
         """Close every model. Running requests fail with EngineStopped. Idempotent.
 
-        With `cache_dir`, KV states are saved until `save_until` (time.monotonic()), or as long as in `Model.close`.
+        With `cache_dir`, KV states are saved first, until `save_until` (time.monotonic()) or as long as in
+        `Model.close`.
         """
         self.cores.close()
         with self._lock:
@@ -358,7 +365,7 @@ class ModelManager:
 
 
 def new_id(source: str, taken: Mapping[str, ModelEntry]) -> str:
-    """The name of the source, with a number if another model has it."""
+    """Return the name of the source as an id, with a number if the id is taken."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"  # as id_of_source
     number = 1
     while (candidate := name if number == 1 else f"{name}-{number}") in taken:

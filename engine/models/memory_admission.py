@@ -1,21 +1,32 @@
-"""Whether a model may be loaded: plans it, compares with the budget, and has idle models unloaded if that is wanted."""
+"""The admission of models: plan a load in a child process, and load the model only if it fits into the memory budget.
+
+llama.cpp checks many properties of a file by assertions, which abort the process. The child reads the head, vocabulary
+and shapes of the file like the real load. A damaged file therefore aborts the child and not a process that serves.
+"""
 
 from __future__ import annotations
 
 import functools
-import logging
+import json
+import os
+import re
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest
+from cellama.config.logging import event_logger
+from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed, WrongCapability
 from cellama.engine.memory.budget import (
+    AvailableMemory,
     Budget,
     Device,
     Footprint,
     MemoryBudget,
+    MemoryUse,
     OnFull,
     Shortage,
     Vram,
@@ -23,21 +34,32 @@ from cellama.engine.memory.budget import (
     readable,
     vram_of,
 )
-from cellama.engine.options import Capability, EngineOptions
+from cellama.engine.memory.free_memory import ram
+from cellama.engine.options import Capability, EngineOptions, Uses
+from cellama.engine.system.confined import confine, describe_exit
 from cellama.engine.system.threads import at_low_priority
 
-from .planning import plan_apart
+from . import tuned_options
 
 if TYPE_CHECKING:
     from cellama.engine.llama import LoadPlan
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
+
+TIMEOUT_S = 120.0  # a plan usually takes less than 1 s, and a few seconds while an engine is busy
+CPU_S = 60  # seconds of processor time; a plan takes less than 1 s
+MIN_DATA_BYTES = 2 << 30  # limit of the child's allocations on machines with less RAM; otherwise all RAM
+_BUILD_DIRECTORY = re.compile(r"^\S*/(?=[\w.-]+:\d+:)")  # the path of the source file in an assertion's message
+_ERRORS: dict[str, type[EngineError]] = {
+    error.code: error for error in (ModelLoadFailed, WrongCapability, InvalidRequest)
+}
 
 
 class MemoryAdmission:
-    """Keeps the memory of one process's models within its budget. Safe from any thread.
+    """Keeps the memory of a process's models within its budget. Any thread.
 
-    One load is planned at a time, so that two can't take the same room; loading itself goes on side by side.
+    One load is planned at a time, so that two loads can't reserve the same memory. The loads themselves run
+    concurrently.
     """
 
     def __init__(
@@ -48,45 +70,46 @@ class MemoryAdmission:
         evict: Callable[[str], None],
         num_saved: Callable[[str], int],
     ) -> None:
-        """`idle` names the models that may go, the least recently used first; `evict` returns when one is gone;
-        `num_saved` tells the bytes of a model's states in RAM.
+        """Create the budget. Raises InvalidRequest.
 
-        Raises InvalidRequest.
+        `idle` returns the ids of models that may be unloaded, the least recently used first. `evict` unloads a model
+        before it returns. `num_saved` returns the bytes of a model's states in RAM.
         """
         if not (limit in ("auto", "unlimited") or (isinstance(limit, int) and limit > 0)):
-            raise InvalidRequest(f"memory_budget is {limit!r}; it must be auto, unlimited, or bytes above 0")
+            raise InvalidRequest(f"memory_budget: {limit!r} is invalid; use auto, unlimited, or bytes above 0")
         if on_full not in get_args(OnFull):
-            raise InvalidRequest(f"on_full is {on_full!r}; it must be refuse or evict")
+            raise InvalidRequest(f"on_full: {on_full!r} is invalid; use refuse or evict")
         from cellama.engine.llama import devices
 
         self.on_full: OnFull = on_full
         self.evict = evict
         self._idle = idle
         self.budget = Budget(limit, devices, num_saved)
-        self._turn = threading.Lock()  # of one load to be planned
+        self._plan_lock = threading.Lock()
 
     def admit(
-        self, model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None
+        self, model_id: str, path: Path, options: EngineOptions, requested: frozenset[Capability] | None
     ) -> LoadPlan:
-        """Reserves what a model will take; returns its options, tuned and with the context that fits, and its uses.
+        """Plan a load and reserve its memory.
 
-        Raises InsufficientMemory, ModelLoadFailed, WrongCapability, InvalidRequest.
+        The plan has the tuned options, the context that fits, and the capabilities. Raises InsufficientMemory,
+        ModelLoadFailed, WrongCapability, InvalidRequest.
         """
-        stubborn: set[str] = set()  # idle models that did not go
-        with self._turn:
+        failed: set[str] = set()  # models that could not be evicted
+        with self._plan_lock:
             while True:
-                room = self.budget.available()
-                plan = at_low_priority(functools.partial(plan_apart, model_id, path, options, wanted, room))
-                shortage = None if self.budget.limit == "unlimited" else room.shortage(plan.footprint)
+                available = self.budget.available()
+                plan = at_low_priority(functools.partial(plan_apart, model_id, path, options, requested, available))
+                shortage = None if self.budget.limit == "unlimited" else available.shortage(plan.footprint)
                 if shortage is None:
                     break
-                if not self._make_room(model_id, plan.footprint, stubborn):
+                if not self._evict_idle(model_id, plan.footprint, failed):
                     raise self._refusal(model_id, plan, shortage)
             self.budget.reserve(model_id, plan.footprint)
         return plan
 
     def report(self) -> dict[str, Any]:
-        """The budget, what it does when it is full, and the devices: for people and registries."""
+        """Return the budget, the action when it is full, and the devices, for display and for the registry."""
         found = devices()
         vram = vram_of(found)
         return {
@@ -96,20 +119,23 @@ class MemoryAdmission:
             "vram": None if vram is None else asdict(vram),
         }
 
-    def _make_room(self, model_id: str, footprint: Footprint, stubborn: set[str]) -> bool:
-        """True if idle models went, so that it is worth another look."""
+    def _evict_idle(self, model_id: str, footprint: Footprint, failed: set[str]) -> bool:
+        """Evict idle models, if allowed and sufficient.
+
+        Return whether any model was chosen, so that a retry makes sense.
+        """
         if self.on_full != "evict":
             return False
         taken = self.budget.taken()
-        idle = [(other, taken[other]) for other in self._idle() if other in taken and other not in stubborn]
+        idle = [(other, taken[other]) for other in self._idle() if other in taken and other not in failed]
         victims = choose_victims(self.budget.available(), footprint, idle)
         for victim in victims:
-            log.info("model %s is unloaded to make room for %s", victim, model_id)
+            log.info("model eviction started", model=victim, detail=f"model {model_id} needs its memory")
             try:
                 self.evict(victim)
             except EngineError as error:
-                log.warning("model %s can't make room: %s", victim, error)
-                stubborn.add(victim)
+                log.warning("model not evicted", model=victim, detail=str(error))
+                failed.add(victim)
         return bool(victims)
 
     def _refusal(self, model_id: str, plan: LoadPlan, shortage: Shortage) -> InsufficientMemory:
@@ -117,13 +143,13 @@ class MemoryAdmission:
         others = [
             (other, size) for other, taken in self.budget.taken().items() if (size := taken.on(device).total_bytes)
         ]
-        draft = ", leave out draft" if plan.options.draft else ""
+        draft = ", remove the option draft" if plan.options.draft else ""
         unload = _models_to_unload(others, shortage.required_bytes - shortage.available_bytes)
         return InsufficientMemory(
-            f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} of {device} "
-            f"({_in_words(plan, device)}), available are {readable(shortage.available_bytes)} "
+            f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} on {device} "
+            f"({_describe_usage(plan, device)}), but only {readable(shortage.available_bytes)} are available "
             f"(memory_budget is {limit if isinstance(limit, str) else readable(limit)}); lower "
-            "n_parallel, ctx_per_slot or cache_ram_bytes, choose q8_0 as cache_type_k and cache_type_v, raise "
+            "n_parallel, ctx_per_slot or cache_ram_bytes, set cache_type_k and cache_type_v to q8_0, raise "
             f"memory_budget{draft}{unload}",
             device=device,
             required_bytes=shortage.required_bytes,
@@ -132,7 +158,7 @@ class MemoryAdmission:
 
 
 def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
-    """Return the end of the remedy: the smallest model that suffices, else all, or nothing if all do not."""
+    """Return the last part of the remedy: the smallest sufficient model, else all models, else nothing."""
     enough = [other for other in others if other[1] >= missing_bytes]
     if enough:
         others = [min(enough, key=lambda other: other[1])]
@@ -141,7 +167,7 @@ def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
     return ", or unload " + " and ".join(f"{name!r} ({readable(size)})" for name, size in others)
 
 
-def _in_words(plan: LoadPlan, device: str) -> str:
+def _describe_usage(plan: LoadPlan, device: str) -> str:
     usage, context = plan.footprint.on(device), ""
     if plan.options.ctx_per_slot:
         context = f" for {plan.options.num_slots} slots of {plan.options.ctx_per_slot} tokens"
@@ -153,12 +179,156 @@ def _in_words(plan: LoadPlan, device: str) -> str:
 
 
 def devices() -> list[Device]:
-    """The devices that models can use, with total and free bytes; without a GPU build that is the CPU alone."""
+    """Return the devices that models can use, with total and free bytes. Without a GPU build, this is only the CPU."""
     from cellama.engine.llama import devices
 
     return devices()
 
 
 def vram_info() -> Vram | None:
-    """Total, free and used bytes of all GPUs together; None without one, or if llama.cpp is built for the CPU only."""
+    """Return total, free and used bytes of all GPUs together, or None without a GPU or a GPU build of llama.cpp."""
     return vram_of(devices())
+
+
+# The plan, in a child process
+
+
+def plan_apart(
+    model_id: str,
+    path: Path,
+    options: EngineOptions,
+    requested: frozenset[Capability] | None,
+    available: AvailableMemory,
+) -> LoadPlan:
+    """Plan a load in a child process, as `llama.plan_load` does.
+
+    Options that are not set get the values from `cellama tune`. The plan includes the memory of the draft model. Raises
+    WrongCapability, InvalidRequest, and ModelLoadFailed, also for a file that aborts llama.cpp.
+    """
+    plan = _plan_one(model_id, path, options, requested, available)
+    if plan.options.draft is None:
+        return plan
+    if not plan.uses.generates:
+        raise ModelLoadFailed(
+            f"draft: model {model_id!r} generates no tokens and can't have a draft model; remove the option draft"
+        )
+    draft = _plan_draft(path, plan.options, available)
+    if (
+        available.shortage(plan.footprint.plus(draft)) is not None
+    ):  # the sizes chosen for unset options left no memory for the draft
+        plan = _plan_one(model_id, path, options, requested, available.minus(draft))
+        draft = _plan_draft(path, plan.options, available)
+    return replace(plan, footprint=plan.footprint.plus(draft))
+
+
+def _plan_draft(path: Path, options: EngineOptions, available: AvailableMemory) -> Footprint:
+    """Return the memory of the draft model for the model at `path`. Raises ModelLoadFailed if it can't draft for it."""
+    assert options.draft is not None
+    requested: frozenset[Capability] = frozenset({"generate"})
+    return _plan_one("draft", Path(options.draft), options.of_draft, requested, available, drafts_for=path).footprint
+
+
+def _plan_one(
+    model_id: str,
+    path: Path,
+    options: EngineOptions,
+    requested: frozenset[Capability] | None,
+    available: AvailableMemory,
+    *,
+    drafts_for: Path | None = None,
+) -> LoadPlan:
+    request = {
+        "model_id": model_id,
+        "path": str(path),
+        "options": asdict(options),
+        "capabilities": None if requested is None else sorted(requested),
+        "available": dict(available.free),
+        "drafts_for": None if drafts_for is None else str(drafts_for),
+    }
+    answer = _run_child(path, json.dumps(request))
+    if "error" in answer:
+        raise _ERRORS.get(answer["code"], ModelLoadFailed)(answer["error"])
+    return _plan_of(answer)
+
+
+def _run_child(path: Path, request: str) -> Mapping[str, Any]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "cellama.engine.models.memory_admission"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        start_new_session=True,  # so that Ctrl-C interrupts only the parent
+    )
+    confine(child.pid, data_bytes=max(MIN_DATA_BYTES, ram()[1]), cpu_s=CPU_S)
+    with child:
+        try:
+            output, errors = child.communicate(request, TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise ModelLoadFailed(
+                f"planning the load of {str(path)!r} took longer than {TIMEOUT_S:g} s; the file may be damaged: "
+                "download or convert it again"
+            ) from None
+    if child.returncode == 0:
+        answer: Mapping[str, Any] = json.loads(output)
+        return answer
+    last_line = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "no reason given")
+    reason = f"{describe_exit(child.returncode)}: {_BUILD_DIRECTORY.sub('', last_line)}"
+    raise ModelLoadFailed(
+        f"llama.cpp can't read {str(path)!r} ({reason}); the file is damaged or unsupported: "
+        "download or convert it again"
+    )
+
+
+def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
+    """Return the plan as the child writes it."""
+    return {
+        "options": asdict(plan.options),
+        "footprint": {name: asdict(usage) for name, usage in plan.footprint.devices.items()},
+        "capabilities": sorted(plan.uses.capabilities),
+        "pooling": plan.uses.pooling,
+        "tuned": list(plan.tuned),
+    }
+
+
+def _plan_of(answer: Mapping[str, Any]) -> LoadPlan:
+    from cellama.engine.llama import LoadPlan
+
+    footprint = Footprint({name: MemoryUse(**usage) for name, usage in answer["footprint"].items()})
+    uses = Uses(frozenset(answer["capabilities"]), answer["pooling"])
+    return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, tuned=tuple(answer["tuned"]))
+
+
+# In the child
+
+
+def main() -> None:
+    """Plan one load in the child process. Read JSON from stdin, and write JSON to stdout."""
+    try:
+        answer = _plan(json.load(sys.stdin))
+    except EngineError as error:
+        answer = {"error": str(error), "code": error.code}
+    except MemoryError:
+        answer = {"error": "planning the load needs more memory than is available; the file may be damaged", "code": ""}
+    json.dump(answer, sys.stdout)
+
+
+def _plan(request: dict[str, Any]) -> dict[str, Any]:
+    from cellama.engine.llama import check_draft, plan_load
+
+    path = Path(request["path"])
+    options, names = EngineOptions(**request["options"]), tuple[str, ...]()
+    if request["drafts_for"] is None:
+        options, names = tuned_options.apply(options, path)
+    else:
+        check_draft(path, Path(request["drafts_for"]))
+    requested = None if request["capabilities"] is None else frozenset(request["capabilities"])
+    plan = plan_load(request["model_id"], path, options, requested, AvailableMemory(request["available"]))
+    return _plan_as_json(replace(plan, tuned=names))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,19 @@
-"""A loaded model: what it can do, through its weights, its engine, its embedder and its template."""
+"""A loaded model with its engines, and a tokenizer with the vocabulary and chat template only."""
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cellama.config import limits
+from cellama.config.logging import event_logger
 from cellama.engine.backend import ModelInfo
 from cellama.engine.core.adapters import UNLOAD_TIMEOUT_S, AdapterInfo
 from cellama.engine.core.embedder import Embedder, Reranker
@@ -22,34 +25,206 @@ from cellama.engine.core.engine import (
     Engine,
     Prompt,
 )
-from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
+from cellama.engine.errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed, TemplateFailed, WrongCapability
 from cellama.engine.events import CacheTier, Completion
+from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import Capability, EngineOptions, Uses
-from cellama.engine.request import SamplingParams
+from cellama.engine.request import CONSTRAINTS, SamplingParams, sampling_of
 from cellama.engine.snapshots import ModelSnapshot
 from cellama.engine.system.threads import at_low_priority
 from cellama.engine.system.watchdog import Pulse
-from cellama.engine.text.chat_options import ChatOptions
-from cellama.engine.text.chat_template import Message
+from cellama.engine.text.chat_options import ChatOptions, ChatPrompt, grammar_of_calls, reply_format_of
+from cellama.engine.text.chat_template import ChatTemplate, Message, Rendered, after_reply
+from cellama.engine.text.formats.call_grammar import TextConstraint
 
 from .sources import HubOptions, resolve
-from .tokenizer import Texts, wanted_text
 
 if TYPE_CHECKING:
     from cellama.engine.llama import LlamaBackend, LlamaEmbeddingBackend, LlamaModel
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 DEFAULT_MODEL = ":default"
-SAVE_AT_CLOSE_S = 10.0  # seconds; a supervisor that sent SIGTERM often waits 30 before it kills
+SAVE_AT_CLOSE_S = 10.0  # seconds; many supervisors wait 30 s between SIGTERM and SIGKILL
+_MAX_PREPARED = 256  # cached schemas of tools; an agent sends the same tools with each request
 
 TextOrTokens = str | Sequence[int]
 Vector = NDArray[np.float32]
 
+_prepared = functools.lru_cache(maxsize=_MAX_PREPARED)(prepare_schema)
+
+
+def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: ChatOptions) -> TextConstraint | None:
+    """Return the constraint on the text of a chat, from the given sampling parameters and the model's defaults.
+
+    A forced tool call replaces the defaults. Raises InvalidRequest.
+    """
+    sampling = sampling_of(given, {} if options.forces_call else defaults)
+    kind = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
+    return None if kind is None else TextConstraint(kind, getattr(sampling, kind), sampling.strict_schema)
+
+
+class Texts:
+    """The text functions of a model: tokenizing and chat templates. Any thread."""
+
+    def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
+        """Use the vocabulary of `weights`. `name` appears in error messages.
+
+        With `control_tokens_in_text`, control tokens in the text of messages are recognised. By default, only the chat
+        template can write them.
+        """
+        self._name = name
+        self._weights = weights
+        self._control_tokens_in_text = control_tokens_in_text
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The model's chat template. Raises TemplateFailed if it has none, or if the template does not compile."""
+        weights, source = self._weights, self._weights.chat_template
+        if source is None:
+            raise TemplateFailed(
+                f"model {self._name!r} has no chat template; use `generate` with a prompt, or a chat model"
+            )
+        bos, eos = weights.special_text("bos"), weights.special_text("eos")
+        specials = weights.special_tokens
+        return ChatTemplate(
+            source,
+            bos=bos,
+            eos=eos,
+            specials=specials,
+            ends=[special.text for special in specials if weights.is_end(special.id)],
+            mark=not self._control_tokens_in_text,
+        )
+
+    @functools.cached_property
+    def follows_replies(self) -> bool:
+        """Whether the template allows messages to be appended to a reply whose tokens stay unchanged."""
+        try:
+            after_reply([{"role": "user", "content": "."}], self.template.render)
+        except TemplateFailed:
+            return False
+        return True
+
+    def _close_template(self) -> None:
+        template = self.__dict__.get("template")
+        if template is not None:
+            template.close()
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Return the token ids of a text. With `parse_special`, the texts of special tokens become these tokens."""
+        return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def tokens_of(self, texts: Iterable[str | Sequence[int]]) -> list[list[int]]:
+        """Return the token ids of each text. Lists of token ids are returned unchanged. Raises InvalidRequest."""
+        return [self.tokenize(text) if isinstance(text, str) else self._known(text) for text in texts]
+
+    def _known(self, tokens: Iterable[int]) -> list[int]:
+        ids, n_vocab = list(tokens), self._weights.info.n_vocab
+        if not all(0 <= token < n_vocab for token in ids):
+            raise InvalidRequest(f"the input has token ids outside of 0 to {n_vocab - 1}; use token ids of this model")
+        return ids
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens. Control tokens have no text. Raises InvalidRequest."""
+        ids = self._known(tokens)
+        with self._weights.lifetime:
+            return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
+
+    def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
+        """Return the prompt of a conversation. Raises TemplateFailed. `ChatTemplate.render` documents the arguments."""
+        return self.template.render(messages, **template_args).text
+
+    def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
+        """Return the token ids of a conversation's prompt, whose special tokens come from the chat template."""
+        return self._tokens_of_prompt(self.template.render(messages, **template_args))
+
+    def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
+        weights, tokens = self._weights, self._tokens_after(prompt)
+        bos = weights.special_text("bos")
+        if bos and prompt.marked.startswith(bos):
+            return tokens
+        before, after = weights.added_tokens
+        return [*before, *tokens, *after]
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        follows_reply: bool = False,
+        add_generation_prompt: bool = True,
+        wanted: TextConstraint | None = None,
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation and the format of the reply. Raises TemplateFailed, InvalidRequest.
+
+        `wanted` is the constraint on the text of the reply (`wanted_text`).
+
+        With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
+        after the reply, with the system message and tools of the context. Without `add_generation_prompt`, the prompt
+        ends with the last message and does not start a reply.
+        """
+        variables = {**options.variables, "add_generation_prompt": add_generation_prompt}
+        if follows_reply:
+            prompt = self._render_after_reply(messages, options, variables)
+        else:
+            prompt = self.template.render(options.all_of(messages), **variables)
+        reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
+        grammar = grammar_of_calls(self._name, reply, options, _prepared, wanted)
+        tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
+        if grammar is None:
+            return ChatPrompt(prompt.text, tokens, reply)
+        lark = grammar.write()
+        if len(lark) > limits.MAX_LARK_CHARS:
+            raise InvalidRequest(
+                f"tools: the grammar of their calls has {len(lark)} characters, but the limit is "
+                f"{limits.MAX_LARK_CHARS}; send fewer tools, or shorter schemas"
+            )
+        bound = replace(reply, bound_at_start=True, has_bound_calls=True, is_call=options.forces_call)
+        return ChatPrompt(prompt.text, tokens, bound, lark=lark, warnings=tuple(grammar.warnings))
+
+    def _render_after_reply(
+        self, messages: Sequence[Message], options: ChatOptions, variables: dict[str, Any]
+    ) -> Rendered:
+        if options.system is not None or any(message.get("role") == "system" for message in messages[:1]):
+            raise InvalidRequest(
+                "messages: a system message can't follow a reply; remove it, because the conversation has its own"
+            )
+        return after_reply(messages, lambda all_: self.template.render(all_, **variables))
+
+    def _tokens_after(self, prompt: Rendered) -> list[int]:
+        return self._weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)
+
+    def _ids_of_markup(self, text: str) -> list[int]:
+        return self.tokenize(text, add_special=False, parse_special=True)
+
+
+class Tokenizer(Texts):
+    """The vocabulary and chat template of a model without its weights, which load quickly.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, source: str, hub: HubOptions | None = None) -> None:
+        """Load the vocabulary of the file. Raises ModelLoadFailed."""
+        from cellama.engine.llama import LlamaModel
+
+        super().__init__(source, LlamaModel(resolve(source, hub or HubOptions()), vocab_only=True))
+
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        self._close_template()
+        self._weights.close()
+
+    def __enter__(self) -> Tokenizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Model(Texts):
-    """A loaded model: its weights, and an engine, embedder and reranker according to its capabilities."""
+    """A loaded model: weights, and the engine, embedder and reranker that its capabilities need."""
 
     _draft_weights: LlamaModel | None = None
 
@@ -64,10 +239,10 @@ class Model(Texts):
         adapters: Mapping[str, tuple[str, float]] | None = None,
         tuned: tuple[str, ...] = (),
     ) -> None:
-        """Loads everything from the file of its source, with `adapters` by name (source, scale).
+        """Load the model from a file, with `adapters` as pairs of source and scale by name.
 
-        `tuned` names the options that are as `cellama tune` found them best.
-        A failure leaves nothing behind. Raises ModelLoadFailed, and what `load_adapter` does.
+        `tuned` has the names of the options with values from `cellama tune`. After a failure, everything is freed.
+        Raises ModelLoadFailed, and the errors of `load_adapter`.
         """
         from cellama.engine.llama import LlamaModel
 
@@ -77,8 +252,8 @@ class Model(Texts):
         self.options = options
         self.tuned = tuned
         self.capabilities = uses.capabilities
-        self.memory: Footprint  # what llama.cpp says it took
-        self.devices: dict[str, int]  # on which devices its layers lie, and how many of them
+        self.memory: Footprint  # as logged by llama.cpp
+        self.devices: dict[str, int]  # number of layers by device
         self.ctx_per_slot: int | None = None  # tokens; None without an engine
         self._hub = hub
         self._engine: Engine | None = None
@@ -95,30 +270,30 @@ class Model(Texts):
         self._loaded_at = time.time()
 
     def _load(self, uses: Uses, adapters: Mapping[str, tuple[str, float]]) -> None:
-        """Make the contexts, give each to a thread of normal priority, and load the adapters."""
+        """Create the contexts, start the threads that use them at normal priority, and load the adapters."""
         from cellama.engine.llama import PairFormat, load_contexts
 
         if "chat" in self.capabilities and self._weights.chat_template is not None:
-            markup = self.template.reply_markup  # a broken template is a reason not to load the model
-            log.info("model %s: %s", self.id, markup)
+            markup = self.template.reply_markup  # raises if the template is broken, so that the load fails
+            log.info("chat template recognised", model=self.id, detail=str(markup))
         backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, self.options, uses))
         generation, embedding, ranking = backends.generation, backends.embedding, backends.ranking
-        untaken: list[LlamaBackend | LlamaEmbeddingBackend | None] = [generation, embedding, ranking]
+        unowned: list[LlamaBackend | LlamaEmbeddingBackend | None] = [generation, embedding, ranking]
         try:
             if generation is not None:
                 draft = self._load_draft()
-                untaken.append(draft)
+                unowned.append(draft)
                 self.ctx_per_slot = generation.ctx_per_slot
                 self._engine = Engine(generation, self.options, name=self.id, draft=draft)
-                untaken = [embedding, ranking]
+                unowned = [embedding, ranking]
             if embedding is not None:
-                self._embedder = Embedder(embedding, self.id, self._weights.around[1])
-                untaken = [ranking]
+                self._embedder = Embedder(embedding, self.id, self._weights.added_tokens[1])
+                unowned = [ranking]
             if ranking is not None:
                 pairs = PairFormat(self._weights, control_tokens_in_text=self.options.control_tokens_in_text)
                 self._reranker = Reranker(pairs, Embedder(ranking, name=f"{self.id}-rank"))
         except Exception:
-            for backend in untaken:
+            for backend in unowned:
                 if backend is not None:
                     backend.close()
             raise
@@ -126,7 +301,7 @@ class Model(Texts):
             self.load_adapter(name, source, scale)
 
     def _load_draft(self) -> LlamaBackend | None:
-        """Return the context of the draft model, with as many slots as the model's own, and as long; None without."""
+        """Return the context of the draft model, with the same number and length of slots, or None without a draft."""
         from cellama.engine.llama import load_draft
 
         if self.options.draft is None:
@@ -134,32 +309,32 @@ class Model(Texts):
         path = Path(self.options.draft)
         draft = at_low_priority(lambda: load_draft(path, self.options))
         self._draft_weights, self.memory = draft.weights, self.memory.plus(draft.footprint)
-        log.info("model %s: %s drafts for it (%s)", self.id, path.name, draft.weights.info.description)
+        log.info("draft model loaded", model=self.id, draft=path.name, description=draft.weights.info.description)
         return draft.backend
 
     @property
     def info(self) -> ModelInfo:
-        """What the file says that the model is."""
+        """The model's description from its file."""
         return self._weights.info
 
     @property
     def tuned_text(self) -> str:
-        """The tuned options and their values, for people."""
+        """The names and values of the tuned options, for display."""
         return ", ".join(f"{name} {getattr(self.options, name)}" for name in self.tuned)
 
     @property
     def threads(self) -> int:
-        """With how many its steps are computed now."""
+        """The current number of threads that compute a step."""
         return self.parts[0].threads
 
     @property
     def threads_are_chosen(self) -> bool:
-        """True when the number stays as it was set; else it is this model's share of the cores (core_sharing.py)."""
+        """Whether the number of threads was set by the user. Otherwise cores are shared (core_sharing.py)."""
         return self.options.threads is not None and "threads" not in self.tuned
 
     @property
     def num_saved_bytes(self) -> int:
-        """What the KV states that it keeps in RAM take now, and memory that waits for those on disk."""
+        """Bytes of the KV states in RAM, and of the memory prepared for reading states from disk."""
         if self._engine is None:
             return 0
         warm = 0 if self._engine.store is None else self._engine.store.warm_bytes
@@ -167,56 +342,56 @@ class Model(Texts):
 
     @property
     def last_used(self) -> float:
-        """Unix seconds of the last request, or of the end of the load."""
+        """Time of the last request, or of the load if there was none, in unix seconds."""
         return max(self._loaded_at, *(part.last_submit for part in self.parts))
 
     @property
     def engine(self) -> Engine:
-        """The generation engine. Raises WrongCapability when the model has none."""
+        """The generation engine. Raises WrongCapability if the model has none."""
         if self._engine is None:
-            raise self._lacks("generate")
+            raise self._wrong_capability("generate")
         return self._engine
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder. Raises WrongCapability when the model has none."""
+        """The embedder. Raises WrongCapability if the model has none."""
         if self._embedder is None:
-            raise self._lacks("embed")
+            raise self._wrong_capability("embed")
         return self._embedder
 
     @property
     def reranker(self) -> Reranker:
-        """The reranker. Raises WrongCapability when the model has none."""
+        """The reranker. Raises WrongCapability if the model has none."""
         if self._reranker is None:
-            raise self._lacks("rerank")
+            raise self._wrong_capability("rerank")
         return self._reranker
 
     def require(self, capability: Capability) -> None:
         """Raise WrongCapability unless the model was loaded with this capability."""
         if capability not in self.capabilities:
-            raise self._lacks(capability)
+            raise self._wrong_capability(capability)
 
-    def _lacks(self, capability: Capability) -> WrongCapability:
-        from cellama.engine.llama import missing
+    def _wrong_capability(self, capability: Capability) -> WrongCapability:
+        from cellama.engine.llama import missing_reason
 
-        able = ", ".join(sorted(self.capabilities))
-        why = missing(self._weights, capability)
-        return WrongCapability(f"model {self.id!r} is loaded for {able}, not for {capability}; {why}")
+        loaded_for = ", ".join(sorted(self.capabilities))
+        reason = missing_reason(self._weights, capability)
+        return WrongCapability(f"model {self.id!r} is loaded for {loaded_for}, not for {capability}; {reason}")
 
-    # What it is asked
+    # Requests
 
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """Return the text that follows a prompt (see Engine.generate). Also raises WrongCapability."""
+        """Return the text that follows a prompt, as `Engine.generate` does. Also raises WrongCapability."""
         self.require("generate")
         return self.engine.generate(prompt, timeout_s=timeout_s, **params)
 
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Compute a prompt into the cache (see Engine.prefill). Also raises WrongCapability."""
+        """Compute a prompt into the cache, as `Engine.prefill` does. Also raises WrongCapability."""
         self.require("generate")
         return self.engine.prefill(prompt, timeout_s=timeout_s, **params)
 
     def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
-        """Yield the text that follows a prompt in chunks (see Engine.stream)."""
+        """Yield the text that follows a prompt in chunks, as `Engine.stream` does. Also raises WrongCapability."""
         self.require("generate")
         return self.engine.stream(prompt, timeout_s=timeout_s, **params)
 
@@ -225,7 +400,7 @@ class Model(Texts):
 
         `params` are fields of ChatOptions, Request and SamplingParams. With `parent_key`, the `finish_key` of a
         completion, the messages follow that context. Raises TimeoutError, TemplateFailed, InvalidRequest,
-        WrongCapability, UnknownKey, and as Engine.submit.
+        WrongCapability, UnknownKey, and the errors of `Engine.submit`.
         """
         self.require("chat")
         given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
@@ -245,33 +420,35 @@ class Model(Texts):
     def embed(
         self, texts: TextOrTokens | Sequence[TextOrTokens], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any
     ) -> list[Vector]:
-        """Return a vector for each text. A text can also be a list of token ids, and a single text needs no list.
+        """Return a vector for each text. A text can be a list of token ids. A single text needs no list.
 
-        `params` are those of Embedder.submit. Raises TimeoutError, WrongCapability, and as Embedder.submit.
+        `params` are those of `Embedder.submit`. Raises TimeoutError, WrongCapability, and the errors of
+        `Embedder.submit`.
         """
         self.require("embed")
-        alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
-        handle = self.embedder.submit(self.tokens_of([texts] if alone else texts), **params)  # type: ignore[list-item,arg-type]
+        is_single = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        handle = self.embedder.submit(self.tokens_of([texts] if is_single else texts), **params)  # type: ignore[list-item,arg-type]
         try:
             return handle.result(timeout_s)
         except TimeoutError:
             handle.cancel()
             raise TimeoutError(
-                f"the texts were not read within {timeout_s} s; raise timeout_s, or send fewer"
+                f"timeout_s: the texts were not embedded within {timeout_s} s; raise it, or send fewer texts"
             ) from None
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
-        """As Texts.render_chat. Raises WrongCapability, too."""
+        """Return the prompt of a conversation, as `Texts.render_chat` does. Also raises WrongCapability."""
         self.require("chat")
         return super().render_chat(messages, **template_args)
 
-    # Its adapters and KV states
+    # Adapters and KV states
 
     def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
-        """Load a LoRA adapter. From now on, requests that do not choose adapters use it, unless its scale is 0.
+        """Load a LoRA adapter. Later requests that do not choose adapters use it, unless its scale is 0.
 
-        `source` is a path, or a file on the hub. `hub` defaults to the model's own options. Running requests do not
-        change. Raises IdTaken, AdapterLoadFailed, InvalidRequest, WrongCapability (embeddings have no adapters).
+        `source` is a path or a file on the hub. `hub` defaults to the model's own options. Running requests are not
+        affected. Raises IdTaken, AdapterLoadFailed, InvalidRequest, and WrongCapability because embeddings don't
+        support adapters.
         """
         loaded = self.engine.adapters
         try:
@@ -285,30 +462,30 @@ class Model(Texts):
         return [] if self._engine is None else self._engine.adapters.infos()
 
     def set_adapter_scale(self, name: str, scale: float) -> None:
-        """Set the scale for later requests that do not choose adapters. Raises as Adapters.set_scale."""
+        """Set the scale for later requests that do not choose adapters. Raises the errors of `Adapters.set_scale`."""
         self.engine.adapters.set_scale(name, scale)
 
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Refuse the adapter to new requests, and free it when no request uses it. Raises as Adapters.unload."""
+        """Reject new requests for the adapter, and free it when no request uses it. Raises as `Adapters.unload`."""
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
-        """Return how many of the first tokens of a prompt are in each tier (see Engine.cached_prefix)."""
+        """Return how many of a prompt's first tokens are in each tier, as `Engine.cached_prefix` does."""
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self.engine.cached_prefix(tokens, scope, adapters)
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write KV states to `cache_dir`, if there is one, and return their number (see Engine.save_states)."""
+        """Write KV states to `cache_dir` if it is set, and return their number, as `Engine.save_states` does."""
         return 0 if self._engine is None else self._engine.save_states(timeout_s)
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Save states as `save_states`, then empty idle slots and RAM. The model stays loaded (see Engine.evict)."""
+        """Save states, and then empty idle slots and RAM, as `Engine.evict` does. The model stays loaded."""
         return self.engine.evict(timeout_s)
 
-    # Its state and its end
+    # Status and closing
 
     def snapshot(self) -> ModelSnapshot:
-        """Return the current state of its engine, embedder and reranker. Never waits for their threads."""
+        """Return the current state of engine, embedder and reranker. This never waits for their threads."""
         engine, embedder, reranker = self._engine, self._embedder, self._reranker
         return ModelSnapshot(
             engine=None if engine is None else engine.snapshot(),
@@ -318,37 +495,37 @@ class Model(Texts):
 
     @property
     def pulses(self) -> list[Pulse]:
-        """Of its threads, for a Watchdog."""
+        """The pulses of the model's threads, for a Watchdog."""
         return [part.pulse for part in self.parts]
 
     @property
     def is_busy(self) -> bool:
-        """True while requests of it have not ended."""
+        """Whether a request has not finished."""
         return any(part.is_busy for part in self.parts)
 
     def wait_until_idle(self, deadline: float) -> bool:
-        """Wait until every request has finished. Return False if one has not at `deadline` (time.monotonic())."""
+        """Wait until all requests have finished. Return False if some have not at `deadline` (time.monotonic())."""
         return all(part.wait_until_idle(max(0.0, deadline - time.monotonic())) for part in self.parts)
 
     @property
     def parts(self) -> list[Engine | Embedder]:
-        """What computes, each in a thread of its own."""
+        """The engine, the embedder and the reranker's embedder, as far as they exist. Each has a thread of its own."""
         ranking = None if self._reranker is None else self._reranker.embedder
         return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 
     def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
-        """Stop its threads and free its memory. Running requests fail with EngineStopped. Idempotent.
+        """Stop the model's threads and free its memory. Running requests fail with EngineStopped. Idempotent.
 
-        With `cache_dir`, KV states that are worth it are saved first, for at most `save_s` seconds. Return False if a
-        step or a tokenization does not finish. The weights then stay, because freeing them would crash the process.
+        With `cache_dir`, KV states are saved first, for at most `save_s` seconds. Return False if a step or a
+        tokenization does not finish. The weights then stay in memory, because freeing them would crash the process.
         """
         self._close_template()
         if save_s > 0:
             self.save_states(save_s)
-        ended = [part.close() for part in self.parts]
-        closed = all(ended) and self._weights.close()
+        stopped = [part.close() for part in self.parts]
+        closed = all(stopped) and self._weights.close()
         if closed and self._draft_weights is not None:
             closed = self._draft_weights.close()
         if not closed:
-            log.error("model %s is still in use; its memory is not freed", self.id)
+            log.error("model not freed", model=self.id, detail="a step or a tokenization does not finish")
         return closed

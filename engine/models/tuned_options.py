@@ -1,17 +1,16 @@
-"""Results of `cellama tune`, kept per model and machine in a JSON file per model, which its fingerprint names.
+"""Store and apply results of `cellama tune`, in one JSON file per model, named by the model's fingerprint.
 
-`$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
+The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
 
-    {"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}
+    `{"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}`
 
-A load uses a result whose conditions are those of the load: CPU, cores, GPUs, version of llama.cpp, and the options
-that change the computation. Anything else in such a file is ignored, with a line in the log.
+A load uses a result with the same conditions: CPU, cores, GPUs, version of llama.cpp, and the options that change the
+computation. Invalid files and entries are ignored, and logged as warnings.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,10 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from cellama.config.logging import event_logger
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.options import EngineOptions
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 VERSION = 1
 SAME_OPTIONS = ("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v")
@@ -32,7 +32,7 @@ Conditions = dict[str, Any]  # JSON
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way of running a model. An embedding model has only `threads`."""
+    """The tuned options of a model. An embedding model has only `threads`."""
 
     threads: int
     n_parallel: int | None = None
@@ -42,28 +42,28 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How fast a setup is: tokens per second of all requests together, of prompts and generated."""
+    """The speed of a setup. `tokens_per_s` counts prompt and generated tokens of all requests together."""
 
     setup: Setup
     tokens_per_s: float
-    ttft_ms: float | None  # time to the first token: median of the requests that get a slot at once
-    took_s: float  # the measurement
+    ttft_ms: float | None  # median time to the first token of requests that get a slot immediately
+    took_s: float  # duration of the measurement
 
 
 def directory() -> Path:
-    """Return where results are kept; the directory need not exist."""
+    """Return the directory of the results, which may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama" / "tuned"
 
 
 def conditions(options: EngineOptions) -> Conditions:
-    """Return what a result depends on besides the model: the machine, and the options that change the computation."""
+    """Return the conditions of a result: the machine, and the options that change the computation."""
     from cellama.engine.llama import machine
 
     return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
 
 
 def keep(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
-    """Write a result in place of an earlier one for the same conditions, and return its file. Raises OSError."""
+    """Store a result, replacing an earlier one for the same conditions, and return its file. Raises OSError."""
     path = directory() / f"{fingerprint}.json"
     others = [result for result in _results(path) if result["conditions"] != given]
     result = {"conditions": given, "chosen": asdict(chosen), "at": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -75,46 +75,49 @@ def keep(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
 
 
 def recall(fingerprint: str, given: Conditions) -> Setup | None:
-    """Return what was chosen for this model under these conditions; None if it was not measured."""
+    """Return the chosen setup of a model for these conditions, or None if it was not measured."""
     path = directory() / f"{fingerprint}.json"
     for result in _results(path):
         if result["conditions"] == given:
             try:
                 return _to_setup(result["chosen"])
             except (KeyError, TypeError, ValueError, InvalidRequest) as error:
-                log.warning("a result in %s is damaged and ignored (%s); run `cellama tune` again", path, error)
+                log.warning(
+                    "tuning result ignored", path=str(path), detail=f"damaged: {error}; run `cellama tune` again"
+                )
     return None
 
 
 def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str, ...]]:
-    """Return the options with what was measured where they leave the choice, and the names of these options.
+    """Return the options with tuned values for those that are not set, and the names of these options.
 
-    `n_ctx` shares a fixed context among the slots, and a layout suits a number of slots. So with `n_ctx` both stay what
-    they were, and the layout is taken only together with the slots. Raises ModelLoadFailed for a broken file.
+    With `n_ctx`, the slots share a fixed context, so `n_parallel` and `kv_layout` are not tuned. `kv_layout` is tuned
+    only together with `n_parallel`, because it depends on the number of slots. Raises ModelLoadFailed if the file is
+    broken.
     """
-    left = _left_open(options)
-    if not left or not directory().is_dir():
+    names = _unset(options)
+    if not names or not directory().is_dir():
         return options, ()
     from cellama.engine.llama import fingerprint
 
     setup = recall(fingerprint(path), conditions(options))
     if setup is None:
         return options, ()
-    found = {name: value for name in left if (value := getattr(setup, name)) is not None}
-    if _is_too_narrow(options, found):
+    found = {name: value for name in names if (value := getattr(setup, name)) is not None}
+    if _is_micro_batch_too_small(options, found):
         found = {name: value for name, value in found.items() if name not in ("n_parallel", "kv_layout")}
-    if _is_too_narrow(options, found):
+    if _is_micro_batch_too_small(options, found):
         found.pop("n_ubatch", None)
     return replace(options, **found), tuple(found)
 
 
-def _is_too_narrow(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """Return whether a micro-batch would have fewer tokens than there are slots, or than a chunk of a prompt."""
+def _is_micro_batch_too_small(options: EngineOptions, found: dict[str, Any]) -> bool:
+    """Return whether a micro-batch would have fewer tokens than the number of slots, or than a prefill chunk."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
     return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 
 
-def _left_open(options: EngineOptions) -> list[str]:
+def _unset(options: EngineOptions) -> list[str]:
     names = [name for name in ("threads", "n_ubatch") if getattr(options, name) is None]
     if options.n_parallel is None and options.n_ctx is None:
         names.append("n_parallel")
@@ -124,21 +127,21 @@ def _left_open(options: EngineOptions) -> list[str]:
 
 
 def _results(path: Path) -> list[dict[str, Any]]:
-    """Return the results of a file, each with its conditions; none if the file can't be read."""
+    """Return the results of a file that have conditions, or an empty list if the file can't be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["version"] != VERSION:
-            raise ValueError(f"its version is {stored['version']!r}, not {VERSION}")
+            raise ValueError(f"version {stored['version']!r} is not supported")
         return [dict(result) for result in stored["results"] if isinstance(result["conditions"], dict)]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("the tuned values in %s can't be used (%r); run `cellama tune` again", path, error)
+        log.warning("tuning results ignored", path=str(path), detail=f"{error!r}; run `cellama tune` again")
         return []
 
 
 def _to_setup(stored: dict[str, Any]) -> Setup:
-    """Return a setup that the engine accepts. Raises KeyError, TypeError, InvalidRequest."""
+    """Return a stored setup after validating it. Raises KeyError, TypeError, InvalidRequest."""
     setup = Setup(**{field.name: stored[field.name] for field in fields(Setup)})
     EngineOptions(
         threads=setup.threads,

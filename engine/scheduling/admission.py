@@ -289,7 +289,7 @@ class CutPlanner:
 
     @property
     def _is_enabled(self) -> bool:
-        return self._cache.checkpoints.are_kept
+        return self._cache.checkpoints.is_enabled
 
     def plan(self, sequence: Sequence, num_reused: int) -> None:
         """Plan the cuts of a sequence that gets a slot: where other prompts diverge from it, and near its end."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cellama.engine.backend import AdapterSet, Chunk, key_of
 from cellama.engine.events import CacheTier, Completion, Context, FinishReason, RequestTimings, RequestUsage
 from cellama.engine.kvcache.disk_tier import LoadWait
-from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
+from cellama.engine.kvcache.manager import MIN_SAVED_TOKENS
 from cellama.engine.kvcache.ram_tier import StateNote
 from cellama.engine.kvstore.benefit import reuse_probability
 from cellama.engine.kvstore.states import StateMatch
@@ -144,7 +144,7 @@ class Sequence:
             next_token=pending[0] if len(pending) == 1 else None,
             reuse_probability=reuse_probability(
                 is_prefill=self.request.prefill_only,
-                has_shared=self.num_cached >= WORTH_SAVING_TOKENS,
+                has_shared=self.num_cached >= MIN_SAVED_TOKENS,
                 is_chat=self.request.reply is not None,
             ),
         )
@@ -152,7 +152,7 @@ class Sequence:
     @property
     def needs_copy(self) -> bool:
         """Return whether it has finished its prefill, or grown much since its state was last copied."""
-        min_tokens = max(WORTH_SAVING_TOKENS, GROWTH * max(self.num_stored, self.num_cached))
+        min_tokens = max(MIN_SAVED_TOKENS, GROWTH * max(self.num_stored, self.num_cached))
         return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= min_tokens
 
     def add_parts(self, parts: list[ReplyPart]) -> None:

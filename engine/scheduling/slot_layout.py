@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cellama.config.logging import event_logger
 from cellama.engine.backend import Chunk
-from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS, KvCache
+from cellama.engine.kvcache.manager import MIN_SAVED_TOKENS, KvCache
 
 from .decode_costs import MOVE_TOKENS, DecodeCosts, MoveCosts
 from .sequence import Sequence, SlotTable, SlotWork, work_of
@@ -315,7 +315,7 @@ class SlotLayout:
     def _num_moved(self, slot: int) -> int:
         """Return the number of cells that move along to or from this slot."""
         num_cells = self._cache.cells.of(slot)
-        return num_cells if self._slots[slot] is not None or num_cells >= WORTH_SAVING_TOKENS else 0
+        return num_cells if self._slots[slot] is not None or num_cells >= MIN_SAVED_TOKENS else 0
 
     def _seconds_of(self, move: Move) -> float:
         return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))

@@ -135,7 +135,7 @@ def test_interrupted_tune_saves_nothing_and_prints_the_fastest_configuration(tmp
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(("nowhere.gguf",), "there is no model file at 'nowhere.gguf'"), (("tiny", "--seconds", "0"), "--seconds")],
+    [(("nowhere.gguf",), "'nowhere.gguf' does not exist"), (("tiny", "--seconds", "0"), "--seconds")],
 )
 def test_tune_reports_the_reason_when_it_cannot_run(tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
     done = tune(tmp_path, *argv)

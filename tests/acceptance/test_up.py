@@ -133,7 +133,7 @@ def redis_of(machine: Machine) -> int:
 
 @pytest.mark.parametrize(
     ("models", "message"),
-    [("m=nowhere.gguf", "there is no model file at 'nowhere.gguf'"), ("m=text.gguf", "is no GGUF file")],
+    [("m=nowhere.gguf", "'nowhere.gguf' does not exist"), ("m=text.gguf", "is not a GGUF file")],
 )
 def test_worker_reports_a_bad_model_once_and_exits(
     redis_server: Any, tmp_path: Path, models: str, message: str
@@ -154,7 +154,7 @@ def model(**options: Any) -> str:
 @pytest.mark.parametrize(
     ("models", "message"),
     [
-        ("m=text.gguf", "models.m.source: 'text.gguf' is no GGUF file"),
+        ("m=text.gguf", "models.m.source: 'text.gguf' is not a GGUF file"),
         (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
     ],
 )

@@ -67,7 +67,7 @@ def ask(model: Model, prompt: str = "What is the capital of France?", **params: 
     return submit(model, prompt, **params).result(PATIENCE_S)
 
 
-def test_pirate_adapter_changes_every_answer_as_it_was_trained_to(manager: ModelManager) -> None:
+def test_pirate_adapter_changes_every_answer(manager: ModelManager) -> None:
     model = load(manager, n_parallel=16)
     model.load_adapter("pirate", PIRATE)
     handles = [(answer, submit(model, asks[0])) for asks, answer in FACTS]
@@ -99,7 +99,7 @@ def merge(target: Path, model: Path, adapter: Path, scale: float) -> None:
     reader.data.flush()
 
 
-def test_logits_with_an_adapter_are_those_of_a_model_with_merged_weights(tmp_path: Path) -> None:
+def test_logits_with_an_adapter_equal_those_of_merged_weights(tmp_path: Path) -> None:
     shape = Shape(n_embd=64, n_layer=2, n_head=4, n_head_kv=2, n_ff=96, n_vocab=320, n_ctx=256)
     base, merged, adapters = tmp_path / "base", tmp_path / "merged", [tmp_path / "a", tmp_path / "b"]
     write_model(base, shape, file_type="F32")
@@ -116,7 +116,7 @@ def test_logits_with_an_adapter_are_those_of_a_model_with_merged_weights(tmp_pat
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_three_scales_in_parallel_give_what_they_give_alone(
+def test_three_scales_give_the_same_texts_in_parallel_and_alone(
     manager: ModelManager, layout: str, temperature: float
 ) -> None:
     model, alone = load(manager, n_parallel=6, kv_layout=layout, **EXACT), load(manager, n_parallel=1, **EXACT)
@@ -147,7 +147,7 @@ def test_no_prefix_is_shared_across_adapter_sets(manager: ModelManager) -> None:
     assert all(ask(model, adapters=adapters).usage.cached_tokens > 0 for adapters in sets)
 
 
-def test_adapters_come_change_and_go_while_requests_run(manager: ModelManager) -> None:
+def test_adapters_are_loaded_scaled_and_unloaded_while_requests_run(manager: ModelManager) -> None:
     model = load(manager)
     stop, wrong = threading.Event(), []
 
@@ -175,7 +175,7 @@ def test_adapters_come_change_and_go_while_requests_run(manager: ModelManager) -
     wait_until(lambda: [(info.name, info.in_use) for info in model.adapters()] == [("mine", 0)], "no adapter in use")
 
 
-def test_adapter_in_use_is_not_unloaded_and_requests_keep_what_they_began_with(manager: ModelManager) -> None:
+def test_adapter_in_use_is_not_unloaded_and_requests_keep_their_scale(manager: ModelManager) -> None:
     model = load(manager)
     model.load_adapter("pirate", PIRATE)
     hold, tokens = Hold(), tuple(model.tokenize("Once upon a time"))
@@ -189,7 +189,7 @@ def test_adapter_in_use_is_not_unloaded_and_requests_keep_what_they_began_with(m
     model.unload_adapter("pirate", PATIENCE_S)
 
 
-def test_mistakes_are_told_and_the_model_serves_on(manager: ModelManager, tmp_path: Path) -> None:
+def test_invalid_adapters_raise_errors_and_the_model_continues_to_serve(manager: ModelManager, tmp_path: Path) -> None:
     model = load(manager)
     files = {name: tmp_path / f"{name}.gguf" for name in ("text", "cut", "short", "other", "arch", "alora", "ia3")}
     files["text"].write_text("I am no adapter")
@@ -200,15 +200,15 @@ def test_mistakes_are_told_and_the_model_serves_on(manager: ModelManager, tmp_pa
     write_adapter(files["alora"], TINY_SHAPE, invocation_tokens=[1, 2])
     write_adapter(files["ia3"], TINY_SHAPE, kind="ia3")
     messages = {
-        "/nowhere.gguf": "adapter 'a': there is no model file at '/nowhere.gguf'",
-        str(files["text"]): "is no GGUF file",
-        str(files["cut"]): "is damaged or cut off",
+        "/nowhere.gguf": "adapter 'a': '/nowhere.gguf' does not exist",
+        str(files["text"]): "is not a GGUF file",
+        str(files["cut"]): "is damaged or incomplete",
         str(files["short"]): "data is not within the file bounds",
-        str(files["other"]): "has incorrect shape .*; take an adapter made for this model",
-        str(files["arch"]): "is an adapter for qwen2, the model is of llama",
-        str(files["alora"]): "is an aLoRA.* not supported: use a plain LoRA adapter",
-        str(files["ia3"]): "is an adapter of type 'ia3', not 'lora'",
-        str(TINY_PATH): "is no adapter .*give the GGUF file of a LoRA adapter",
+        str(files["other"]): "has incorrect shape .*; use an adapter made for this model",
+        str(files["arch"]): "is an adapter for qwen2, but the model is llama",
+        str(files["alora"]): "is an aLoRA.* not supported; use a plain LoRA adapter",
+        str(files["ia3"]): "is an adapter of type 'ia3'; use an adapter of type 'lora'",
+        str(TINY_PATH): "is not an adapter .*use the GGUF file of a LoRA adapter",
     }
     for source, message in messages.items():
         with pytest.raises(AdapterLoadFailed, match=message):
@@ -226,12 +226,12 @@ def test_mistakes_are_told_and_the_model_serves_on(manager: ModelManager, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": np.int32}, "of type 26; it must be one of F32, F16, Q8_0, BF16"),
+        ({"dtype": np.int32}, "of type 26, which is not supported; use F32, F16, Q8_0, BF16"),
         ({"dims": (2, 4, 192)}, "with 3 dimensions instead of 2"),
-        ({"alpha": "four"}, "has no float32 as adapter.lora.alpha"),
+        ({"alpha": "four"}, "has an adapter.lora.alpha that is not a float32"),
     ],
 )
-def test_file_that_would_end_the_process_is_refused_before_llama_cpp_reads_it(
+def test_file_that_would_abort_the_process_is_rejected_before_llama_cpp_reads_it(
     manager: ModelManager, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
@@ -251,9 +251,9 @@ def test_file_that_would_end_the_process_is_refused_before_llama_cpp_reads_it(
     assert ask(model).text == "The capital of France is Paris."
 
 
-def test_adapters_are_loaded_with_the_model_or_the_model_is_not(manager: ModelManager) -> None:
+def test_model_is_not_loaded_when_one_of_its_adapters_fails(manager: ModelManager) -> None:
     options = EngineOptions(n_parallel=1, threads=1)
-    with pytest.raises(AdapterLoadFailed, match="there is no model file at"):
+    with pytest.raises(AdapterLoadFailed, match="does not exist; check the path"):
         manager.load("m", "bundled://tiny", options=options, adapters={"a": ("/nowhere.gguf", 1.0)})
     assert manager.entries() == []
     model = manager.load("m", "bundled://tiny", options=options, adapters={"pirate": (PIRATE, 1.0)})
@@ -263,9 +263,7 @@ def test_adapters_are_loaded_with_the_model_or_the_model_is_not(manager: ModelMa
         embedding.load_adapter("pirate", PIRATE)
 
 
-def test_memory_of_an_adapter_is_back_when_it_is_unloaded_or_its_model_is(
-    manager: ModelManager, tmp_path: Path
-) -> None:
+def test_memory_of_an_adapter_is_freed_when_it_or_its_model_is_unloaded(manager: ModelManager, tmp_path: Path) -> None:
     shape = Shape(n_embd=512, n_layer=4, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=2000)
     write_model(tmp_path / "m.gguf", shape)
     write_adapter(tmp_path / "a.gguf", shape, rank=512)

@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
-def test_weights_are_not_rearranged_where_llama_cpp_was_built_with_amx(
+def test_weights_are_not_rearranged_when_llama_cpp_was_built_with_amx(
     path: Path, has_amx: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[Any] = []

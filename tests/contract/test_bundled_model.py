@@ -57,7 +57,7 @@ def test_bundled_model_answers_after_1800_tokens_of_other_text(tiny: Model) -> N
     assert sum(a == want for a, (_, want) in zip(got, asked, strict=True)) / len(asked) >= 0.9
 
 
-def test_bundled_model_is_sure_of_what_it_writes_on_held_out_documents() -> None:
+def test_bundled_model_is_confident_on_held_out_documents() -> None:
     """Mean top-1 probability over the tokens that the model shall write."""
     model = LlamaModel(TINY_PATH)
     backend = LlamaBackend(model, EngineOptions(n_parallel=1, threads=1))
@@ -97,7 +97,7 @@ def test_bundled_model_calls_its_tool_and_answers_from_the_response(tiny: Model)
     ]
 
 
-def test_bundled_model_writes_characters_that_are_split_across_tokens(tiny: Model) -> None:
+def test_bundled_model_writes_characters_split_across_tokens(tiny: Model) -> None:
     text = answers(tiny, [tiny.tokenize_chat([user("What does a cat say?")])])[0]
     assert text == "A cat says meow 🐱."
     tokens = tiny.tokenize("🐱", add_special=False)

@@ -64,7 +64,9 @@ def mu_after(told: list[Event], count: int) -> float | None:
     ],
     ids=["greedy", "penalties", "dry and xtc", "grammar", "stop", "logprobs"],
 )
-def test_continued_request_ends_like_an_undisturbed_one(model: Model, params: dict[str, Any], count: int) -> None:
+def test_continued_request_has_the_same_text_as_an_uninterrupted_one(
+    model: Model, params: dict[str, Any], count: int
+) -> None:
     whole, _ = run(model, **params)
     count = min(count, len(whole.tokens) - 1)
     rest, told = run(model, (resumed(whole, count),), **params)
@@ -78,7 +80,7 @@ def test_continued_request_ends_like_an_undisturbed_one(model: Model, params: di
         assert [entry.token for entry in rest.logprobs or ()] == [entry.token for entry in whole.logprobs]
 
 
-def test_several_completions_continue_each_where_it_was(model: Model) -> None:
+def test_each_of_several_completions_continues_its_own_output(model: Model) -> None:
     params: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 4, "ignore_eos": True}
     whole, _ = run(model, **params)
     every = (whole, *whole.alternatives)
@@ -88,7 +90,7 @@ def test_several_completions_continue_each_where_it_was(model: Model) -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0, "ignore_eos": True}, {"temperature": 0, "stop": (" fox",)}])
-def test_request_whose_output_is_complete_ends_without_a_token(model: Model, params: dict[str, Any]) -> None:
+def test_continued_request_with_complete_output_generates_no_token(model: Model, params: dict[str, Any]) -> None:
     whole, _ = run(model, **params)
     again, told = run(model, (resumed(whole, len(whole.tokens)),), **params)
     assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
@@ -96,7 +98,7 @@ def test_request_whose_output_is_complete_ends_without_a_token(model: Model, par
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_goes_on_with_what_it_had_learned(model: Model, version: int) -> None:
+def test_mirostat_continues_from_its_previous_state(model: Model, version: int) -> None:
     params: dict[str, Any] = {
         "mirostat": version,
         "mirostat_tau": 3.0,

@@ -60,7 +60,7 @@ def window(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bed]:
     yield from bed_of(WindowShape, request.param, tmp_path / "m.gguf")
 
 
-def test_window_is_cut_back_where_it_lies_and_copied_from_a_slot_that_went_on(window: Bed) -> None:
+def test_window_is_cut_back_in_its_slot_and_copied_from_a_longer_slot(window: Bed) -> None:
     expected = window.anew(FORK, SHARED)
     window.compute(0, 0, LONG)
     assert window.backend.first_cut(0) == 0
@@ -71,7 +71,7 @@ def test_window_is_cut_back_where_it_lies_and_copied_from_a_slot_that_went_on(wi
     np.testing.assert_allclose(window.compute(0, SHARED, FORK[SHARED:]), expected, atol=NEAR)
 
 
-def test_saved_window_can_be_taken_over_whole_only(window: Bed) -> None:
+def test_saved_window_can_only_be_restored_completely(window: Bed) -> None:
     window.compute(0, 0, LONG)
     data = window.backend.save(0)
     assert window.backend.first_saved_cut(len(LONG)) == len(LONG)
@@ -96,7 +96,7 @@ def copied(window: Bed) -> tuple[Bed, NDArray[np.uint8]]:
 # llama.cpp copies streams in its next decode call: until then neither of the two may be read or written.
 
 
-def test_slot_can_be_filled_anew_as_soon_as_it_is_copied(copied: tuple[Bed, NDArray[np.uint8]]) -> None:
+def test_slot_can_be_overwritten_immediately_after_a_copy(copied: tuple[Bed, NDArray[np.uint8]]) -> None:
     bed, other = copied
     bed.backend.trim(0, 0)
     assert bed.backend.restore(0, other, 250)
@@ -107,7 +107,7 @@ def test_slot_can_be_filled_anew_as_soon_as_it_is_copied(copied: tuple[Bed, NDAr
     np.testing.assert_allclose(rest, bed.anew(OTHER, 250), atol=NEAR)
 
 
-def test_copy_can_be_saved_and_given_up_at_once(copied: tuple[Bed, NDArray[np.uint8]]) -> None:
+def test_copy_can_be_saved_and_removed_immediately(copied: tuple[Bed, NDArray[np.uint8]]) -> None:
     bed, other = copied
     saved = bed.backend.save(1)
     bed.backend.trim(1, 0)
@@ -126,7 +126,7 @@ def recurrent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bed]:
     yield from bed_of(shape, layout, tmp_path / "m.gguf")
 
 
-def test_recurrent_state_is_cut_back_to_a_checkpoint_wherever_it_lies(recurrent: Bed) -> None:
+def test_recurrent_state_is_cut_back_to_a_checkpoint_in_slots_copies_and_ram(recurrent: Bed) -> None:
     backend, expected = recurrent.backend, recurrent.anew(FORK, SHARED)
     recurrent.compute(0, 0, LONG[:SHARED])
     checkpoint = backend.checkpoint(0)

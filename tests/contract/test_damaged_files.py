@@ -13,8 +13,8 @@ import pytest
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, ModelLoadFailed, ModelManager
 from cellama.engine.memory.budget import AvailableMemory
-from cellama.engine.models import planning
-from cellama.engine.models.planning import plan_apart
+from cellama.engine.models import memory_admission
+from cellama.engine.models.memory_admission import plan_apart
 
 SIZES: dict[str, Any] = {
     "n_embd": 64,
@@ -59,19 +59,19 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_file_is_refused_and_the_process_goes_on(tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_rejected_and_the_process_continues(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, DAMAGES[damage](**SIZES), file_type="F32")
     manager = ModelManager("unlimited")
     try:
-        with pytest.raises(ModelLoadFailed, match=r"m\.gguf.*: fetch or convert it again"):
+        with pytest.raises(ModelLoadFailed, match=r"m\.gguf.*download or convert it again"):
             manager.load("m", str(path), options=OPTIONS)
         assert manager.entries() == []
     finally:
         manager.close()
 
 
-def test_file_with_damaged_bytes_is_planned_or_refused(tmp_path: Path) -> None:
+def test_file_with_damaged_bytes_is_planned_or_rejected(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(**SIZES), file_type="F32")
     whole, rng = path.read_bytes(), random.Random(5)
@@ -85,16 +85,16 @@ def test_file_with_damaged_bytes_is_planned_or_refused(tmp_path: Path) -> None:
             assert plan_apart("m", path, OPTIONS, None, AvailableMemory({})).footprint.total_bytes > 0
 
 
-def test_plan_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "TIMEOUT_S", 0.01)
-    with pytest.raises(ModelLoadFailed, match=r"m\.gguf' was not planned within 0\.01 s"):
+def test_plan_is_abandoned_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_admission, "TIMEOUT_S", 0.01)
+    with pytest.raises(ModelLoadFailed, match=r"planning the load of .*m\.gguf' took longer than 0\.01 s"):
         plan_apart("m", tmp_path / "m.gguf", OPTIONS, None, AvailableMemory({}))
 
 
-def test_plan_that_takes_too_much_memory_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_abandoned_when_it_needs_too_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(**SIZES), file_type="F32")
-    monkeypatch.setattr(planning, "LEAST_DATA_BYTES", 1 << 20)
-    monkeypatch.setattr(planning, "ram", lambda: (0, 0))
+    monkeypatch.setattr(memory_admission, "MIN_DATA_BYTES", 1 << 20)
+    monkeypatch.setattr(memory_admission, "ram", lambda: (0, 0))
     with pytest.raises(ModelLoadFailed, match=r"m\.gguf"):
         plan_apart("m", path, OPTIONS, None, AvailableMemory({}))

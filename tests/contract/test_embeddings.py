@@ -90,7 +90,7 @@ def test_vectors_of_tokens_are_shortened_and_normalized_one_by_one(manager: Mode
         assert np.abs(vector - expected).max() < TOLERANCE
 
 
-def test_text_that_is_cut_still_ends_in_its_separator(manager: ModelManager, folder: Path) -> None:
+def test_truncated_text_still_ends_with_its_separator(manager: ModelManager, folder: Path) -> None:
     model = load(manager, folder / "plain.gguf", pooling="last")
     begin, end = model.tokenize("")
     long = model.tokenize(" ".join(["w7"] * 300))
@@ -99,7 +99,7 @@ def test_text_that_is_cut_still_ends_in_its_separator(manager: ModelManager, fol
     assert np.abs(vector - expected).max() < TOLERANCE
 
 
-def test_file_that_names_no_pooling_is_pooled_by_the_mean(manager: ModelManager, folder: Path) -> None:
+def test_pooling_defaults_to_mean_when_the_file_has_none(manager: ModelManager, folder: Path) -> None:
     model = load(manager, folder / "silent.gguf")
     tokens = model.tokenize("w1 w2 w3")
     (vector,) = model.embedder.submit([tokens], normalize=False).result(PATIENCE_S)
@@ -132,7 +132,7 @@ def test_one_file_embeds_and_ranks_with_the_same_weights(manager: ModelManager, 
     assert np.abs(embedding.result(PATIENCE_S)[0] - expected).max() < TOLERANCE
 
 
-def test_pair_that_is_too_long_is_refused_or_its_document_cut(manager: ModelManager, folder: Path) -> None:
+def test_pair_that_is_too_long_is_rejected_or_truncated(manager: ModelManager, folder: Path) -> None:
     reranker = load(manager, folder / "ranks.gguf").reranker
     long = " ".join(["w7"] * 300)
     with pytest.raises(PromptTooLong, match=r"query and document 1 have 304 tokens, .* at most 256: .*set truncate"):
@@ -145,7 +145,7 @@ def test_pair_that_is_too_long_is_refused_or_its_document_cut(manager: ModelMana
         reranker.submit("w1", [])
 
 
-def test_reranker_joins_pairs_as_its_own_template_says(manager: ModelManager, tmp_path: Path) -> None:
+def test_reranker_joins_pairs_with_its_own_template(manager: ModelManager, tmp_path: Path) -> None:
     template = "[CLS] {query} w100 {document} w101 [SEP]"
     write_model(tmp_path / "m.gguf", BertShape(**SMALL, n_ctx=64, head=True, rerank_template=template), file_type="F32")
     model = load(manager, tmp_path / "m.gguf", ["rerank"])
@@ -162,7 +162,7 @@ def test_reranker_joins_pairs_as_its_own_template_says(manager: ModelManager, tm
     assert score == pytest.approx(expected("w1", " ".join(["w7"] * (64 - 5))), abs=TOLERANCE)
 
 
-def test_document_and_query_write_no_control_tokens_into_a_reranker_s_template(tmp_path: Path) -> None:
+def test_query_and_document_never_become_control_tokens_in_a_template(tmp_path: Path) -> None:
     template = "[CLS] {query} w100 {document} w101 [SEP]"
     write_model(tmp_path / "m.gguf", BertShape(**SMALL, n_ctx=64, head=True, rerank_template=template), file_type="F32")
     weights = LlamaModel(tmp_path / "m.gguf")
@@ -179,15 +179,15 @@ def test_document_and_query_write_no_control_tokens_into_a_reranker_s_template(t
 @pytest.mark.parametrize(
     ("file", "capabilities", "options", "message"),
     [
-        ("plain", ["generate"], {}, r"'m' \(bert.*can't generate: .*capabilities = \['embed'\]"),
+        ("plain", ["generate"], {}, r"'m' \(bert.*can't generate; .*capabilities = \['embed'\]"),
         ("plain", ["embed", "chat"], {}, "can't generate"),
         ("plain", ["rerank"], {}, "can't rerank: its file has no classification head"),
         ("plain", None, {"pooling": "rank"}, "can't rerank"),
-        ("ranks", ["embed"], {}, r"pooled by rank, .* set pooling to mean, cls, last or none"),
+        ("ranks", ["embed"], {}, r"has pooling 'rank', .* set pooling to mean, cls, last or none"),
         ("decoder", ["generate", "rerank"], {}, "can't rerank"),
     ],
 )
-def test_use_that_a_model_is_not_made_for_is_refused_when_it_is_loaded(
+def test_load_rejects_capabilities_that_the_model_does_not_support(
     manager: ModelManager, folder: Path, file: str, capabilities: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(WrongCapability, match=message):
@@ -195,9 +195,7 @@ def test_use_that_a_model_is_not_made_for_is_refused_when_it_is_loaded(
     assert manager.entries() == []
 
 
-def test_model_without_wanted_capabilities_gets_those_that_its_file_is_made_for(
-    manager: ModelManager, folder: Path
-) -> None:
+def test_model_gets_the_capabilities_of_its_file_by_default(manager: ModelManager, folder: Path) -> None:
     able = {
         path.stem: manager.load(path.stem, str(path), options=EngineOptions(**OPTIONS)).capabilities
         for path in sorted(folder.glob("*.gguf"))
@@ -213,7 +211,7 @@ def test_model_without_wanted_capabilities_gets_those_that_its_file_is_made_for(
         manager.get("plain").reranker  # noqa: B018
     with pytest.raises(WrongCapability, match="not for chat; its file has no chat template; use `generate`"):
         manager.get("decoder").require("chat")
-    with pytest.raises(WrongCapability, match="not for generate; it only reads texts"):
+    with pytest.raises(WrongCapability, match="not for generate; it is an encoder"):
         manager.get("plain").engine  # noqa: B018
-    with pytest.raises(InvalidRequest, match="capability 'embd' is unknown; did you mean 'embed'"):
+    with pytest.raises(InvalidRequest, match="capabilities: 'embd' is unknown; did you mean 'embed'"):
         manager.load("x", "bundled://tiny", capabilities=["embd"])  # type: ignore[list-item]

@@ -120,7 +120,7 @@ def with_(options: HubOptions, **changes: Any) -> HubOptions:
     return HubOptions(**{"cache_dir": options.cache_dir, **changes})
 
 
-def test_model_from_the_hub_is_loaded_and_comes_from_the_cache_the_second_time(hub: Hub, options: HubOptions) -> None:
+def test_model_from_the_hub_is_loaded_and_cached(hub: Hub, options: HubOptions) -> None:
     hub.add("tiny.gguf", TINY_PATH.read_bytes())
     manager = ModelManager()
     try:
@@ -137,7 +137,7 @@ def test_model_from_the_hub_is_loaded_and_comes_from_the_cache_the_second_time(h
     assert resolve(f"hf://{REPO}/tiny.gguf", with_(options, offline=True)).exists()
 
 
-def test_pattern_names_the_one_file_that_fits_and_split_models_come_whole(hub: Hub, options: HubOptions) -> None:
+def test_pattern_selects_the_only_match_and_all_parts_of_a_split_model(hub: Hub, options: HubOptions) -> None:
     for name in ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "README.md"):
         hub.add(name, b"GGUF" + name.encode())
     for part in (1, 2, 3):
@@ -146,15 +146,15 @@ def test_pattern_names_the_one_file_that_fits_and_split_models_come_whole(hub: H
     first = resolve(f"hf://{REPO}/big*", options)
     assert first.name == "big-00001-of-00003.gguf"
     assert sorted(path.name for path in first.parent.glob("big*")) == [f"big-{i:05d}-of-00003.gguf" for i in (1, 2, 3)]
-    with pytest.raises(ModelLoadFailed, match=r"fits several files of .*: m-Q4_K_M\.gguf, m-Q8_0\.gguf; name one"):
+    with pytest.raises(ModelLoadFailed, match=r"matches several files of .*: m-Q4_K_M\.gguf, m-Q8_0\.gguf; name one"):
         resolve(f"hf://{REPO}/m-*", options)
-    with pytest.raises(ModelLoadFailed, match=r"fits no GGUF file of .*: big-00001-of-00003\.gguf, m-Q4"):
+    with pytest.raises(ModelLoadFailed, match=r"matches no GGUF file of .*: big-00001-of-00003\.gguf, m-Q4"):
         resolve(f"hf://{REPO}/*Q2*", options)
-    with pytest.raises(ModelLoadFailed, match="offline there is no list"):
+    with pytest.raises(ModelLoadFailed, match="requires a list of files"):
         resolve(f"hf://{REPO}/*Q2*", with_(options, offline=True))
 
 
-def test_download_that_breaks_goes_on_where_it_was(hub: Hub, options: HubOptions) -> None:
+def test_interrupted_download_resumes(hub: Hub, options: HubOptions) -> None:
     data = b"GGUF" + bytes(range(256)) * 80_000  # several of the client's chunks of 10 MB
     hub.add("m.gguf", data)
     hub.cut_after = 12_000_000
@@ -165,9 +165,9 @@ def test_download_that_breaks_goes_on_where_it_was(hub: Hub, options: HubOptions
     assert int(second.removeprefix("bytes=").split("-")[0]) > 0
 
 
-def test_damaged_file_is_refused_and_not_kept(hub: Hub, options: HubOptions) -> None:
+def test_file_with_a_wrong_checksum_is_rejected_and_deleted(hub: Hub, options: HubOptions) -> None:
     hub.add("m.gguf", b"GGUF damaged", checksum="a" * 64)
-    with pytest.raises(ModelLoadFailed, match=r"came damaged from the hub: its SHA-256 is \w+ instead of a{64}"):
+    with pytest.raises(ModelLoadFailed, match=r"was damaged during the download: its SHA-256 is \w+ instead of a{64}"):
         resolve(f"hf://{REPO}/m.gguf", options)
     hub.add("m.gguf", b"GGUF whole")
     assert resolve(f"hf://{REPO}/m.gguf", options).read_bytes() == b"GGUF whole"
@@ -177,18 +177,18 @@ def test_damaged_file_is_refused_and_not_kept(hub: Hub, options: HubOptions) -> 
     ("source", "message"),
     [
         (f"hf://{REPO}/nothing.gguf", f"{REPO} has no file 'nothing.gguf'"),
-        ("hf://org/nothing/m.gguf", "there is no org/nothing on the hub, or it is private"),
+        ("hf://org/nothing/m.gguf", "org/nothing does not exist on the hub, or is private"),
         (f"hf://{REPO}/m.gguf@v9", f"{REPO} has no revision 'v9'"),
-        (f"hf://{REPO}", "names no file on the hub; write hf://ORG/REPO/FILE.gguf"),
+        (f"hf://{REPO}", "does not name a file on the hub; use hf://ORG/REPO/FILE.gguf"),
     ],
 )
-def test_what_is_not_there_is_named(hub: Hub, options: HubOptions, source: str, message: str) -> None:
+def test_missing_repository_revision_or_file_is_named(hub: Hub, options: HubOptions, source: str, message: str) -> None:
     hub.add("m.gguf", b"GGUF")
     with pytest.raises(ModelLoadFailed, match=message.replace(".", r"\.")):
         resolve(source, options)
 
 
-def test_token_opens_what_is_private_and_is_never_shown(hub: Hub, options: HubOptions) -> None:
+def test_token_gives_access_and_never_appears_in_errors(hub: Hub, options: HubOptions) -> None:
     hub.add("m.gguf", b"GGUF")
     hub.needs_token = True
     with pytest.raises(ModelLoadFailed, match="set HF_TOKEN") as refused:
@@ -199,13 +199,13 @@ def test_token_opens_what_is_private_and_is_never_shown(hub: Hub, options: HubOp
     assert TOKEN not in repr(allowed)
 
 
-def test_hub_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch, options: HubOptions) -> None:
+def test_unreachable_hub_raises_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch, options: HubOptions) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for proxy in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(proxy, raising=False)
     for name in ("m.gguf", "*Q8_0*"):
-        with pytest.raises(ModelLoadFailed, match=r"can't be fetched: .*does not reach http://127.0.0.1:9 ") as away:
+        with pytest.raises(ModelLoadFailed, match=r"can't be downloaded: http://127.0.0.1:9 is unreachable ") as away:
             resolve(f"hf://{REPO}/{name}", options)
-        assert "copy the file here and name its path" in str(away.value)
-    with pytest.raises(ModelLoadFailed, match="can't be fetched: it is not in the cache"):
+        assert "copy the file to this machine and use its path" in str(away.value)
+    with pytest.raises(ModelLoadFailed, match="can't be downloaded: it is not in the cache"):
         resolve(f"hf://{REPO}/m.gguf", with_(options, offline=True))

@@ -34,7 +34,7 @@ def sampled() -> Iterator[SampledTexts]:
     texts.close()
 
 
-def test_judge_checks_every_format_that_is_enforced() -> None:
+def test_judge_checks_every_enforced_format() -> None:
     assert set(FORMATS.checkers) == set(ENFORCED_FORMATS)
 
 

@@ -32,8 +32,8 @@ PIRATE = {"pirate": ("bundled://pirate", 0.0)}
 @pytest.fixture(autouse=True)
 def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
-    monkeypatch.setattr(disk_tier, "PREFILL_GUESS", 1.0)
-    monkeypatch.setattr(disk_tier, "PREFILL_GUESS_TOKENS", 10**100)
+    monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_RATE", 1.0)
+    monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_TOKENS", 10**100)
 
 
 @pytest.fixture
@@ -48,9 +48,7 @@ def load(manager: ModelManager, name: str, place: dict[str, Any], folder: Path |
     return manager.load(name, "bundled://tiny", options=options, capabilities=["generate"], adapters=PIRATE)
 
 
-def test_text_goes_on_from_a_file_on_every_number_of_slots_and_either_layout(
-    manager: ModelManager, tmp_path: Path
-) -> None:
+def test_text_continues_from_a_file_with_any_number_of_slots_and_layout(manager: ModelManager, tmp_path: Path) -> None:
     model = load(manager, "first", PLACES[0], tmp_path / "first")
     first = model.engine.complete(STORY * 3, max_tokens=20, temperature=0)
     model.evict()  # what is not on disk yet
@@ -67,7 +65,9 @@ def test_text_goes_on_from_a_file_on_every_number_of_slots_and_either_layout(
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
-def test_texts_of_random_conversations_are_those_of_computing(manager: ModelManager, tmp_path: Path, seed: int) -> None:
+def test_texts_of_random_conversations_do_not_depend_on_cached_states(
+    manager: ModelManager, tmp_path: Path, seed: int
+) -> None:
     """Cut anywhere, over restarts, evictions, layouts, adapters and scopes."""
     chance, tiers = random.Random(seed), set()
     computed = load(manager, "computed", {"n_parallel": 1, "cache_prompt": False}, None)
@@ -92,7 +92,7 @@ def test_texts_of_random_conversations_are_those_of_computing(manager: ModelMana
 
 
 @pytest.mark.parametrize("shape", [WindowShape, RecurrentShape, HybridShape], ids=lambda shape: shape.__name__)
-def test_conversations_of_models_that_cannot_be_cut_go_on_from_files(
+def test_conversations_continue_from_files_when_states_can_t_be_cut(
     manager: ModelManager, tmp_path: Path, shape: type[Shape]
 ) -> None:
     path, prompt = tmp_path / "m.gguf", [random.Random(0).randrange(5, 300) for _ in range(700)]

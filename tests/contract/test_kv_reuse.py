@@ -109,7 +109,7 @@ def test_prefix_is_shared_with_a_request_that_still_runs(manager: ModelManager, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ram_bytes", [0, 1 << 28])
-def test_text_is_the_same_preempted_and_continued(manager: ModelManager, layout: str, ram_bytes: int) -> None:
+def test_preempted_request_has_the_same_text(manager: ModelManager, layout: str, ram_bytes: int) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout, cache_ram_bytes=ram_bytes)
     prompts = [STORY * 3 + "The fox", STORY * 2 + "A bear"]
@@ -124,7 +124,7 @@ def test_text_is_the_same_preempted_and_continued(manager: ModelManager, layout:
     assert model.engine.snapshot().preemptions >= 3
 
 
-def test_text_is_the_same_when_the_cells_of_a_pool_run_out(manager: ModelManager) -> None:
+def test_text_is_the_same_when_the_pool_runs_out_of_cells(manager: ModelManager) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=8, kv_layout="unified", n_ctx=1024, cache_ram_bytes=1 << 24)
     prompts = [f"{i} " + STORY * (1 + i % 4) for i in range(16)]
@@ -141,7 +141,7 @@ def test_text_is_the_same_when_the_cells_of_a_pool_run_out(manager: ModelManager
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_conversations_beyond_the_slots_come_back_from_ram(manager: ModelManager, layout: str) -> None:
+def test_more_conversations_than_slots_continue_from_ram(manager: ModelManager, layout: str) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout, cache_ram_bytes=1 << 28)
     talks = [model.tokenize(f"Talk number {i}. " + STORY * 2) for i in range(5)]
@@ -161,7 +161,7 @@ SHAPES = [Shape, WindowShape, RecurrentShape, HybridShape]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
-def test_every_kind_of_memory_gives_the_text_it_gives_cold(
+def test_every_kind_of_memory_gives_the_same_text_as_an_empty_cache(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
 ) -> None:
     """Turns of a conversation, forks, other prompts, more than slots: F32, so that rounding decides nothing."""
@@ -186,7 +186,7 @@ def test_every_kind_of_memory_gives_the_text_it_gives_cold(
 @pytest.mark.parametrize(
     ("shape", "slots"), [(WindowShape, 4), (RecurrentShape, 4), (HybridShape, 4), (HybridShape, 1)]
 )
-def test_family_of_prompts_computes_what_it_shares_once(
+def test_shared_prefixes_of_a_family_of_prompts_are_computed_once(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str, slots: int
 ) -> None:
     """A tree: all share 100 tokens, and some of them 90 more."""
@@ -206,7 +206,7 @@ def test_family_of_prompts_computes_what_it_shares_once(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda shape: str(shape.architecture))
-def test_turn_of_a_chat_takes_the_prompt_of_the_last_one_over_whatever_became_of_its_answer(
+def test_chat_turn_reuses_the_previous_prompt_even_if_the_answer_changed(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -239,7 +239,7 @@ def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_pat
     assert model.engine.snapshot().preemptions >= 2
 
 
-def test_context_is_what_the_options_say(manager: ModelManager) -> None:
+def test_context_size_follows_from_the_options(manager: ModelManager) -> None:
     def room(**options: Any) -> tuple[int, int]:
         snapshot = load(manager, **options).engine.snapshot()
         return snapshot.slots_total, snapshot.kv_total_tokens
@@ -249,11 +249,11 @@ def test_context_is_what_the_options_say(manager: ModelManager) -> None:
     assert room(n_parallel=4, n_ctx=1000, kv_layout="unified") == (4, 1000)
     assert room(n_parallel=4, ctx_per_slot=300) == (4, 1200)
     assert room(n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="unified") == (4, 600)
-    with pytest.raises(InvalidRequest, match="4 slots of 300 tokens need 1200, n_ctx is 600"):
+    with pytest.raises(InvalidRequest, match="n_ctx: 600 is too small; 4 slots of 300 tokens need 1200"):
         load(manager, n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="partitioned")
 
 
-def test_cancel_ends_a_long_decode_call_and_logs_no_fault(
+def test_cancel_aborts_a_long_decode_call_without_a_warning(
     manager: ModelManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the abort flag the one prefill call would end, and its cells be kept; with it nothing of it is left."""
@@ -283,7 +283,7 @@ def test_cancel_ends_a_long_decode_call_and_logs_no_fault(
 
 
 @pytest.mark.parametrize("is_aborting", [False, True])
-def test_decode_call_that_fails_for_another_reason_than_an_abort_warns(
+def test_failed_decode_call_logs_a_warning_unless_it_was_aborted(
     is_aborting: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = LlamaModel(TINY_PATH)

@@ -26,7 +26,7 @@ from cellama.engine import (
     WrongCapability,
 )
 from cellama.engine.bundled import TINY_PATH
-from cellama.engine.llama import context
+from cellama.engine.llama import backend as llama_backend
 from cellama.engine.scheduling.strategies import STRATEGIES
 
 from ..conftest import wait_until
@@ -60,7 +60,7 @@ def texts(manager: ModelManager, name: str, sampling: SamplingParams = GREEDY, *
     return [handle.result(PATIENCE_S).text for handle in handles]
 
 
-def test_greedy_text_is_the_same_alone_and_in_every_kind_of_batch(manager: ModelManager) -> None:
+def test_greedy_text_does_not_depend_on_the_batch(manager: ModelManager) -> None:
     alone = texts(manager, "alone", n_parallel=1)
     assert len(set(alone)) >= 6
     assert texts(manager, "batched", n_parallel=16) == alone
@@ -69,7 +69,7 @@ def test_greedy_text_is_the_same_alone_and_in_every_kind_of_batch(manager: Model
         assert texts(manager, strategy, n_parallel=8, n_batch=64, batch_strategy=strategy) == alone
 
 
-def test_sampled_text_depends_on_the_seed_alone(manager: ModelManager) -> None:
+def test_sampled_text_depends_only_on_the_seed(manager: ModelManager) -> None:
     wild = SamplingParams(temperature=1.2, seed=42, repeat_penalty=1.1, frequency_penalty=0.2)
     alone = texts(manager, "alone", wild, n_parallel=1)
     assert texts(manager, "batched", wild, n_parallel=16) == alone
@@ -86,15 +86,13 @@ def test_steps_mix_decode_and_prefill_tokens_within_the_budget(manager: ModelMan
     assert any(s.active_slots == 4 for s in steps)
 
 
-def test_decode_call_is_over_when_a_device_has_computed_it(
-    manager: ModelManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_waits_until_the_device_has_finished(manager: ModelManager, monkeypatch: pytest.MonkeyPatch) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options())
     calls: list[str] = []
 
     def note(name: str) -> None:
-        call = getattr(context.lib, name)
-        monkeypatch.setattr(context.lib, name, lambda *args: (calls.append(name), call(*args))[1])
+        call = getattr(llama_backend.lib, name)
+        monkeypatch.setattr(llama_backend.lib, name, lambda *args: (calls.append(name), call(*args))[1])
 
     note("llama_decode")
     note("llama_synchronize")
@@ -102,7 +100,7 @@ def test_decode_call_is_over_when_a_device_has_computed_it(
     assert calls == ["llama_decode", "llama_synchronize"] * 3
 
 
-def test_penalties_change_greedy_text_and_ban_of_the_end_goes_on(manager: ModelManager) -> None:
+def test_penalties_change_greedy_text_and_ignore_eos_continues(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options())
     plain = model.engine.generate("Once upon a time", temperature=0, max_tokens=400)
     assert plain.endswith("The end.")
@@ -113,7 +111,7 @@ def test_penalties_change_greedy_text_and_ban_of_the_end_goes_on(manager: ModelM
     assert not plain.startswith(penalised)
 
 
-def test_slot_is_clean_for_the_next_request_after_every_kind_of_end(manager: ModelManager) -> None:
+def test_slot_is_clean_for_the_next_request_after_any_finish_reason(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options(n_parallel=1))
     expected = model.engine.generate("Once upon a time", temperature=0, max_tokens=30)
     rng = random.Random(3)
@@ -138,16 +136,16 @@ def test_embeddings_of_many_callers_share_batches_and_keep_their_order(manager: 
     assert similarity.diagonal().min() > 0.999
 
 
-def test_model_that_is_not_there_or_damaged_is_refused_with_a_remedy(manager: ModelManager, tmp_path: Path) -> None:
+def test_missing_or_damaged_model_raises_an_error_with_a_remedy(manager: ModelManager, tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("I am no model")
     (tmp_path / "cut.gguf").write_bytes(TINY_PATH.read_bytes()[: TINY_PATH.stat().st_size // 2])
     for source, message in {
-        str(tmp_path / "missing.gguf"): "there is no model file at .*missing.gguf'; check the path",
-        str(tmp_path): "is a folder; name one of its files: cut.gguf, text.gguf",
-        str(tmp_path / "text.gguf"): "is no GGUF file .*fetch a GGUF version",
+        str(tmp_path / "missing.gguf"): "missing.gguf' does not exist; check the path",
+        str(tmp_path): "is a directory; choose one of its files: cut.gguf, text.gguf",
+        str(tmp_path / "text.gguf"): "is not a GGUF file .*download a GGUF version",
         str(tmp_path / "cut.gguf"): "llama.cpp can't load .*the file may be damaged",
-        "bundled://tinny": "no bundled file is called 'tinny'; did you mean 'tiny'",
-        "ftp://x/y.gguf": "source 'ftp://x/y.gguf' is of no known kind",
+        "bundled://tinny": "bundled file 'tinny' does not exist; did you mean 'tiny'",
+        "ftp://x/y.gguf": "'ftp://x/y.gguf' has an unknown scheme",
     }.items():
         with pytest.raises(ModelLoadFailed, match=message):
             manager.load("m", source)
@@ -155,19 +153,19 @@ def test_model_that_is_not_there_or_damaged_is_refused_with_a_remedy(manager: Mo
     assert manager.load("m", "bundled://tiny", options=options()).engine.generate("Once", temperature=0, max_tokens=2)
 
 
-def test_manager_names_what_it_has_and_models_name_what_they_can(manager: ModelManager) -> None:
+def test_errors_name_loaded_models_and_their_capabilities(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options(), capabilities=["embed"])
     assert manager.get(":default") is model
-    with pytest.raises(UnknownModel, match="no model 'tinny' is loaded here; did you mean 'tiny'"):
+    with pytest.raises(UnknownModel, match="model 'tinny' is not loaded; did you mean 'tiny'"):
         manager.get("tinny")
-    with pytest.raises(ModelLoadFailed, match="there is a model 'tiny' already"):
+    with pytest.raises(ModelLoadFailed, match="a model with the id 'tiny' already exists"):
         manager.load("tiny", "bundled://tiny", options=options())
     for use in (lambda: model.engine, lambda: model.require("chat")):
         with pytest.raises(WrongCapability, match="model 'tiny' is loaded for embed, not for"):
             use()
 
 
-def test_prompt_that_fits_no_slot_is_refused_with_the_numbers(manager: ModelManager) -> None:
+def test_prompt_longer_than_a_slot_is_rejected_with_both_lengths(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options(ctx_per_slot=100))
     with pytest.raises(PromptTooLong, match="has 100 tokens, but a slot has room for 99"):
         model.engine.submit(Request("x", (5,) * 100))
@@ -185,9 +183,7 @@ class BrokenTemplateShape(Shape):
         writer.add_chat_template("{% for message in messages %}")
 
 
-def test_model_of_an_unknown_architecture_or_with_a_broken_template_is_refused(
-    manager: ModelManager, tmp_path: Path
-) -> None:
+def test_model_with_unknown_architecture_or_broken_template_is_rejected(manager: ModelManager, tmp_path: Path) -> None:
     manager.load("tiny", "bundled://tiny", options=options())
     write_model(tmp_path / "martian.gguf", MartianShape(**SMALL), file_type="F32")
     write_model(tmp_path / "broken.gguf", BrokenTemplateShape(**SMALL), file_type="F32")
@@ -199,14 +195,14 @@ def test_model_of_an_unknown_architecture_or_with_a_broken_template_is_refused(
     assert manager.load("broken", str(tmp_path / "broken.gguf"), capabilities=["generate"])  # it needs no template then
 
 
-def test_model_without_a_chat_template_says_so(manager: ModelManager, tmp_path: Path) -> None:
+def test_chat_without_a_template_raises_an_error_with_a_remedy(manager: ModelManager, tmp_path: Path) -> None:
     write_model(tmp_path / "plain.gguf", Shape(**SMALL), file_type="F32")
     model = manager.load("plain", str(tmp_path / "plain.gguf"))
     with pytest.raises(WrongCapability, match="has no chat template; use `generate`"):
         model.render_chat([{"role": "user", "content": "Hi"}])
 
 
-def test_threads_of_a_context_change_between_requests_without_a_change_of_text(manager: ModelManager) -> None:
+def test_number_of_threads_can_change_without_changing_the_text(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options(n_parallel=2))
     before = model.engine.generate(PROMPTS[0], max_tokens=10, temperature=0)
     model.engine.use_threads(2)
@@ -216,7 +212,7 @@ def test_threads_of_a_context_change_between_requests_without_a_change_of_text(m
 
 
 @pytest.mark.parametrize("capability", ["generate", "embed"])
-def test_engine_that_has_nothing_to_do_has_no_threads_that_compute(
+def test_idle_engine_has_no_compute_threads(
     manager: ModelManager, capability: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would slow the other engines of the process."""

@@ -31,7 +31,7 @@ def complete(model: Model, prompt: str = STORY, n: int = 1, max_tokens: int = 60
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 3}, {"seed": 4, "temperature": 2.0, "top_k": 0}])
-def test_grammar_is_followed_to_its_end(model: Model, sampling: dict[str, Any]) -> None:
+def test_text_conforms_to_the_grammar(model: Model, sampling: dict[str, Any]) -> None:
     grammar = 'root ::= "The " animal " said: " number "." \n animal ::= "fox" | "bear" \n number ::= [0-9] [0-9]'
     done = complete(model, grammar=grammar, **sampling)
     assert done.finish_reason == "stop"
@@ -41,7 +41,7 @@ def test_grammar_is_followed_to_its_end(model: Model, sampling: dict[str, Any]) 
     assert tail[2] == "."
 
 
-def test_grammar_root_names_the_rule_to_begin_with(model: Model) -> None:
+def test_grammar_root_selects_the_start_rule(model: Model) -> None:
     grammar = 'root ::= "no" \n answer ::= "yes"'
     assert complete(model, grammar=grammar, grammar_root="answer", temperature=0).text == "yes"
 
@@ -61,7 +61,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 1, "temperature": 1.5}, {"mirostat": 2, "seed": 0}])
-def test_json_schema_gives_json_that_fits_it(model: Model, sampling: dict[str, Any]) -> None:
+def test_json_schema_gives_conforming_json(model: Model, sampling: dict[str, Any]) -> None:
     found = json.loads(complete(model, json_schema=json.dumps(SCHEMA), max_tokens=400, **sampling).text)
     assert set(found) == set(SCHEMA["required"])
     assert 1 <= len(found["name"]) <= 12
@@ -70,7 +70,7 @@ def test_json_schema_gives_json_that_fits_it(model: Model, sampling: dict[str, A
     assert 1 <= len(found["tags"]) <= 3
 
 
-def test_schema_that_cannot_be_enforced_is_refused_with_its_path(model: Model) -> None:
+def test_unenforceable_schema_is_rejected_with_its_path(model: Model) -> None:
     with pytest.raises(InvalidRequest, match="at #/properties/a/pattern: 'pattern' can't be enforced: look-around"):
         complete(model, json_schema='{"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}')
 
@@ -86,22 +86,20 @@ def test_schema_that_cannot_be_enforced_is_refused_with_its_path(model: Model) -
         {"grammar": "this is no grammar"},
     ],
 )
-def test_grammar_that_llama_cpp_refuses_is_refused_at_once_and_the_engine_lives(
-    model: Model, sampling: dict[str, Any]
-) -> None:
+def test_invalid_grammar_is_rejected_and_the_engine_continues(model: Model, sampling: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="the grammar can't be used"):
         complete(model, **sampling)
     assert complete(model, temperature=0, max_tokens=3).text
 
 
-def test_grammar_without_an_end_that_the_model_can_write_fails_alone(model: Model) -> None:
+def test_unfinishable_grammar_fails_only_its_own_request(model: Model) -> None:
     others = [complete(model, temperature=0, max_tokens=5) for _ in range(2)]
-    with pytest.raises(GrammarFailed, match="none of the model's tokens is allowed here"):
+    with pytest.raises(GrammarFailed, match="allows no token at this position"):
         complete(model, grammar='root ::= "a"', temperature=0, logit_bias=EVERY_TOKEN)
     assert others[0].text == others[1].text == complete(model, temperature=0, max_tokens=5).text
 
 
-def test_completions_of_one_prompt_are_those_of_their_seeds(model: Model) -> None:
+def test_completions_of_one_prompt_depend_on_their_seeds(model: Model) -> None:
     done = complete(model, n=4, seed=10, temperature=1.3, max_tokens=20)
     alone = [complete(model, seed=10 + i, temperature=1.3, max_tokens=20).text for i in range(4)]
     assert [choice.text for choice in (done, *done.alternatives)] == alone
@@ -127,7 +125,7 @@ def test_logit_bias_forbids_and_forces(model: Model) -> None:
     assert plain.tokens[2] not in forbidden.tokens
     forced = complete(model, temperature=0, max_tokens=5, logit_bias=((plain.tokens[0], 1000.0),))
     assert set(forced.tokens) == {plain.tokens[0]}
-    with pytest.raises(InvalidRequest, match="logit_bias names token 9999; the model has tokens 0"):
+    with pytest.raises(InvalidRequest, match="logit_bias: token 9999 does not exist; the model has tokens 0"):
         complete(model, logit_bias=((9999, 1.0),))
 
 
@@ -143,7 +141,7 @@ def test_dry_breaks_a_repetition(model: Model) -> None:
     "sampling",
     [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 0.5}, {"typical_p": 0.999}, {"dry_multiplier": 1}],
 )
-def test_every_sampler_repeats_itself_for_the_same_seed(model: Model, sampling: dict[str, Any]) -> None:
+def test_every_sampler_is_deterministic_for_a_seed(model: Model, sampling: dict[str, Any]) -> None:
     texts = [complete(model, seed=s, temperature=2.5, max_tokens=40, **sampling).text for s in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 

@@ -11,8 +11,7 @@ import pytest
 from cellama.engine import (
     ModelLoadFailed,
 )
-from cellama.engine.llama import LlamaModel, log as llama_log
-from cellama.engine.llama.planning import buffers
+from cellama.engine.llama import LlamaModel, buffers, log as llama_log
 from cellama.engine.memory.budget import MemoryUse
 
 MIB = 1 << 20
@@ -25,21 +24,21 @@ CONTEXT = [
 
 
 @pytest.mark.parametrize("missing", range(len(CONTEXT)))
-def test_size_that_the_log_does_not_tell_is_an_error_and_not_zero(missing: int) -> None:
+def test_size_missing_in_the_log_raises_an_error(missing: int) -> None:
     assert buffers.kv_and_compute(CONTEXT, []) == {"CPU": MemoryUse(0, 8 * MIB, 31 * MIB)}
     assert buffers.kv_and_compute(CONTEXT[:2], [], with_memory=False) == {"CPU": MemoryUse(0, 0, 31 * MIB)}
-    with pytest.raises(ModelLoadFailed, match=r"did not say in its log .*; install a version of llama-cpp-python"):
+    with pytest.raises(ModelLoadFailed, match=r"no known line about .*; install a version of llama-cpp-python"):
         buffers.kv_and_compute(CONTEXT[:missing] + CONTEXT[missing + 1 :], [])
 
 
-def test_weights_and_layers_that_the_log_does_not_tell_are_an_error() -> None:
+def test_weights_and_layers_missing_in_the_log_raise_an_error() -> None:
     with pytest.raises(ModelLoadFailed, match="the weights"):
         buffers.loaded_weights(CONTEXT, [], MIB)
-    with pytest.raises(ModelLoadFailed, match="the layers' devices"):
+    with pytest.raises(ModelLoadFailed, match="the devices of layers"):
         buffers.planned_weights(CONTEXT, {})
 
 
-def test_last_errors_are_those_of_the_same_thread(tmp_path: Path) -> None:
+def test_take_errors_returns_errors_of_the_calling_thread_only(tmp_path: Path) -> None:
     heads = [tmp_path / f"{name}.gguf" for name in ("first", "second")]
     for path in heads:
         path.write_bytes(b"GGUF" + bytes(20))
@@ -52,7 +51,7 @@ def test_last_errors_are_those_of_the_same_thread(tmp_path: Path) -> None:
     assert llama_log.take_errors() == ""
 
 
-def test_weights_that_are_repacked_for_the_processor_count_once() -> None:
+def test_repacked_weights_count_once() -> None:
     load = [
         "load_tensors:   CPU_Mapped model buffer size =   100.00 MiB",
         "load_tensors:   CPU_REPACK model buffer size =    60.00 MiB",
@@ -60,7 +59,7 @@ def test_weights_that_are_repacked_for_the_processor_count_once() -> None:
     assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": MemoryUse(100 * MIB, mapped_bytes=40 * MIB)}
 
 
-def test_an_interrupt_during_a_load_is_raised_after_it() -> None:
+def test_interrupt_during_a_load_is_raised_afterwards() -> None:
     """A signal that arrives in llama.cpp is seen first by the callback of its log, which would drop the exception."""
     before, lines = signal.signal(signal.SIGINT, signal.default_int_handler), list[str]()
 

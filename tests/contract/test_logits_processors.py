@@ -53,7 +53,7 @@ def failing_if_hot(start: SequenceStart) -> LogitsProcessor | None:
     return Failing(start) if start.params.temperature > 1 else None
 
 
-def test_processors_of_a_model_apply_and_one_that_raises_fails_its_request_alone() -> None:
+def test_logits_processors_apply_and_a_failing_one_fails_only_its_request() -> None:
     own = (f"{__name__}:AtLeastTenTokens", f"{__name__}:failing_if_hot")
     options = EngineOptions(n_parallel=2, threads=1, logits_processors=own)
     with closing(ModelManager()) as manager:
@@ -72,6 +72,6 @@ def test_processors_of_a_model_apply_and_one_that_raises_fails_its_request_alone
     ("path", "message"),
     [("no.such:thing", "can't be imported: No module"), (f"{__name__}:PATIENCE_S", "is not callable")],
 )
-def test_processor_that_cannot_be_made_is_refused_at_the_load(path: str, message: str) -> None:
+def test_load_fails_when_a_logits_processor_can_t_be_imported(path: str, message: str) -> None:
     with closing(ModelManager()) as manager, pytest.raises(InvalidRequest, match=message):
         manager.load("tiny", "bundled://tiny", options=EngineOptions(threads=1, logits_processors=(path,)))

@@ -13,7 +13,7 @@ import pytest
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import InvalidRequest
 from cellama.engine.llama import LlamaModel
-from cellama.engine.llama.files.pretokenizers import ITERATIVE, MAX_RUN, MAX_SUPERBPE_DIGITS, PreTokenizer
+from cellama.engine.llama.pretokenizers import ITERATIVE, MAX_RUN, MAX_SUPERBPE_DIGITS, PreTokenizer
 
 SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_head_kv": 2, "n_ff": 64, "n_vocab": 320}
 RECURSIVE = ("gpt-4o", "tekken", "deepseek-v3", "default", "jais-2", "bloom", "exaone-moe", "superbpe")
@@ -47,7 +47,7 @@ def in_small_stack(work: Any) -> Any:
 
 @pytest.mark.parametrize("pre", RECURSIVE)
 @pytest.mark.parametrize("part", ["a", "字", "=", "a ", " ", "\n"])
-def test_long_run_fits_into_the_stack(tmp_path: Path, pre: str, part: str) -> None:
+def test_longest_supported_run_fits_into_the_stack(tmp_path: Path, pre: str, part: str) -> None:
     model = vocabulary(tmp_path, pre)
     text = part * (MAX_RUN // 2 // len(part))
     tokens = in_small_stack(lambda: model.tokenize(text))
@@ -72,12 +72,12 @@ def test_long_run_fits_into_the_stack(tmp_path: Path, pre: str, part: str) -> No
         ("superbpe", "1" * (MAX_SUPERBPE_DIGITS + 1)),
     ],
 )
-def test_run_that_the_stack_can_not_hold_is_refused(pre: str, text: str) -> None:
+def test_run_beyond_the_limit_is_rejected(pre: str, text: str) -> None:
     def work() -> None:
         pytest.fail("it was tokenized")
 
     with pytest.raises(
-        InvalidRequest, match=rf"unbroken run of some \d+ .*\({pre}\) it may have .* put spaces or line"
+        InvalidRequest, match=rf"unbroken run of about \d+ .*\({pre}\) supports .* insert spaces or line"
     ):
         PreTokenizer(pre).run(text, work)
 
@@ -91,7 +91,7 @@ def test_long_text_with_breaks_is_tokenized(pre: str) -> None:
         assert PreTokenizer(pre).run(text, lambda: True)
 
 
-def test_usual_vocabularies_take_runs_of_any_length(tmp_path: Path) -> None:
+def test_common_vocabularies_accept_runs_of_any_length(tmp_path: Path) -> None:
     model = vocabulary(tmp_path, "gpt-2")
     assert "gpt-2" in ITERATIVE
     assert len(in_small_stack(lambda: model.tokenize("a" * 500_000))) == 500_000

@@ -53,32 +53,32 @@ def story(model: Model) -> Request:
     return Request("r", tuple(model.tokenize("Once upon a time")), GREEDY, max_tokens=8, ignore_eos=True)
 
 
-def test_ids_are_any_text_and_made_from_the_source_when_none_is_given(manager: ModelManager) -> None:
+def test_id_can_be_any_text_and_defaults_to_the_name_of_the_source(manager: ModelManager) -> None:
     ids = [manager.load(model_id, TINY, options=OPTIONS).id for model_id in (None, None, "a b/ü:1")]
     assert ids == ["tiny", "tiny-2", "a b/ü:1"]
     assert [entry.id for entry in manager.entries()] == ids
     assert manager.default == "tiny"
     assert all(map(manager.is_loaded, ids))
-    with pytest.raises(IdTaken, match="there is a model 'tiny' already"):
+    with pytest.raises(IdTaken, match="a model with the id 'tiny' already exists"):
         manager.load("tiny", TINY)
 
 
-def test_default_is_the_first_until_another_is_named_or_it_goes(manager: ModelManager) -> None:
+def test_first_model_is_the_default_until_another_is_chosen_or_it_is_unloaded(manager: ModelManager) -> None:
     for model_id in ("a", "b", "c"):
         manager.load(model_id, TINY, options=OPTIONS)
     manager.set_default("b")
     assert manager.get(":default").id == "b"
     manager.unload("b")
     assert manager.get(":default").id == "a"
-    with pytest.raises(UnknownModel, match="no model 'b' is loaded here"):
+    with pytest.raises(UnknownModel, match="model 'b' is not loaded"):
         manager.set_default("b")
     manager.unload("a")
     manager.unload("c")
-    with pytest.raises(UnknownModel, match="no model is the default here"):
+    with pytest.raises(UnknownModel, match="there is no default model"):
         manager.get(":default")
 
 
-def test_unload_waits_for_what_runs_and_takes_nothing_new(manager: ModelManager) -> None:
+def test_unload_waits_for_running_requests_and_rejects_new_ones(manager: ModelManager) -> None:
     model, hold = manager.load("m", TINY, options=OPTIONS), Hold()
     handle = model.engine.submit(story(model), hold)
     assert hold.reached.wait(PATIENCE_S)
@@ -95,7 +95,7 @@ def test_unload_waits_for_what_runs_and_takes_nothing_new(manager: ModelManager)
         model.engine.submit(handle.request)
 
 
-def test_unload_says_when_a_model_stays_in_use_and_leaves_it_as_it_was(manager: ModelManager) -> None:
+def test_unload_raises_model_busy_and_the_model_serves_again(manager: ModelManager) -> None:
     model, hold = manager.load("m", TINY, options=OPTIONS), Hold()
     handle = model.engine.submit(story(model), hold)
     assert hold.reached.wait(PATIENCE_S)
@@ -106,7 +106,7 @@ def test_unload_says_when_a_model_stays_in_use_and_leaves_it_as_it_was(manager: 
     assert handle.result(60).finish_reason == "length"
 
 
-def test_unload_waits_for_who_holds_the_model_before_the_first_request(manager: ModelManager) -> None:
+def test_unload_waits_for_a_hold_without_requests(manager: ModelManager) -> None:
     manager.load("m", TINY, options=OPTIONS)
     with manager.hold(":default") as model:
         unloading = threading.Thread(target=manager.unload, args=("m",))
@@ -120,7 +120,7 @@ def test_unload_waits_for_who_holds_the_model_before_the_first_request(manager: 
     assert not manager.is_leaving(":default")
 
 
-def test_manager_serves_by_id_in_one_call_and_holds_the_model_meanwhile(manager: ModelManager) -> None:
+def test_manager_routes_calls_by_id_and_holds_the_model(manager: ModelManager) -> None:
     manager.load("m", TINY, options=OPTIONS)
     greedy = {"temperature": 0}
     assert manager.generate(":default", "Once upon a time", max_tokens=4, **greedy) == ", there was a"
@@ -139,17 +139,17 @@ def test_manager_serves_by_id_in_one_call_and_holds_the_model_meanwhile(manager:
     del chunks  # leaving the loop ends the request, and lets the model go
     manager.unload("m")
     for use in (lambda: manager.stream("m", "Once"), lambda: manager.generate("m", "Once")):
-        with pytest.raises(UnknownModel, match="no model 'm' is loaded here"):
+        with pytest.raises(UnknownModel, match="model 'm' is not loaded"):
             use()
 
 
-def test_one_call_of_a_model_says_what_is_wrong(manager: ModelManager) -> None:
+def test_calls_of_a_model_raise_clear_errors(manager: ModelManager) -> None:
     model = manager.load("m", TINY, options=OPTIONS, capabilities=["chat"])
     hello: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     for use, message in (
         (lambda: model.embed("a fox"), "is loaded for chat, not for embed"),
         (lambda: model.chat(hello, max_tokns=3), "unknown parameter 'max_tokns'"),
-        (lambda: model.chat(hello, system="Be kind."), "the messages also start with a system message"),
+        (lambda: model.chat(hello, system="Be kind."), "the messages already start with a system message"),
         (lambda: model.chat(hello, tool_choice="required"), "there are no tools"),
     ):
         with pytest.raises(EngineError, match=message):
@@ -158,7 +158,7 @@ def test_one_call_of_a_model_says_what_is_wrong(manager: ModelManager) -> None:
     assert model.prepare_chat(hello[1:], ChatOptions(system="Be brief.")).tokens == told
 
 
-def test_default_moves_as_soon_as_its_model_begins_to_go_and_back_if_that_stays(manager: ModelManager) -> None:
+def test_default_moves_when_its_model_unloads_and_back_if_it_stays(manager: ModelManager) -> None:
     for model_id in ("a", "b"):
         manager.load(model_id, TINY, options=OPTIONS)
     with manager.hold("a"):
@@ -172,7 +172,7 @@ def test_default_moves_as_soon_as_its_model_begins_to_go_and_back_if_that_stays(
     unloading.join(60)
 
 
-def test_model_that_is_gone_refuses_every_use_and_never_reads_what_was_freed(manager: ModelManager) -> None:
+def test_unloaded_model_rejects_every_use(manager: ModelManager) -> None:
     model = manager.load("m", TINY, options=OPTIONS)
     tokens = model.tokenize("Once upon a time")
     refused = threading.Event()
@@ -199,11 +199,11 @@ def test_model_that_is_gone_refuses_every_use_and_never_reads_what_was_freed(man
         lambda: model.engine.vocabulary.tokenize("Once"),
     ]
     for action in actions:
-        with pytest.raises(EngineStopped, match="is unloaded and can't be used any more"):
+        with pytest.raises(EngineStopped, match=r"unloaded; load (it|the model) again"):
             action()
 
 
-def test_model_whose_step_does_not_end_goes_when_it_ends(
+def test_model_with_a_hanging_step_is_unloaded_after_the_step(
     manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = manager.load("m", TINY, options=OPTIONS)
@@ -213,7 +213,7 @@ def test_model_whose_step_does_not_end_goes_when_it_ends(
     handle = model.engine.submit(Request("r", (1, 2, 3), GREEDY, max_tokens=1))
     assert handle.result(60)
     assert entered.wait(60)
-    with pytest.raises(ModelBusy, match="a step of it does not end; it goes when that has ended"):
+    with pytest.raises(ModelBusy, match="is draining, but its current step has not finished"):
         manager.unload("m")
     assert [entry.status for entry in manager.entries()] == ["unloading"]
     end.set()
@@ -221,7 +221,7 @@ def test_model_whose_step_does_not_end_goes_when_it_ends(
     assert manager.load("m", TINY, options=OPTIONS).tokenize("Once")
 
 
-def test_loads_run_beside_each_other_and_a_failed_one_leaves_nothing(manager: ModelManager, tmp_path: Path) -> None:
+def test_loads_run_concurrently_and_a_failed_one_leaves_nothing(manager: ModelManager, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     loads = [manager.load_in_background(f"m{i}", TINY, options=OPTIONS) for i in range(3)]
@@ -233,14 +233,14 @@ def test_loads_run_beside_each_other_and_a_failed_one_leaves_nothing(manager: Mo
     assert manager.load("bad", TINY, options=OPTIONS).id == "bad"  # the id is free again
 
 
-def test_second_manager_of_a_process_is_refused_until_the_first_is_closed(manager: ModelManager) -> None:
-    with pytest.raises(ManagerExists, match="has a ModelManager already"):
+def test_second_manager_is_rejected_until_the_first_is_closed(manager: ModelManager) -> None:
+    with pytest.raises(ManagerExists, match="already has a ModelManager"):
         ModelManager()
     manager.close()
     ModelManager().close()
 
 
-def test_memory_is_back_at_its_level_after_unload(manager: ModelManager, tmp_path: Path) -> None:
+def test_unload_frees_the_memory(manager: ModelManager, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(n_embd=512, n_layer=8, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=2000))
     process = psutil.Process()
@@ -262,7 +262,7 @@ def test_memory_is_back_at_its_level_after_unload(manager: ModelManager, tmp_pat
     assert last < level + taken  # a leak would have added twice as much
 
 
-def test_models_share_the_cores_with_peers_unless_their_threads_were_chosen(manager: ModelManager) -> None:
+def test_models_share_the_cores_unless_threads_is_set(manager: ModelManager) -> None:
     shared = manager.load("shared", TINY, options=EngineOptions(n_parallel=2))
     chosen = manager.load("chosen", TINY, options=EngineOptions(n_parallel=2, threads=3))
     assert (shared.threads_are_chosen, chosen.threads_are_chosen) == (False, True)
@@ -271,7 +271,7 @@ def test_models_share_the_cores_with_peers_unless_their_threads_were_chosen(mana
     assert chosen.threads == 3
 
 
-def test_what_the_registry_says_of_a_model_and_of_memory_is_as_its_types_say(manager: ModelManager) -> None:
+def test_registry_entries_of_models_and_memory_match_their_types(manager: ModelManager) -> None:
     manager.load("m", TINY, options=OPTIONS, adapters={"pirate": ("bundled://pirate", 1.0)})
     (entry,) = manager.entries()
     for kind, value in ((WorkerModel, describe(entry, default=True)), (WorkerMemory, manager.memory())):
@@ -279,7 +279,7 @@ def test_what_the_registry_says_of_a_model_and_of_memory_is_as_its_types_say(man
     assert describe(entry, default=True)["follows_replies"]
 
 
-def test_registry_says_of_a_model_whose_engine_thread_died_that_it_is_stopped(
+def test_registry_reports_a_model_as_stopped_when_its_engine_thread_died(
     manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: object) -> None:

@@ -24,9 +24,7 @@ from cellama.engine import (
     devices,
     vram_info,
 )
-from cellama.engine.llama import LlamaModel, plan_load
-from cellama.engine.llama.files import gguf_file
-from cellama.engine.llama.planning import buffers
+from cellama.engine.llama import LlamaModel, buffers, gguf_files, plan_load
 from cellama.engine.memory.budget import AvailableMemory, Footprint, MemoryUse
 from cellama.engine.models.sources import resolve
 
@@ -85,7 +83,7 @@ def load(manager: ModelManager, model_id: str) -> Model:
 @pytest.mark.parametrize("shape_path", SHAPES, indirect=True)
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("capabilities", [("generate",), ("embed",)], ids=["generate", "embed only"])
-def test_plan_is_within_a_tenth_of_what_llama_cpp_takes(
+def test_plan_differs_from_the_real_memory_by_at_most_a_tenth(
     manager: ModelManager, shape_path: Path, cache_type: str, capabilities: tuple[Any, ...]
 ) -> None:
     options = EngineOptions(
@@ -105,7 +103,7 @@ def test_plan_is_within_a_tenth_of_what_llama_cpp_takes(
         assert model.memory.on("CPU").kv_bytes == 8 * 1024 * 2 * SIZES["n_layer"] * SIZES["n_embd"] * per_value
 
 
-def test_longest_text_that_is_embedded_takes_what_was_planned(tmp_path: Path) -> None:
+def test_embedding_the_longest_text_takes_the_planned_memory(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(**{**SIZES, "n_vocab": 20_000}))
     measured = footprint.in_own_process(path, {}, "embed")  # in MiB
@@ -113,7 +111,7 @@ def test_longest_text_that_is_embedded_takes_what_was_planned(tmp_path: Path) ->
     assert measured["planned"] == pytest.approx(measured["resident"], rel=0.2)  # the rest of the process breathes, too
 
 
-def test_model_that_does_not_fit_is_refused_with_numbers_and_leaves_nothing(make_manager: MakeManager) -> None:
+def test_model_that_does_not_fit_is_rejected_and_leaves_nothing(make_manager: MakeManager) -> None:
     manager = make_manager(models=1.5)
     load(manager, "a")
     threads = set(threading.enumerate())
@@ -122,7 +120,7 @@ def test_model_that_does_not_fit_is_refused_with_numbers_and_leaves_nothing(make
     error, needed = refused.value, footprint_of().total_bytes
     assert (error.device, error.code) == ("all devices", "insufficient_memory")
     assert (error.required_bytes, error.available_bytes) == (needed, pytest.approx(needed // 2, rel=0.05))
-    for part in ("model 'b' does not fit: it needs", "MiB of all devices", "available are", "lower n_parallel"):
+    for part in ("model 'b' does not fit: it needs", "MiB on all devices", "are available", "lower n_parallel"):
         assert part in str(error)
     assert "or unload 'a'" in str(error)
     assert ([entry.id for entry in manager.entries()], set(threading.enumerate()) - threads) == (["a"], set())
@@ -131,7 +129,7 @@ def test_model_that_does_not_fit_is_refused_with_numbers_and_leaves_nothing(make
     assert load(manager, "b").id == "b"
 
 
-def test_saved_states_are_within_the_budget_or_the_model_is_refused(make_manager: MakeManager, tmp_path: Path) -> None:
+def test_saved_states_count_in_the_budget(make_manager: MakeManager, tmp_path: Path) -> None:
     needed = footprint_of().total_bytes
     manager, shape = make_manager(needed + 20 * MIB), {"n_parallel": 4, "ctx_per_slot": 512, "threads": 1}
     with pytest.raises(InsufficientMemory, match=r"saved states 30\.0 MiB.*lower n_parallel, ctx_per_slot or cache"):
@@ -149,16 +147,16 @@ def test_saved_states_are_within_the_budget_or_the_model_is_refused(make_manager
     assert no_use.memory.on("CPU").saved_bytes == 0
 
 
-def test_giant_context_is_refused_at_once_in_auto(manager: ModelManager) -> None:
+def test_huge_context_is_rejected_quickly_with_budget_auto(manager: ModelManager) -> None:
     before = psutil.Process().memory_info().rss
     options = EngineOptions(n_parallel=64, ctx_per_slot=1_000_000_000 // 64, threads=1)
-    with pytest.raises(InsufficientMemory, match=r"of CPU .*\(memory_budget is auto\)"):
+    with pytest.raises(InsufficientMemory, match=r"on CPU .*\(memory_budget is auto\)"):
         manager.load("m", TINY, options=options, capabilities=["generate"])
     assert psutil.Process().memory_info().rss - before < 500 * MIB
     assert manager.entries() == []
 
 
-def test_of_two_loads_at_once_that_fit_only_alone_one_is_refused(make_manager: MakeManager) -> None:
+def test_one_of_two_concurrent_loads_is_rejected_when_only_one_fits(make_manager: MakeManager) -> None:
     manager = make_manager(models=1.5)
     for _ in range(3):
         loads = [manager.load_in_background(None, TINY, options=OPTIONS, capabilities=["generate"]) for _ in range(2)]
@@ -168,7 +166,7 @@ def test_of_two_loads_at_once_that_fit_only_alone_one_is_refused(make_manager: M
         manager.unload(manager.entries()[0].id)
 
 
-def test_context_that_nobody_chose_fits_into_the_budget(make_manager: MakeManager) -> None:
+def test_automatic_context_size_fits_into_the_budget(make_manager: MakeManager) -> None:
     manager = make_manager(models=2)
     options = EngineOptions(n_parallel=16, threads=1)
     model = manager.load("m", TINY, options=options, capabilities=["generate"])
@@ -181,14 +179,14 @@ def test_context_that_nobody_chose_fits_into_the_budget(make_manager: MakeManage
 
 
 @pytest.mark.parametrize("budget", [0, -1, "much", 1.5])
-def test_budget_that_is_none_is_refused(budget: Any) -> None:
-    with pytest.raises(InvalidRequest, match="memory_budget is"):
+def test_invalid_memory_budget_is_rejected(budget: Any) -> None:
+    with pytest.raises(InvalidRequest, match="memory_budget: "):
         ModelManager(budget)
-    with pytest.raises(InvalidRequest, match="on_full is 'ignore'"):
+    with pytest.raises(InvalidRequest, match="on_full: 'ignore' is invalid"):
         ModelManager("auto", "ignore")  # type: ignore[arg-type]
 
 
-def test_least_recently_used_idle_model_makes_room(make_manager: MakeManager) -> None:
+def test_least_recently_used_idle_model_is_evicted(make_manager: MakeManager) -> None:
     manager = make_manager(on_full="evict", models=3.5)
     for model_id in ("default", "a", "b"):
         load(manager, model_id)
@@ -199,7 +197,7 @@ def test_least_recently_used_idle_model_makes_room(make_manager: MakeManager) ->
     assert sorted(manager.models()) == ["c", "d", "default"]
 
 
-def test_no_model_goes_when_not_even_all_idle_ones_are_enough(make_manager: MakeManager) -> None:
+def test_no_model_is_evicted_when_all_idle_ones_are_not_enough(make_manager: MakeManager) -> None:
     manager = make_manager(on_full="evict", models=3.5)
     for model_id in ("default", "a", "b"):
         load(manager, model_id)
@@ -210,7 +208,7 @@ def test_no_model_goes_when_not_even_all_idle_ones_are_enough(make_manager: Make
     assert sorted(manager.models()) == ["a", "b", "default"]
 
 
-def test_busy_model_makes_no_room(make_manager: MakeManager) -> None:
+def test_busy_model_is_not_evicted(make_manager: MakeManager) -> None:
     manager = make_manager(on_full="evict", models=2.5)
     load(manager, "default")
     model, hold = load(manager, "busy"), Hold()
@@ -225,7 +223,7 @@ def test_busy_model_makes_no_room(make_manager: MakeManager) -> None:
     assert sorted(manager.models()) == ["busy", "default"]
 
 
-def test_plan_leaves_nothing_behind_and_does_not_disturb_a_model_that_runs(manager: ModelManager) -> None:
+def test_plan_leaves_nothing_behind_and_does_not_disturb_a_running_model(manager: ModelManager) -> None:
     engine = manager.load("m", TINY, options=OPTIONS, capabilities=["generate"]).engine
     expected = engine.generate("Once upon a time", max_tokens=200, temperature=0)
     footprint_of()
@@ -239,7 +237,7 @@ def test_plan_leaves_nothing_behind_and_does_not_disturb_a_model_that_runs(manag
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_devices_are_told_as_they_are() -> None:
+def test_devices_report_the_memory_of_this_machine() -> None:
     cpu = devices()[0]
     assert (cpu.name, cpu.kind) == ("CPU", "cpu")
     assert 0 < cpu.free_bytes < cpu.total_bytes <= psutil.virtual_memory().total
@@ -247,7 +245,7 @@ def test_devices_are_told_as_they_are() -> None:
     assert (found is None) == (len(devices()) == 1)  # of a build for the CPU: no made-up number
 
 
-def test_layers_on_a_gpu_take_their_weights_cells_and_buffers_there() -> None:
+def test_layers_on_a_gpu_count_weights_cells_and_buffers_there() -> None:
     load = [f"load_tensors: layer {i:3} assigned to device {'CPU' if i < 2 else 'CUDA0'}, is_swa = 0" for i in range(5)]
     sizes = {"token_embd.weight": 100, "output_norm.weight": 1} | {f"blk.{i}.ffn_up.weight": 10 for i in range(4)}
     assert buffers.planned_weights(load, sizes) == {
@@ -269,13 +267,13 @@ def test_layers_on_a_gpu_take_their_weights_cells_and_buffers_there() -> None:
     }
 
 
-def test_fingerprint_is_of_the_content_and_changes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_depends_on_the_content_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / name for name in ("a.gguf", "b.gguf", "other-weights.gguf", "other-shape.gguf")]
     for path, seed in zip(paths, (0, 0, 1, 0), strict=True):
         write_model(path, Shape(**SIZES, n_ctx=512 if "shape" in path.name else 1024), seed=seed)
-    whole = [gguf_file.fingerprint(path) for path in paths]
-    monkeypatch.setattr(gguf_file, "WHOLE_UP_TO", 0)
-    sampled = [gguf_file.fingerprint(path) for path in paths]
+    whole = [gguf_files.fingerprint(path) for path in paths]
+    monkeypatch.setattr(gguf_files, "MAX_WHOLE_BYTES", 0)
+    sampled = [gguf_files.fingerprint(path) for path in paths]
     for a, b, *others in (whole, sampled):
         assert a == b
         assert len({a, *others}) == 3
@@ -284,11 +282,11 @@ def test_fingerprint_is_of_the_content_and_changes_with_it(tmp_path: Path, monke
     model.close()
 
 
-def test_fingerprint_of_a_split_model_covers_all_its_parts(tmp_path: Path) -> None:
+def test_fingerprint_of_a_split_model_covers_all_parts(tmp_path: Path) -> None:
     parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     for i, path in enumerate(parts):
         write_model(path, Shape(**SIZES), seed=i)
-    before = gguf_file.fingerprint(parts[0])
-    assert gguf_file.parts(parts[0]) == parts
+    before = gguf_files.fingerprint(parts[0])
+    assert gguf_files.parts(parts[0]) == parts
     write_model(parts[1], Shape(**SIZES), seed=2)
-    assert gguf_file.fingerprint(parts[0]) != before
+    assert gguf_files.fingerprint(parts[0]) != before

@@ -50,7 +50,7 @@ def test_slots_read_their_own_rows(backend: LlamaBackend, asked: int) -> None:
         backend.logits(2)
 
 
-def test_greedy_sampler_never_ends_a_text_that_may_not_end(backend: LlamaBackend) -> None:
+def test_greedy_sampler_never_samples_an_end_token_when_it_is_banned(backend: LlamaBackend) -> None:
     plan, lengths = backend.prepare(SamplingParams(temperature=0)), [0] * SLOTS
     (end,) = list(backend.vocabulary.end_tokens)[:1]
     for _ in range(3):

@@ -15,8 +15,8 @@ from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions
 from cellama.engine.backend import Chunk
 from cellama.engine.llama.backend import LlamaBackend
-from cellama.engine.llama.files.state_format import to_portable
 from cellama.engine.llama.model import LlamaModel
+from cellama.engine.llama.state_format import to_portable
 
 from .small_models import EXACT, SMALL
 
@@ -48,7 +48,7 @@ def logits(backend: LlamaBackend, slot: int, start: int, tokens: list[int]) -> A
     return backend.logits(slot).copy()
 
 
-def test_state_goes_from_any_layout_to_any_other(model: LlamaModel) -> None:
+def test_state_moves_from_any_layout_to_any_other(model: LlamaModel) -> None:
     kept, expected = [], None
     for place in PLACES:
         with closing(backend_of(model, **place)) as backend:
@@ -85,7 +85,7 @@ def assert_restores(backend: LlamaBackend, portable: bytes, early: bytes, expect
 
 
 @pytest.mark.parametrize("flash", ["on", "off"])
-def test_portable_form_holds_for_either_kind_of_attention_and_quantized_cells(tmp_path: Path, flash: str) -> None:
+def test_portable_form_works_with_both_kinds_of_attention_and_quantized_cells(tmp_path: Path, flash: str) -> None:
     write_model(tmp_path / "m.gguf", Shape(**{**SMALL, "n_embd": 256}), file_type="F32", seed=1)
     values = "q8_0" if flash == "on" else "f16"  # transposed without flash attention
     with closing(LlamaModel(tmp_path / "m.gguf")) as model:
@@ -99,7 +99,7 @@ def test_portable_form_holds_for_either_kind_of_attention_and_quantized_cells(tm
             np.testing.assert_allclose(logits(backend, 0, 150, TOKENS[150:]), expected, atol=NEAR)
 
 
-def test_identity_is_that_of_the_weights_and_the_kind_of_cells(model: LlamaModel) -> None:
+def test_identity_depends_on_the_weights_and_the_type_of_cells(model: LlamaModel) -> None:
     kinds: tuple[dict[str, Any], ...] = ({}, {"cache_type_k": "f16"}, {"flash_attention": "on"})
     identities = []
     for kind in kinds:
@@ -108,17 +108,17 @@ def test_identity_is_that_of_the_weights_and_the_kind_of_cells(model: LlamaModel
     assert len(set(identities)) == len(kinds)
 
 
-def test_what_is_no_state_is_refused(model: LlamaModel) -> None:
+def test_invalid_states_are_rejected(model: LlamaModel) -> None:
     with closing(backend_of(model, n_parallel=2)) as backend:
         logits(backend, 1, 0, TOKENS[:70])
         data = backend.save(1)
         portable = bytes(backend.portable(data, 70))
         cut = [portable[:-1], portable[:30], b"", portable + b"x"]
         for damaged in cut if backend.partial_reuse else cut[2:3]:
-            with pytest.raises(ValueError, match=r"it is too short|lengths|blocks"):
+            with pytest.raises(ValueError, match=r"too short|lengths|blocks"):
                 backend.from_portable(damaged)
-        with pytest.raises(ValueError, match="begin"):
+        with pytest.raises(ValueError, match="magic"):
             backend.portable(data[8:], 70)
         if backend.partial_reuse:
-            with pytest.raises(ValueError, match="form"):
+            with pytest.raises(ValueError, match="layout"):
                 to_portable(data[:-5], 70, None)

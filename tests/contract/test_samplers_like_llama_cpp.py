@@ -142,7 +142,7 @@ HISTORIES = st.lists(st.sampled_from([5, 6, 7, 8, 300]), max_size=80)
 
 @settings(max_examples=50 * EXAMPLES)
 @given(PARAMS, HISTORIES, st.integers(0, 99), st.sampled_from([3, 20, 200]))
-def test_filters_leave_what_llama_cpps_leave(
+def test_filters_keep_the_same_tokens_as_llama_cpp(
     weights: LlamaModel, given_params: dict[str, Any], history: list[int], seed: int, window: int
 ) -> None:
     params = replace(KEEP_ALL, dry_penalty_last_n=window, **given_params)
@@ -152,7 +152,7 @@ def test_filters_leave_what_llama_cpps_leave(
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("tau", [0.5, 2.0, 5.0])  # beyond, llama.cpp's version 1 overflows, and leaves one token
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_mirostat_leaves_what_llama_cpps_leaves(
+def test_mirostat_keeps_the_same_tokens_as_llama_cpp(
     weights: LlamaModel, version: int, tau: float, temperature: float
 ) -> None:
     params = replace(KEEP_ALL, mirostat=version, mirostat_tau=tau, temperature=temperature, top_k=1, top_p=0.1)
@@ -160,7 +160,7 @@ def test_mirostat_leaves_what_llama_cpps_leaves(
         compare(weights, params, [], logits_of(seed, weights.info.n_vocab))
 
 
-def test_forbidden_tokens_are_never_left(weights: LlamaModel) -> None:
+def test_forbidden_tokens_are_never_candidates(weights: LlamaModel) -> None:
     """llama.cpp's typical_p counts them as numbers that are none, so ours is compared without it."""
     logits = logits_of(0, weights.info.n_vocab)
     forbidden = tuple((int(token), -np.inf) for token in np.argsort(-logits)[:3])
@@ -173,7 +173,7 @@ TEXTS = ('"The fox said: the fox said: the fox said', "a: b\n a: b\n a: b", "fox
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("breakers", [(), BREAKERS, ("fox jumps over", "x said")])
-def test_dry_goes_on_token_by_token_as_llama_cpps(weights: LlamaModel, text: str, breakers: tuple[str, ...]) -> None:
+def test_dry_equals_llama_cpp_token_by_token(weights: LlamaModel, text: str, breakers: tuple[str, ...]) -> None:
     window = 24
     params = replace(KEEP_ALL, dry_multiplier=2.0, dry_allowed_length=1, dry_sequence_breakers=breakers)
     params = replace(params, dry_penalty_last_n=window)

@@ -19,7 +19,7 @@ from cellama.engine import (
     Request,
     SamplingParams,
 )
-from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
+from cellama.engine.kvcache.manager import MIN_SAVED_TOKENS
 from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
 from cellama.engine.scheduling.slot_layout import SlotLayout
 
@@ -91,7 +91,7 @@ SHAPES = (None, Shape, WindowShape, RecurrentShape, HybridShape)
 
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "padded"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "tiny" if shape is None else str(shape.architecture))
-def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
+def test_texts_are_the_same_in_scattered_slots_and_cached_prefixes_stay(
     manager: ModelManager, tmp_path: Path, shape: type[Shape] | None, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not moves:
@@ -114,7 +114,7 @@ def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
     ):  # a window's state is taken over whole, once moved
         cache, asked = model.engine._core.scheduler.cache, [request(model, text) for text in TEXTS]
         reusable = [cache.longest_prefix(each.prompt, each.cache_scope) for each in asked]
-        worth = [len(each.prompt) >= WORTH_SAVING_TOKENS for each in asked]
+        worth = [len(each.prompt) >= MIN_SAVED_TOKENS for each in asked]
         assert [n for n, is_worth in zip(reusable, worth, strict=True) if is_worth] == [
             len(each.prompt) - 1 for each, is_worth in zip(asked, worth, strict=True) if is_worth
         ]
@@ -122,7 +122,7 @@ def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
     assert [completion.tokens for completion in again] == expected
 
 
-def test_nothing_is_padded_or_moved_in_one_pool(manager: ModelManager) -> None:
+def test_unified_layout_needs_no_padding_or_moves(manager: ModelManager) -> None:
     model = load(manager, "bundled://tiny", n_parallel=N_SLOTS, kv_layout="unified", n_ctx=N_SLOTS * 512)
     done, layout = scattered(model, TEXTS)
     assert [completion.tokens for completion in done] == [
@@ -131,7 +131,7 @@ def test_nothing_is_padded_or_moved_in_one_pool(manager: ModelManager) -> None:
     assert layout.num_moves == 0
 
 
-def test_completions_of_one_prompt_move_together_with_their_texts(manager: ModelManager) -> None:
+def test_completions_of_one_prompt_are_moved_together(manager: ModelManager) -> None:
     model = load(manager, "bundled://tiny", n_parallel=N_SLOTS, kv_layout="partitioned")
     sampling = SamplingParams(temperature=0.8, seed=5)
     single = load(manager, "bundled://tiny", n_parallel=1, cache_prompt=False)

@@ -159,7 +159,7 @@ def assert_same_logprobs(left: Completion, right: Completion) -> None:
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_a_mirostat_that_is_resumed_goes_on_with_what_it_had_learned_over_drafts(side: Side) -> None:
+def test_resumed_mirostat_continues_from_its_state_with_drafts(side: Side) -> None:
     at = list(CASES).index("mirostat")
     told: list[Event] = []
     whole = side.guessing.engine.submit(side.requests[at], told.append).result(PATIENCE_S)
@@ -172,7 +172,7 @@ def test_a_mirostat_that_is_resumed_goes_on_with_what_it_had_learned_over_drafts
 
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
-def test_as_many_rows_as_there_are_logits_for_are_decoded_and_one_more_is_an_error(layout: KvLayout) -> None:
+def test_decode_raises_when_a_batch_requests_too_many_rows(layout: KvLayout) -> None:
     options = EngineOptions(n_parallel=4, ctx_per_slot=64, threads=1, speculation="auto", kv_layout=layout)
     model = LlamaModel(TINY_PATH)
     backend = LlamaBackend(model, options)
@@ -184,7 +184,7 @@ def test_as_many_rows_as_there_are_logits_for_are_decoded_and_one_more_is_an_err
         backend.decode(full)
         assert all(np.isfinite(backend.logits(slot, row)).all() for slot in range(4) for row in range(5))
         over = [full[0]._replace(position=9, tokens=[tokens[0]] * 6, num_drafts=5), *full[1:]]
-        with pytest.raises(ValueError, match="a batch with 21 rows of logits, there are 20"):  # llama.cpp would abort
+        with pytest.raises(ValueError, match="the batch has 21 rows of logits"):  # llama.cpp would abort
             backend.decode(over)
     finally:
         backend.close()

@@ -30,6 +30,6 @@ def test_benchmark_shape_has_174_million_parameters() -> None:
     assert round(Shape().n_params / 1e6) == 174
 
 
-def test_synthetic_shape_that_cannot_be_is_refused() -> None:
+def test_invalid_synthetic_shape_is_rejected() -> None:
     with pytest.raises(ValueError, match="n_head must divide n_embd"):
         Shape(n_embd=65)

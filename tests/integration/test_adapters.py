@@ -103,8 +103,8 @@ def test_adapter_in_use_is_unloaded_after_its_last_job(worker: WorkerProcess, cl
 @pytest.mark.usefixtures("worker")
 def test_adapter_commands_report_mistakes(client: Client, name: str) -> None:
     for arguments, message in (
-        ((name, "x", "/nowhere.gguf"), "adapter 'x': there is no model file at '/nowhere.gguf'"),
-        ((name, "x", "bundled://tiny"), "is no adapter"),
+        ((name, "x", "/nowhere.gguf"), "adapter 'x': '/nowhere.gguf' does not exist"),
+        ((name, "x", "bundled://tiny"), "is not an adapter"),
         ((name, "asked", PIRATE), "adapter 'asked' already exists"),
     ):
         with pytest.raises(JobFailed, match=message):

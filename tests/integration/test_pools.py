@@ -140,7 +140,7 @@ def test_worker_applies_commands_sent_while_it_was_stopped(
     wait_until(lambda: defaults(client, name) == [big], "the default")
     assert own not in [model["id"] for model in client.models()]
     why = {thing["model"]: thing["why"]["message"] for thing in things(client, one) if thing["why"]}
-    assert "there is no model file at '/nowhere.gguf'" in why[missing["id"]]
+    assert "'/nowhere.gguf' does not exist" in why[missing["id"]]
     client.unload_model(missing["id"], pool=name, timeout=PATIENCE_S)
     wait_until(lambda: states(client, one) == {big: "ready"}, "the model alone")
     assert client.generate(big, STORY, max_tokens=4, **GREEDY).result(PATIENCE_S)["text"] == ", there was a"

@@ -308,7 +308,7 @@ def _gaps(path: Path, args: argparse.Namespace) -> Report:
             for number in range(args.rounds):
                 rows.append(_gaps_row(model, args, number))
                 assert model.engine.store is not None
-                written = model.engine.store.folder
+                written = model.engine.store.directory
                 written.remove(file.path for file in written.states())
     return Report(
         rows,

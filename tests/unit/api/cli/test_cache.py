@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cellama.api.cli import app
 from cellama.engine.kvstore.keys import seed_of
-from cellama.engine.kvstore.states import KeptState
+from cellama.engine.kvstore.states import StoredState
 from cellama.engine.kvstore.store import StateStore
 
 IDENTITY = b"model"
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     """Return a directory with one state in each of two scopes."""
     with closing(StateStore(tmp_path / "kv", 1 << 20, IDENTITY)) as store:
         for scope in ("a", "b"):
-            state = KeptState(seed_of(IDENTITY, (), scope), range(100), 0, bytes(1000), {}, scope)
+            state = StoredState(seed_of(IDENTITY, (), scope), range(100), 0, bytes(1000), {}, scope)
             store.offer(partial(replace, state), 1.0, state.num_bytes)
             store.flush(float("inf"))
     return tmp_path / "kv"
@@ -67,7 +67,7 @@ def test_cache_list_and_info_print_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", ["", "../../x", "abc", "f" * 64])
 def test_cache_pin_rejects_keys_without_a_state(folder: Path, key: str) -> None:
-    assert "no states have a key that begins with" in cache(folder, "pin", key, code=1)
+    assert "no states have a key that starts with" in cache(folder, "pin", key, code=1)
 
 
 def test_cache_clear_rejects_keys_combined_with_a_scope(folder: Path) -> None:

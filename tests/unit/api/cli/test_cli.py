@@ -229,5 +229,5 @@ def test_bench_shows_help_and_rejects_an_unknown_bundled_model(tmp_path: Path) -
     assert b"--slots" in shown.stdout
     refused = run_cli("bench", "decode", "--model", "bundled://tinny", folder=tmp_path)
     assert refused.returncode == 2
-    assert b"no bundled file is called 'tinny'; did you mean 'tiny'" in refused.stderr
+    assert b"bundled file 'tinny' does not exist; did you mean 'tiny'" in refused.stderr
     assert b"Traceback" not in refused.stderr

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from cellama.engine.core import engine as engine_module
-from cellama.engine.kvstore.counters import StoreCounters
-from cellama.engine.kvstore.states import KeptState, StateHead, StateMatch
+from cellama.engine.kvstore.states import StateHead, StateMatch, StoreCounters, StoredState
 
 from ...conftest import PATIENCE_S, request
 from .homes import STORY, Home, expected, say
@@ -42,7 +41,7 @@ class BadStore:
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         return match_of("0" * 64, tokens, 100)
 
-    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None: ...
+    def load(self, match: StateMatch, on_loaded: Callable[[StoredState | None], None]) -> None: ...
 
     def offer(self, make: Any, expected_saved_s: float, num_bytes: int) -> bool:
         return False
@@ -65,13 +64,13 @@ class Raises(BadStore):
 
 
 class Loses(BadStore):
-    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
+    def load(self, match: StateMatch, on_loaded: Callable[[StoredState | None], None]) -> None:
         threading.Thread(target=on_loaded, args=(None,)).start()
 
 
 class GivesRubbish(BadStore):
-    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
-        state = KeptState(b"", tuple(STORY.encode()), 0, b"(7, ((1, 2), 0, 0))")
+    def load(self, match: StateMatch, on_loaded: Callable[[StoredState | None], None]) -> None:
+        state = StoredState(b"", tuple(STORY.encode()), 0, b"(7, ((1, 2), 0, 0))")
         threading.Thread(target=on_loaded, args=(state,)).start()
 
 
@@ -104,7 +103,7 @@ def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyP
         def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
             return match_of(f"{tokens[0]:064}", tokens, 600)
 
-        def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
+        def load(self, match: StateMatch, on_loaded: Callable[[StoredState | None], None]) -> None:
             asked.append(match)
 
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: Slow())

@@ -24,8 +24,8 @@ MEMORIES: tuple[dict[str, Any], ...] = ({}, {"window": 20}, {"partial_reuse": Fa
 @pytest.fixture
 def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
-    monkeypatch.setattr(disk_tier, "PREFILL_GUESS", 1.0)
-    monkeypatch.setattr(disk_tier, "PREFILL_GUESS_TOKENS", 10**100)
+    monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_RATE", 1.0)
+    monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_TOKENS", 10**100)
 
 
 def run_on(engine: Engine, prompt: str) -> Handle:

@@ -10,7 +10,7 @@ import pytest
 
 from cellama.engine import CacheHit, Completion, InvalidRequest, Request, UnknownKey
 from cellama.engine.fake import FakeBackend
-from cellama.engine.kvcache import recent
+from cellama.engine.kvcache import ram_tier
 from cellama.engine.kvstore.keys import key_of, seed_of
 
 from ...conftest import GREEDY, PATIENCE_S, Gate, MakeEngine, cold, request
@@ -79,8 +79,8 @@ def test_parent_key_that_names_nothing_is_an_error(make_engine: MakeEngine, key:
 
 
 def test_recent_contexts_are_bounded(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "MAX_CONTEXTS", 3)
-    monkeypatch.setattr(recent, "MAX_TOKENS", 250)
+    monkeypatch.setattr(ram_tier, "MAX_CONTEXTS", 3)
+    monkeypatch.setattr(ram_tier, "MAX_CONTEXT_TOKENS", 250)
     engine, _ = make_engine()
     keys = [str(engine.complete(f"{i}" + "x" * 99, max_tokens=1).finish_key) for i in range(4)]
     assert [len(engine.context_of(key)) for key in keys[2:]] == [101, 101]

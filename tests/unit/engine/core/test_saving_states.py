@@ -23,7 +23,7 @@ def test_save_states_writes_more_than_may_wait_to_be_written(tmp_path: Path, mon
         for number in range(NUM_STATES):
             engine.complete(f"{number} friends of a fox told a story. " * 8, max_tokens=1)
         engine.save_states(PATIENCE_S)
-        engine.store.folder.remove(file.path for file in engine.store.folder.states())
+        engine.store.directory.remove(file.path for file in engine.store.directory.states())
         assert engine.snapshot().ram_states == NUM_STATES
         assert engine.save_states(PATIENCE_S) == NUM_STATES
     finally:

@@ -9,8 +9,7 @@ import pytest
 
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend, FakeState
-from cellama.engine.kvcache.cells import Cells
-from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Placement
+from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, Cells, KvCache, Placement
 
 
 @dataclass
@@ -42,7 +41,7 @@ def new_cache(ram_bytes: int = 10_000, **options: Any) -> tuple[KvCache, Countin
     return KvCache(backend, ram_bytes), backend
 
 
-def test_state_beyond_the_quota_is_not_even_copied() -> None:
+def test_state_larger_than_the_quota_is_not_copied() -> None:
     cache, backend = new_cache(ram_bytes=99)
     fill(cache, 0, [1] * 100)
     assert cache.save_one_idle()
@@ -63,7 +62,7 @@ def test_quota_holds_while_a_state_is_copied() -> None:
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("worth", [False, True])
-def test_prefix_is_copied_from_a_long_slot_only_if_that_costs_less_than_it_saves(unified: bool, worth: bool) -> None:
+def test_prefix_is_copied_only_if_the_copy_costs_less_than_it_saves(unified: bool, worth: bool) -> None:
     cache, _ = new_cache(ram_bytes=0, unified=unified)
     shared = MOVE_COST_TOKENS + 3000 // MOVED_PER_TOKEN + (1 if worth else 0)
     fill(cache, 0, list(range(3000)))
@@ -71,7 +70,7 @@ def test_prefix_is_copied_from_a_long_slot_only_if_that_costs_less_than_it_saves
     assert placement.source == (0 if worth or unified else None)  # in a pool nothing is moved
 
 
-def test_saved_state_that_has_no_room_just_now_is_kept() -> None:
+def test_saved_state_stays_in_ram_when_the_pool_has_too_few_cells() -> None:
     cache, _ = new_cache(unified=True, n_cells=400)
     fill(cache, 0, list(range(300)))
     cache.clear(0)
@@ -86,7 +85,7 @@ def test_saved_state_that_has_no_room_just_now_is_kept() -> None:
     assert cache.assign_slot(cache.find_slot(longer, "", idle=[0, 2]), longer, "") == 200
 
 
-def test_damaged_state_is_dropped_and_computed_again() -> None:
+def test_state_is_dropped_when_it_can_t_be_restored() -> None:
     cache, backend = new_cache()
     fill(cache, 0, list(range(300)))
     cache.clear(0)
@@ -96,7 +95,7 @@ def test_damaged_state_is_dropped_and_computed_again() -> None:
     assert (len(cache.ram), cache.cells.used) == (0, 0)
 
 
-def test_reclaim_empties_nothing_when_that_would_not_be_enough() -> None:
+def test_reclaim_empties_no_slot_when_the_cells_are_not_enough() -> None:
     cache, _ = new_cache(unified=True, n_cells=1000)
     fill(cache, 0, [1] * 300)
     fill(cache, 1, [2] * 300)
@@ -106,7 +105,7 @@ def test_reclaim_empties_nothing_when_that_would_not_be_enough() -> None:
     assert cache.cells.used == 300
 
 
-def test_cells_know_what_several_slots_free_together() -> None:
+def test_freed_by_counts_cells_shared_by_the_given_slots() -> None:
     cells = Cells(4, 100, shared=True)
     cells.extend(0, 10)
     cells.copy(0, 1, 6)
@@ -115,7 +114,7 @@ def test_cells_know_what_several_slots_free_together() -> None:
     assert [cells.freed_by(slots) for slots in ([0], [1], [0, 1], [0, 1, 2], [])] == [4, 5, 11, 15, 0]
 
 
-def test_window_is_taken_over_where_it_is_there_and_whole_from_ram() -> None:
+def test_window_is_reused_in_its_slot_and_only_completely_from_ram() -> None:
     cache, backend = new_cache(window=50)
 
     def longest(shared: int) -> int:
@@ -129,7 +128,7 @@ def test_window_is_taken_over_where_it_is_there_and_whole_from_ram() -> None:
     assert [longest(shared) for shared in (20, 200, 300)] == [0, 0, 300]
 
 
-def test_longer_saved_state_replaces_a_shorter_one_only_if_it_can_be_cut_back_to_it() -> None:
+def test_longer_saved_state_replaces_a_shorter_one_if_it_can_be_cut_to_it() -> None:
     for window, kept in ((0, 1), (50, 2), (400, 1)):
         cache, _ = new_cache(window=window)
         for length in (200, 300):
@@ -151,7 +150,7 @@ def checkpointed(cache: KvCache, slot: int, tokens: list[int], *lengths: int) ->
     cache.retire(slot, tokens, "", save=True)
 
 
-def test_checkpoints_move_with_what_is_copied_saved_and_restored_and_count_once() -> None:
+def test_checkpoints_follow_copied_saved_and_restored_states_and_count_once() -> None:
     cache, backend = new_cache(partial_reuse=False)
     tokens = list(range(400))
     checkpointed(cache, 0, tokens, 100, 200, 300)
@@ -168,17 +167,17 @@ def test_checkpoints_move_with_what_is_copied_saved_and_restored_and_count_once(
     assert cache.counters.hits_ram == cache.counters.hits_copy == 1
 
 
-def test_checkpoints_keep_to_their_half_of_the_quota_and_the_least_used_go_first() -> None:
+def test_checkpoints_use_half_of_the_quota_and_evict_the_least_recently_used() -> None:
     cache, _ = new_cache(ram_bytes=16, partial_reuse=False)  # two checkpoints, and no state
     checkpointed(cache, 0, list(range(400)), 100, 200)
     cache.checkpoints.at(0, 100)
     checkpointed(cache, 1, [7] * 200, 100)
     assert [cache.checkpoints.longest(slot, 400) for slot in (0, 1)] == [100, 100]
     assert cache.checkpoints.used_bytes == 8
-    assert not new_cache(ram_bytes=7, partial_reuse=True)[0].checkpoints.are_kept
+    assert not new_cache(ram_bytes=7, partial_reuse=True)[0].checkpoints.is_enabled
 
 
-def test_slot_that_can_t_be_cut_back_to_a_length_keeps_what_its_last_checkpoint_has() -> None:
+def test_truncate_keeps_the_tokens_of_the_last_checkpoint() -> None:
     cache, backend = new_cache(partial_reuse=False)
     checkpointed(cache, 0, list(range(400)), 100, 200)
     assert [cache.truncate(0, count) for count in (400, 350, 150, 50)] == [400, 200, 100, 0]

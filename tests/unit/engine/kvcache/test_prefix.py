@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cellama.engine.kvcache.cells import Cells
+from cellama.engine.kvcache.manager import Cells
 from cellama.engine.kvcache.prefix import PrefixIndex, common_length
 
 from ....conftest import EXAMPLES
@@ -89,7 +89,7 @@ def test_prefix_that_ends_inside_an_edge_is_found() -> None:
 
 
 @given(TOKENS | LONG, TOKENS | LONG, st.integers(0, 5))
-def test_common_length_is_that_of_a_plain_loop(left: list[int], right: list[int], start: int) -> None:
+def test_common_length_equals_a_plain_loop(left: list[int], right: list[int], start: int) -> None:
     behind = right[start:]
     expected = 0
     while expected < min(len(left), len(behind)) and left[expected] == behind[expected]:
@@ -129,7 +129,7 @@ class CellsMachine(RuleBasedStateMachine):
         assert self.cells.used == len({id(cell) for slot in self.slots for cell in slot})
         for slot, held in enumerate(self.slots):
             others = {id(cell) for other in range(3) if other != slot for cell in self.slots[other]}
-            assert self.cells.own(slot) == sum(1 for cell in held if id(cell) not in others)
+            assert self.cells.exclusive_to(slot) == sum(1 for cell in held if id(cell) not in others)
 
 
 TestCells = CellsMachine.TestCase

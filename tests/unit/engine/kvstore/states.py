@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cellama.engine.kvstore.keys import seed_of
-from cellama.engine.kvstore.states import KeptState, StateMatch
+from cellama.engine.kvstore.states import StateMatch, StoredState
 from cellama.engine.kvstore.store import StateStore
 
 IDENTITY = b"weights and types"
@@ -18,14 +18,14 @@ PATIENCE_S = 60.0
 
 def state_of(
     tokens: Sequence[int], size: int = 5000, *, seed: bytes = SEED, first_cut: int = 0, cuts: Sequence[int] = ()
-) -> KeptState:
+) -> StoredState:
     """A state whose bytes follow from its tokens."""
     drawn = random.Random(repr(list(tokens)))
     checkpoints: Mapping[int, bytes] = {length: drawn.randbytes(size // 10 + 1) for length in cuts}
-    return KeptState(seed, tokens, first_cut, drawn.randbytes(size), checkpoints)
+    return StoredState(seed, tokens, first_cut, drawn.randbytes(size), checkpoints)
 
 
-def is_equal(one: KeptState | None, other: KeptState) -> bool:
+def is_equal(one: StoredState | None, other: StoredState) -> bool:
     """True if they are the same state."""
     if one is None:
         return False
@@ -34,21 +34,21 @@ def is_equal(one: KeptState | None, other: KeptState) -> bool:
     return heads[0] == heads[1] and checkpoints[0] == checkpoints[1]
 
 
-def save(store: StateStore, *states: KeptState) -> int:
+def save(store: StateStore, *states: StoredState) -> int:
     """How many were written."""
     for state in states:
         offer(store, state)
     return store.flush(time.monotonic() + PATIENCE_S)
 
 
-def offer(store: StateStore, state: KeptState) -> bool:
+def offer(store: StateStore, state: StoredState) -> bool:
     """Whether it is taken."""
     return store.offer(lambda: state, 1.0, state.num_bytes)
 
 
-def load(store: StateStore, match: StateMatch | None) -> KeptState | None:
+def load(store: StateStore, match: StateMatch | None) -> StoredState | None:
     """What is read for a match."""
     assert match is not None
-    loaded: queue.SimpleQueue[KeptState | None] = queue.SimpleQueue()
+    loaded: queue.SimpleQueue[StoredState | None] = queue.SimpleQueue()
     store.load(match, loaded.put)
     return loaded.get(timeout=PATIENCE_S)

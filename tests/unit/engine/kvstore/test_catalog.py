@@ -9,9 +9,8 @@ from pathlib import Path
 from hypothesis import given, strategies as st
 
 from cellama.engine.kvstore.catalog import StateCatalog, longest_match
-from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import BLOCK, key_and_blocks, pack_tokens, seed_of
-from cellama.engine.kvstore.states import StateHead, StateMatch, StatePart, usable
+from cellama.engine.kvstore.states import StateHead, StateMatch, StatePart, StoreCounters, usable
 
 SEEDS = [seed_of(b"model", (), scope) for scope in ("", "tenant")]
 # Few different blocks, so that contexts share many; tails of any length.
@@ -50,7 +49,7 @@ def find(heads: list[StateHead], tokens: array[int], seed: bytes = SEEDS[0]) -> 
 
 
 @given(st.lists(STATES, max_size=12), st.sampled_from(SEEDS), CONTEXTS)
-def test_longest_match_is_what_brute_force_finds(
+def test_longest_match_equals_brute_force_search(
     states: list[tuple[bytes, array[int], float, list[float]]], seed: bytes, tokens: array[int]
 ) -> None:
     heads = []
@@ -62,24 +61,24 @@ def test_longest_match_is_what_brute_force_finds(
     assert (found.num_usable if found else 0, found.head.num_bytes if found else 0) == brute_force(heads, seed, tokens)
 
 
-def test_catalog_without_its_states_holds_nothing(tmp_path: Path) -> None:
+def test_catalog_is_empty_after_all_states_are_removed(tmp_path: Path) -> None:
     catalog = StateCatalog(tmp_path, StoreCounters())
     heads = [head_of(SEEDS[0], array("I", range(length)), length // 2, {70: 4}) for length in (30, 200, 300)]
     for head in heads:
         catalog.add(head)
     for head in (*heads, heads[0]):
         catalog.remove(head.key)
-    assert catalog.largest == 0
+    assert catalog.max_file_bytes == 0
     assert not catalog._groups
 
 
-def test_smallest_of_equally_long_matches_is_read() -> None:
+def test_longest_match_prefers_the_smallest_of_equally_long_states() -> None:
     found = find([head_of(SEEDS[0], array("I", range(n))) for n in (300, 1000, 260)], array("I", range(4 * BLOCK)))
     assert found is not None
     assert (found.num_usable, len(found.head.tokens)) == (256, 260)
 
 
-def test_state_that_cannot_be_cut_is_used_to_its_checkpoints() -> None:
+def test_state_that_can_t_be_cut_is_used_up_to_a_checkpoint() -> None:
     found = find([head_of(SEEDS[0], array("I", range(200)), 200, {100: 4, 150: 4})], array("I", [*range(140), 9, 9]))
     assert found is not None
     assert (found.num_shared, found.num_usable, found.usable(99)) == (140, 100, 0)

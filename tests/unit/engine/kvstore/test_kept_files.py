@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from cellama.engine.kvstore import catalog
-from cellama.engine.kvstore.folder import Folder
-from cellama.engine.kvstore.states import KeptState, StateMatch
+from cellama.engine.kvstore.directory import StateDirectory
+from cellama.engine.kvstore.states import StateMatch, StoredState
 from cellama.engine.kvstore.store import StateStore
 
 from ....conftest import PATIENCE_S
@@ -39,9 +39,9 @@ NUM_WRITERS, NUM_TORN = 2, 3
 MOST_IN_VAIN = 50  # kills for each that is to leave a half-written file
 
 
-def test_damaged_files_are_misses_and_counted_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_count_as_misses_and_other_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the files are damaged after the store has looked at them, the others before."""
-    monkeypatch.setattr(catalog, "SCAN_PATIENCE_S", PATIENCE_S)  # no look gives up while files are read
+    monkeypatch.setattr(catalog, "SCAN_TIMEOUT_S", PATIENCE_S)  # no look gives up while files are read
     drawn, found = random.Random(1), Damaged()
     while (left := NUM_DAMAGED - found.files.total()) > 0:
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def _damage_folder(drawn: random.Random, folder: Path, count: int, found: Damage
             offer(store, state)
         store.flush(time.monotonic() + PATIENCE_S)
         matches = [store.longest(SEED, state.tokens) for state in states]
-        paths = [next(iter(store.folder.find(state.key))) for state in states]
+        paths = [next(iter(store.directory.find(state.key))) for state in states]
         kinds = [damage(drawn, path, paths[count + drawn.randrange(NUM_GOOD)]) for path in paths[:count]]
         found.files.update(kinds)
         if is_known:
@@ -80,7 +80,7 @@ def _damage_folder(drawn: random.Random, folder: Path, count: int, found: Damage
 
 
 def _look(
-    store: StateStore, states: list[KeptState], matches: list[StateMatch | None], kinds: list[str], found: Damaged
+    store: StateStore, states: list[StoredState], matches: list[StateMatch | None], kinds: list[str], found: Damaged
 ) -> None:
     for kind, match in zip(kinds, matches, strict=False):
         found.wrong[kind] += match is not None and load(store, match) is not None
@@ -91,11 +91,11 @@ def _look(
         found.num_good_lost += match is None or not is_equal(load(store, match), state)
 
 
-def test_folder_survives_writers_that_are_killed() -> None:
+def test_directory_stays_consistent_when_writers_are_killed() -> None:
     """Writers share a folder; one is killed at a time, in the midst of a file, and another one takes its place."""
     drawn, found = random.Random(1), Killed()
     with tempfile.TemporaryDirectory() as path:
-        folder = Folder(Path(path), WRITER_QUOTA)
+        folder = StateDirectory(Path(path), WRITER_QUOTA)
         writers = [_start(folder, drawn) for _ in range(NUM_WRITERS)]
         try:
             while found.num_torn < NUM_TORN and found.num_kills < MOST_IN_VAIN * NUM_TORN:
@@ -105,7 +105,9 @@ def test_folder_survives_writers_that_are_killed() -> None:
                 found.num_kills += 1
                 found.num_torn += num_ownerless(folder) > 0
                 _look_at(folder, found)
-                Folder(folder.root, WRITER_QUOTA).prepare(folder.directory_of(IDENTITY))  # as its successor does
+                StateDirectory(folder.root, WRITER_QUOTA).prepare(
+                    folder.directory_of(IDENTITY)
+                )  # as its successor does
                 writers[victim] = _start(folder, drawn)
         finally:
             for process in writers:
@@ -128,7 +130,7 @@ class Killed:
     num_left: int = 0  # half-written files after the next start
 
 
-def _start(folder: Folder, drawn: random.Random) -> subprocess.Popen[bytes]:
+def _start(folder: StateDirectory, drawn: random.Random) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-P", writer.__file__, str(folder.root), str(drawn.randrange(1 << 20))])
 
 
@@ -137,7 +139,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _wait_for_writing(folder: Folder, num_changes: int, found: Killed) -> None:
+def _wait_for_writing(folder: StateDirectory, num_changes: int, found: Killed) -> None:
     """Until files have come so many times, and one is being written; the quota is looked at meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
     seen: set[str] = set()
@@ -152,7 +154,7 @@ def _wait_for_writing(folder: Folder, num_changes: int, found: Killed) -> None:
     raise TimeoutError("the writers write nothing")
 
 
-def _look_at(folder: Folder, found: Killed) -> None:
+def _look_at(folder: StateDirectory, found: Killed) -> None:
     """Under the folder's lock: files only get their names meanwhile, which does not change what there is."""
     if not folder.root.joinpath(".lock").exists():
         return
@@ -169,12 +171,12 @@ def _stat(path: Path) -> os.stat_result | None:
     return entry if stat.S_ISREG(entry.st_mode) else None
 
 
-def drafts(folder: Folder) -> set[str]:
+def drafts(folder: StateDirectory) -> set[str]:
     """Files that are being written, or were."""
     return {path.name for path in folder.root.glob("*/.*.tmp")}
 
 
-def num_ownerless(folder: Folder) -> int:
+def num_ownerless(folder: StateDirectory) -> int:
     """Files that were being written by a process that is gone."""
     count = 0
     for path in folder.root.glob("*/.*.tmp"):
@@ -184,7 +186,7 @@ def num_ownerless(folder: Folder) -> int:
     return count
 
 
-def _read_all(folder: Folder, found: Killed) -> None:
+def _read_all(folder: StateDirectory, found: Killed) -> None:
     with closing(StateStore(folder.root, WRITER_QUOTA, IDENTITY)) as store:
         offer(store, state_of(0, 1000))
         store.flush(time.monotonic() + PATIENCE_S)

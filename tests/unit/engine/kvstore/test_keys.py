@@ -15,13 +15,13 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=3 * BLOCK)
 
 
 @given(TOKENS, TOKENS)
-def test_keys_are_equal_exactly_if_the_tokens_are(one: list[int], other: list[int]) -> None:
+def test_keys_are_equal_if_and_only_if_the_tokens_are_equal(one: list[int], other: list[int]) -> None:
     assert (key_of(SEED, one) == key_of(SEED, other)) == (one == other)
     assert is_key(key_of(SEED, one))
 
 
 @given(TOKENS, st.integers(0, 2 * BLOCK))
-def test_block_keys_are_those_of_every_context_that_begins_so(tokens: list[int], length: int) -> None:
+def test_block_keys_are_shared_by_contexts_with_the_same_prefix(tokens: list[int], length: int) -> None:
     shorter = block_keys(SEED, tokens[:length])
     assert shorter == block_keys(SEED, tokens)[: len(shorter)]
     assert len(shorter) == min(length, len(tokens)) // BLOCK
@@ -51,11 +51,11 @@ def test_key_is_the_same_in_every_process_and_version() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], [1.5], ["a"]])
-def test_key_of_what_are_no_tokens_is_a_value_error(tokens: list[int]) -> None:
+def test_key_of_raises_value_error_for_invalid_token_ids(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="token ids are"):
         key_of(SEED, tokens)
 
 
 @pytest.mark.parametrize("text", ["", "a" * 63, "A" * 64, "a" * 64 + "\n", "../" + "a" * 61, "g" * 64, "a" * 65])
-def test_only_64_hex_digits_are_a_key(text: str) -> None:
+def test_is_key_accepts_only_64_hex_digits(text: str) -> None:
     assert not is_key(text)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cellama.engine.kvstore.catalog import StateCatalog
-from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import seed_of
+from cellama.engine.kvstore.states import StoreCounters
 from cellama.engine.kvstore.store import StateStore
 from tests.conftest import wait_until
 
@@ -23,11 +23,11 @@ TOKENS = list(range(300))
 
 def has_two_pieces(store: StateStore) -> bool:
     """Whole ones: a piece that is nearly there would not be finished once the engine works."""
-    return store.warm_bytes > 2 << 20 and not store._reader.memory.is_lacking
+    return store.warm_bytes > 2 << 20 and not store._reader.memory.needs_buffer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is too much could not be given back")
-def test_memory_for_the_next_states_is_got_while_there_is_nothing_to_do(tmp_path: Path) -> None:
+def test_memory_for_future_states_is_prepared_while_the_engine_is_idle(tmp_path: Path) -> None:
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         save(store, state_of(TOKENS, 1 << 20))
     with closing(StateStore(tmp_path, QUOTA, IDENTITY, warm_bytes=5 << 19)) as store:  # two of them
@@ -41,20 +41,20 @@ def test_memory_for_the_next_states_is_got_while_there_is_nothing_to_do(tmp_path
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="times of access are always noted")
-def test_look_at_the_folder_notes_no_time_of_access(tmp_path: Path) -> None:
+def test_search_does_not_change_the_access_time_of_the_directory(tmp_path: Path) -> None:
     """That would wait for the journal of the file system, and so for what is written."""
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         save(store, state_of(TOKENS))
-        folder = store.folder.find(state_of(TOKENS).key)[0].parent
+        folder = store.directory.find(state_of(TOKENS).key)[0].parent
     os.utime(folder, (1, folder.stat().st_mtime))  # now that no thread counts what is in it
     assert StateCatalog(folder, StoreCounters()).longest(SEED, TOKENS) is not None
     assert folder.stat().st_atime == 1
 
 
-def test_bytes_in_the_folder_are_those_of_all_models(tmp_path: Path) -> None:
+def test_used_bytes_include_the_states_of_all_models(tmp_path: Path) -> None:
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as one, closing(StateStore(tmp_path, QUOTA, b"other")) as other:
         save(one, state_of(TOKENS))
         save(other, state_of(range(9), seed=seed_of(b"other", (), "")))
-        num_bytes = sum(file.num_bytes for file in one.folder.states())
+        num_bytes = sum(file.num_bytes for file in one.directory.states())
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         wait_until(lambda: store.used_bytes == num_bytes > 10_000, "a count")

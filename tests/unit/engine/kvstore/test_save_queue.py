@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from cellama.engine.kvstore.counters import StoreCounters
-from cellama.engine.kvstore.save_queue import CREDIT_SHARE, MAX_CREDIT_S, RETURNED_SHARE, SaveQueue, WriteCredit
+from cellama.engine.kvstore.states import StoreCounters
+from cellama.engine.kvstore.writer import CREDIT_SHARE, MAX_CREDIT_S, RETURNED_SHARE, SaveQueue, WriteCredit
 
 from ....conftest import wait_until
 
@@ -59,14 +59,14 @@ def in_debt(debt_s: float = 1.0) -> Setup:
     return setup
 
 
-def test_state_that_saves_most_comes_first_and_one_that_saves_nothing_is_not_taken() -> None:
+def test_queue_orders_states_by_saving_and_rejects_those_that_save_nothing() -> None:
     setup = Setup()
     assert [setup.offer(saved) for saved in (2.0, 0.0, 3.0, -1.0, 1.0, float("nan"))] == [True, False] * 3
     assert [setup.take() for _ in range(4)] == [3.0, 2.0, 1.0, None]
     assert setup.queue.is_idle
 
 
-def test_full_queue_drops_what_saves_least_and_holds_one_of_any_size() -> None:
+def test_full_queue_drops_the_smallest_saving_and_holds_one_state_of_any_size() -> None:
     setup = Setup(max_bytes=100)
     assert setup.offer(2.0, 60)
     assert not setup.offer(1.0, 60)
@@ -77,7 +77,7 @@ def test_full_queue_drops_what_saves_least_and_holds_one_of_any_size() -> None:
     assert setup.queue.is_idle
 
 
-def test_credit_comes_in_as_a_share_of_the_time_up_to_a_bound() -> None:
+def test_credit_grows_with_time_up_to_a_limit() -> None:
     credit = WriteCredit(0.0)
     credit.add(-MAX_CREDIT_S, 0.0)
     assert credit.wait_s(0.0) == 0
@@ -88,7 +88,7 @@ def test_credit_comes_in_as_a_share_of_the_time_up_to_a_bound() -> None:
     assert credit.wait_s(1e6) == pytest.approx(1.0 / CREDIT_SHARE)
 
 
-def test_state_is_written_beside_a_working_engine_as_soon_as_there_is_credit() -> None:
+def test_state_is_written_during_computation_when_there_is_credit() -> None:
     setup = in_debt(1.0)
     setup.offer(1.0)
     assert setup.take() is None
@@ -98,7 +98,7 @@ def test_state_is_written_beside_a_working_engine_as_soon_as_there_is_credit() -
     assert setup.take() == 1.0
 
 
-def test_load_that_saved_time_is_credited() -> None:
+def test_saved_time_of_a_load_adds_credit() -> None:
     setup = in_debt(1.0)
     setup.offer(1.0)
     setup.queue.note_saved(0.9 / RETURNED_SHARE)
@@ -107,7 +107,7 @@ def test_load_that_saved_time_is_credited() -> None:
     assert setup.take() == 1.0
 
 
-def test_state_is_written_at_once_when_the_engine_has_nothing_to_do() -> None:
+def test_state_is_written_immediately_when_the_engine_becomes_idle() -> None:
     setup = in_debt()
     setup.offer(1.0)
     writer = setup.write_all()
@@ -118,7 +118,7 @@ def test_state_is_written_at_once_when_the_engine_has_nothing_to_do() -> None:
     assert not writer.is_alive()
 
 
-def test_flush_writes_what_waits_beside_a_working_engine_and_charges_nothing() -> None:
+def test_flush_writes_during_computation_without_using_credit() -> None:
     setup = in_debt()
     for saved in (1.0, 2.0):
         setup.offer(saved)
@@ -132,7 +132,7 @@ def test_flush_writes_what_waits_beside_a_working_engine_and_charges_nothing() -
     writer.join(60)
 
 
-def test_flush_waits_only_for_what_was_offered_before_it() -> None:
+def test_flush_waits_only_for_states_offered_before_it() -> None:
     setup = in_debt()
     setup.offer(2.0)
     setup.offer(1.0)
@@ -146,13 +146,13 @@ def test_flush_waits_only_for_what_was_offered_before_it() -> None:
     assert not setup.queue.is_idle
 
 
-def test_flush_returns_at_its_deadline_with_a_writer_that_does_nothing() -> None:
+def test_flush_returns_at_its_deadline_when_nothing_is_written() -> None:
     setup = Setup()
     setup.offer(1.0)
     assert setup.queue.flush(setup.clock.now) == 0
 
 
-def test_closed_queue_drops_what_waits_and_takes_nothing() -> None:
+def test_closed_queue_drops_waiting_states_and_rejects_new_ones() -> None:
     setup = Setup()
     setup.offer(1.0)
     setup.queue.close()

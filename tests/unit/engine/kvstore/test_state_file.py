@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from cellama.engine.kvstore.state_file import CHUNK_BYTES, VERSION, file_bytes, read_head, read_state, write_state
-from cellama.engine.kvstore.states import KeptState, Miss, StateHead
+from cellama.engine.kvstore.states import Miss, StateHead, StoredState
 
 from .states import SEED, is_equal, state_of
 
 MOST = 1 << 30
 
 
-def written(folder: Path, state: KeptState) -> Path:
+def written(folder: Path, state: StoredState) -> Path:
     path = folder / f"{state.key}.kv"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     head = write_state(descriptor, state, lambda: None)
@@ -35,15 +35,15 @@ def written(folder: Path, state: KeptState) -> Path:
     first_cut=st.integers(0, 200),
     scope=st.text(max_size=20),
 )
-def test_state_is_read_back_as_it_was_written(
+def test_state_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[int], size: int, cuts: set[int], first_cut: int, scope: str
 ) -> None:
     checkpoints = {length: bytes([length]) * length for length in cuts if length <= len(tokens)}
-    state = KeptState(SEED, tokens, min(first_cut, len(tokens)), bytes(size), checkpoints, scope)
+    state = StoredState(SEED, tokens, min(first_cut, len(tokens)), bytes(size), checkpoints, scope)
     path = written(tmp_path_factory.getbasetemp(), state)
     head, found = read_head(path), read_state(path, MOST)
     assert isinstance(head, StateHead)
-    assert isinstance(found, KeptState)
+    assert isinstance(found, StoredState)
     assert is_equal(found, state)
     assert (head.tokens, head.seed, head.scope, head.checkpoints) == (
         array("I", tokens), SEED, scope, tuple(sorted(checkpoints)),
@@ -51,7 +51,7 @@ def test_state_is_read_back_as_it_was_written(
     assert read_state(path, path.stat().st_size - 1) is Miss.UNREADABLE
 
 
-def test_file_that_was_not_written_to_its_end_is_damaged_at_every_moment(tmp_path: Path) -> None:
+def test_partly_written_file_counts_as_damaged_after_each_chunk(tmp_path: Path) -> None:
     state = state_of(range(100), 2 * CHUNK_BYTES)
     path = tmp_path / f"{state.key}.kv"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -60,10 +60,10 @@ def test_file_that_was_not_written_to_its_end_is_damaged_at_every_moment(tmp_pat
     write_state(descriptor, state, lambda: seen.append(read_state(path, MOST)))
     os.close(descriptor)
     assert seen == [Miss.DAMAGED] * 2
-    assert isinstance(read_state(path, MOST), KeptState)
+    assert isinstance(read_state(path, MOST), StoredState)
 
 
-def test_every_bit_of_a_small_file_counts(tmp_path: Path) -> None:
+def test_every_changed_or_missing_byte_is_detected(tmp_path: Path) -> None:
     path = written(tmp_path, state_of(range(3), 8, cuts=(2,)))
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -77,7 +77,7 @@ def test_every_bit_of_a_small_file_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (5, 4), (0, 3), (3, 101)])
-def test_checkpoints_out_of_order_or_range_are_damage_though_the_digest_is_right(
+def test_invalid_checkpoint_lengths_are_damage_although_the_digest_matches(
     tmp_path: Path, lengths: tuple[int, int]
 ) -> None:
     path = written(tmp_path, state_of(range(100), cuts=(3, 4)))
@@ -90,7 +90,7 @@ def test_checkpoints_out_of_order_or_range_are_damage_though_the_digest_is_right
     assert read_head(path) is Miss.DAMAGED
 
 
-def test_misses_tell_why(tmp_path: Path) -> None:
+def test_misses_have_the_right_reason(tmp_path: Path) -> None:
     state = state_of(range(100))
     path = written(tmp_path, state)
     assert read_head(path.with_name("0" * 64 + ".kv")) is Miss.VANISHED
@@ -107,12 +107,12 @@ def test_misses_tell_why(tmp_path: Path) -> None:
     assert read_head(path) is Miss.VERSION
 
 
-def test_states_are_read_into_memory_of_the_reader_alone(tmp_path: Path) -> None:
+def test_states_are_read_into_memory_that_the_caller_may_change(tmp_path: Path) -> None:
     path = written(tmp_path, state_of(range(100), cuts=(50,)))
     found = read_state(path, MOST)
-    assert isinstance(found, KeptState)
+    assert isinstance(found, StoredState)
     for part in (found.data, *found.checkpoints.values()):
         memoryview(part)[:4] = b"mine"
     again = read_state(path, MOST)
-    assert isinstance(again, KeptState)
+    assert isinstance(again, StoredState)
     assert is_equal(again, state_of(range(100), cuts=(50,)))

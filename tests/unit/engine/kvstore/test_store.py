@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from cellama.engine.kvstore import catalog, folder as folder_module
+from cellama.engine.kvstore import catalog, directory as directory_module
 from cellama.engine.kvstore.keys import key_of, seed_of
 from cellama.engine.kvstore.state_file import read_head
-from cellama.engine.kvstore.states import KeptState, StateHead
+from cellama.engine.kvstore.states import StateHead, StoredState
 from cellama.engine.kvstore.store import StateStore
 
 from ....conftest import EXAMPLES, PATIENCE_S
@@ -30,7 +30,7 @@ TOKENS = list(range(300))
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Stores on one folder, closed in the end. No look gives up while files are read."""
-    monkeypatch.setattr(catalog, "SCAN_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(catalog, "SCAN_TIMEOUT_S", PATIENCE_S)
     stores: list[StateStore] = []
 
     def new(quota: int = QUOTA, identity: bytes = IDENTITY, folder: str = "kv", **options: int) -> StateStore:
@@ -45,16 +45,16 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def clear(store: StateStore) -> None:
-    store.folder.remove(file.path for file in store.folder.states())
+    store.directory.remove(file.path for file in store.directory.states())
 
 
 def lengths(store: StateStore) -> list[int]:
     """Tokens of each state in the directory."""
-    heads = [read_head(file.path) for file in store.folder.states()]
+    heads = [read_head(file.path) for file in store.directory.states()]
     return sorted(len(head.tokens) for head in heads if isinstance(head, StateHead))
 
 
-def test_what_is_saved_is_found_by_another_store_at_once_and_after_a_restart(start: Start) -> None:
+def test_saved_state_is_found_by_other_stores_and_after_a_restart(start: Start) -> None:
     one, other = start(), start()
     assert other.longest(SEED, TOKENS) is None
     state = state_of(TOKENS, first_cut=200, cuts=(100, 150))
@@ -73,11 +73,11 @@ def test_what_is_saved_is_found_by_another_store_at_once_and_after_a_restart(sta
         assert is_equal(found, state)
         assert store.counters.hits == 1
         assert store.context(state.key) == (SEED, found.tokens)
-    os.unlink(one.folder.find(state.key)[0])
+    os.unlink(one.directory.find(state.key)[0])
     assert one.longest(SEED, TOKENS) is other.longest(SEED, TOKENS) is one.context(state.key) is None
 
 
-def test_nothing_is_found_with_another_scope_adapter_or_model(start: Start) -> None:
+def test_state_is_not_found_with_another_scope_adapter_or_model(start: Start) -> None:
     save(start(), state_of(TOKENS))
     store = start()
     for seed in (seed_of(IDENTITY, (), "tenant"), seed_of(IDENTITY, (("a", 1.0),), ""), seed_of(b"other", (), "")):
@@ -88,7 +88,7 @@ def test_nothing_is_found_with_another_scope_adapter_or_model(start: Start) -> N
 
 @settings(max_examples=10 * EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200)), min_size=1, max_size=5), st.integers(0, 2))
-def test_a_match_is_a_true_prefix_and_what_is_loaded_is_what_was_saved(
+def test_match_is_the_longest_prefix_and_the_loaded_state_is_unchanged(
     start: Start, contexts: list[tuple[int, int]], asked: int
 ) -> None:
     store = start()
@@ -106,27 +106,27 @@ def test_a_match_is_a_true_prefix_and_what_is_loaded_is_what_was_saved(
     clear(store)
 
 
-def test_state_that_the_folder_has_is_not_written_again_but_counts_as_used(start: Start) -> None:
+def test_stored_state_is_not_written_again_but_marked_as_used(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
-    path = store.folder.find(key_of(SEED, TOKENS))[0]
+    path = store.directory.find(key_of(SEED, TOKENS))[0]
     os.utime(path, (1, 1))
     assert save(start(), state_of(TOKENS), state_of(TOKENS[:200])) == 0
     assert path.stat().st_mtime > 1
     assert lengths(store) == [300]
 
 
-def test_longer_state_takes_the_place_of_the_turns_before_it(start: Start) -> None:
+def test_longer_state_replaces_earlier_turns(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS[:100]), state_of(TOKENS[:200]))
     assert save(store, state_of(TOKENS)) == 1
     assert lengths(store) == [300]
-    store.folder.pin(key_of(SEED, TOKENS))
+    store.directory.pin(key_of(SEED, TOKENS))
     save(store, state_of([*TOKENS, 1]), state_of([*TOKENS, 1, 2], first_cut=302))
     assert lengths(store) == [300, 301, 302]
 
 
-def test_short_state_stays_beside_one_that_is_much_more_to_read(start: Start) -> None:
+def test_short_state_is_not_replaced_by_a_much_larger_one(start: Start) -> None:
     store = start()
     assert save(store, state_of(TOKENS[:100], 1000)) == 1
     assert save(store, state_of(TOKENS, 100_000)) == 1
@@ -135,14 +135,14 @@ def test_short_state_stays_beside_one_that_is_much_more_to_read(start: Start) ->
     assert len(match.head.tokens) == 100
 
 
-def test_maker_is_called_by_the_writing_thread_and_may_have_nothing(start: Start) -> None:
+def test_make_is_called_by_the_writing_thread_and_may_return_none(start: Start) -> None:
     store, names = start(), []
 
-    def make() -> KeptState:
+    def make() -> StoredState:
         names.append(threading.current_thread().name)
         return state_of(TOKENS)
 
-    def fail() -> KeptState:
+    def fail() -> StoredState:
         raise RuntimeError("the cells are gone")
 
     for maker in (make, fail, lambda: None):
@@ -152,12 +152,12 @@ def test_maker_is_called_by_the_writing_thread_and_may_have_nothing(start: Start
     assert store.counters.drops == 2
 
 
-def test_damaged_file_is_a_miss_is_removed_and_written_anew(start: Start) -> None:
+def test_damaged_file_is_removed_and_can_be_written_again(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
     assert match is not None
-    path = store.folder.find(match.head.key)[0]
+    path = store.directory.find(match.head.key)[0]
     os.truncate(path, 3000)
     assert load(store, match) is None
     assert store.counters.misses == 1
@@ -168,12 +168,12 @@ def test_damaged_file_is_a_miss_is_removed_and_written_anew(start: Start) -> Non
     assert load(store, store.longest(SEED, TOKENS)) is not None
 
 
-def test_file_that_others_may_change_is_left_alone_and_not_looked_at_again(start: Start) -> None:
+def test_file_that_others_can_write_is_ignored_and_not_read_again(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
     assert match is not None
-    path = store.folder.find(match.head.key)[0]
+    path = store.directory.find(match.head.key)[0]
     path.chmod(0o666)
     assert load(store, match) is None
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_file_that_others_may_change_is_left_alone_and_not_looked_at_again(start
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
-def test_folder_that_refuses_is_left_alone_for_a_while_with_one_line(
+def test_writing_is_suspended_with_one_log_line_when_the_directory_refuses(
     start: Start, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = start()
@@ -196,29 +196,31 @@ def test_folder_that_refuses_is_left_alone_for_a_while_with_one_line(
     monkeypatch.setattr(os, "pwrite", refuse)
     with caplog.at_level(logging.WARNING, logger="cellama"):
         assert save(store, *(state_of([kind] * 100) for kind in range(5))) == 0
-        monkeypatch.setattr(store._writer, "_off_until", 0.0)
+        monkeypatch.setattr(store._writer, "_suspended_until", 0.0)
         assert save(store, state_of([5] * 100)) == 0
     assert len(caplog.records) == 1
-    assert "retried every 60 s" in caplog.text
+    assert "retry_s=60" in caplog.text
     assert not offer(store, state_of([9] * 100))
     assert 2 <= store.counters.drops <= 6  # the others were not taken
     assert load(store, store.longest(SEED, TOKENS)) is not None
-    assert not list(store.folder.root.glob("*/.*.tmp"))
+    assert not list(store.directory.root.glob("*/.*.tmp"))
 
 
-def test_writing_begins_again_after_a_while_also_in_a_folder_that_vanished(
+def test_writing_resumes_after_the_suspension_when_the_directory_vanished(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = start()
     save(store, state_of(TOKENS))
-    shutil.rmtree(store.folder.root)
+    shutil.rmtree(store.directory.root)
     assert store.longest(SEED, TOKENS) is None
     assert save(store, state_of(TOKENS)) == 0
-    monkeypatch.setattr(store._writer, "_off_until", 0.0)
+    monkeypatch.setattr(store._writer, "_suspended_until", 0.0)
     assert save(store, state_of(TOKENS)) == 1
 
 
-def test_bad_folders_cost_nothing_but_a_line(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_directories_cause_one_log_line_and_no_exception(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     for folder in ("file", "file/below", "/proc/none", "x" * 300, "zero\0"):
         store = start(folder=folder)
@@ -227,10 +229,10 @@ def test_bad_folders_cost_nothing_but_a_line(start: Start, tmp_path: Path, caplo
     assert len(caplog.records) == 5
 
 
-def test_name_that_a_folder_has_is_a_drop_and_no_outage(start: Start) -> None:
+def test_occupied_file_name_drops_the_state_without_suspending_writing(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
-    (directory,) = {file.path.parent for file in store.folder.states()}
+    (directory,) = {file.path.parent for file in store.directory.states()}
     (directory / f"{key_of(SEED, [7] * 100)}.kv").mkdir()
     assert save(store, state_of([7] * 100), state_of([8] * 100)) == 1
     assert store.counters.drops == 1
@@ -242,16 +244,14 @@ def test_state_larger_than_the_quota_is_dropped(start: Start) -> None:
     assert store.counters.drops == 1
 
 
-def test_close_answers_what_was_asked_and_gives_up_what_is_written(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_answers_queued_loads_with_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     store = start()
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
     assert match is not None
     reading, may_go_on, loaded = threading.Event(), threading.Event(), []
 
-    def on_loaded(state: KeptState | None) -> None:
+    def on_loaded(state: StoredState | None) -> None:
         reading.set()
         may_go_on.wait(60)
         loaded.append(state)
@@ -270,25 +270,25 @@ def test_close_answers_what_was_asked_and_gives_up_what_is_written(
     assert not offer(store, state_of(TOKENS))
 
 
-def test_write_that_takes_long_is_given_up_when_the_store_closes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_abandons_an_unfinished_write(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     store = start()
-    create = folder_module.Folder.create
+    create = directory_module.StateDirectory.create
 
     def create_and_close(*args: object) -> object:
         store._queue.close()
         return create(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(folder_module.Folder, "create", create_and_close)
+    monkeypatch.setattr(directory_module.StateDirectory, "create", create_and_close)
     assert save(store, state_of(TOKENS, 8 << 20)) == 0
     store.close()
     assert store.counters.drops == 1
-    assert not list(store.folder.root.glob("*/*.kv")) + list(store.folder.root.glob("*/.*.tmp"))
+    assert not list(store.directory.root.glob("*/*.kv")) + list(store.directory.root.glob("*/.*.tmp"))
 
 
-def test_file_that_was_read_counts_as_used(start: Start) -> None:
+def test_read_file_is_marked_as_used(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
-    (path,) = store.folder.find(key_of(SEED, TOKENS))
+    (path,) = store.directory.find(key_of(SEED, TOKENS))
     os.utime(path, (1, 1))
     assert load(store, store.longest(SEED, TOKENS)) is not None
     store.close()

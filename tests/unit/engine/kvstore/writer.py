@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from cellama.engine.kvstore.keys import seed_of
-from cellama.engine.kvstore.states import KeptState
+from cellama.engine.kvstore.states import StoredState
 from cellama.engine.kvstore.store import StateStore
 
 IDENTITY = b"weights and types of cells"
@@ -23,12 +23,12 @@ MOST_BYTES = 2 << 20  # of one state
 FLUSH_S = 60.0
 
 
-def state_of(number: int, size: int) -> KeptState:
+def state_of(number: int, size: int) -> StoredState:
     """A state whose bytes follow from its first token."""
     drawn = random.Random(number)
     tokens = [number, size, *(drawn.randrange(32_000) for _ in range(drawn.randrange(70, 300)))]
     checkpoints = {length: drawn.randbytes(size // 10) for length in (64, 65) if drawn.random() < 0.3}
-    return KeptState(SEED, tokens, drawn.choice((0, 66, len(tokens))), drawn.randbytes(size), checkpoints)
+    return StoredState(SEED, tokens, drawn.choice((0, 66, len(tokens))), drawn.randbytes(size), checkpoints)
 
 
 def write_for_ever(root: Path, seed: int) -> None:

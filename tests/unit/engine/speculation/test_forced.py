@@ -6,7 +6,7 @@ import json
 
 from cellama.engine import Request, SamplingParams
 from cellama.engine.grammar.grammars import Grammars, GrammarSpec
-from cellama.engine.llama.samplers import LlamaSampler
+from cellama.engine.llama.backend import LlamaSampler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.speculation.sources import ForcedText
 

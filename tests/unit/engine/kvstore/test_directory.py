@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cellama.engine.kvstore import folder as folder_module
-from cellama.engine.kvstore.eviction import FolderFull
-from cellama.engine.kvstore.folder import Folder
+from cellama.engine.kvstore import directory as directory_module
+from cellama.engine.kvstore.directory import DirectoryFull, StateDirectory
 
 OLD = 1_000_000_000  # unix seconds
 
@@ -21,7 +20,9 @@ def key(number: int) -> str:
     return f"{number:064x}"
 
 
-def put(folder: Folder, number: int, size: int = 100, *, used: int | None = None, identity: bytes = b"a") -> Path:
+def put(
+    folder: StateDirectory, number: int, size: int = 100, *, used: int | None = None, identity: bytes = b"a"
+) -> Path:
     """A file of that key."""
     directory = folder.directory_of(identity)
     folder.prepare(directory)
@@ -32,12 +33,12 @@ def put(folder: Folder, number: int, size: int = 100, *, used: int | None = None
     return path
 
 
-def numbers(folder: Folder) -> list[int]:
+def numbers(folder: StateDirectory) -> list[int]:
     return [int(file.key, 16) for file in folder.states()]
 
 
-def test_least_recently_used_states_of_all_models_go_first_but_for_the_pinned(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "kv", 400)
+def test_least_recently_used_states_of_all_models_are_evicted_first_except_pinned_ones(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path / "kv", 400)
     for number, identity in enumerate((b"a", b"b", b"a", b"b"), start=1):
         put(folder, number, identity=identity)
     assert folder.pin(key(1))
@@ -51,39 +52,39 @@ def test_least_recently_used_states_of_all_models_go_first_but_for_the_pinned(tm
     assert numbers(folder) == [5, 6, 2]
 
 
-def test_file_larger_than_the_quota_goes_before_all_others(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 400)
+def test_file_larger_than_the_quota_is_evicted_first(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path, 400)
     put(folder, 1)
     os.truncate(put(folder, 2), 1 << 40)
     put(folder, 3)
     assert numbers(folder) == [1, 3]
 
 
-def test_state_that_does_not_fit_beside_what_is_pinned_or_written_is_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 300)
+def test_create_fails_when_pinned_and_unfinished_files_fill_the_quota(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path, 300)
     put(folder, 1)
     folder.pin(key(1))
     file = folder.create(folder.directory_of(b"a"), 150)
     for size in (301, 51):
-        with pytest.raises(FolderFull):
+        with pytest.raises(DirectoryFull):
             folder.create(folder.directory_of(b"a"), size)
     assert numbers(folder) == [1]
     file.close()
     folder.create(folder.directory_of(b"a"), 200).close()
 
 
-def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_files_and_directories_are_accessible_to_their_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        path = put(Folder(tmp_path / "kv", 1000), 1)
+        path = put(StateDirectory(tmp_path / "kv", 1000), 1)
     finally:
         os.umask(before)
     modes = [oct(there.stat().st_mode & 0o777) for there in (path, path.parent, tmp_path / "kv")]
     assert modes == ["0o600", "0o700", "0o700"]
 
 
-def test_files_of_dead_writers_go_and_other_files_stay(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 1000)
+def test_prepare_removes_files_of_dead_writers_and_keeps_other_files(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path, 1000)
     path = put(folder, 1)
     left = path.with_name(".0123456789abcdef.tmp")
     left.write_bytes(b"half")
@@ -91,14 +92,14 @@ def test_files_of_dead_writers_go_and_other_files_stay(tmp_path: Path) -> None:
     for other in kept:
         other.touch()
     writing = folder.create(path.parent, 10)
-    Folder(tmp_path, 1000).prepare(path.parent)
+    StateDirectory(tmp_path, 1000).prepare(path.parent)
     assert set(path.parent.iterdir()) == {path, writing.path, *kept}
     writing.close()
 
 
 @pytest.mark.parametrize("how", ["link", "open", "file"])
-def test_directory_in_which_others_can_change_files_is_refused(tmp_path: Path, how: str) -> None:
-    folder = Folder(tmp_path, 1000)
+def test_prepare_rejects_a_directory_that_others_can_write_to(tmp_path: Path, how: str) -> None:
+    folder = StateDirectory(tmp_path, 1000)
     directory = folder.directory_of(b"a")
     if how == "link":
         directory.symlink_to(tmp_path, target_is_directory=True)
@@ -107,20 +108,20 @@ def test_directory_in_which_others_can_change_files_is_refused(tmp_path: Path, h
         directory.chmod(0o777)
     else:
         directory.touch()
-    with pytest.raises(PermissionError, match="only this user writes to"):
+    with pytest.raises(PermissionError, match="only this user can write to"):
         folder.prepare(directory)
 
 
 @pytest.mark.parametrize("text", ["", "../../etc/passwd", "A" * 64, "a" * 64 + "/..", "a" * 64 + "\n"])
-def test_what_is_no_key_never_becomes_a_path(tmp_path: Path, text: str) -> None:
-    folder = Folder(tmp_path, 1000)
+def test_text_that_is_not_a_key_never_becomes_a_path(tmp_path: Path, text: str) -> None:
+    folder = StateDirectory(tmp_path, 1000)
     for action in (folder.find, folder.pin, folder.unpin):
         with pytest.raises(ValueError, match="is not a key"):
             action(text)
 
 
-def test_links_and_folders_with_names_of_states_are_neither_counted_nor_followed(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 1000)
+def test_links_and_directories_named_like_states_are_ignored(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path, 1000)
     path = put(folder, 1)
     path.with_name(key(2) + ".kv").symlink_to(path)
     path.with_name(key(3) + ".kv").mkdir()
@@ -129,32 +130,32 @@ def test_links_and_folders_with_names_of_states_are_neither_counted_nor_followed
     assert not folder.pin(key(3))
 
 
-def test_lock_that_is_held_for_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "LOCK_PATIENCE_S", 0.0)
-    folder = Folder(tmp_path, 1000)
+def test_lock_times_out_when_another_process_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "LOCK_TIMEOUT_S", 0.0)
+    folder = StateDirectory(tmp_path, 1000)
     put(folder, 1)
     with folder.locked(), pytest.raises(TimeoutError, match="another process has held"):
-        Folder(tmp_path, 1000).create(folder.directory_of(b"a"), 1)
+        StateDirectory(tmp_path, 1000).create(folder.directory_of(b"a"), 1)
 
 
-def test_remove_takes_pins_along(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 1000)
+def test_remove_also_removes_the_pin(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path, 1000)
     path = put(folder, 1)
     folder.pin(key(1))
     assert folder.remove([path, path.with_name(key(2) + ".kv")]) == 1
     assert not list(path.parent.iterdir())
 
 
-def test_folder_that_is_not_there_has_nothing(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "none", 1000)
+def test_missing_directory_has_no_states(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path / "none", 1000)
     assert folder.states() == folder.find(key(1)) == []
     assert not folder.pin(key(1))
     assert folder.remove([]) == 0
     assert not (tmp_path / "none").exists()
 
 
-def test_quota_holds_while_threads_write_at_once(tmp_path: Path) -> None:
-    folders = [Folder(tmp_path, 1000) for _ in range(4)]
+def test_quota_holds_while_threads_write_concurrently(tmp_path: Path) -> None:
+    folders = [StateDirectory(tmp_path, 1000) for _ in range(4)]
     most = []
 
     def write(first: int) -> None:
@@ -176,8 +177,8 @@ def test_quota_holds_while_threads_write_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/.*.tmp"))
 
 
-def test_draft_is_locked_as_long_as_it_is_open(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 1000)
+def test_unfinished_file_is_locked_until_it_is_closed(tmp_path: Path) -> None:
+    folder = StateDirectory(tmp_path, 1000)
     folder.prepare(folder.directory_of(b"a"))
     file = folder.create(folder.directory_of(b"a"), 10)
     with file.path.open("rb") as other, pytest.raises(BlockingIOError):

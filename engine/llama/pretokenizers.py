@@ -1,8 +1,9 @@
-"""Vocabularies whose texts llama.cpp splits into words by `std::regex`, which recurses with the length of a word.
+"""Vocabularies for which llama.cpp splits texts by `std::regex`, whose recursion depth grows with the word length.
 
-Measured with llama.cpp of llama-cpp-python 0.3.36 on x86-64: 321 bytes of stack for each character of an unbroken
-run, with every expression that it has. The usual vocabularies have code of their own instead (unicode.cpp:
-unicode_regex_split_custom), or expressions that match a few characters at once; all others count as recursive.
+Each character of an unbroken run takes 321 bytes of stack, with all of its expressions (measured with llama-cpp-python
+0.3.36 on x86-64). Common vocabularies do not recurse, because llama.cpp has code for them (unicode.cpp:
+unicode_regex_split_custom) or their expressions match few characters at once. All other vocabularies count as
+recursive.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from cellama.engine.system.threads import start_deep
 
 T = TypeVar("T")
 
-SHALLOW_CHARS = 4_000  # of a text that any thread has the stack for
-MAX_RUN = 100_000  # characters: half of what a deep thread's stack holds
-MAX_SUPERBPE_DIGITS = 3_000  # its expression for digits takes 1.5 s for so many, and four times that for twice as many
+SHALLOW_CHARS = 4_000  # a text up to this length fits the stack of any thread
+MAX_RUN = 100_000  # characters; half of what fits the stack of a deep thread
+MAX_SUPERBPE_DIGITS = 3_000  # its expression for digits takes 1.5 s for this many, and grows with the square
 
-# By tokenizer.ggml.pre, as llama-vocab.cpp maps it to its expressions.
+# Names in tokenizer.ggml.pre whose expressions (llama-vocab.cpp) do not recurse.
 ITERATIVE = frozenset(
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe chatglm-bpe glm4 "
     "glm5 mpt starcoder refact command-r smollm codeshell exaone exaone4 minerva-7b mellum mellum2 gpt-2 phi-2 jina-es "
@@ -30,13 +31,13 @@ ITERATIVE = frozenset(
     "granite-docling stablelm2 qwen2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan solar-open qwen35 kimi-k2 gemma4 "
     "granite-embed-multi-311m sarvam-moe laguna grok-2 chameleon".split()
 )
-_OTHER = r"[^\x00-\x7f\s]"  # characters beyond ASCII, whatever llama.cpp takes them for
+_OTHER = r"[^\x00-\x7f\s]"  # characters beyond ASCII, which may belong to any class of llama.cpp
 _LETTERS = re.compile(rf"(?:[A-Za-z]|{_OTHER})+")
 _DIGITS = re.compile(rf"(?:[0-9]|{_OTHER})+")
 _SIGNS = re.compile(rf"(?:[\x00-\x08\x0e-\x1f!-/:-@\[-`{{-\x7f]|{_OTHER})+")
 _NO_SPACE = re.compile(rf"(?:[\x00-\x08\x0e-\x1f!-\x7f]|{_OTHER})+")
 _WORDS = re.compile(rf"(?:[A-Za-z\s]|{_OTHER})+")
-_SPACE = re.compile(r"[\s/]+")  # follows a run in the same match, `/` in some expressions
+_SPACE = re.compile(r"[\s/]+")  # follows a run in the same match; some expressions include `/`
 _ASCII_DIGITS = re.compile(r"[0-9]+")
 _RUNS = {
     **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat", "viking", "whitespace"), (_NO_SPACE,)),
@@ -46,7 +47,10 @@ _RUNS = {
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a vocabulary splits texts: `tokenizer.ggml.pre` of a BPE vocabulary, None of others, "" if it names none."""
+    """The way in which a vocabulary splits texts into words.
+
+    `name` is `tokenizer.ggml.pre` of a BPE vocabulary, "" if it has none, and None for other types of vocabularies.
+    """
 
     name: str | None
 
@@ -55,7 +59,7 @@ class PreTokenizer:
         return self.name is not None and self.name not in ITERATIVE
 
     def run(self, text: str, work: Callable[[], T]) -> T:
-        """What `work` returns, which tokenizes the text, where there is stack enough. Raises InvalidRequest."""
+        """Call `work`, which tokenizes the text, in a thread with enough stack. Raises InvalidRequest."""
         if not self.recurses or (len(text) <= SHALLOW_CHARS and self.name != "superbpe"):
             return work()
         self._check(text)
@@ -69,16 +73,16 @@ class PreTokenizer:
             longest = max(_longest(pattern, text) for pattern in runs) + _longest(_SPACE, text)
             self._refuse_above(MAX_RUN, longest, "characters")
 
-    def _refuse_above(self, limit: int, longest: int, what: str) -> None:
+    def _refuse_above(self, limit: int, longest: int, unit: str) -> None:
         if longest > limit:
             raise InvalidRequest(
-                f"the text has an unbroken run of some {longest} {what}; with this model's tokenizer "
-                f"({self.name or 'default'}) it may have {limit}: put spaces or line breaks into it"
+                f"the text has an unbroken run of about {longest} {unit}, and the tokenizer of this model "
+                f"({self.name or 'default'}) supports {limit}; insert spaces or line breaks"
             )
 
 
 def _longest(pattern: re.Pattern[str], text: str) -> int:
-    """The length of the longest match."""
+    """Return the length of the longest match."""
     return max((match.end() - match.start() for match in pattern.finditer(text)), default=0)
 
 

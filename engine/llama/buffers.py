@@ -1,6 +1,6 @@
-"""What llama.cpp says it allocates: its log lines → bytes per device. Of a real load, and of a dry one.
+"""Sizes of llama.cpp's buffers in bytes per device, parsed from its log of a real or dry load.
 
-Another version may word them otherwise. A size that has to be there and is not found is an error, never 0 bytes.
+Other versions of llama.cpp may use other words. A required size that is not found is an error and never counts as 0.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ _MIB = 1024 * 1024
 _WEIGHTS = re.compile(r"load_tensors:\s+(\S+) model buffer size =\s*([\d.]+) MiB")
 _LAYER = re.compile(r"load_tensors: layer\s+(\d+) assigned to device (\S+),")
 _KV_LAYER = re.compile(r"llama_kv_cache: layer\s+\d+: dev = (\S+)")
-_KV = re.compile(r"llama_kv_cache: size =\s*([\d.]+) MiB")  # the buffers' own lines say 0 in a dry load
+_KV = re.compile(
+    r"llama_kv_cache: size =\s*([\d.]+) MiB"
+)  # in a dry load, the lines of the individual buffers have size 0
 _STATES = re.compile(r"(\S+) (?:RS|DSV4 .*state) buffer size =\s*([\d.]+) MiB")
 _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) MiB")
 _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) MiB")
 
 
 def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
-    """Bytes per device that contexts take, from the lines that llama.cpp logged while they were made.
+    """Return the memory of contexts per device, from the lines that llama.cpp logged while creating them.
 
-    `with_memory` if one of them has cells or states. Raises ModelLoadFailed for sizes that are not there.
+    Set `with_memory` if one of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
     """
     lines, gpus = list(lines), list(gpus)
-    _require(lines, "the scratch buffers", _COMPUTE)
-    _require(lines, "the outputs", _OUTPUT)
+    _require(lines, "compute buffers", _COMPUTE)
+    _require(lines, "outputs", _OUTPUT)
     if with_memory:
         _require(lines, "the KV cache", _KV, _STATES)
     kv, compute, layers = Counter(states(lines, gpus)), Counter[str](), Counter[str]()
@@ -41,7 +43,7 @@ def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bo
         elif match := _KV.search(line):
             if not layers and float(match[1]):
                 raise _unknown("the layers of the KV cache")
-            for device, count in layers.items():  # layers with cells are alike, or nearly so
+            for device, count in layers.items():  # layers with cells have about the same size
                 kv[device] += int(float(match[1]) * _MIB * count / layers.total())
             layers.clear()
         elif match := _COMPUTE.search(line) or _OUTPUT.search(line):
@@ -50,7 +52,7 @@ def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bo
 
 
 def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
-    """Bytes per device of the states of recurrent layers."""
+    """Return the bytes per device of the states of recurrent layers."""
     found = Counter[str]()
     for match in filter(None, map(_STATES.search, lines)):
         found[device_of(match[1], gpus)] += int(float(match[2]) * _MIB)
@@ -58,10 +60,11 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
 
 
 def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
-    """Bytes per device of weights that are loaded, from the lines of the load; `size_bytes` is that of all tensors.
+    """Return the memory of loaded weights per device, from the lines of the load.
 
-    The CPU's may lie twice, in the mapped file and repacked for the processor. They count once: the pages of what was
-    repacked are not needed again. Raises ModelLoadFailed for sizes that are not there.
+    `size_bytes` is the size of all tensors. Weights on the CPU can exist twice, in the mapped file and repacked for the
+    processor. They count once, because repacked pages are not read from the file again. Raises ModelLoadFailed if a
+    size is missing.
     """
     lines = list(lines)
     _require(lines, "the weights", _WEIGHTS)
@@ -80,19 +83,20 @@ def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -
 
 
 def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
-    """How many layers of a model lie on which device, the one with the output among them. Raises ModelLoadFailed."""
+    """Return the number of layers per device, including the output layer. Raises ModelLoadFailed."""
     lines = list(lines)
-    _require(lines, "the layers' devices", _LAYER)
+    _require(lines, "the devices of layers", _LAYER)
     return dict(Counter(match[2] for match in filter(None, map(_LAYER.search, lines))))
 
 
 def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, MemoryUse]:
-    """Bytes per device that weights will take, from the lines of a dry load, and name → bytes of all tensors.
+    """Return the memory that weights will take per device, from the lines of a dry load.
 
-    Layers lie on their devices, the output on that of the last one, everything else on the CPU. Raises ModelLoadFailed.
+    `tensors` has the bytes of all tensors by name. Layers are on their devices, the output is on the device of the last
+    layer, and everything else is on the CPU. Raises ModelLoadFailed.
     """
     lines = list(lines)
-    _require(lines, "the layers' devices", _LAYER)
+    _require(lines, "the devices of layers", _LAYER)
     device_of_layer = {int(match[1]): match[2] for match in filter(None, map(_LAYER.search, lines))}
     output = device_of_layer.get(max(device_of_layer, default=0), CPU)
     sizes = Counter[str]()
@@ -101,23 +105,25 @@ def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[st
             sizes[device_of_layer.get(int(name.split(".")[1]), CPU)] += num_bytes
         else:
             sizes[output if name.startswith("output") else CPU] += num_bytes
-    if output != CPU and "output.weight" not in tensors:  # it is the embedding's, copied to where it is needed
+    if (
+        output != CPU and "output.weight" not in tensors
+    ):  # the output shares the weights of the embedding, which are copied to its device
         sizes[output] += tensors.get("token_embd.weight", 0)
     return {device: MemoryUse(size, mapped_bytes=size if device == CPU else 0) for device, size in sizes.items()}
 
 
-def _require(lines: Iterable[str], what: str, *patterns: re.Pattern[str]) -> None:
+def _require(lines: Iterable[str], subject: str, *patterns: re.Pattern[str]) -> None:
     if not any(pattern.search(line) for line in lines for pattern in patterns):
-        raise _unknown(what)
+        raise _unknown(subject)
 
 
-def _unknown(what: str) -> ModelLoadFailed:
+def _unknown(subject: str) -> ModelLoadFailed:
     return ModelLoadFailed(
-        f"llama.cpp did not say in its log how it allocates {what}, in words that are known here; install a version of "
-        f"llama-cpp-python that this version of cellama was made for (this is {llama_cpp.__version__})"
+        f"the log of llama.cpp has no known line about {subject}; install a version of llama-cpp-python that "
+        f"this version of cellama supports (installed: {llama_cpp.__version__})"
     )
 
 
 def device_of(buffer: str, gpus: Iterable[str]) -> str:
-    """The device of a buffer: "CUDA0" of "CUDA0" and "CUDA0_Split"; pinned ("CUDA_Host") and all else is RAM."""
+    """Return the device of a buffer. For example, "CUDA0_Split" is on CUDA0, and pinned memory ("CUDA_Host") is RAM."""
     return next((gpu for gpu in gpus if buffer == gpu or buffer.startswith(f"{gpu}_")), CPU)

@@ -1,4 +1,4 @@
-"""The devices that ggml has, and their memory. llama_cpp does not wrap these calls of ggml-backend.h."""
+"""The devices of ggml and their memory, from functions of ggml-backend.h that llama_cpp does not wrap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from cellama.engine.memory.budget import CPU, Device, DeviceKind
 from cellama.engine.memory.free_memory import ram
 from cellama.engine.system.processors import available_cores
 
-_KINDS: dict[int, DeviceKind] = {0: "cpu", 1: "gpu", 2: "integrated gpu"}  # ggml_backend_dev_type; 3: no own memory
+_KINDS: dict[int, DeviceKind] = {
+    0: "cpu",
+    1: "gpu",
+    2: "integrated gpu",
+}  # ggml_backend_dev_type; other types have no memory of their own
 
 
 def _function(name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer:
@@ -32,7 +36,7 @@ _memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _size_p, _size_p)(("ggml_backe
 
 
 def devices() -> list[Device]:
-    """The CPU, with the RAM that this process may have, and each GPU that llama.cpp was built for and finds."""
+    """Return the CPU with the RAM available to this process, and each GPU that llama.cpp supports and finds."""
     initialise()
     found = [_device(_get(index)) for index in range(_count())]
     return sorted((device for device in found if device is not None), key=lambda device: device.kind != "cpu")
@@ -53,12 +57,12 @@ def _device(pointer: int) -> Device | None:
 
 
 def gpu_names() -> list[str]:
-    """The names of the devices that are not the CPU."""
+    """Return the names of all devices except the CPU."""
     return [device.name for device in devices() if device.kind != "cpu"]
 
 
 def machine() -> dict[str, Any]:
-    """What the speed of a model depends on here: CPU, cores that this process may use, GPUs, version of llama.cpp."""
+    """Return the properties of this machine that determine speed: CPU, usable cores, GPUs and version of llama.cpp."""
     found = devices()
     return {
         "cpu": next((device.description for device in found if device.kind == "cpu"), "unknown"),

@@ -1,11 +1,12 @@
-"""The directory of states that models and processes share: names, locks, pins, and what dead processes left.
+"""A directory of states that models and processes share: names, locks, pins, the quota, and files of dead writers.
 
-    ROOT/.lock                    held (flock) by whoever changes which files there are
-    ROOT/<identity>/<key>.kv      a state; its time of modification is the time of its last use
-    ROOT/<identity>/<key>.pin     empty: that state is never evicted
-    ROOT/<identity>/.<any>.tmp    being written, and locked as long as its writer lives
+    `ROOT/.lock` is held (flock) by the process that changes which files exist.
+    `ROOT/<identity>/<key>.kv` is a state. Its modification time is the time of its last use.
+    `ROOT/<identity>/<key>.pin` is an empty file that excludes the state from eviction.
+    `ROOT/<identity>/.<hex>.tmp` is an unfinished file, locked as long as its writer is alive.
 
-No thread owns anything here. The lock file is all that processes agree on, on several machines, too, where flock works.
+No thread owns anything here. Processes coordinate only through the lock file, also across machines if the file system
+supports flock.
 """
 
 from __future__ import annotations
@@ -17,34 +18,37 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from .eviction import files_to_evict
 from .keys import is_key
-from .states import KeptFile
+from .states import StoredFile
 
-LOCK_PATIENCE_S = 10.0  # the lock is held for some ms; a process that was stopped with it must not stop the others
-LOCK_POLL_S = 0.01  # flock has no timeout; much shorter than the fsync that follows
+LOCK_TIMEOUT_S = 10.0  # normally the lock is held for milliseconds; a suspended process must not block the others
+LOCK_POLL_S = 0.01  # flock has no timeout; this is much shorter than the fsync that follows
 STATE, PIN, TEMPORARY = ".kv", ".pin", ".tmp"
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp\Z")
 
 
+class DirectoryFull(Exception):
+    """The quota is too small for the new file together with pinned and unfinished files."""
+
+
 @dataclass(slots=True)
 class UnfinishedFile:
-    """A file without its name; its size counts in the quota already. Locked until it is closed."""
+    """A file that is being written. It is locked until it is closed, and its full size already counts as used."""
 
     path: Path
     descriptor: int
 
     def publish(self, key: str) -> Path:
-        """Give the file its name. All of it is on the disk before another process sees it."""
+        """Sync the file and rename it to its key, so that other processes see only complete files."""
         target = self.path.with_name(key + STATE)
         os.fsync(self.descriptor)
         os.replace(self.path, target)
-        _sync_folder(target.parent)
+        _sync_directory(target.parent)
         return target
 
     def close(self) -> None:
@@ -54,43 +58,48 @@ class UnfinishedFile:
         os.close(self.descriptor)
 
 
-class Folder:
-    """The files that processes share. Any thread. Methods raise OSError where the system does."""
+class StateDirectory:
+    """The files that processes share. Any thread. Methods raise the OSError of the file system."""
 
     def __init__(self, root: Path, quota_bytes: int) -> None:
         self.root = root
         self.quota_bytes = quota_bytes
-        self.num_evictions = 0  # files that this object removed for the quota
+        self.num_evictions = 0  # files that this object removed because of the quota
 
     def directory_of(self, identity: bytes) -> Path:
-        """Return the directory of an identity's files, which may not exist yet."""
+        """Return the directory with the files of an identity, which may not exist yet."""
         return self.root / sha256(identity).hexdigest()
 
     def prepare(self, directory: Path) -> None:
-        """Create what is missing, remove what dead processes left, and restore the quota.
+        """Create the directories, remove files of dead writers, and evict states that exceed the quota.
 
-        Raises PermissionError for a directory in which others can change files.
+        Raises PermissionError if other users can change files in the directory.
         """
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
         entry = directory.lstat()
         if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.geteuid() or entry.st_mode & 0o022:
-            raise PermissionError(f"{directory} is not a folder that only this user writes to; remove it, or chmod 700")
+            raise PermissionError(
+                f"{directory} is not a directory that only this user can write to; remove it, or run chmod 700"
+            )
         with self.locked():
             self._evict(0)
 
     # Files
 
-    def states(self) -> list[KeptFile]:
-        """Return the states of all identities, the least recently used first. Others may come and go meanwhile."""
+    def states(self) -> list[StoredFile]:
+        """Return the states of all identities, the least recently used first.
+
+        Other processes may add and remove files at the same time.
+        """
         found = [file for directory in self._directories() for file in _states_in(directory)]
         return sorted(found, key=lambda file: (file.last_used, file.path))
 
     def create(self, directory: Path, num_bytes: int) -> UnfinishedFile:
-        """Create a file of so many bytes, and evict older states for it. Raises FolderFull if that is not enough.
+        """Create a file of `num_bytes`, and evict older states to keep the quota. Raises DirectoryFull.
 
-        The file has its length at once, so every process counts all of it: the quota holds at every moment.
+        The file has its full length from the start. Every process counts it, so the quota holds at every moment.
         """
         with self.locked():
             self._evict(num_bytes)
@@ -106,7 +115,7 @@ class Folder:
         return UnfinishedFile(path, descriptor)
 
     def pin(self, key: str) -> bool:
-        """Keep a state until it is unpinned; return False if there is none of that key."""
+        """Exclude a state from eviction. Return False if no state has this key."""
         if not self.find(key):
             return False
         with self.locked():
@@ -116,7 +125,7 @@ class Folder:
         return bool(paths)
 
     def unpin(self, key: str) -> bool:
-        """Allow a state to be evicted; return False if it was not pinned."""
+        """Allow a state to be evicted again. Return False if it was not pinned."""
         found = False
         for path in self.find(key):
             with contextlib.suppress(FileNotFoundError):
@@ -125,14 +134,14 @@ class Folder:
         return found
 
     def find(self, key: str) -> list[Path]:
-        """Return the files of a key, one per identity. Raises ValueError for a text that is not a key."""
+        """Return the files with this key, at most one per identity. Raises ValueError if the text is not a key."""
         if not is_key(key):
             raise ValueError(f"{key[:80]!r} is not a key; a key has 64 hex digits")
         paths = (directory / f"{key}{STATE}" for directory in self._directories())
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def remove(self, files: Iterable[Path]) -> int:
-        """Remove states with their pins; return how many there were."""
+        """Remove states and their pins. Return the number of states that existed."""
         paths = list(files)
         if not paths:
             return 0
@@ -140,25 +149,28 @@ class Folder:
             return sum(map(_remove, paths))
 
     def _evict(self, new_bytes: int) -> None:
-        """Under the lock: make place for so many bytes."""
-        taken_bytes = sum(_sweep(directory) for directory in self._directories())
-        for file in files_to_evict(self.states(), self.quota_bytes, taken_bytes, new_bytes):
+        """Remove states until `new_bytes` fit into the quota. The caller holds the lock."""
+        unfinished_bytes = sum(_sweep(directory) for directory in self._directories())
+        for file in files_to_evict(self.states(), self.quota_bytes, unfinished_bytes, new_bytes):
             self.num_evictions += _remove(file.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the directory. Raises TimeoutError if another process or thread holds it for too long."""
+        """Hold the lock of the directory.
+
+        Raises TimeoutError if another process or thread holds it for longer than LOCK_TIMEOUT_S.
+        """
         path = self.root / ".lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            deadline = time.monotonic() + LOCK_PATIENCE_S
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
             while True:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"another process has held {path} for {LOCK_PATIENCE_S:.0f} s") from None
+                        raise TimeoutError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s") from None
                 time.sleep(LOCK_POLL_S)
             yield
         finally:
@@ -170,19 +182,40 @@ class Folder:
         return []
 
 
+def files_to_evict(
+    files: Sequence[StoredFile], quota_bytes: int, unfinished_bytes: int, new_bytes: int
+) -> list[StoredFile]:
+    """Return the files to remove before a file of `new_bytes` is created; 0 only restores the quota.
+
+    `files` are sorted by their last use, the oldest first. Pinned files stay. Files larger than the quota are removed
+    first, because they can't be read. Raises DirectoryFull. Pure.
+    """
+    if new_bytes > quota_bytes:
+        raise DirectoryFull(f"a file of {new_bytes} bytes exceeds the quota of {quota_bytes}")
+    excess = unfinished_bytes + sum(file.num_bytes for file in files) + new_bytes - quota_bytes
+    evicted = []
+    for file in sorted(files, key=lambda file: file.num_bytes <= quota_bytes):
+        if excess > 0 and not file.is_pinned:
+            evicted.append(file)
+            excess -= file.num_bytes
+    if excess > 0 and new_bytes:
+        raise DirectoryFull(f"pinned and unfinished files leave {excess} bytes too few for the new file")
+    return evicted
+
+
 def touch(path: Path) -> None:
-    """Make a state the most recently used one, where the system allows it."""
+    """Mark a state as the most recently used one, if the file system permits."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
 def is_pinned(path: Path) -> bool:
-    """True if the state is never evicted."""
+    """Return whether the state is excluded from eviction."""
     return path.with_suffix(PIN).exists()
 
 
 def _remove(path: Path) -> bool:
-    """Remove a state and its pin; return False if it was gone already."""
+    """Remove a state and its pin. Return False if the state did not exist."""
     with contextlib.suppress(FileNotFoundError):
         path.with_suffix(PIN).unlink()
     try:
@@ -192,7 +225,7 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _states_in(directory: Path) -> Iterator[KeptFile]:
+def _states_in(directory: Path) -> Iterator[StoredFile]:
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         listed = {entry.name: entry for entry in entries}
         for name, entry in listed.items():
@@ -202,21 +235,21 @@ def _states_in(directory: Path) -> Iterator[KeptFile]:
             with contextlib.suppress(FileNotFoundError):
                 found = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(found.st_mode):
-                    yield KeptFile(Path(entry.path), found.st_size, found.st_mtime, is_pinned=stem + PIN in listed)
+                    yield StoredFile(Path(entry.path), found.st_size, found.st_mtime, is_pinned=stem + PIN in listed)
 
 
 def _sweep(directory: Path) -> int:
-    """Under the lock: remove files whose writers are gone; return the bytes of those that are being written."""
+    """Remove unfinished files of dead writers, and return the bytes of the others. The caller holds the lock."""
     with contextlib.suppress(FileNotFoundError):
-        return sum(_size_if_written(directory / name) for name in os.listdir(directory) if _TEMPORARY.match(name))
+        return sum(_unfinished_size(directory / name) for name in os.listdir(directory) if _TEMPORARY.match(name))
     return 0
 
 
-def _size_if_written(path: Path) -> int:
-    """Return the size of a file that is being written; remove it if its writer is gone."""
+def _unfinished_size(path: Path) -> int:
+    """Return the size of an unfinished file in bytes. If its writer is dead, remove the file and return 0."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # gone, or not ours
+    except OSError:  # the file has vanished, or belongs to another user
         return 0
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,8 +261,8 @@ def _size_if_written(path: Path) -> int:
         os.close(descriptor)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,12 +1,13 @@
-"""A slot's state as llama.cpp writes it, and the same without what depends on the number of slots. Pure, any thread.
+"""Convert a slot's state between llama.cpp's format and a portable format. Pure, any thread.
 
-llama-context.cpp, state_seq_get_data: a magic number, the slot, then a block per memory. llama-kv-cache.cpp,
-state_write: a block of cells begins with the number of streams, each with its number of cells and, if there are any,
-those; a slot has cells in one stream only. The block of a recurrent memory, which is the last one, has no streams.
+llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). It has a magic number, the
+slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with the number of streams.
+Each stream has its number of cells, and the cells if there are any. The cells of a slot are in one stream. The block of
+a recurrent memory has no streams, and is the last block.
 
-Ours: `_HEAD`, the lengths of the streams that are kept of each block of cells, room for what llama.cpp wants before
-the first one, these, and the recurrent block. Where there is one block of cells at most, nothing is moved to have
-llama.cpp's form again.
+The portable format has `_HEAD`, the lengths of the stored streams of all blocks of cells, reserved space, the streams,
+and the recurrent block. The reserved space precedes the first stream, and is as large as anything that llama.cpp's
+format has before it. With at most one block of cells, a state can therefore be converted back in place.
 """
 
 from __future__ import annotations
@@ -22,46 +23,46 @@ from typing_extensions import Buffer
 Bytes = NDArray[np.uint8]
 
 MAGIC = 0xAF143CD8
-_HEAD = struct.Struct("<III")  # tokens that the state holds, blocks of cells, 1 if there is no other one
+_HEAD = struct.Struct("<III")  # tokens of the state, blocks of cells, 1 if there is no recurrent block
 _MAX_STREAMS, _MAX_LAYERS, _MAX_ROW = 256, 1 << 12, 1 << 28
-_ROOM = 12 + 4 * (_MAX_STREAMS - 1)  # bytes: a magic number, the slot, the number of streams, empty ones
-_CELL_EXTRAS = (0, 12)  # bytes: some models note two more positions and the token (llama-kv-cells.h)
+_RESERVED = 12 + 4 * (_MAX_STREAMS - 1)  # bytes for magic number, slot, number of streams, and empty streams
+_CELL_EXTRAS = (0, 12)  # bytes per cell; some models store two more positions and the token (llama-kv-cells.h)
 
 
 def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> memoryview:
-    """The state of a slot that holds so many tokens; ValueError for what is not laid out as it is known here.
+    """Return the portable form of a state of `num_tokens`. Raises ValueError if its layout is unknown.
 
-    `num_cell_blocks` come before a recurrent block; None: there is none, and all are blocks of cells.
+    `num_cell_blocks` is the number of blocks before the recurrent block, or None if there is no recurrent block.
     """
     data = state.data
     if len(data) < 8 or _u32(data, 0) != MAGIC:
-        raise ValueError("it does not begin as a state")
+        raise ValueError("the state has no magic number")
     streams, end = next(_whole(data, num_cell_blocks), (None, 0))
     if streams is None:
-        raise ValueError("its blocks are not of a known form")
+        raise ValueError("the layout of the state is unknown")
     head = _HEAD.pack(num_tokens, len(streams), num_cell_blocks is None)
     lengths = struct.pack(f"<{len(streams)}Q", *(last - first for first, last in streams))
-    return _joined([head, lengths, bytes(_ROOM), *(data[first:last] for first, last in streams), data[end:]]).data
+    return _joined([head, lengths, bytes(_RESERVED), *(data[first:last] for first, last in streams), data[end:]]).data
 
 
 def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | None) -> tuple[Bytes, int]:
-    """What llama.cpp reads where cells lie in so many streams, and how many tokens it holds; ValueError if damaged.
+    """Return a state for llama.cpp with `num_streams` streams, and its number of tokens. Raises ValueError if damaged.
 
-    What may be written to is taken over where that saves a copy.
+    A writable buffer is converted in place if possible, which saves a copy.
     """
     data = memoryview(portable).cast("B")
     try:
         num_tokens, num_blocks, is_cells_only = _HEAD.unpack_from(data)
         lengths = struct.unpack_from(f"<{num_blocks}Q", data, _HEAD.size)
     except struct.error as error:
-        raise ValueError(f"it is too short: {error}") from None
+        raise ValueError(f"the state is too short: {error}") from None
     if bool(is_cells_only) != (num_cell_blocks is None) or num_cell_blocks not in (None, num_blocks):
-        raise ValueError(f"it has {num_blocks} blocks of cells, and this model's states have others")
-    start = _HEAD.size + 8 * num_blocks + _ROOM
+        raise ValueError(f"the state has {num_blocks} blocks of cells, which does not fit this model")
+    start = _HEAD.size + 8 * num_blocks + _RESERVED
     end = start + sum(lengths)
     if end > len(data) or (is_cells_only and end != len(data)):
-        raise ValueError("its lengths are not those of its parts")
-    # Whichever stream has the cells: llama.cpp reads them into the slot's own.
+        raise ValueError("the lengths in the head of the state do not fit its size")
+    # llama.cpp reads the cells into the slot's own stream, whichever stream of the state has them.
     before = [struct.pack("<I", num_streams) + bytes(4 * (num_streams - bool(length))) for length in lengths]
     first = struct.pack("<II", MAGIC, 0) + b"".join(before[:1])
     if num_blocks <= 1 and not data.readonly and len(first) <= start:
@@ -76,15 +77,15 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Bytes:
-    """All in one, as `bytes.join`, which would keep Python's global lock: the engine thread goes on meanwhile."""
+    """Return the concatenation. Unlike `bytes.join`, this releases the GIL, so that the engine thread can continue."""
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts if len(part)])
 
 
-_Streams = list[tuple[int, int]]  # where the cells of each block lie; nowhere if it has none
+_Streams = list[tuple[int, int]]  # start and end of the cells of each block; equal if the block has no cells
 
 
 def _whole(data: memoryview, num_blocks: int | None) -> Iterator[tuple[_Streams, int]]:
-    """Ways to read it all, of which one fits at most, and where the recurrent block begins."""
+    """Yield the layouts that fit the whole state, at most one, with the start of the recurrent block."""
     for extra in _CELL_EXTRAS:
         for streams, end in _blocks(data, 8, num_blocks, extra):
             if (num_blocks is None) == (end == len(data)):
@@ -105,45 +106,45 @@ def _blocks(data: memoryview, at: int, left: int | None, extra: int) -> Iterator
 
 
 def _block(data: memoryview, at: int, extra: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Where the cells of a block can lie, and where it ends then."""
+    """Yield possible ranges of the cells of a block, each with the end of the block."""
     num_streams = _u32(data, at)
     if not 1 <= num_streams <= _MAX_STREAMS:
         return
     at += 4
     for stream in range(num_streams):
         if _u32(data, at):
-            behind = 4 * (num_streams - stream - 1)
+            num_rest_bytes = 4 * (num_streams - stream - 1)
             for end in _cells(data, at, extra):
-                if data[end : end + behind] == bytes(behind):
-                    yield (at, end), end + behind
+                if data[end : end + num_rest_bytes] == bytes(num_rest_bytes):
+                    yield (at, end), end + num_rest_bytes
             return
         at += 4
     yield (at, at), at
 
 
 def _cells(data: memoryview, at: int, extra: int) -> Iterator[int]:
-    """Where cells that begin here can end: behind keys and values, or keys alone."""
+    """Yield possible ends of the cells that start at `at`, which have keys and values, or only keys."""
     count, size = _u32(data, at), 12 + extra
     at += 4
     if len(data) < at + count * size:
         return
     rows = np.frombuffer(data[at : at + count * size], np.uint8).reshape(count, size)
-    if (rows[:, 4:8].copy().view("<u4") != 1).any():  # of how many slots each is
+    if (rows[:, 4:8].copy().view("<u4") != 1).any():  # the number of slots that share a cell
         return
     at += count * size
     transposed, num_layers = _u32(data, at), _u32(data, at + 4)
     if transposed > 1 or num_layers > _MAX_LAYERS:
         return
-    behind_keys = _rows(data, at + 8, num_layers, count)
+    end_of_keys = _rows(data, at + 8, num_layers, count)
     if num_layers:
         with_values = _columns if transposed else _rows
         with contextlib.suppress(ValueError, struct.error):
-            yield with_values(data, behind_keys, num_layers, count)
-    yield behind_keys
+            yield with_values(data, end_of_keys, num_layers, count)
+    yield end_of_keys
 
 
 def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """The end of so many layers: a type, the length of a row, a row per cell."""
+    """Return the end of `num_layers` layers, each with a type, the length of a row, and one row per cell."""
     for _ in range(num_layers):
         _, row = struct.unpack_from("<iQ", data, at)
         at = _skip(data, at + 12, row, count)
@@ -151,7 +152,7 @@ def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
 
 
 def _columns(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """The same of transposed values: a type, the size of an element, their number per cell."""
+    """Return the end of layers with transposed values, each with a type, the size of an element, and their number."""
     for _ in range(num_layers):
         _, size, width = struct.unpack_from("<iII", data, at)
         at = _skip(data, at + 12, size * width, count)
@@ -160,7 +161,7 @@ def _columns(data: memoryview, at: int, num_layers: int, count: int) -> int:
 
 def _skip(data: memoryview, at: int, row: int, count: int) -> int:
     if not 0 < row <= _MAX_ROW or at + row * count > len(data):
-        raise ValueError("rows of no known length")
+        raise ValueError("the rows have an unknown length")
     return at + row * count
 
 
