@@ -84,7 +84,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _check_stops(value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise InvalidJob(f"stop_sequences is {shorten(value)}; it must be a list of texts")
+        raise InvalidJob(f"stop_sequences is {shorten(value)}; it must be a list of strings")
 
 
 def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
         params |= choice_of(given["tool_choice"], tools)
     effort = _config(given).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise InvalidJob(f"output_config.effort is {shorten(effort)}; it must be a text such as low, medium or high")
+        raise InvalidJob(f"output_config.effort is {shorten(effort)}; it must be a string such as low, medium or high")
     arguments = given.get("template_args", {})
     if effort is not None and isinstance(arguments, dict):
         params["template_args"] = {"reasoning_effort": effort, **arguments}

@@ -68,7 +68,7 @@ def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise InvalidJob(f"{where} is {shorten(content)}; it must be a text or a list of blocks")
+        raise InvalidJob(f"{where} is {shorten(content)}; it must be a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, dict):
             raise InvalidJob(f"{where}.{index} is {shorten(block)}; it must be a block, which is an object with a type")
@@ -154,7 +154,7 @@ def _text(block: Mapping[str, Any], where: str) -> str:
 def _string(block: Mapping[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a text")
+        raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a string")
     try:
         return check_text(value)
     except ValueError as error:

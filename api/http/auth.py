@@ -24,12 +24,11 @@ _ADAPTERS: TypeAdapter[tuple[tuple[str, float], ...] | None] = TypeAdapter(Adapt
 class Caller:
     """The sender of a request, and its rights.
 
-    - `tenant`: the scope of prefixes, idempotency keys and ids. Callers without a key share the scope None.
-    - `models`: the ids of the models that the caller may use. None allows all.
-    - `priority`: the service tier (`TIERS`) of requests that don't name one, and the most urgent tier that a request
-      may name. None means "default", and allows all tiers.
-    - `max_tokens`: the largest number of tokens that one request may prefill and generate.
-    - `adapters`: the LoRA adapters that a request may name. None allows all.
+    `tenant` is the scope of prefixes, idempotency keys and ids. Callers without a key share the scope None. `models`
+    are the ids of the models that the caller may use, or None for all. `priority` is the service tier (`TIERS`) of
+    requests that don't name one, and no request may name a more urgent tier. If it is None, the tier is "default", and
+    all tiers are allowed. `max_tokens` limits the tokens that one request may prefill and generate. `adapters` are the
+    LoRA adapters that a request may name, or None for all.
     """
 
     tenant: str | None = None

@@ -65,7 +65,7 @@ class CompletionRequest(JobsRequest):
     def refusal(self, error: InvalidJob) -> ApiError:
         return wrong(error, self.names)
 
-    async def whole(self, running: RunningJobs) -> dict[str, Any]:
+    async def body(self, running: RunningJobs) -> dict[str, Any]:
         reasoning_tokens = await running.wait()
         results: Any = [await running.result(index) for index in range(len(running.jobs))]
         body = body_of(self.kind, self._answer_id(running), results, reasoning_tokens)
@@ -80,7 +80,7 @@ class CompletionRequest(JobsRequest):
             self.model,
             self.n,
             include_usage=self.include_usage,
-            shown={"service_tier": self.tier},
+            common={"service_tier": self.tier},
         )
         async for index, event in events:
             if event["type"] == "ping":

@@ -55,11 +55,11 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
     A body may be up to `timeout_s` behind a transfer at MIN_BYTES_PER_S. Only the time spent waiting for the client
     counts.
     """
-    remaining_s, is_whole = timeout_s, False
+    remaining_s, is_complete = timeout_s, False
 
     async def receive_in_time() -> Message:
-        nonlocal remaining_s, is_whole
-        if is_whole:
+        nonlocal remaining_s, is_complete
+        if is_complete:
             return await receive()
         started_at = time.monotonic()
         try:
@@ -75,7 +75,7 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
             ) from None
         earned_s = len(message.get("body", b"")) / MIN_BYTES_PER_S
         remaining_s = min(timeout_s, remaining_s - (time.monotonic() - started_at) + earned_s)
-        is_whole = not message.get("more_body", False)
+        is_complete = not message.get("more_body", False)
         return message
 
     return receive_in_time

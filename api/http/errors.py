@@ -100,13 +100,13 @@ def of_job(error: JobError) -> ApiError:
 
 def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     """Return the error for a code of a job (docs/reference/errors.md)."""
-    shown = message_for_clients(code, message)
-    if shown != message:
+    client_message = message_for_clients(code, message)
+    if client_message != message:
         log.warning("error message replaced for client", code=code, detail=message)
     status = meaning_of(code).http_status
     status = _STATUSES.get(status, status)
     retry = RETRY_AFTER_S if retryable and status in (429, 503, 507) else None
-    return ApiError(status, shown, code=_CODES.get(code, code), retry_after_s=retry)
+    return ApiError(status, client_message, code=_CODES.get(code, code), retry_after_s=retry)
 
 
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:

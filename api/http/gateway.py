@@ -123,11 +123,13 @@ class RequestCounts:
         self._tenants = Bounded()
         self.num_in_flight = 0
 
-    def count_request(self, route: str, method: str, status: str, first_byte_s: float | None, whole_s: float) -> None:
+    def count_request(
+        self, route: str, method: str, status: str, first_byte_s: float | None, duration_s: float
+    ) -> None:
         """Count a request that has ended. `first_byte_s` is None if no byte of the response was sent."""
         known = method if method in METHODS else OTHER
         self._meter.count("cellama_http_requests_total", route, known, status)
-        self._meter.observe("cellama_http_request_seconds", whole_s, route)
+        self._meter.observe("cellama_http_request_seconds", duration_s, route)
         if first_byte_s is not None:
             self._meter.observe("cellama_http_first_byte_seconds", first_byte_s, route)
 

@@ -46,7 +46,7 @@ class MessageRequest(JobsRequest):
     def refusal(self, error: InvalidJob) -> ApiError:
         return wrong(error, self.names)
 
-    async def whole(self, running: RunningJobs) -> dict[str, Any]:
+    async def body(self, running: RunningJobs) -> dict[str, Any]:
         thinking_tokens = await running.wait()
         result: Any = await running.result()
         return message_of(

@@ -76,8 +76,8 @@ class RequestMiddleware:
                 context.end()
                 counts.num_in_flight -= 1
                 route = self._paths.get(scope.get("endpoint"))
-                whole_s = time.monotonic() - started_at
-                counts.count_request(route or OTHER, scope["method"], str(status), first_byte_s, whole_s)
+                duration_s = time.monotonic() - started_at
+                counts.count_request(route or OTHER, scope["method"], str(status), first_byte_s, duration_s)
                 if span is not None:
                     _describe(span, route, status)
 

@@ -20,17 +20,17 @@ async def models(request: Request) -> Response:
     """GET /v1/models"""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return JSONResponse({"object": "list", "data": list(map(_shown, await gateway.models(caller)))})
+    return JSONResponse({"object": "list", "data": list(map(_model_object, await gateway.models(caller)))})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{id}"""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return JSONResponse(_shown(await gateway.find_model(caller, request.path_params["model"])))
+    return JSONResponse(_model_object(await gateway.find_model(caller, request.path_params["model"])))
 
 
-def _shown(view: ModelView) -> dict[str, Any]:
+def _model_object(view: ModelView) -> dict[str, Any]:
     known = {"ctx_per_slot": "context_length", "architecture": "architecture", "n_params": "n_params"}
     return {
         "id": view["id"],

@@ -88,7 +88,7 @@ class ParsedRequest:
             return tenant
         max_chars = limits.MAX_NAME_CHARS // 2
         if not isinstance(salt, str) or not 1 <= len(salt) <= max_chars or "\0" in salt or valid_text(salt) != salt:
-            raise ApiError(400, f"cache_salt must be a text of 1 to {max_chars} characters", param="cache_salt")
+            raise ApiError(400, f"cache_salt must be a string of 1 to {max_chars} characters", param="cache_salt")
         return f"{tenant}\x1f{salt}"
 
     def params_of_caller(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class PageQuery:
             raise ApiError(400, f"order is {order[:40]!r}; it must be asc or desc", param="order")
         return cls(query.get("after") or None, int(limit), order)
 
-    def shown(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def to_list(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the page. `found` starts with it, and has at least one more object if there is a next page."""
         data = list(found[: self.limit])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)

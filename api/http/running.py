@@ -297,7 +297,7 @@ class JobsRequest(ABC):
         """Return the error for an invalid body, with the names of this API."""
 
     @abstractmethod
-    async def whole(self, running: RunningJobs) -> dict[str, Any]:
+    async def body(self, running: RunningJobs) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
 
     @abstractmethod
@@ -323,7 +323,7 @@ async def run_jobs(parsed: ParsedRequest, jobs_request: JobsRequest) -> Response
         await unless_disconnected(parsed.request, start())
         if jobs_request.is_stream:
             return await running.stream(partial(jobs_request.frames, running), jobs_request.error_frame)
-        return running.answer(await unless_disconnected(parsed.request, jobs_request.whole(running)))
+        return running.answer(await unless_disconnected(parsed.request, jobs_request.body(running)))
 
 
 async def run_one(
@@ -392,16 +392,16 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
     If the client disconnects first, the work is cancelled, and ClientDisconnect is raised.
     """
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
-        for task in (working, gone):
+        for task in (working, disconnected):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -77,7 +77,7 @@ async def _run(
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ApiError(400, f"documents is {type(value).__name__}; it must be a list of texts", param="documents")
+        raise ApiError(400, f"documents is {type(value).__name__}; it must be a list of strings", param="documents")
     return value
 
 

@@ -125,8 +125,8 @@ def response_of(custom_id: str | int, request_id: str, kind: str, result: Mappin
 
 def failure_of(custom_id: str | int | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of an error file."""
-    shown = {"code": error["code"], "message": message_for_clients(error["code"], error["message"])}
-    return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": None, "error": shown}
+    failure = {"code": error["code"], "message": message_for_clients(error["code"], error["message"])}
+    return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": None, "error": failure}
 
 
 # Logprobs

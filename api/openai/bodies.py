@@ -171,7 +171,9 @@ def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url
     if url != CHAT or effort is None:
         return
     if not isinstance(effort, str):
-        raise InvalidJob(f"reasoning_effort is {shorten(effort)}; it must be a text such as none, low, medium or high")
+        raise InvalidJob(
+            f"reasoning_effort is {shorten(effort)}; it must be a string such as none, low, medium or high"
+        )
     set_effort(params, effort)
 
 

@@ -19,14 +19,14 @@ def reasoning_tokens_of(event: Mapping[str, Any]) -> int:
 
 @dataclass
 class Chunks:
-    """The chunks of one answer: one job per prompt, with `n` choices each. `shown` is added to each chunk."""
+    """The chunks of one answer: one job per prompt, with `n` choices each. `common` is added to each chunk."""
 
     kind: str  # chat or generate
     answer_id: str
     model: str
     n: int = 1
     include_usage: bool = False
-    shown: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
     reasoning_tokens: int = 0
     usages: list[Mapping[str, Any]] = field(default_factory=list)
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -70,9 +70,9 @@ class Chunks:
                 end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
                 made.append(self._chunk(end))
                 continue
-            shown = [{"index": at, **call_of(call)} for at, call in enumerate(calls or [])]
-            if shown:
-                made.append(self._delta(index, {"tool_calls": shown}))
+            tool_calls = [{"index": at, **call_of(call)} for at, call in enumerate(calls or [])]
+            if tool_calls:
+                made.append(self._delta(index, {"tool_calls": tool_calls}))
             made.append(self._delta(index, {}, finish_reason_of(reason, calls)))
         made[-1] |= warnings_of([done])
         return made
@@ -101,7 +101,7 @@ class Chunks:
             "object": "chat.completion.chunk" if self.kind == "chat" else "text_completion",
             "created": self._created,
             "model": self.model,
-            **self.shown,
+            **self.common,
             "choices": list(choices),
         }
         return {**chunk, "usage": None} if self.include_usage else chunk

@@ -178,7 +178,7 @@ def test_compose_gateway_serves_requests_with_an_api_key(composed: Composed) -> 
     argv = [*composed.argv("gateway"), "--port", str(composed.gateway_port)]
     refused = subprocess.run(argv, cwd=composed.folder, env=environment, capture_output=True, timeout=PATIENCE_S)
     assert refused.returncode == 2
-    assert b"make a key (`cellama keys create TENANT`)" in refused.stderr
+    assert b"create a key (`cellama keys create TENANT`)" in refused.stderr
     made = [*ENTRYPOINT, "keys", "create", "acme"]
     key = subprocess.run(made, cwd=composed.folder, env=environment, capture_output=True, check=True, text=True)
     gateway = composed.start("gateway", argv, environment)

@@ -137,7 +137,7 @@ def test_model_outside_the_key_is_forbidden_whether_it_exists_or_not(connect: Co
     client = connect(models=["other"])
     assert list(client.models.list()) == []
     for model in ("tiny", "nonsense", ":default"):
-        with pytest.raises(openai.PermissionDeniedError, match="it may ask for: other") as raised:
+        with pytest.raises(openai.PermissionDeniedError, match="it may use: other") as raised:
             complete(client, model=model)
         assert raised.value.param == "model"
     with pytest.raises(openai.PermissionDeniedError):
@@ -196,7 +196,7 @@ def test_abandoned_stream_is_charged_for_its_tokens_and_frees_its_slot(
         stream.close()
         wait_until(lambda: redis_client.zcard(key_jobs_key(key.id)) == 0, "the end of the job")
     assert 0 < charged(redis_client, key) < 1900
-    with pytest.raises(openai.RateLimitError, match="this request is 6 jobs"):
+    with pytest.raises(openai.RateLimitError, match="this request makes 6 jobs"):
         complete(client, prompt=[STORY] * 3, n=2)
     assert complete(client).choices[0].text
 

@@ -43,7 +43,7 @@ async def list_(request: Request) -> Response:
     batches, caller = _runner(request).batches, await caller_of(request)
     query = PageQuery.of(request.query_params, PAGE, MAX_PAGE)
     found = await batches.records.page(caller, query)
-    return JSONResponse(query.shown([await batches.view(record) for record in found]))
+    return JSONResponse(query.to_list([await batches.view(record) for record in found]))
 
 
 async def cancel(request: Request) -> Response:

@@ -141,7 +141,7 @@ class BatchRunner:
         """Delete expired files, and files on this machine of gateways that died."""
         store_id = await self.files.read_store_id()
         if store_id is None:
-            return  # nothing was ever stored
+            return  # the store is empty
         duty = GatewayLease(self._redis, f"sweep:{store_id}", self._settings.gateway_lease_s)
         if await duty.take():  # never released, so that other gateways don't sweep again soon
             await self.files.sweep()

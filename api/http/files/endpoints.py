@@ -66,7 +66,7 @@ async def list_(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
     query = PageQuery.of(request.query_params, PAGE, PAGE)
     found = await files.records.page(caller, query, lambda record: purpose in (None, record["purpose"]))
-    return JSONResponse(query.shown(list(map(file_view, found))))
+    return JSONResponse(query.to_list(list(map(file_view, found))))
 
 
 async def delete(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Authentication by API key: who sends a request, and whether the limits of the key admit it now."""
+"""Authentication of requests by API key, and admission within the limits of the key."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
     if background and not store:
         raise ApiError(400, "background requires store: true; set it, or remove background", param="background")
     if body.get("input") is None:
-        raise ApiError(400, "input is missing; send a text or a list of items", param="input")
+        raise ApiError(400, "input is missing; send a string or a list of items", param="input")
     response_id = new_id(parsed.idempotency_key)
     parsed_body = await parsed.read_by(_parse_body, body, response_id)
     params, shown, items = parsed_body.params, parsed_body.shown, parsed_body.items

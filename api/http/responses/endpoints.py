@@ -130,7 +130,7 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
                 400, f"after is {after[:64]!r}, and no item has this id; use an id of the list", param="after"
             )
         listed = listed[indices[0] + 1 :]
-    return page.shown(listed)
+    return page.to_list(listed)
 
 
 ROUTES = (

@@ -18,7 +18,7 @@ from cellama.api.webhooks.endpoints import Endpoint, signed_headers
 
 from .ledger import Delivery
 
-Lookup = Callable[[str, int], Awaitable[list[str]]]
+Resolver = Callable[[str, int], Awaitable[list[str]]]
 _NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address, to which a router forwards packets
 _LOCAL_NAT64 = IPv6Network("64:ff9b:1::/48")  # local to a network (RFC 8215), although Python calls it global
 _PORTS = {"https": 443, "http": 80}
@@ -37,13 +37,13 @@ class Target:
     port: int
 
 
-async def lookup(host: str, port: int) -> list[str]:
+async def resolve_host(host: str, port: int) -> list[str]:
     """Return all addresses of a name. Raises OSError."""
     found = await in_thread(NAMES, socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
-async def target_of(url: str, *, private: bool = False, look: Lookup = lookup) -> Target:
+async def target_of(url: str, *, private: bool = False, resolve: Resolver = resolve_host) -> Target:
     """Resolve the URL of a webhook. Raises OSError if its name has no address.
 
     Raises AddressRefused if one of the addresses is not global, unless `private` allows it.
@@ -53,7 +53,7 @@ async def target_of(url: str, *, private: bool = False, look: Lookup = lookup) -
         raise AddressRefused(f"url: {parts.scheme}:// is not allowed; use https://, or set gateway_webhook_private")
     host = parts.hostname or ""
     port = parts.port or _PORTS[parts.scheme]
-    addresses = await look(host, port)
+    addresses = await resolve(host, port)
     for address in addresses:
         if not private and not is_global(address):
             raise AddressRefused(f"url: {host} has the private address {address}; see gateway_webhook_private")
@@ -117,12 +117,17 @@ class Sender:
     """Sends webhooks. It follows no redirects, uses no proxy, and reuses no connection."""
 
     def __init__(
-        self, timeout_s: float, *, private: bool = False, look: Lookup = lookup, now: Callable[[], float] = time.time
+        self,
+        timeout_s: float,
+        *,
+        private: bool = False,
+        resolve: Resolver = resolve_host,
+        now: Callable[[], float] = time.time,
     ) -> None:
         """Make a sender. `private` allows addresses that only this machine or its network can reach."""
         self._timeout_s = timeout_s
         self._private = private
-        self._look = look
+        self._resolve = resolve
         self._now = now
         self._client = httpx.AsyncClient(
             follow_redirects=False,
@@ -144,7 +149,7 @@ class Sender:
             return DeliveryOutcome(None, f"{type(error).__name__}: {error}")
 
     async def _post(self, delivery: Delivery, endpoint: Endpoint) -> DeliveryOutcome:
-        target = await target_of(endpoint.url, private=self._private, look=self._look)
+        target = await target_of(endpoint.url, private=self._private, resolve=self._resolve)
         url, body = httpx.URL(endpoint.url), body_of(delivery)
         headers = {
             "host": url.netloc.decode("ascii"),

@@ -78,7 +78,7 @@ def _check_json(name: str, value: Any) -> None:
 def _text(body: Mapping[str, Any], name: str) -> str | None:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise InvalidJob(f"{name} is {shorten(value)}; it must be a text")
+        raise InvalidJob(f"{name} is {shorten(value)}; it must be a string")
     return value
 
 
@@ -87,12 +87,12 @@ def metadata_of(given: Any) -> dict[str, str]:
     if given is None:
         return {}
     if not isinstance(given, dict) or len(given) > MAX_METADATA:
-        raise InvalidJob(f"metadata is {shorten(given)}; it must be an object of at most {MAX_METADATA} texts")
+        raise InvalidJob(f"metadata is {shorten(given)}; it must be an object with at most {MAX_METADATA} strings")
     for name, value in given.items():
         if not _is_text(name, MAX_METADATA_KEY) or not _is_text(value, MAX_METADATA_VALUE):
             raise InvalidJob(
                 f"metadata is {shorten({name: value})}; names may have {MAX_METADATA_KEY} characters, values must be "
-                f"texts of at most {MAX_METADATA_VALUE} characters, and both must be valid Unicode"
+                f"strings of at most {MAX_METADATA_VALUE} characters, and both must be valid Unicode"
             )
     return dict(given)
 
@@ -133,7 +133,9 @@ def _take_reasoning(params: dict[str, Any], given: Mapping[str, Any]) -> None:
     if effort is None:
         return
     if not isinstance(effort, str):
-        raise InvalidJob(f"reasoning is {shorten(given['reasoning'])}; its effort must be a text such as none or high")
+        raise InvalidJob(
+            f"reasoning is {shorten(given['reasoning'])}; its effort must be a string such as none or high"
+        )
     set_effort(params, effort)
 
 

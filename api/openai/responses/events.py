@@ -78,7 +78,7 @@ class ResponseEvents:
     def _done(self, event: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         reason = event["finish_reason"]
         status = _STATUSES.get(reason, "incomplete")
-        yield from self._output.close(is_whole=status == "completed")
+        yield from self._output.close(is_complete=status == "completed")
         for call in event.get("tool_calls") or ():
             yield from self._output.call(call)
         if status == "completed" and not self._output.has_answer:
@@ -92,7 +92,7 @@ class ResponseEvents:
         yield self._ended(status)
 
     def _failed(self, event: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-        yield from self._output.close(is_whole=False)
+        yield from self._output.close(is_complete=False)
         code = "server_error"
         if event["code"] in ("prompt_too_long", "invalid_request"):
             code = "invalid_prompt"
@@ -184,12 +184,12 @@ class OutputItems:
         opened.logprobs += logprobs
         yield {"type": "response.output_text.delta", **common, "logprobs": logprobs}
 
-    def close(self, *, is_whole: bool = True, signature: str = "") -> Iterator[dict[str, Any]]:
+    def close(self, *, is_complete: bool = True, signature: str = "") -> Iterator[dict[str, Any]]:
         """Complete the open item, or mark it as incomplete."""
         if (opened := self._open) is None:
             return
         self._open = None
-        text, status = "".join(opened.texts), "completed" if is_whole else "incomplete"
+        text, status = "".join(opened.texts), "completed" if is_complete else "incomplete"
         common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
         part = _part(opened, text, opened.logprobs if self.with_logprobs else None)
         if opened.kind == "reasoning":

@@ -19,7 +19,7 @@ def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise InvalidJob(f"input is {shorten(given)}; it must be a text or a list of items")
+        raise InvalidJob(f"input is {shorten(given)}; it must be a string or a list of items")
     items = [_item(index, item, response_id) for index, item in enumerate(given)]
     known = [item for item in items if item is not None]
     _check_ids(known)
@@ -45,7 +45,7 @@ def _item(index: int, item: Any, response_id: str) -> dict[str, Any] | None:
         raise InvalidJob(f"{where} is {shorten(item)}; it must be an object")
     kind = item.get("type") or "message"
     if not isinstance(kind, str):
-        raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a text")
+        raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a string")
     if kind == "item_reference":  # leaving it out would leave a gap in the conversation
         raise InvalidJob(
             f"{where}.type is {kind!r}, which is not supported; send the item itself, or continue with "
@@ -96,7 +96,7 @@ _READERS = {
 def _text(where: str, item: Mapping[str, Any], name: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a text")
+        raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a string")
     return _checked(f"{where}.{name}", value)
 
 
@@ -112,7 +112,7 @@ def _texts(where: str, content: Any) -> list[str]:
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):
-        raise InvalidJob(f"{where} is {shorten(content)}; it must be a text or a list of parts")
+        raise InvalidJob(f"{where} is {shorten(content)}; it must be a string or a list of parts")
     return [_part(f"{where}[{index}]", part) for index, part in enumerate(content)]
 
 
@@ -145,7 +145,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             turn = {"role": "assistant"}
             messages.append(turn)
         _add(turn, item)
-    return [message for message in messages if len(message) > 1 and _is_whole(message)]
+    return [message for message in messages if len(message) > 1 and _is_complete(message)]
 
 
 def _tool_result(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +177,6 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
         turn["reasoning"] = _joined(item)
 
 
-def _is_whole(message: Mapping[str, Any]) -> bool:
+def _is_complete(message: Mapping[str, Any]) -> bool:
     """Return False for reasoning without an answer."""
     return "content" in message or "tool_calls" in message

@@ -1,4 +1,4 @@
-"""A gateway in front of the worker, and OpenAI's client as its users have it."""
+"""Fixtures of a gateway in front of the worker, and of an unmodified OpenAI client."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def openai(gateway: GatewayProcess) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def queue(gateway: GatewayProcess) -> Iterator[Client]:
-    """The queue behind the gateway."""
+    """Return a client of the queue behind the gateway."""
     with Client() as client:
         yield client
 
 
 @pytest.fixture
 def jobs_of_test(queue: Client) -> Callable[[], list[str]]:
-    """Ids of the jobs that run or wait since the test began; other tests' may be there, too."""
+    """Return a function for the ids of jobs that run or wait since the test started. Other tests may add some."""
     before = {job.job_id for job in queue.jobs()}
     return lambda: [job.job_id for job in queue.jobs() if job.job_id not in before]

@@ -1,4 +1,4 @@
-"""Anthropic's client, unmodified, against a real gateway and worker."""
+"""Anthropic's unmodified client with a real gateway and worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def client(gateway: GatewayProcess) -> Iterator[Anthropic]:
         yield made
 
 
-def test_message_answers_as_a_job_of_the_queue_does(client: Anthropic, queue: Client) -> None:
+def test_message_equals_result_of_the_same_job(client: Anthropic, queue: Client) -> None:
     answer = client.messages.create(**ASKED)
     job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12, enable_thinking=False).result(60)
     assert [block.to_dict()["text"] for block in answer.content] == [job["text"]]
@@ -58,7 +58,7 @@ def test_message_answers_as_a_job_of_the_queue_does(client: Anthropic, queue: Cl
     assert queue.position(answer.id.removeprefix("msg_")).state == "done"
 
 
-def test_stream_ends_as_the_whole_message(client: Anthropic) -> None:
+def test_stream_adds_up_to_the_message(client: Anthropic) -> None:
     whole = client.messages.create(**ASKED)
     with client.messages.stream(**ASKED) as stream:
         text = "".join(stream.text_stream)
@@ -68,7 +68,7 @@ def test_stream_ends_as_the_whole_message(client: Anthropic) -> None:
     assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
-def test_tool_call_makes_a_round_trip(client: Anthropic) -> None:
+def test_tool_call_and_result_make_a_round_trip(client: Anthropic) -> None:
     with client.messages.stream(**CALL) as stream:
         streamed = stream.get_final_message()
     answer = client.messages.create(**CALL)
@@ -88,7 +88,7 @@ def test_tool_call_makes_a_round_trip(client: Anthropic) -> None:
     assert last.role == "assistant"
 
 
-def test_call_that_max_tokens_cuts_is_a_call(client: Anthropic) -> None:
+def test_call_truncated_by_max_tokens_is_returned_as_call(client: Anthropic) -> None:
     num_partial = 0
     for max_tokens in range(4, 40):
         answer = client.messages.create(**{**CALL, "max_tokens": max_tokens})
@@ -106,7 +106,7 @@ def test_call_that_max_tokens_cuts_is_a_call(client: Anthropic) -> None:
     assert num_partial > 1
 
 
-def test_tool_runner_of_the_client_runs_without_threads(client: Anthropic) -> None:
+def test_client_tool_runner_works_without_threads(client: Anthropic) -> None:
     cities: list[str] = []
 
     @anthropic.beta_tool
@@ -123,13 +123,13 @@ def test_tool_runner_of_the_client_runs_without_threads(client: Anthropic) -> No
         client.beta.messages.create(**ASKED, thread={"type": "create"})
 
 
-def test_counted_tokens_are_those_that_are_read(client: Anthropic) -> None:
+def test_count_tokens_equals_prompt_tokens(client: Anthropic) -> None:
     counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], system="Be kind.")
     usage = client.messages.create(**ASKED, system="Be kind.").usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_billing_line_does_not_spoil_the_prefix(client: Anthropic) -> None:
+def test_billing_line_does_not_prevent_prefix_sharing(client: Anthropic) -> None:
     rules = "Answer in one word, and never in two. " * 8
     usages = []
     for number in range(2):
@@ -143,7 +143,7 @@ def test_billing_line_does_not_spoil_the_prefix(client: Anthropic) -> None:
     assert usages[1].input_tokens <= 1
 
 
-def test_stop_sequence_is_told(client: Anthropic) -> None:
+def test_stop_sequence_is_reported(client: Anthropic) -> None:
     text = client.messages.create(**ASKED).content[0].to_dict()["text"]
     stop = str(text)[3:5]
     answer = client.messages.create(**ASKED, stop_sequences=[stop])
@@ -163,7 +163,7 @@ def test_stop_sequence_is_told(client: Anthropic) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_an_exception_of_anthropics_client(
+def test_errors_raise_exceptions_of_anthropic_client(
     client: Anthropic, wrong: dict[str, Any], error: type[anthropic.APIStatusError], kind: str, stream: bool
 ) -> None:
     with pytest.raises(error) as raised:
@@ -173,14 +173,14 @@ def test_what_is_wrong_is_an_exception_of_anthropics_client(
     assert body["request_id"] == raised.value.request_id
 
 
-def test_image_is_refused_by_name(client: Anthropic) -> None:
+def test_image_is_rejected_by_name(client: Anthropic) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     turns: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0.*text only"):
         client.messages.create(**{**ASKED, "messages": turns})
 
 
-def test_client_that_leaves_its_stream_frees_the_slot(
+def test_slot_is_freed_when_client_disconnects_from_stream(
     client: Anthropic, jobs_of_test: Callable[[], list[str]], worker: WorkerProcess
 ) -> None:
     long = {**ASKED, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
@@ -191,8 +191,8 @@ def test_client_that_leaves_its_stream_frees_the_slot(
         assert worker.engine_now()["requests_running"] == 0
 
 
-def test_answer_may_ask_for_more_than_the_context_has(client: Anthropic) -> None:
-    asked = {**ASKED, "max_tokens": 32_000, "timeout": PATIENCE_S}  # else the client takes it for too long a request
+def test_max_tokens_may_exceed_the_context(client: Anthropic) -> None:
+    asked = {**ASKED, "max_tokens": 32_000, "timeout": PATIENCE_S}  # the client refuses long requests without a timeout
     assert client.messages.create(**asked).stop_reason == "end_turn"
 
 
@@ -200,7 +200,7 @@ def test_models_are_listed(client: Anthropic) -> None:
     assert "tiny" in [model.id for model in client.models.list()]
 
 
-def test_frames_have_names_and_no_done(gateway: GatewayProcess) -> None:
+def test_frames_have_event_names_and_no_done(gateway: GatewayProcess) -> None:
     body = {**{name: value for name, value in ASKED.items() if name != "extra_body"}, "stream": True}
     answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60)
     frames = [frame.split("\n") for frame in answer.text.strip().split("\n\n") if not frame.startswith(":")]

@@ -1,4 +1,4 @@
-"""What is wrong gets OpenAI's envelope, and a status that its client turns into an exception of its own."""
+"""Invalid requests get OpenAI's error format, and a status for which its client has an exception."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def turns(*contents: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("body", "error", "param", "told"),
     [
-        ({"model": "nope"}, errors.NotFoundError, "model", "no model 'nope' is served; there are: tiny"),
-        ({"model": None}, errors.BadRequestError, "model", "name one that is served"),
+        ({"model": "nope"}, errors.NotFoundError, "model", "'nope' is not served; running models: tiny"),
+        ({"model": None}, errors.BadRequestError, "model", "use a model that /v1/models lists"),
         ({"model": 3}, errors.BadRequestError, "model", "model is 3"),
         ({"temperature": "hot"}, errors.BadRequestError, "temperature", "temperature is 'hot'"),
         ({"temperature": float("nan")}, errors.BadRequestError, "temperature", "temperature is nan"),
@@ -42,9 +42,9 @@ def turns(*contents: Any) -> list[Any]:
         ({"messages": turns("x " * 9000), "stream": True}, errors.BadRequestError, None, "the prompt has"),
         ({"messages": turns("half a pair: \ud800")}, errors.BadRequestError, "messages", "messages.0"),
         ({"stream": "yes"}, errors.BadRequestError, "stream", "stream is 'yes'"),
-        ({"stream_options": {"include_usage": True}}, errors.BadRequestError, "stream_options", "leave it out"),
+        ({"stream_options": {"include_usage": True}}, errors.BadRequestError, "stream_options", "requires stream: true"),
         ({"stream": True, "stream_options": 3}, errors.BadRequestError, "stream_options", "must be an object"),
-        ({"service_tier": "scale"}, errors.BadRequestError, "service_tier", "known: auto, flex, default, priority"),
+        ({"service_tier": "scale"}, errors.BadRequestError, "service_tier", "one of auto, flex, default, priority"),
         ({"priority": 0}, errors.BadRequestError, "priority", "use service_tier"),
         ({"cache_scope": "x"}, errors.BadRequestError, "cache_scope", "use cache_salt"),
         ({"cache_salt": ""}, errors.BadRequestError, "cache_salt", "1 to 128"),
@@ -59,7 +59,7 @@ def turns(*contents: Any) -> list[Any]:
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, dict) else "",
 )
-def test_wrong_body_is_refused_by_name(
+def test_invalid_body_is_rejected_by_name(
     gateway: GatewayProcess, body: dict[str, Any], error: type[errors.APIStatusError], param: str | None, told: str
 ) -> None:
     answer = gateway.post("/v1/chat/completions", content=json.dumps({**CHAT, **body}), headers=JSON)
@@ -97,7 +97,9 @@ def test_wrong_body_is_refused_by_name(
         ("messages", {"messages": [], "max_tokens": 1, "self": 1}, "unknown parameter 'self'"),
     ],
 )
-def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: dict[str, Any], told: str) -> None:
+def test_other_endpoints_reject_invalid_bodies(
+    gateway: GatewayProcess, path: str, body: dict[str, Any], told: str
+) -> None:
     answer = gateway.post(f"/v1/{path}", json={"model": "tiny", **body})
     assert answer.status_code == 400, answer.text
     assert told in answer.json()["error"]["message"]
@@ -106,21 +108,21 @@ def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: 
 @pytest.mark.parametrize(
     ("content", "headers", "status", "told"),
     [
-        (b"{", JSON, 400, "the body is no JSON"),
+        (b"{", JSON, 400, "the body is not valid JSON"),
         (b"[]", JSON, 400, "the body is list, not an object"),
-        (b"[" * 100_000, JSON, 400, "the body is no JSON"),
+        (b"[" * 100_000, JSON, 400, "the body is not valid JSON"),
         (b'{"model": "\xff"}', JSON, 400, "not valid UTF-8 at byte 11"),
         (b"a=1", {"content-type": "application/x-www-form-urlencoded"}, 415, "send application/json"),
         (json.dumps(CHAT).encode(), {}, 415, "content-type is ''"),
-        (b"{}", {**JSON, "content-encoding": "gzip"}, 415, "send the body as it is"),
+        (b"{}", {**JSON, "content-encoding": "gzip"}, 415, "send the body without compression"),
         (b"x" * (17 << 20), JSON, 413, "the body has more than 16777216 bytes"),
         (json.dumps({**CHAT, "messages": turns("x" * (5 << 20))}).encode(), JSON, 400, "bytes, and the limit is"),
-        (json.dumps(CHAT).encode(), {**JSON, "idempotency-key": "x" * 300}, 400, "Idempotency-Key has 300"),
-        (json.dumps(CHAT).encode(), {**JSON, "host": "evil.example"}, 403, "'evil.example'; ask 127.0.0.1, or make"),
+        (json.dumps(CHAT).encode(), {**JSON, "idempotency-key": "x" * 300}, 400, "Idempotency-Key: 300 characters"),
+        (json.dumps(CHAT).encode(), {**JSON, "host": "evil.example"}, 403, "'evil.example'; use 127.0.0.1, or create"),
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_body_that_is_none_is_refused(
+def test_malformed_body_is_rejected(
     gateway: GatewayProcess, content: bytes, headers: dict[str, str], status: int, told: str
 ) -> None:
     answer = gateway.post("/v1/chat/completions", content=content, headers=headers)
@@ -128,13 +130,13 @@ def test_body_that_is_none_is_refused(
     assert told in answer.json()["error"]["message"]
 
 
-def test_paths_and_methods_that_are_none_have_the_envelope_too(gateway: GatewayProcess) -> None:
+def test_unknown_paths_and_methods_have_the_error_format(gateway: GatewayProcess) -> None:
     assert gateway.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert gateway.get("/v1/chat/completions").status_code == 405
     assert gateway.get("/v1/models/nope").json()["error"]["code"] == "model_not_found"
 
 
-def test_request_id_is_the_clients_or_a_new_one(gateway: GatewayProcess, openai: OpenAI) -> None:
+def test_request_id_is_from_client_or_new(gateway: GatewayProcess, openai: OpenAI) -> None:
     own = gateway.get("/health", headers={"x-request-id": "mine-1"})
     assert own.headers["x-request-id"] == "mine-1"
     forged = gateway.get("/health", headers={"x-request-id": "a b"})

@@ -1,4 +1,4 @@
-"""OpenAI's batch scripts, unmodified: files and batches against real gateways and a worker."""
+"""OpenAI's unmodified batch scripts with real gateways and a worker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lines_of(client: OpenAI, file_id: str | None) -> Lines:
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
-def test_batch_gives_each_request_its_answer_once(openai: OpenAI) -> None:
+def test_batch_answers_each_request_once(openai: OpenAI) -> None:
     lines = [request(number) for number in range(20)] + [request(20, temperature="hot")]
     batch = ended(openai, begin(openai, lines, metadata={"of": "a test"}))
     assert (batch.status, batch.metadata, batch.model) == ("completed", {"of": "a test"}, "tiny")
@@ -75,14 +75,14 @@ def test_batch_gives_each_request_its_answer_once(openai: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("url", "content"), [("/v1/completions", {"prompt": "Once", "max_tokens": 2}), ("/v1/embeddings", {"input": "a"})]
 )
-def test_batch_of_other_endpoints(openai: OpenAI, url: str, content: dict[str, Any]) -> None:
+def test_batch_works_for_other_endpoints(openai: OpenAI, url: str, content: dict[str, Any]) -> None:
     line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "tiny", **content}}
     batch = ended(openai, begin(openai, [line]))
     assert batch.status == "completed"
     assert len(lines_of(openai, batch.output_file_id)) == 1
 
 
-def test_file_that_is_wrong_fails_the_batch_with_its_lines(openai: OpenAI) -> None:
+def test_batch_fails_with_line_numbers_when_file_is_invalid(openai: OpenAI) -> None:
     lines = [request(1), request(1), {**request(2), "url": "/v1/embeddings"}]
     batch = ended(openai, begin(openai, lines))
     assert batch.status == "failed"
@@ -95,7 +95,7 @@ def test_file_that_is_wrong_fails_the_batch_with_its_lines(openai: OpenAI) -> No
     assert (batch.output_file_id, batch.error_file_id) == (None, None)
 
 
-def test_cancelled_batch_keeps_what_was_finished(openai: OpenAI, worker: WorkerProcess) -> None:
+def test_cancelled_batch_keeps_finished_answers(openai: OpenAI, worker: WorkerProcess) -> None:
     lines = [request(number, max_tokens=1500, ignore_eos=True) for number in range(200)]
     with worker.slowed():
         batch = begin(openai, lines)
@@ -113,9 +113,9 @@ def begin_and_end(client: OpenAI) -> Batch:
     return ended(client, begin(client, [request(1)]))
 
 
-def test_lists_page_and_files_can_be_deleted(openai: OpenAI) -> None:
+def test_lists_have_pages_and_files_are_deletable(openai: OpenAI) -> None:
     ids = [upload(openai, [request(number)]) for number in range(3)]
-    listed = [file.id for file in openai.files.list(limit=2, order="asc", purpose="batch")]  # the client turns pages
+    listed = [file.id for file in openai.files.list(limit=2, order="asc", purpose="batch")]  # the client fetches pages
     assert [file_id for file_id in listed if file_id in ids] == sorted(ids, key=listed.index)
     assert set(ids) <= set(listed)
     assert openai.files.delete(ids[0]).deleted
@@ -127,7 +127,7 @@ def test_lists_page_and_files_can_be_deleted(openai: OpenAI) -> None:
     assert batch.id in [known.id for known in openai.batches.list(limit=5)]
 
 
-def test_files_that_are_wrong_are_refused(openai: OpenAI, gateway: GatewayProcess) -> None:
+def test_invalid_files_are_rejected(openai: OpenAI, gateway: GatewayProcess) -> None:
     with pytest.raises(errors.BadRequestError, match="purpose"):
         openai.files.create(file=("a", b"{}"), purpose="vision")
     with pytest.raises(errors.BadRequestError, match="file is empty"):
@@ -158,7 +158,7 @@ def start_gateway(redis_server: RedisServer, tmp_path: Path) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize("place", ["directory", "url"])
-def test_batch_goes_on_in_another_gateway_when_its_own_is_killed(
+def test_batch_resumes_in_another_gateway_when_its_gateway_is_killed(
     worker: WorkerProcess,
     start_gateway: Callable[..., GatewayProcess],
     redis_client: Redis,
@@ -169,7 +169,7 @@ def test_batch_goes_on_in_another_gateway_when_its_own_is_killed(
 
     def start(number: int) -> GatewayProcess:
         where = shared if place == "directory" else f"file://{shared}"
-        work = str(tmp_path / f"work{number}")  # as on machines of their own
+        work = str(tmp_path / f"work{number}")  # as on separate machines
         return start_gateway(CELLAMA_GATEWAY_FILES_DIR=where, CELLAMA_GATEWAY_WORK_DIR=work)
 
     first = start(1)
@@ -184,7 +184,7 @@ def test_batch_goes_on_in_another_gateway_when_its_own_is_killed(
         wait_until(has_begun, "the first answers")
         first.process.kill()
         first.process.wait(PATIENCE_S)
-    redis_client.delete(http_lease_key(batch.id))  # as it is gone half a minute later
+    redis_client.delete(http_lease_key(batch.id))  # it would expire after half a minute
     second = start(2)
     with OpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
         batch = ended(client, batch)

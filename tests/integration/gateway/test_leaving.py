@@ -1,4 +1,4 @@
-"""Clients that go away, come back, or are slow; and a gateway that ends."""
+"""Clients that disconnect, retry or read slowly, and a gateway that stops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def none_is_open(jobs_of_test: Callable[[], list[str]], worker: WorkerProcess) -
 
 
 def traces(redis: Redis, job_ids: Collection[str]) -> Iterator[str]:
-    """The keys without a TTL that name one of these jobs, or have a field or member that does."""
+    """Yield the keys without a TTL that contain one of these job ids in their name, fields or members."""
     names = [job_id.encode() for job_id in job_ids]
     for key in redis.scan_iter(count=1000):
         if redis.ttl(key) == -1 and any(name in part for part in (key, *contents(redis, key)) for name in names):
@@ -41,7 +41,7 @@ def traces(redis: Redis, job_ids: Collection[str]) -> Iterator[str]:
 
 
 def contents(redis: Any, key: bytes) -> list[bytes]:
-    """Fields, members and entries, of whatever type the key is."""
+    """Return the fields, members and entries of a key of any type."""
     reads: dict[bytes, Any] = {
         b"hash": lambda: [part for pair in redis.hgetall(key).items() for part in pair],
         b"zset": lambda: redis.zrange(key, 0, -1),
@@ -54,7 +54,7 @@ def contents(redis: Any, key: bytes) -> list[bytes]:
     return list(reads[redis.type(key)]())
 
 
-def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
+def test_slots_and_keys_are_freed_when_clients_disconnect(
     gateway: GatewayProcess, worker: WorkerProcess, jobs_of_test: Callable[[], list[str]], redis_client: Redis
 ) -> None:
     async def ask(client: httpx.AsyncClient, number: int) -> None:
@@ -81,7 +81,7 @@ def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
     wait_until(lambda: not list(traces(redis_client, ids)), "nothing that names a job and has no TTL")
 
 
-def test_job_with_an_idempotency_key_goes_on_and_gives_its_answer_to_who_comes_back(
+def test_job_with_idempotency_key_survives_disconnect_and_answers_retry(
     gateway: GatewayProcess, worker: WorkerProcess, queue: Client
 ) -> None:
     key = {"idempotency-key": "again"}
@@ -95,7 +95,7 @@ def test_job_with_an_idempotency_key_goes_on_and_gives_its_answer_to_who_comes_b
     assert (streamed.status_code, "with other parameters" in streamed.text) == (400, True)
 
 
-def test_stream_that_another_client_cancels_ends_with_an_error(
+def test_stream_ends_with_error_when_job_is_cancelled_elsewhere(
     openai: OpenAI, worker: WorkerProcess, queue: Client
 ) -> None:
     with worker.slowed():
@@ -106,7 +106,7 @@ def test_stream_that_another_client_cancels_ends_with_an_error(
             list(stream)
 
 
-def test_keep_alives_come_from_before_the_first_token_on(
+def test_keep_alives_are_sent_before_and_after_the_first_token(
     worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_KEEPALIVE_S="1").wait_ready()
@@ -126,7 +126,7 @@ def test_keep_alives_come_from_before_the_first_token_on(
     assert told[-2].startswith("data: {")
 
 
-def test_gateway_that_ends_lets_streams_end_and_takes_no_more(
+def test_stopping_gateway_finishes_streams_and_rejects_new_requests(
     worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url).wait_ready()
@@ -141,7 +141,7 @@ def test_gateway_that_ends_lets_streams_end_and_takes_no_more(
     assert "Traceback" not in gateway.log()
 
 
-def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
+def test_stopping_gateway_cancels_streams_after_drain_s(
     worker: WorkerProcess, redis_server: RedisServer, jobs_of_test: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_DRAIN_S="1").wait_ready()
@@ -155,10 +155,10 @@ def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
         wait_until(lambda: none_is_open(jobs_of_test, worker), "free slots")
 
 
-def test_slow_reader_holds_up_its_own_stream_only(
+def test_slow_reader_delays_only_its_own_stream(
     gateway: GatewayProcess, openai: OpenAI, jobs_of_test: Callable[[], list[str]]
 ) -> None:
-    """The slow one reads nothing until its job has ended; then it gets all of it."""
+    """The slow reader reads nothing until its job has ended, and then gets all of it."""
     body = json.dumps({**BODY, "stream": True, "max_tokens": 100, "n": 8}).encode()
     with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -174,7 +174,7 @@ def test_slow_reader_holds_up_its_own_stream_only(
     assert b"data: [DONE]" in told
 
 
-def test_request_whose_turn_is_too_far_off_is_told_when_to_ask_again(
+def test_request_is_429_with_retry_after_when_wait_is_too_long(
     worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_MAX_WAIT_S="1").wait_ready()
@@ -183,7 +183,7 @@ def test_request_whose_turn_is_too_far_off_is_told_when_to_ask_again(
         try:
             wait_until(lambda: (queue.stats()["eta_s"]["tiny"] or 0) > 2, "a long queue")
             with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-                with pytest.raises(errors.RateLimitError, match="before its turn") as caught:
+                with pytest.raises(errors.RateLimitError, match="the estimated wait is") as caught:
                     client.chat.completions.create(**CHAT)
                 assert int(caught.value.response.headers["retry-after"]) >= 1
         finally:

@@ -1,4 +1,4 @@
-"""OpenAI's client, unmodified, against a real gateway and worker."""
+"""OpenAI's unmodified client with a real gateway and worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class City(BaseModel):
     is_large: bool
 
 
-def test_chat_answers_as_a_job_of_the_queue_does(openai: OpenAI, queue: Client) -> None:
+def test_chat_equals_result_of_the_same_job(openai: OpenAI, queue: Client) -> None:
     answer = openai.chat.completions.create(**CHAT)
     job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12).result(60)
     choice = answer.choices[0]
@@ -42,7 +42,7 @@ def test_chat_answers_as_a_job_of_the_queue_does(openai: OpenAI, queue: Client) 
     assert queue.position(answer.id.removeprefix("chatcmpl-")).state == "done"
 
 
-def test_stream_tells_the_text_of_the_whole_answer(openai: OpenAI) -> None:
+def test_stream_adds_up_to_the_answer(openai: OpenAI) -> None:
     whole = openai.chat.completions.create(**CHAT)
     chunks = list(openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -55,7 +55,7 @@ def test_stream_tells_the_text_of_the_whole_answer(openai: OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_several_choices_stream_side_by_side(openai: OpenAI) -> None:
+def test_several_choices_are_streamed_concurrently(openai: OpenAI) -> None:
     asked = {**CHAT, "n": 3, "temperature": 1.0, "seed": 7, "stop": ["."]}
     whole = openai.chat.completions.create(**asked)
     texts, reasons = {}, {}
@@ -67,7 +67,7 @@ def test_several_choices_stream_side_by_side(openai: OpenAI) -> None:
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
-def test_completions_of_several_prompts_are_numbered_through(openai: OpenAI) -> None:
+def test_completions_of_several_prompts_have_consecutive_indices(openai: OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": ["Once upon", "The fox"], "max_tokens": 4, "n": 2, "temperature": 0}
     whole = openai.completions.create(**asked)
     texts = dict.fromkeys(range(4), "")
@@ -83,7 +83,7 @@ def test_completions_of_several_prompts_are_numbered_through(openai: OpenAI) -> 
     )  # type: ignore[union-attr]
 
 
-def test_logprobs_spell_the_answer(openai: OpenAI) -> None:
+def test_logprobs_add_up_to_the_answer(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
     probs = answer.choices[0].logprobs
     assert probs is not None
@@ -99,7 +99,7 @@ def test_logprobs_spell_the_answer(openai: OpenAI) -> None:
     assert (text.logprobs.text_offset or [])[0] == 0
 
 
-def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
+def test_tool_is_called_and_its_result_is_used(openai: OpenAI) -> None:
     turns: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     forced = {"type": "function", "function": {"name": "get_weather"}}
     asked: Any = {"model": "tiny", "tools": [TOOL], "tool_choice": forced, "temperature": 0}
@@ -137,7 +137,7 @@ LOOKUP: Any = {
 PARIS: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
-def test_call_of_the_models_own_fits_its_strict_tool(openai: OpenAI) -> None:
+def test_voluntary_call_fits_its_strict_tool(openai: OpenAI) -> None:
     choice = openai.chat.completions.create(model="tiny", messages=PARIS, tools=[LOOKUP], temperature=0).choices[0]
     (call,) = choice.message.tool_calls or ()  # the model was trained to call get_weather with a city
     assert call.type == "function"
@@ -163,7 +163,7 @@ def test_only_allowed_tools_are_called(openai: OpenAI, mode: str) -> None:
         openai.chat.completions.create(**asked, tool_choice=choice)
 
 
-def test_call_that_max_tokens_cuts_is_a_call(openai: OpenAI) -> None:
+def test_call_truncated_by_max_tokens_is_returned_as_call(openai: OpenAI) -> None:
     asked: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL], "tool_choice": "required", "temperature": 0}
     (whole,) = openai.chat.completions.create(**asked).choices[0].message.tool_calls or ()
     assert whole.type == "function"
@@ -213,12 +213,12 @@ def test_embeddings_are_the_same_in_both_encodings(openai: OpenAI) -> None:
 
 
 def test_models_are_listed_and_found(openai: OpenAI) -> None:
-    # Workers that other tests have killed are seen for a while.
+    # Workers that other tests have killed are listed for a while.
     wait_until(lambda: [model.id for model in openai.models.list()] == ["tiny"], "the models that are served")
     assert openai.models.retrieve("tiny").model_extra["context_length"] == 2048  # type: ignore[index]
 
 
-def test_async_clients_stream_side_by_side(gateway: GatewayProcess) -> None:
+def test_async_clients_stream_concurrently(gateway: GatewayProcess) -> None:
     async def tell(client: AsyncOpenAI, number: int) -> str:
         stream = await client.chat.completions.create(**{**CHAT, "seed": number, "temperature": 1.0}, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -232,7 +232,7 @@ def test_async_clients_stream_side_by_side(gateway: GatewayProcess) -> None:
     asyncio.run(run())
 
 
-def test_thoughts_come_apart_from_the_answer(openai: OpenAI) -> None:
+def test_reasoning_is_separate_from_the_answer(openai: OpenAI) -> None:
     asked = {**CHAT, "max_tokens": 60, "extra_body": {"enable_thinking": True, "thinking_budget": 8}}
     whole = openai.chat.completions.create(**asked)
     thoughts = "".join(

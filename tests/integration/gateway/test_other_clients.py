@@ -1,4 +1,4 @@
-"""Other clients of OpenAI's API, unmodified, each in a process of its own."""
+"""Other unmodified clients of OpenAI's API, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_client_library_works(gateway: GatewayProcess, script: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_client_of_the_command_line_works(gateway: GatewayProcess, tmp_path: Path) -> None:
+def test_openai_command_line_client_works(gateway: GatewayProcess, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: mine\n  model_name: tiny\n  api_base: {gateway.url}/v1\n"
     )

@@ -1,4 +1,4 @@
-"""/v1/responses as OpenAI's client speaks it, unmodified, on a real gateway and worker."""
+"""/v1/responses with OpenAI's unmodified client, a real gateway and a worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def events_of(stream: Any) -> list[dict[str, Any]]:
     return [event.to_dict() for event in stream]
 
 
-def test_response_answers_as_a_chat_does_and_is_kept(openai: OpenAI, queue: Client) -> None:
+def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> None:
     answer = openai.responses.create(**ASKED, metadata={"a": "b"}, instructions="Be brief")
     messages: Any = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": ASKED["input"]}]
     job = queue.chat("tiny", messages, temperature=0, max_tokens=12).result(60)
@@ -63,7 +63,7 @@ def test_response_answers_as_a_chat_does_and_is_kept(openai: OpenAI, queue: Clie
     assert item.to_dict()["content"] == [{"type": "input_text", "text": ASKED["input"]}]
 
 
-def test_stream_is_the_same_when_it_is_read_again_from_anywhere(openai: OpenAI) -> None:
+def test_stream_is_the_same_when_read_again_from_any_event(openai: OpenAI) -> None:
     told = events_of(openai.responses.create(**ASKED, stream=True))
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     response_id = told[0]["response"]["id"]
@@ -74,7 +74,7 @@ def test_stream_is_the_same_when_it_is_read_again_from_anywhere(openai: OpenAI) 
         assert rest == told[after + 1 :]
 
 
-def test_background_response_goes_on_alone(openai: OpenAI) -> None:
+def test_background_response_continues_without_client(openai: OpenAI) -> None:
     begun = openai.responses.create(**ASKED, background=True)
     assert begun.status in ("queued", "in_progress", "completed")
     wait_until(lambda: openai.responses.retrieve(begun.id).status == "completed", "the response")
@@ -84,7 +84,7 @@ def test_background_response_goes_on_alone(openai: OpenAI) -> None:
     assert text == openai.responses.create(**ASKED).output_text
 
 
-def test_reader_that_left_goes_on_after_what_it_had_read(openai: OpenAI, worker: WorkerProcess) -> None:
+def test_reader_resumes_after_the_last_event_it_read(openai: OpenAI, worker: WorkerProcess) -> None:
     read: list[dict[str, Any]] = []
     with worker.slowed():
         with openai.responses.create(**{**LONG, "max_output_tokens": 60}, background=True, stream=True) as stream:
@@ -98,7 +98,7 @@ def test_reader_that_left_goes_on_after_what_it_had_read(openai: OpenAI, worker:
     assert read[-1]["response"]["status"] == "incomplete"
 
 
-def test_response_is_cancelled_and_stays_so(openai: OpenAI, worker: WorkerProcess) -> None:
+def test_cancelled_response_stays_cancelled(openai: OpenAI, worker: WorkerProcess) -> None:
     with worker.slowed():
         begun = openai.responses.create(**LONG, background=True)
         wait_until(lambda: openai.responses.retrieve(begun.id).status == "in_progress", "its begin")
@@ -111,7 +111,7 @@ def test_response_is_cancelled_and_stays_so(openai: OpenAI, worker: WorkerProces
         openai.responses.cancel(whole.id)
 
 
-def test_response_that_is_deleted_is_gone(openai: OpenAI, redis_client: Redis) -> None:
+def test_deleted_response_leaves_no_keys(openai: OpenAI, redis_client: Redis) -> None:
     answer = openai.responses.create(**ASKED)
     openai.responses.delete(answer.id)
     for ask in (openai.responses.retrieve, openai.responses.delete, openai.responses.input_items.list):
@@ -120,7 +120,7 @@ def test_response_that_is_deleted_is_gone(openai: OpenAI, redis_client: Redis) -
     assert not redis_client.exists(response_key(answer.id))
 
 
-def test_readers_of_a_response_that_is_deleted_hear_its_end(
+def test_readers_get_the_end_when_response_is_deleted(
     openai: OpenAI, redis_client: Redis, worker: WorkerProcess
 ) -> None:
     with worker.slowed():
@@ -139,7 +139,7 @@ def test_readers_of_a_response_that_is_deleted_hear_its_end(
     assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(begun.id))
 
 
-def test_response_whose_end_celery_has_not_heard_yet_leaves_nothing_behind(openai: OpenAI, redis_client: Redis) -> None:
+def test_deleted_response_leaves_no_result_that_arrives_late(openai: OpenAI, redis_client: Redis) -> None:
     answer = openai.responses.create(**ASKED)
     record: Any = redis_client.get(response_key(answer.id))
     job_id = json.loads(record)["job_id"]
@@ -153,7 +153,7 @@ def test_response_whose_end_celery_has_not_heard_yet_leaves_nothing_behind(opena
     assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(answer.id))
 
 
-def test_response_that_is_not_stored_can_not_be_asked_for(openai: OpenAI) -> None:
+def test_response_without_store_is_404(openai: OpenAI) -> None:
     answer = openai.responses.create(**ASKED, store=False)
     assert answer.store is False  # type: ignore[attr-defined]
     with pytest.raises(errors.NotFoundError):
@@ -162,7 +162,7 @@ def test_response_that_is_not_stored_can_not_be_asked_for(openai: OpenAI) -> Non
         openai.responses.create(**ASKED, store=False, background=True)
 
 
-def test_conversation_goes_on_with_its_context(openai: OpenAI) -> None:
+def test_conversation_continues_with_its_context(openai: OpenAI) -> None:
     first = openai.responses.create(**ASKED)
     second = openai.responses.create(**{**ASKED, "input": "And of Norway?"}, previous_response_id=first.id)
     assert first.usage is not None
@@ -172,7 +172,7 @@ def test_conversation_goes_on_with_its_context(openai: OpenAI) -> None:
     assert second.previous_response_id == first.id
 
 
-def test_other_instructions_hold_for_one_response(openai: OpenAI) -> None:
+def test_instructions_apply_to_one_response_only(openai: OpenAI) -> None:
     first = openai.responses.create(**ASKED, instructions="Speak like a fox")
     asked = {**ASKED, "input": "And of Norway?", "previous_response_id": first.id}
     second = openai.responses.create(**asked, instructions="Be brief")
@@ -188,7 +188,7 @@ def test_other_instructions_hold_for_one_response(openai: OpenAI) -> None:
     assert second.usage.input_tokens == sent.usage.input_tokens
 
 
-def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
+def test_tool_is_called_and_its_result_is_used(openai: OpenAI) -> None:
     tools: Any = [FUNCTION, {"type": "web_search"}]
     forced: Any = {"type": "function", "name": "get_weather"}
     asked: Any = {**ASKED, "input": "Weather in Paris?", "tools": tools, "max_output_tokens": 80}
@@ -207,7 +207,7 @@ def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
     assert sent.status in ("completed", "incomplete")
 
 
-def test_call_that_max_output_tokens_cut_is_an_incomplete_call(openai: OpenAI) -> None:
+def test_call_truncated_by_max_output_tokens_is_incomplete(openai: OpenAI) -> None:
     named = [{"type": "function", "name": "get_weather"}]
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": named}
     asked: Any = {**ASKED, "input": "Weather in Paris?", "tools": [FUNCTION], "tool_choice": choice}
@@ -240,12 +240,12 @@ def test_structured_output_is_parsed(openai: OpenAI) -> None:
     assert final.output_parsed == parsed
 
 
-def test_same_key_is_the_same_response(openai: OpenAI, redis_client: Redis) -> None:
+def test_idempotency_key_returns_the_same_response(openai: OpenAI, redis_client: Redis) -> None:
     headers = {"Idempotency-Key": "order-17"}
     first = openai.responses.create(**ASKED, extra_headers=headers)
     assert openai.responses.create(**ASKED, extra_headers=headers) == first
     record: Any = redis_client.get(response_key(first.id))
-    redis_client.delete(journal_key(json.loads(record)["job_id"]))  # as event_ttl_s after its end
+    redis_client.delete(journal_key(json.loads(record)["job_id"]))  # as after event_ttl_s
     again = openai.responses.create(**ASKED, extra_headers=headers)
     assert (again.id, again.output, again.created_at) == (first.id, first.output, first.created_at)
     with pytest.raises(errors.ConflictError):
@@ -275,7 +275,7 @@ def test_same_key_is_the_same_response(openai: OpenAI, redis_client: Redis) -> N
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_wrong_parameters_are_named(gateway: GatewayProcess, wrong: dict[str, Any], param: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(gateway: GatewayProcess, wrong: dict[str, Any], param: str) -> None:
     headers = {"content-type": "application/json"}
     answer = gateway.post("/v1/responses", content=json.dumps({**ASKED, **wrong}), headers=headers)
     assert answer.status_code in (400, 404), answer.text
@@ -283,12 +283,12 @@ def test_wrong_parameters_are_named(gateway: GatewayProcess, wrong: dict[str, An
 
 
 @pytest.mark.parametrize("path", ["?stream=maybe", "?stream=true&starting_after=-1", "?starting_after=1"])
-def test_wrong_questions_are_refused(gateway: GatewayProcess, openai: OpenAI, path: str) -> None:
+def test_invalid_queries_are_rejected(gateway: GatewayProcess, openai: OpenAI, path: str) -> None:
     answer = openai.responses.create(**ASKED)
     assert httpx.get(f"{gateway.url}/v1/responses/{answer.id}{path}").status_code == 400
 
 
 @pytest.mark.parametrize("name", ["resp_x", "resp_" + "0" * 32, "..", "resp_" + "A" * 32, "x" * 5000])
-def test_ids_that_are_none_are_not_found(gateway: GatewayProcess, name: str) -> None:
+def test_malformed_ids_are_404(gateway: GatewayProcess, name: str) -> None:
     for ask in (httpx.get, httpx.delete):
         assert ask(f"{gateway.url}/v1/responses/{name}").status_code == 404

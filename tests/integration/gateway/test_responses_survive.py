@@ -1,4 +1,4 @@
-"""Gateway, worker and Redis end in the midst of background responses: each reader gets the whole text, once."""
+"""Gateway, worker and Redis are killed during background responses, and each reader gets the whole text once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 
 NUM_RESPONSES, NUM_TOKENS = 4, 400
-STEP_S = 0.3  # of a slowed worker: no response ends before all has happened that shall
+STEP_S = 0.3  # of a slowed worker, so that no response ends before the processes are killed
 PROMPT = "Tell a story about {} foxes"
 LOST = (APIError, httpx.TransportError)
 MODELS = [{"id": "tiny", "source": "bundled://tiny", "n_parallel": NUM_RESPONSES, "threads": 1, "default": True}]
 
 
 class House:
-    """Redis, a worker and a gateway of the test's own, which it may kill and start again."""
+    """Redis, a worker and a gateway of one test, which it may kill and restart."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class House:
         return folder
 
     def start_worker(self, step_s: float = 0.0) -> None:
-        """`step_s`: each step takes so long from the first one on, until `slowed` ends."""
+        """Slow the worker down: each step takes `step_s` until `slowed` is removed."""
         settings, folder = {"CELLAMA_MODELS": json.dumps(MODELS)}, self._new()
         if step_s:
             (folder / "pace").write_text(str(step_s))
@@ -84,7 +84,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 class Reader(threading.Thread):
-    """Reads a response to its end; when its stream breaks off it asks again, after what it has."""
+    """Reads a response to its end. When its stream breaks, it resumes after the last event."""
 
     def __init__(self, house: House, response_id: str) -> None:
         super().__init__(daemon=True)
@@ -124,7 +124,7 @@ def text_of(response: Any) -> str:
 
 
 def undisturbed(house: House) -> list[ReferenceText]:
-    """Where the next token is a near tie, another one is as right."""
+    """Return the undisturbed texts. Where two tokens are almost equally likely, either is correct."""
     params: Any = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": LOGPROBS}
     with Client(house.redis.url) as client:
         asked: list[Any] = [[{"role": "user", "content": PROMPT.format(number)}] for number in range(NUM_RESPONSES)]
@@ -132,7 +132,7 @@ def undisturbed(house: House) -> list[ReferenceText]:
         return reference_texts([job.result(PATIENCE_S) for job in jobs], "bundled://tiny")
 
 
-def test_readers_get_each_event_once_though_everything_ends_once(house: House) -> None:
+def test_readers_get_each_event_once_when_all_processes_are_killed(house: House) -> None:
     expected = undisturbed(house)
     with house.slowed(), house.client() as client:
         readers = [Reader(house, ask(client, number).id) for number in range(NUM_RESPONSES)]

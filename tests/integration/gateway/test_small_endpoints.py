@@ -1,4 +1,4 @@
-"""Tokens, health, tiers, tenants' scopes; an app that mounts the gateway; the command."""
+"""Tokens, health, tiers, scopes of tenants, mounting the gateway into another app, and its command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...gateways import COMMAND, GatewayProcess
 from .conftest import CHAT, TOOL
 
 
-def test_tokens_are_those_of_the_model_in_either_form(gateway: GatewayProcess, queue: Client) -> None:
+def test_tokenize_works_in_both_formats(gateway: GatewayProcess, queue: Client) -> None:
     def post(path: str, **body: Any) -> Any:
         return gateway.post(path, json=body).raise_for_status().json()
 
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_the_model_in_either_form(gateway: GatewayProcess, q
 @pytest.mark.parametrize(
     ("tier", "priority", "shown"), [(None, 3, "default"), ("flex", 9, "flex"), ("priority", 0, "priority")]
 )
-def test_tier_is_the_priority_of_the_job(
+def test_service_tier_sets_the_priority_of_the_job(
     openai: OpenAI, queue: Client, redis_client: Any, tier: Any, priority: int, shown: str
 ) -> None:
     more = {} if tier is None else {"service_tier": tier}
@@ -51,7 +51,7 @@ def test_tier_is_the_priority_of_the_job(
     assert int(redis_client.hget(f"cellama:job:{job_id}", "priority")) == priority
 
 
-def test_prefixes_are_shared_within_a_salt_only(openai: OpenAI) -> None:
+def test_prefixes_are_shared_only_within_a_salt(openai: OpenAI) -> None:
     def cached(salt: str) -> int:
         question = [{"role": "user", "content": f"Tell of {'a fox and ' * 20} a bear"}]
         asked: Any = {**CHAT, "messages": question, "max_tokens": 1, "extra_body": {"cache_salt": salt}}
@@ -65,7 +65,7 @@ def test_prefixes_are_shared_within_a_salt_only(openai: OpenAI) -> None:
     assert cached("two") == 0
 
 
-def test_app_of_another_mounts_the_gateway(gateway: GatewayProcess, redis_server: Any) -> None:
+def test_gateway_works_mounted_into_another_app(gateway: GatewayProcess, redis_server: Any) -> None:
     mounted = create_app(Settings(redis_url=redis_server.url))
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def test_app_of_another_mounts_the_gateway(gateway: GatewayProcess, redis_server
         assert lines[-2] == "data: [DONE]"
 
 
-def test_gateway_without_redis_lives_and_is_not_ready(tmp_path: Path) -> None:
+def test_gateway_is_healthy_but_not_ready_without_redis(tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path, "redis://someone@127.0.0.1:1/0").wait_ready("/health")
     ready = gateway.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
@@ -93,7 +93,7 @@ def test_gateway_without_redis_lives_and_is_not_ready(tmp_path: Path) -> None:
     assert gateway.stop() == 0
 
 
-def test_address_that_others_reach_is_refused_without_keys(redis_server: Any, tmp_path: Path) -> None:
+def test_public_address_is_rejected_without_keys(redis_server: Any, tmp_path: Path) -> None:
     environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url)
     argv = [*COMMAND, "--host", "0.0.0.0", "--port", "18000"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Clients of other projects, unmodified, ask for everyday pydantic models; `cellama bench clients` has more of them."""
+"""Unmodified clients of other projects with common pydantic models. `cellama bench clients` covers more of them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from cellama.bench.models.brief import brief_sampling
 from ...conftest import WorkerProcess, clean_environment, empty_database
 from ...gateways import GatewayProcess
 
-TIMEOUT_S = 300.0  # of all calls: 15 to 40 s on two cores
+TIMEOUT_S = 300.0  # for all calls, which take 15 to 40 s on two cores
 
 
 @pytest.fixture(scope="module")
 def made(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SchemaCall]]:
-    """A call of each client with each model, against a worker whose answers are short."""
+    """Return a call of each client with each model, to a worker whose answers are short."""
     model = {"id": MODEL, "source": "bundled://tiny", "n_parallel": NUM_AT_ONCE, "ctx_per_slot": 2048, "threads": 1}
     models = json.dumps([{**model, "default": True, "sampling": brief_sampling()}])
     folders = [tmp_path_factory.mktemp(name) for name in ("worker", "gateway")]
@@ -63,7 +63,7 @@ def _calls(url: str, folder: Path) -> list[SchemaCall]:
     [client for client in CLIENTS if client.package in installed()],
     ids=lambda client: f"{client.package} {client.how}",
 )
-def test_client_gets_what_its_schema_says_for_each_model(made: list[SchemaCall], client: SchemaClient) -> None:
+def test_client_gets_valid_object_for_each_pydantic_model(made: list[SchemaCall], client: SchemaClient) -> None:
     of_client = [call for call in made if (call.client, call.how) == (client.package, client.how)]
     assert {call.model for call in of_client} == MODELS.keys()
     accepted = [call for call in of_client if call.outcome != BY_CLIENT and not is_refused_rightly(call)]

@@ -1,4 +1,4 @@
-"""Forms of a text at every endpoint: how strictly they are enforced, and where answers say what was not."""
+"""Output formats at every endpoint: how strictly they are enforced, and where warnings appear."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .test_batches import begin, ended, lines_of, request
 TAGS = {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2}
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"tags": {**TAGS, "uniqueItems": True}},  # which no grammar can express
+    "properties": {"tags": {**TAGS, "uniqueItems": True}},  # no grammar can express uniqueItems
     "required": ["tags"],
     "additionalProperties": False,
 }
@@ -53,7 +53,7 @@ def check_text(text: str | None) -> None:
     assert json.loads(text or "").keys() == {"tags"}
 
 
-def test_format_that_is_not_strict_is_answered_with_warnings(openai: OpenAI) -> None:
+def test_non_strict_format_gives_warnings(openai: OpenAI) -> None:
     raw = openai.chat.completions.with_raw_response.create(**JSON, response_format=LENIENT)
     answer = raw.parse()
     check_text(answer.choices[0].message.content)
@@ -61,7 +61,7 @@ def test_format_that_is_not_strict_is_answered_with_warnings(openai: OpenAI) -> 
     check(json.loads(raw.headers[WARNINGS]))
 
 
-def test_strict_format_is_refused_by_name_where_it_can_not_be_enforced(openai: OpenAI) -> None:
+def test_strict_format_is_rejected_when_not_enforceable(openai: OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(errors.BadRequestError, match=r"response_format at #/properties/tags") as caught:
             openai.chat.completions.create(**JSON, response_format=STRICT, stream=stream)
@@ -71,7 +71,7 @@ def test_strict_format_is_refused_by_name_where_it_can_not_be_enforced(openai: O
     assert (caught.value.param, caught.value.code) == ("text", "invalid_json_schema")
 
 
-def test_everything_that_is_enforced_has_no_warnings(openai: OpenAI) -> None:
+def test_enforceable_format_gives_no_warnings(openai: OpenAI) -> None:
     whole = {**SCHEMA, "properties": {"tags": TAGS}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": whole, "strict": True}}
     raw = openai.chat.completions.with_raw_response.create(**JSON, response_format=form)
@@ -80,7 +80,7 @@ def test_everything_that_is_enforced_has_no_warnings(openai: OpenAI) -> None:
     assert "warnings" not in raw.http_response.json()
 
 
-def test_stream_has_warnings_in_the_chunk_with_its_end(openai: OpenAI) -> None:
+def test_stream_has_warnings_in_its_last_chunk(openai: OpenAI) -> None:
     chunks = list(openai.chat.completions.create(**JSON, response_format=LENIENT, stream=True))
     check_text("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
     (end,) = [chunk for chunk in chunks if chunk.choices[0].finish_reason]
@@ -100,7 +100,7 @@ def test_completions_of_several_prompts_warn_once(openai: OpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("json_schema", "invalid_json_schema")
 
 
-def test_response_has_warnings_whenever_it_is_read(openai: OpenAI, gateway: GatewayProcess) -> None:
+def test_response_has_warnings_in_every_form(openai: OpenAI, gateway: GatewayProcess) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "tags", "schema": SCHEMA}}
     raw = openai.responses.with_raw_response.create(**ASKED, text=form)
     answer = raw.parse()
@@ -147,7 +147,7 @@ def test_json_object_may_have_a_schema(openai: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("own", "whole"), [({"regex": "[a-c]{3}"}, "[a-c]{3}"), ({"lark": 'start: /[0-9]{2}/ "!"'}, "[0-9]{2}!")]
 )
-def test_own_forms_are_taken_by_name(openai: OpenAI, own: dict[str, str], whole: str) -> None:
+def test_grammar_and_regex_are_accepted_by_name(openai: OpenAI, own: dict[str, str], whole: str) -> None:
     for answer in (
         openai.chat.completions.create(**JSON, extra_body=own).choices[0].message.content,
         openai.responses.create(**ASKED, extra_body=own).output_text,
@@ -162,7 +162,7 @@ def test_own_forms_are_taken_by_name(openai: OpenAI, own: dict[str, str], whole:
     assert caught.value.param == name
 
 
-def test_parameters_of_a_strict_tool_are_refused_by_name_and_others_warn(openai: OpenAI) -> None:
+def test_strict_tool_is_rejected_and_others_warn_when_not_enforceable(openai: OpenAI) -> None:
     def asked(strict: bool) -> Any:
         function = {"name": "tag", "parameters": SCHEMA, "strict": strict}
         return {**JSON, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}

@@ -1,4 +1,4 @@
-"""Webhooks of real things: batches and responses that have ended are heard of at an endpoint."""
+"""Webhooks report the end of batches and responses to an endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Registered = tuple[Endpoint, Receiver]
 
 @pytest.fixture
 def registered(redis_client: Redis) -> Iterator[Registered]:
-    """An endpoint of whoever has no key; it hears of what other tests end, too."""
+    """Register an endpoint for callers without a key, which also gets events of other tests."""
     with receiving() as receiver:
         endpoint = Endpoint(id=new_id(), url=receiver.url, secret=new_secret())
         redis_client.hset(webhooks_key(), endpoint.id, endpoint.model_dump_json(exclude_none=True))
@@ -31,7 +31,7 @@ def registered(redis_client: Redis) -> Iterator[Registered]:
 
 
 def heard(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:
-    """The types of the events of this thing, whose signatures are right; at least one."""
+    """Return the types of an object's events, after checking their signatures. There is at least one."""
     endpoint, receiver = registered
 
     def calls() -> list[tuple[str, dict[str, str], bytes]]:
@@ -41,14 +41,14 @@ def heard(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:
     return [client.webhooks.unwrap(body, headers, secret=endpoint.secret).type for _, headers, body in calls()]
 
 
-def test_end_of_a_batch_is_heard_of(openai: OpenAI, registered: Registered) -> None:
+def test_webhook_reports_the_end_of_a_batch(openai: OpenAI, registered: Registered) -> None:
     completed = ended(openai, begin(openai, [request(1)]))
     failed = ended(openai, begin(openai, [request(1), request(1)]))
     assert heard(openai, registered, completed.id) == ["batch.completed"]
     assert heard(openai, registered, failed.id) == ["batch.failed"]
 
 
-def test_end_of_a_background_response_is_heard_of(
+def test_webhook_reports_the_end_of_a_background_response(
     openai: OpenAI, registered: Registered, worker: WorkerProcess
 ) -> None:
     waited = openai.responses.create(**ASKED)

@@ -1,4 +1,4 @@
-"""Anthropic's bodies become parameters of jobs, or are refused by name: api/anthropic/bodies.py."""
+"""Conversion of Anthropic's bodies into parameters of jobs, and errors by name: api/anthropic/bodies.py."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def names_of(kind: Any) -> set[str]:
     return {node.target.id for node in made.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
 
 
-def test_every_parameter_of_anthropics_client_has_a_rule() -> None:
+def test_every_parameter_of_anthropic_client_has_a_rule() -> None:
     assert names_of(types.message_create_params.MessageCreateParamsBase) <= PARAMETERS.keys()
     assert names_of(types.message_count_tokens_params.MessageCountTokensParams) <= set(COUNTED)
 
 
-def test_every_rule_leads_to_a_parameter_of_the_job() -> None:
+def test_every_rule_maps_to_a_parameter_of_the_job() -> None:
     for name, rule in PARAMETERS.items():
         if rule.handling == "unchanged" or rule.to:
             assert (rule.to or name) in ChatJob.model_fields
 
 
-def test_body_becomes_a_job() -> None:
+def test_body_is_converted_to_job_parameters() -> None:
     made = order(
         system="Be kind", stop_sequences=["END"], temperature=0, top_k=3, tools=[TOOL], metadata={"user_id": "u"},
         tool_choice={"type": "any", "disable_parallel_tool_use": True}, cache_control={"type": "ephemeral"},
@@ -60,14 +60,14 @@ def test_body_becomes_a_job() -> None:
     parse_job(ChatJob, (), (), {"model": "m", "messages": made.messages, **made.params})
 
 
-def test_format_is_lenient_unless_the_body_asks_for_strictness() -> None:
+def test_format_is_not_strict_by_default() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     assert order(output_config=form).params["strict_schema"] is False
     assert order(output_config=form, strict_schema=True).params["strict_schema"] is True
     assert "strict_schema" not in order(json_schema={}).params
 
 
-def test_thoughts_come_only_when_they_are_asked_for() -> None:
+def test_thinking_is_disabled_by_default() -> None:
     assert order().params["enable_thinking"] is False
     assert order(thinking={"type": "adaptive"}).params["enable_thinking"] is True
     assert order(enable_thinking=True).params["enable_thinking"] is True
@@ -75,18 +75,18 @@ def test_thoughts_come_only_when_they_are_asked_for() -> None:
     assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_reasoning
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
+def test_default_values_of_refused_parameters_are_accepted() -> None:
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     assert order(speed="standard", mcp_servers=[], context_management=keep, n=1) == order()
 
 
-def test_choice_names_a_tool() -> None:
+def test_tool_choice_must_name_an_existing_tool() -> None:
     made = order(tools=[TOOL], tool_choice={"type": "tool", "name": "add"})
     assert made.params["tool_choice"] == {"type": "function", "function": {"name": "add"}}
     assert order(tools=[TOOL], tool_choice={"type": "none"}).params["tool_choice"] == "none"
 
 
-def test_counted_is_what_the_template_reads() -> None:
+def test_counted_body_has_only_parameters_of_the_template() -> None:
     made = parse_counted_body({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
     assert made.params.keys() == {"enable_thinking", "tools", "tool_choice"}
     parse_job(TemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
@@ -123,23 +123,23 @@ def test_counted_is_what_the_template_reads() -> None:
         ({"logprobs": 1}, "logprobs"),
     ],
 )
-def test_wrong_parameter_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+def test_invalid_parameter_is_rejected_by_name(body: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         order(**body)
     assert str(refused.value).startswith(f"{named} is ")
 
 
-def test_body_without_its_length_is_told_what_is_missing() -> None:
+def test_missing_max_tokens_is_rejected_by_name() -> None:
     with pytest.raises(InvalidJob, match="max_tokens is missing"):
         order(max_tokens=None)
 
 
-def test_count_refuses_what_it_does_not_read() -> None:
+def test_count_rejects_unused_parameters() -> None:
     with pytest.raises(InvalidJob, match=r"^unknown parameter 'max_tokens'; known"):
         parse_counted_body({"model": "m", "messages": HELLO, "max_tokens": 5})
 
 
-def test_payloads_words_are_anthropics() -> None:
+def test_payload_errors_use_anthropic_names() -> None:
     assert with_callers_names("stop is 3: …", callers_names({"stop_sequences": 3}))[0] == "stop_sequences is 3: …"
     assert with_callers_names("stop is 3: …", callers_names({"stop": 3}))[0] == "stop is 3: …"
     of_schema = with_callers_names("json_schema at #/a: …", callers_names({"output_config": {}}))[0]

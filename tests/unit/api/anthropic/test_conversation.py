@@ -1,4 +1,4 @@
-"""Turns of Anthropic's form become messages: api/anthropic/conversation.py."""
+"""Conversion of Anthropic's turns into messages: api/anthropic/conversation.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text(words: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **more}
 
 
-def test_blocks_are_joined_and_marks_for_caches_left_out() -> None:
+def test_blocks_are_joined_without_cache_control() -> None:
     system = [text("One", cache_control={"type": "ephemeral"}), text("Two")]
     user = {"role": "user", "content": [text("Three"), text("Four", cache_control={"type": "ephemeral"})]}
     assert messages_of(system, [user]) == [
@@ -31,14 +31,14 @@ def test_blocks_are_joined_and_marks_for_caches_left_out() -> None:
 
 
 @pytest.mark.parametrize("rest", ["a", "b; cch=17;"])
-def test_billing_line_changes_no_prompt(rest: str) -> None:
+def test_billing_line_is_removed_from_system_prompt(rest: str) -> None:
     plain = messages_of("Be kind", [HELLO])
     assert messages_of([text(f"{BILLING} {rest}"), text("Be kind")], [HELLO]) == plain
     assert messages_of(f"{BILLING} {rest}\n\nBe kind", [HELLO]) == plain
     assert messages_of(f"{BILLING} {rest}", [HELLO]) == [HELLO]
 
 
-def test_results_of_tools_are_messages_of_their_own() -> None:
+def test_tool_results_become_separate_messages() -> None:
     results = [
         {"type": "tool_result", "tool_use_id": "t1", "content": "3"},
         {"type": "tool_result", "tool_use_id": "t2", "content": [text("no"), text("way")], "is_error": True},
@@ -53,7 +53,7 @@ def test_results_of_tools_are_messages_of_their_own() -> None:
     ]
 
 
-def test_answer_comes_back_with_its_signature() -> None:
+def test_assistant_turn_keeps_reasoning_signature() -> None:
     signer = Signer("key")
     asked = messages_of("Be kind", [HELLO])
     message = {"content": "Well", "reasoning": "Hm", "signature": signer.after(asked).sign("Hm"), "tool_calls": [CALL]}
@@ -72,7 +72,7 @@ def test_answer_comes_back_with_its_signature() -> None:
 
 
 @pytest.mark.parametrize("signature", [{}, {"signature": None}, {"signature": ""}], ids=["none", "null", "empty"])
-def test_thought_needs_no_signature(signature: dict[str, Any]) -> None:
+def test_thinking_block_needs_no_signature(signature: dict[str, Any]) -> None:
     blocks = [{"type": "thinking", "thinking": "Hm", **signature}, text("Well")]
     assert messages_of(None, [HELLO, {"role": "assistant", "content": blocks}, HELLO])[1] == {
         "role": "assistant",
@@ -91,13 +91,13 @@ def test_thought_needs_no_signature(signature: dict[str, Any]) -> None:
     ],
     ids=["half a pair", "NUL", "image", "image of the system"],
 )
-def test_what_is_wrong_is_told_by_its_place_in_the_body(system: Any, turns: Any, named: str) -> None:
+def test_error_names_the_position_in_the_body(system: Any, turns: Any, named: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         messages_of(system, turns)
     assert str(refused.value).startswith(named)
 
 
-def test_thought_that_was_left_out_is_no_thought() -> None:
+def test_empty_thinking_block_is_dropped() -> None:
     blocks = [{"type": "thinking", "thinking": "", "signature": ""}, text("Well")]
     assert messages_of(None, [HELLO, {"role": "assistant", "content": blocks}, HELLO])[1] == {
         "role": "assistant",
@@ -130,7 +130,7 @@ def test_thought_that_was_left_out_is_no_thought() -> None:
         ([{**HELLO, "name": "x"}], "messages.0 has 'name'"),
     ],
 )
-def test_wrong_turn_is_refused_with_its_place(turns: Any, named: str) -> None:
+def test_invalid_turn_is_rejected_with_its_position(turns: Any, named: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         messages_of(None, turns)
     assert named in str(refused.value)
@@ -149,7 +149,7 @@ ANYTHING = st.recursive(
 
 
 @given(ANYTHING, ANYTHING)
-def test_whatever_is_sent_is_mapped_or_refused(system: Any, turns: Any) -> None:
+def test_any_input_is_converted_or_rejected(system: Any, turns: Any) -> None:
     try:
         made = messages_of(system, turns)
     except InvalidJob:

@@ -1,4 +1,4 @@
-"""What is known of an object that is cut is an object."""
+"""Completion of truncated JSON objects: api/anthropic/answers.py."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ VALUES = st.recursive(
         ('{"a": "}\\"", "b": {', {"a": '}"', "b": {}}),
     ],
 )
-def test_completed_has_what_is_known(cut: str, known: dict[str, Any]) -> None:
+def test_completed_keeps_all_complete_members(cut: str, known: dict[str, Any]) -> None:
     assert json.loads(completed(cut)) == known
 
 
 @given(st.dictionaries(st.text(max_size=3), VALUES, max_size=4), st.data())
-def test_completed_object_has_a_part_of_the_members(value: dict[str, Any], data: st.DataObject) -> None:
+def test_completed_object_is_a_subset_of_the_original(value: dict[str, Any], data: st.DataObject) -> None:
     text = json.dumps(value)
     known = json.loads(completed(text[: data.draw(st.integers(0, len(text)))]))
     assert list(known) == list(value)[: len(known)]

@@ -1,4 +1,4 @@
-"""Events of jobs become events that Anthropic's own accumulator reads: api/anthropic/stream.py."""
+"""Conversion of job events into events for Anthropic's own accumulator: api/anthropic/stream.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def told(*events: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
 
 
 def read(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """As Anthropic's client has it in the end."""
+    """Return the message that Anthropic's client accumulates."""
     message: Any = None
     buffers: dict[int, bytes] = {}
     for event in events:
@@ -42,7 +42,7 @@ def read(events: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(message.to_dict())
 
 
-def test_stream_ends_as_the_whole_message() -> None:
+def test_stream_adds_up_to_the_message() -> None:
     end = done(tool_calls=CALLS)
     message = {"content": "Well", "reasoning": "Hm", "signature": "5160", "tool_calls": CALLS}
     whole = message_of(
@@ -57,7 +57,7 @@ def test_stream_ends_as_the_whole_message() -> None:
     assert whole["usage"].items() <= read_message["usage"].items()
 
 
-def test_thought_that_was_cut_off_has_no_signature_either_way() -> None:
+def test_truncated_reasoning_has_no_signature() -> None:
     end = done(finish_reason="length")
     message = {"content": "", "reasoning": "Hm", "signature": "5160"}
     whole = message_of("msg_1", {**end, "model": "m", "message": message}, max_tokens=6, tier="default")
@@ -65,13 +65,13 @@ def test_thought_that_was_cut_off_has_no_signature_either_way() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": "\\ud800"}', '{"a": NaN}'])
-def test_arguments_that_no_json_can_hold_are_left_as_text(arguments: str) -> None:
+def test_arguments_are_text_when_not_representable_in_json(arguments: str) -> None:
     sent = '{"a": "\\u0000"}'
     calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": a}} for a in (arguments, sent)]
     assert [block["input"] for block in calls_of(calls)] == [{"value": arguments}, {"a": "\0"}]
 
 
-def test_blocks_are_numbered_and_closed_one_after_another() -> None:
+def test_blocks_are_numbered_and_closed_in_order() -> None:
     events = told(STARTED, *THOUGHT, *TEXT, done(tool_calls=CALLS))
     shape = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events if "index" in event]
     assert [one for one in shape if one[0] != "delta"] == [(what, at) for at in range(4) for what in ("start", "stop")]
@@ -80,17 +80,17 @@ def test_blocks_are_numbered_and_closed_one_after_another() -> None:
     ]  # fmt: skip
 
 
-def test_thought_that_shall_not_be_shown_is_empty() -> None:
+def test_omitted_reasoning_is_an_empty_block() -> None:
     [thought, said] = read(told(STARTED, *THOUGHT, *TEXT, done(), shows_reasoning=False))["content"]
     assert (thought["thinking"], thought["signature"], said["text"]) == ("", "", "Well")
 
 
-def test_job_that_ended_at_once_is_an_empty_message() -> None:
+def test_job_without_output_gives_an_empty_message() -> None:
     message = read(told(done(finish_reason="timeout")))
     assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
 
 
-def test_thought_that_is_cut_off_is_closed() -> None:
+def test_truncated_reasoning_block_is_closed() -> None:
     events = told(STARTED, THOUGHT[0], done(finish_reason="length"))
     assert [event["type"] for event in events][-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
@@ -106,14 +106,14 @@ def test_thought_that_is_cut_off_is_closed() -> None:
         (done(finish_reason="timeout"), "max_tokens"),
     ],
 )
-def test_end_has_a_reason_of_anthropics(end: dict[str, Any], reason: str) -> None:
+def test_end_has_an_anthropic_stop_reason(end: dict[str, Any], reason: str) -> None:
     assert stop_of(end, 100)["stop_reason"] == reason
 
 
-def test_warnings_come_with_the_end_of_a_stream_and_with_a_whole_message() -> None:
+def test_warnings_are_in_last_event_and_in_message() -> None:
     end = done(warnings=["a"])
     (delta,) = [event for event in told(STARTED, *TEXT, end) if event["type"] == "message_delta"]
     assert delta["warnings"] == ["a"]
-    read(told(STARTED, *TEXT, end))  # Anthropic's client leaves out what it doesn't know
+    read(told(STARTED, *TEXT, end))  # Anthropic's client ignores unknown members
     whole = message_of("msg_1", {**end, "model": "m", "message": {"content": "Well"}}, max_tokens=9, tier="default")
     assert whole["warnings"] == ["a"]

@@ -1,4 +1,4 @@
-"""A database of their own in the Redis of the test run."""
+"""Fixtures that give each test an empty database of the Redis server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Run = Callable[[Callable[[AsyncRedis], Awaitable[Any]]], Any]
 
 @pytest.fixture
 def url(redis_server: RedisServer) -> Iterator[str]:
-    """An empty database."""
+    """Return the URL of an empty database."""
     with empty_database(redis_server, 7) as url:
         yield url
 
 
 @pytest.fixture
 def run(url: str) -> Run:
-    """Runs a function of an asynchronous client."""
+    """Return a function that runs a coroutine function with an asynchronous client."""
 
     def run(ask: Callable[[AsyncRedis], Awaitable[Any]]) -> Any:
         async def connected() -> Any:

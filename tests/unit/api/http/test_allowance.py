@@ -1,4 +1,4 @@
-"""How many tokens a request may take before it is known how many it takes: api/http/allowance.py."""
+"""Estimates of the tokens that a request may use: api/http/parsing.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cellama.config import limits
 MODEL: Any = {"id": "tiny", "ctx_per_slot": 1000}
 
 
-def test_answer_that_does_not_say_has_the_context_or_what_logprobs_allow() -> None:
+def test_max_tokens_defaults_to_context_or_limit_of_logprobs() -> None:
     unknown: Any = {"id": "tiny"}
     assert rest_of_context(MODEL, {}) == 1000
     assert rest_of_context(unknown, {}) == MIN_TOKENS
@@ -22,7 +22,7 @@ def test_answer_that_does_not_say_has_the_context_or_what_logprobs_allow() -> No
     assert rest_of_context(long, {"logprobs": "many", "n": 0}) == limits.MAX_REPORTED
 
 
-def test_answers_of_a_request_have_a_quarter_of_a_limit_together() -> None:
+def test_max_tokens_of_all_answers_default_to_a_quarter_of_the_limit() -> None:
     assert within_limit(None, 1000) == 1000
     assert within_limit(400, 1000) == 100
     assert within_limit(400, 1000, 5) == 20
@@ -30,7 +30,7 @@ def test_answers_of_a_request_have_a_quarter_of_a_limit_together() -> None:
     assert within_limit(3, 1000, 5) == 1
 
 
-def test_tokens_of_contents_are_estimated_together() -> None:
+def test_tokens_of_nested_contents_are_estimated() -> None:
     assert tokens_of("ab", "cdef", "gh") == 2
     assert tokens_of([1, 2, 3], [[4, 5], [6]]) == 8
     assert 25 <= tokens_of([{"role": "user", "content": "x" * 100}]) <= 35
@@ -38,7 +38,7 @@ def test_tokens_of_contents_are_estimated_together() -> None:
 
 
 @pytest.mark.parametrize("content", [[1] * 1_000_000, "x" * 10_000_000])
-def test_contents_are_not_copied_to_estimate_their_tokens(content: Any) -> None:
+def test_estimating_tokens_copies_no_contents(content: Any) -> None:
     tracemalloc.start()
     try:
         assert tokens_of(content) > 20_000

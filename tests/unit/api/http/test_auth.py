@@ -1,4 +1,4 @@
-"""Who asks, and how errors look: api/http/callers.py and errors.py."""
+"""Rights of callers, and the format of errors: api/http/auth.py and errors.py."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from cellama.tasks.contract.errors import (
         ("priority", "flex", "flex"),
     ],
 )
-def test_caller_gets_no_more_urgent_tier_than_its_own(own: str | None, wanted: str | None, given: str) -> None:
+def test_tier_is_at_most_as_urgent_as_that_of_the_caller(own: str | None, wanted: str | None, given: str) -> None:
     assert Caller(priority=own).tier(wanted) == given
 
 
-def test_caller_may_ask_for_the_models_of_its_key_only() -> None:
+def test_caller_may_use_only_the_models_of_its_key() -> None:
     assert Caller().may_use_model("any")
     assert Caller(models=frozenset({"a"})).may_use_model("a")
     assert not Caller(models=frozenset({"a"})).may_use_model("b")
@@ -63,7 +63,7 @@ def test_caller_may_not_use_other_adapters(choice: Any) -> None:
         Caller(adapters=frozenset()).check_adapters(choice)
 
 
-def test_error_of_a_model_that_is_not_served_is_openais() -> None:
+def test_unknown_model_has_openai_error_code() -> None:
     error = of_job(UnknownModel("no running worker serves a model 'x'"))
     assert error.status == 404
     assert error.envelope == {
@@ -77,20 +77,20 @@ def test_error_of_a_model_that_is_not_served_is_openais() -> None:
 
 
 @pytest.mark.parametrize("error", [RedisUnreachable, RedisRefused, RedisFull])
-def test_error_of_redis_says_nothing_of_where_it_is(error: type[JobError], caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_errors_hide_the_address_from_clients(error: type[JobError], caplog: pytest.LogCaptureFixture) -> None:
     reason = "Redis at redis://someone:***@10.0.0.1:6379/0 is away"
     assert "10.0.0.1" not in str(of_job(error(reason)).envelope)
     assert reason in caplog.text
 
 
-def test_error_that_passes_says_when_to_ask_again() -> None:
+def test_retryable_errors_have_retry_after() -> None:
     assert of_job(RedisUnreachable("away")).headers == {"retry-after": "1"}
     assert of_code("queue_full", "full", retryable=True).status == 429
     assert ApiError(429, "too many", retry_after_s=12.2).headers == {"retry-after": "13"}
     assert of_job(JobFailed("decode_failed", "once more")).headers == {}
 
 
-def test_error_of_a_code_from_a_newer_worker_is_the_services() -> None:
+def test_unknown_error_code_is_500() -> None:
     assert of_code("not_known_yet", "?").status == 500
     assert of_code("stream_trimmed", "gone").status == 404
     assert of_code("timeout", "late").status == 408

@@ -1,4 +1,4 @@
-"""What requests want to know of the queue is asked for once for all of them, and keeps none of them waiting."""
+"""Values that the gateway caches: fetched once for all concurrent requests, without delaying any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cellama.api.http.gateway import Cached
 
 
 class Asked:
-    """Answers 0, 1, …, those after the first when they are let go; and a clock."""
+    """A fetch function that returns 0, 1, …, and waits for a signal after the first call; and a clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ class Asked:
         return answer
 
 
-def test_value_is_asked_for_once_while_it_is_fresh() -> None:
+def test_cached_value_is_fetched_once_while_fresh() -> None:
     async def run() -> None:
         asked = Asked()
         assert await asyncio.gather(*(asked.kept.get(1.0) for _ in range(5))) == [0] * 5
@@ -40,13 +40,13 @@ def test_value_is_asked_for_once_while_it_is_fresh() -> None:
     asyncio.run(run())
 
 
-def test_value_that_is_asked_for_again_is_the_one_before_meanwhile() -> None:
+def test_cached_value_is_the_previous_one_during_a_fetch() -> None:
     async def run() -> None:
         asked = Asked()
         await asked.kept.get(1.0)
         asked.now += 1.5
         assert await asked.kept.get(1.0) == 0
-        asked.now += 1.0  # too old
+        asked.now += 1.0  # which makes the value too old
         waiting = asyncio.create_task(asked.kept.get(1.0))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -57,7 +57,7 @@ def test_value_that_is_asked_for_again_is_the_one_before_meanwhile() -> None:
     asyncio.run(run())
 
 
-def test_value_as_of_now_is_waited_for() -> None:
+def test_cached_value_is_awaited_when_it_must_be_current() -> None:
     async def run() -> None:
         asked = Asked()
         await asked.kept.get(1.0)
@@ -68,7 +68,7 @@ def test_value_as_of_now_is_waited_for() -> None:
     asyncio.run(run())
 
 
-def test_failure_is_told_to_who_waits_and_asked_for_again_by_the_next() -> None:
+def test_failed_fetch_raises_for_waiters_and_is_repeated_by_next_caller() -> None:
     async def run() -> None:
         asked = Asked()
         await asked.kept.get(1.0)

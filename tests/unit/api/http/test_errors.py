@@ -1,4 +1,4 @@
-"""What a worker finds wrong with a body becomes OpenAI's envelope: api/http/errors.py."""
+"""Conversion of worker errors into OpenAI's error format: api/http/errors.py."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from cellama.api.openai.responses.parameters import RULES
         ("the reply is nothing", None, "invalid_request"),
     ],
 )
-def test_what_a_worker_finds_wrong_names_the_parameter(message: str, param: str | None, code: str) -> None:
+def test_worker_error_names_the_callers_parameter(message: str, param: str | None, code: str) -> None:
     error = of_worker(of_code("invalid_request", message), callers_names(PARAMETERS[CHAT], {}))
     assert (error.status, error.param, error.code) == (400, param, code)
     assert error.envelope["error"]["type"] == "invalid_request_error"
 
 
-def test_what_a_worker_finds_wrong_has_the_names_of_responses() -> None:
+def test_worker_error_names_parameters_of_responses() -> None:
     error = of_worker(of_code("invalid_request", "json_schema at #/a: no"), callers_names(RULES, {}))
     assert (error.message, error.param, error.code) == ("text at #/a: no", "text", "invalid_json_schema")
 
 
-def test_other_errors_of_workers_stay_as_they_are() -> None:
+def test_other_worker_errors_are_unchanged() -> None:
     error = ApiError(409, "json_schema at #/a: no", code="grammar_changed")
     assert of_worker(error, {}) is error

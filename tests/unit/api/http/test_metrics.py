@@ -1,4 +1,4 @@
-"""The gateway's /metrics: who reads it, and what it counts."""
+"""The gateway's /metrics: access to it, and its counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_requests_are_counted_by_route_and_status() -> None:
     assert sample(text, "cellama_http_requests_total", **labels) == 2
     assert sample(text, "cellama_http_requests_total", route="other", status="404") == 2
     assert sample(text, "cellama_http_first_byte_seconds_count", route="/health") == 2
-    assert sample(text, "cellama_http_requests_in_flight") == 1  # this one
+    assert sample(text, "cellama_http_requests_in_flight") == 1  # the request for the metrics
     assert "nothing-here" not in text
 
 
@@ -44,7 +44,7 @@ def test_requests_are_counted_by_route_and_status() -> None:
         (HERE, {"x-forwarded-for": "203.0.113.9"}, 403),
     ],
 )
-def test_without_a_token_only_this_machine_reads_it(at: Any, headers: dict[str, str], status: int) -> None:
+def test_metrics_without_token_are_local_only(at: Any, headers: dict[str, str], status: int) -> None:
     with client(at) as http:
         answer = http.get("/metrics", headers=headers)
     assert answer.status_code == status
@@ -55,13 +55,13 @@ def test_without_a_token_only_this_machine_reads_it(at: Any, headers: dict[str, 
     ("given", "status"),
     [(f"Bearer {TOKEN}", 200), (f"bearer {TOKEN} ", 200), ("Bearer wrong", 401), (TOKEN, 401), ("", 401)],
 )
-def test_token_opens_it_from_anywhere(given: str, status: int) -> None:
+def test_metrics_are_readable_from_anywhere_with_token(given: str, status: int) -> None:
     with client(ELSEWHERE, gateway_metrics_token=TOKEN) as http:
         headers = {"authorization": given} if given else {}
         assert http.get("/metrics", headers=headers).status_code == status
 
 
-def test_request_that_fails_in_an_unforeseen_way_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_is_counted_as_500(monkeypatch: pytest.MonkeyPatch) -> None:
     app = create_app(Settings())
 
     def fail(*_: Any) -> Any:

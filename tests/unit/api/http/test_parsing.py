@@ -1,4 +1,4 @@
-"""How bodies are read: api/http/parsing.py."""
+"""Parsing of request bodies: api/http/parsing.py."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def num_values(value: Any) -> int:
 
 
 @given(JSON, st.integers(1, 20), st.booleans())
-def test_values_of_a_body_are_counted_without_reading_it(value: Any, limit: int, is_ascii: bool) -> None:
+def test_count_values_is_an_upper_bound_below_the_limit_and_exact_above(value: Any, limit: int, is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode(errors="surrogatepass")
     counted, exact = count_values(raw, limit), num_values(value)
     assert (counted > limit) == (exact > limit) or 0 <= counted - exact <= raw.count(b"{") + raw.count(b"[")
 
 
-def test_text_with_many_commas_is_one_value() -> None:
+def test_count_values_counts_string_with_commas_once() -> None:
     text = 'a,[{"\\' * MAX_VALUES
     assert count_values(json.dumps({"prompt": text}).encode(), MAX_VALUES) < 10
     assert count_values(b"[" + b"1," * (2 * MAX_VALUES) + b"1]", MAX_VALUES) == MAX_VALUES + 1
 
 
 def asked_of(body: bytes) -> ParsedRequest:
-    """What the gateway makes of a request with this body."""
+    """Return the parsed request for this body."""
     gateway, found = Gateway(get_settings(), NoKeys()), list[ParsedRequest]()
 
     class App:
@@ -74,7 +74,7 @@ def thread_of(parsed: ParsedRequest) -> str:
     return asyncio.run(parsed.read_by(lambda: threading.current_thread().name))
 
 
-def test_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[str]()
 
     def noted(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -93,14 +93,14 @@ def test_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("body", ['{"a": }', '{"a": "\\ud800"}', '{"a": ' + "[" * 1000 + "]" * 1000 + "}", "[1]"])
-def test_large_body_that_is_not_valid_is_refused(body: str) -> None:
+def test_large_invalid_body_is_rejected(body: str) -> None:
     with pytest.raises(ApiError) as refused:
         asked_of(body.ljust(LARGE_BYTES + 1).encode())
     assert refused.value.status == 400
     assert refused.value.message.startswith("the body is ")
 
 
-def test_body_with_too_many_values_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_with_too_many_values_is_rejected_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cellama.api.http.parsing.from_json", lambda text: pytest.fail("it is read"))
     with pytest.raises(ApiError, match="more than 262144 values"):
         asked_of(b'{"prompt": [' + b"1," * MAX_VALUES + b"1]}")

@@ -1,5 +1,7 @@
-"""What a request whose client has gone is charged for, and what it gets when it comes back: api/http/running.py, on a
-Redis without a worker."""
+"""The charge of a request after a disconnect, and the answer to its repetition: api/http/running.py.
+
+The tests use a Redis without a worker.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ AGAIN = Request({"type": "http", "headers": [(b"idempotency-key", b"again")]})
 
 
 class Counted:
-    """An admission that keeps what it was told."""
+    """An admission that records its calls."""
 
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}
@@ -46,7 +48,7 @@ Body = Callable[[Gateway, Counted, Redis], Awaitable[None]]
 
 @pytest.fixture
 def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[Callable[[Body], None]]:
-    """Runs a body after a client with an idempotency key has left its running job."""
+    """Return a function that runs its argument after a client with an idempotency key has disconnected."""
     with empty_database(redis_server, NUMBER) as url, Redis.from_url(url) as redis:
         settings_environment(redis_url=url)
         redis.hset(job_key(JOB), "state", "running")
@@ -65,7 +67,7 @@ def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -
         yield lambda body: asyncio.run(leave(body))
 
 
-def test_job_that_goes_on_without_its_client_counts_until_its_end(left: Callable[[Body], None]) -> None:
+def test_job_stays_charged_until_its_end_when_client_disconnects(left: Callable[[Body], None]) -> None:
     async def body(_: Gateway, admission: Counted, redis: Redis) -> None:
         usage = usage_of(prompt_tokens=3, completion_tokens=4)
         data: Any = json.dumps({"seq": 0, "type": "done", "finish_reason": "stop", "usage": usage})
@@ -77,7 +79,7 @@ def test_job_that_goes_on_without_its_client_counts_until_its_end(left: Callable
     left(body)
 
 
-def test_gateway_that_ends_leaves_a_job_that_goes_on_charged_for_all(left: Callable[[Body], None]) -> None:
+def test_job_stays_charged_for_estimate_when_gateway_stops(left: Callable[[Body], None]) -> None:
     async def body(gateway: Gateway, admission: Counted, redis: Redis) -> None:
         await asyncio.wait_for(gateway.close(), PATIENCE_S)
         assert admission.ends == [None]
@@ -86,7 +88,7 @@ def test_gateway_that_ends_leaves_a_job_that_goes_on_charged_for_all(left: Calla
     left(body)
 
 
-def test_who_comes_back_when_the_events_are_gone_gets_the_result(
+def test_repeated_request_gets_result_when_events_have_expired(
     redis_server: RedisServer, settings_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)

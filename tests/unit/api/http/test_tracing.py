@@ -1,4 +1,4 @@
-"""The gateway's spans: of requests that may make jobs, below the client's."""
+"""Spans of the gateway for requests that may create jobs: api/http/middleware.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...tasks.traces.conftest import ABOVE, Spans, spans
 __all__ = ["spans"]
 
 
-def test_request_is_below_the_clients_span(spans: Spans) -> None:
+def test_request_span_is_child_of_client_span(spans: Spans) -> None:
     with TestClient(create_app(Settings())) as http:
         http.get("/health", headers=ABOVE)
         http.post("/v1/completions", headers=ABOVE, content=b"no JSON")

@@ -1,4 +1,4 @@
-"""The header that lists what an answer does not enforce: api/http/warning_header.py."""
+"""The header that lists the warnings of an answer: api/http/running.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from cellama.api.http.running import MAX_HEADER_CHARS, WARNINGS, warning_headers
 
 
-def test_header_is_a_json_array_in_ascii() -> None:
+def test_warning_header_is_a_json_array_in_ascii() -> None:
     warnings = ["json_schema at #/properties/größe: 'x' is ignored", "a\nb"]
     value = warning_headers({"warnings": warnings})[WARNINGS]
     assert value.isascii()
@@ -15,11 +15,11 @@ def test_header_is_a_json_array_in_ascii() -> None:
     assert json.loads(value) == warnings
 
 
-def test_answer_without_warnings_has_no_header() -> None:
+def test_warning_header_is_omitted_without_warnings() -> None:
     assert warning_headers({}) == warning_headers({"warnings": []}) == {}
 
 
-def test_header_that_is_too_long_counts_what_it_leaves_out() -> None:
+def test_warning_header_counts_omitted_warnings_when_too_long() -> None:
     warnings = [f"{number} {'ü' * 100}" for number in range(30)]
     value = warning_headers({"warnings": warnings})[WARNINGS]
     shown = json.loads(value)

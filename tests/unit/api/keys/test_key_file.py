@@ -1,4 +1,4 @@
-"""Keys in a file: both forms, mistakes by name, changes as they are made."""
+"""Key files: both formats, errors by name, and changes at run time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYTHING = {
 }
 
 
-def test_file_of_keys_is_toml_as_the_command_shows_it_or_json(tmp_path: Path) -> None:
+def test_key_file_is_toml_as_printed_by_the_command_or_json(tmp_path: Path) -> None:
     entries = [key_and_entry(**EVERYTHING)[1], key_and_entry()[1]]
     (tmp_path / "keys.toml").write_text("\n\n".join(map(as_toml, entries)), encoding="utf-8")
     values = {"keys": [entry.model_dump(mode="json") for entry in entries]}
@@ -48,7 +48,7 @@ def test_file_of_keys_is_toml_as_the_command_shows_it_or_json(tmp_path: Path) ->
         ("\x00", "can't be read"),
     ],
 )
-def test_file_of_keys_names_its_mistakes_and_no_secrets(tmp_path: Path, fields: str, told: str) -> None:
+def test_key_file_errors_name_the_field_and_no_secret(tmp_path: Path, fields: str, told: str) -> None:
     _, entry = key_and_entry()
     lines = [line for line in as_toml(entry).splitlines() if line.partition(" = ")[0] != fields.partition(" = ")[0]]
     (tmp_path / "keys.toml").write_text("\n".join([*lines, fields]), encoding="utf-8")
@@ -57,7 +57,7 @@ def test_file_of_keys_names_its_mistakes_and_no_secrets(tmp_path: Path, fields: 
     assert "secret" not in str(raised.value)
 
 
-def test_file_of_keys_that_is_missing_or_names_one_twice_is_refused(tmp_path: Path) -> None:
+def test_key_file_is_rejected_when_missing_or_with_repeated_id(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="can't be read"):
         KeyFile(tmp_path / "keys.toml")
     _, entry = key_and_entry()
@@ -66,7 +66,7 @@ def test_file_of_keys_that_is_missing_or_names_one_twice_is_refused(tmp_path: Pa
         KeyFile(tmp_path / "keys.toml")
 
 
-def test_file_of_keys_is_read_again_when_it_changes_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_key_file_is_reread_on_change_and_keeps_old_keys_when_invalid(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     (_, first), (_, second) = key_and_entry(), key_and_entry()
     path.write_text(as_toml(first))

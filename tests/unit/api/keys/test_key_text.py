@@ -1,4 +1,4 @@
-"""What a key looks like, and where a client puts it."""
+"""The format of keys, and the headers in which clients send them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from cellama.api.keys.entry import new_key, parse_key, sent_key
 
 
-def test_new_keys_differ_and_are_read_back_with_their_digests() -> None:
+def test_new_keys_differ_and_match_their_digests() -> None:
     keys = [new_key() for _ in range(100)]
     assert len({key.text for key in keys}) == len({key.id for key in keys}) == 100
     for key in keys:
@@ -18,13 +18,13 @@ def test_new_keys_differ_and_are_read_back_with_their_digests() -> None:
         assert not key.has_digest(keys[0].digest) or key is keys[0]
 
 
-def test_key_shows_its_id_alone() -> None:
+def test_repr_of_key_contains_only_its_id() -> None:
     key = new_key()
     assert key.text.rpartition("-")[2] not in repr(key) + key.digest
 
 
 @given(st.text())
-def test_key_is_none_whatever_else_is_sent(text: str) -> None:
+def test_parse_key_returns_none_for_other_texts(text: str) -> None:
     assert parse_key(text) is None
     assert parse_key(f"sk-{text}") is None
 
@@ -38,11 +38,11 @@ def test_key_is_none_whatever_else_is_sent(text: str) -> None:
         lambda text: text[:-1],
         lambda text: text + "a",
         lambda text: text[:-1] + "é",
-        lambda text: text[:-1] + "٣",  # a digit, but not one of ours
+        lambda text: text[:-1] + "٣",  # a digit that is not ASCII
         lambda text: text * 100_000,
     ],
 )
-def test_key_that_was_changed_is_none(change: object) -> None:
+def test_parse_key_returns_none_for_altered_key(change: object) -> None:
     assert callable(change)
     assert parse_key(change(new_key().text)) is None
 
@@ -62,5 +62,5 @@ def test_key_that_was_changed_is_none(change: object) -> None:
         ({}, None),
     ],
 )
-def test_key_is_found_where_clients_put_it(headers: dict[str, str], key: str | None) -> None:
+def test_sent_key_reads_both_headers(headers: dict[str, str], key: str | None) -> None:
     assert sent_key(headers) == key

@@ -1,4 +1,4 @@
-"""OpenAI's bodies become parameters of jobs, or are refused by name: api/openai/bodies.py."""
+"""Conversion of OpenAI's bodies into parameters of jobs, and errors by name: api/openai/bodies.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chat(**body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("url", PARAMETERS)
-def test_every_parameter_of_openais_client_has_a_rule(url: str) -> None:
+def test_every_parameter_of_openai_client_has_a_rule(url: str) -> None:
     tree = ast.parse(inspect.getsource(OF_OPENAI[url]))
     known = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
     assert known
@@ -38,13 +38,13 @@ def test_every_parameter_of_openais_client_has_a_rule(url: str) -> None:
 
 
 @pytest.mark.parametrize(("url", "job"), [(CHAT, ChatJob), (COMPLETIONS, GenerateJob), (EMBEDDINGS, EmbedJob)])
-def test_every_rule_leads_to_a_parameter_of_the_job(url: str, job: Any) -> None:
+def test_every_rule_maps_to_a_parameter_of_the_job(url: str, job: Any) -> None:
     for name, rule in PARAMETERS[url].items():
         if rule.handling == "unchanged" or rule.to:
             assert (rule.to or name) in job.model_fields
 
 
-def test_body_becomes_a_job() -> None:
+def test_body_is_converted_to_job_parameters() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}
     params = chat(
         max_completion_tokens=5, response_format=schema, logprobs=True, top_logprobs=2, seed=None, user="u", store=True,
@@ -76,21 +76,19 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1
         ({"type": "json_schema", "json_schema": {"name": "n"}}, {"type": "object"}, False),
     ],
 )
-def test_response_format_has_a_schema_and_says_how_strictly_it_is_enforced(
-    form: dict[str, Any], schema: Any, strict: bool
-) -> None:
+def test_response_format_sets_schema_and_strictness(form: dict[str, Any], schema: Any, strict: bool) -> None:
     params = chat(response_format=form)
     assert (params["json_schema"], params["strict_schema"]) == (schema, strict)
     assert chat(response_format=form, strict_schema=not strict)["strict_schema"] is not strict
 
 
-def test_own_forms_of_a_text_are_parameters_of_a_request() -> None:
+def test_grammar_and_regex_are_passed_to_the_job() -> None:
     for own in ({"regex": "[a-z]+"}, {"lark": "start: /[a-z]+/"}, {"json_schema": SCHEMA, "strict_schema": False}):
         assert chat(**own) == {"model": "m", "messages": HELLO, **own}
         parse_job(ChatJob, (), (), chat(**own))
 
 
-def test_message_that_openais_client_sends_back_is_taken() -> None:
+def test_message_returned_by_openai_client_is_accepted() -> None:
     reply = {
         "role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "audio": None,
         "function_call": None, "tool_calls": None, "reasoning_content": "A greeting.",
@@ -134,7 +132,7 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_rejected_by_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         chat(**body)
     assert message in str(caught.value)
@@ -143,7 +141,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], messag
 @pytest.mark.parametrize(
     "body", [{"messages": "Hi"}, {"messages": [1]}, {"messages": [{"content": 1}]}, {"tools": 1}, {"template_args": 1}]
 )
-def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, Any]) -> None:
+def test_invalid_types_are_rejected_by_the_payload(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob):
         parse_job(ChatJob, (), (), chat(**body))
 
@@ -163,11 +161,11 @@ def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, An
         (CHAT, "the job is 9 bytes long", "the job is 9 bytes long", None),
     ],
 )
-def test_problem_of_a_job_is_told_under_openais_name(url: str, told: str, shown: str, param: str | None) -> None:
+def test_job_error_uses_openai_parameter_name(url: str, told: str, shown: str, param: str | None) -> None:
     assert with_callers_names(told, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
 
 
-def test_value_that_is_nested_too_deeply_to_be_shown_is_refused_all_the_same() -> None:
+def test_deeply_nested_value_is_rejected() -> None:
     deep: Any = []
     for _ in range(2000):
         deep = [deep]

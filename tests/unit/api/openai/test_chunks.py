@@ -1,4 +1,4 @@
-"""Events become chunks of OpenAI's streams, and logprobs its two forms: api/openai/chunks.py, logprobs.py."""
+"""Conversion of events into chunks of OpenAI's streams, and formats of logprobs: api/openai/chunks.py, answers.py."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def done(reason: str = "stop", **details: Any) -> dict[str, Any]:
     return {"type": "done", "finish_reason": reason, "usage": usage_of(prompt_tokens=3, completion_tokens=4), **details}
 
 
-def test_chat_tells_role_thoughts_text_calls_and_usage() -> None:
-    chunks = Chunks("chat", "id", "m", include_usage=True, shown={"service_tier": "flex"})
+def test_chat_stream_has_role_reasoning_text_calls_and_usage() -> None:
+    chunks = Chunks("chat", "id", "m", include_usage=True, common={"service_tier": "flex"})
     told = chunks.of(0, STARTED)
     told += chunks.of(0, token("Hm", "reasoning")) + chunks.of(
         0, {"type": "reasoning_end", "signature": "", "tokens": [2]}
@@ -49,11 +49,11 @@ def test_chat_tells_role_thoughts_text_calls_and_usage() -> None:
     assert (usage.total_tokens, usage.completion_tokens_details.reasoning_tokens) == (7, 2)
 
 
-def test_choices_of_several_prompts_are_numbered_through() -> None:
+def test_choices_of_several_prompts_have_consecutive_indices() -> None:
     chunks = Chunks("generate", "id", "m", n=2)
     told = chunks.of(1, token("a")) + chunks.of(0, token("b", index=1))
     told += chunks.ends(0, done(), [{"finish_reason": "stop"}, {"finish_reason": "timeout"}])
-    read = [Completion.construct(**chunk).choices[0] for chunk in told]  # as the client does: its model has no null
+    read = [Completion.construct(**chunk).choices[0] for chunk in told]  # like the client, whose model allows no null
     assert [(choice.index, choice.text, choice.finish_reason) for choice in read] == [
         (2, "a", None),
         (1, "b", None),
@@ -62,7 +62,7 @@ def test_choices_of_several_prompts_are_numbered_through() -> None:
     ]
 
 
-def test_logprobs_have_texts_and_bytes() -> None:
+def test_logprobs_contain_texts_and_bytes() -> None:
     content = chat_logprobs(PROBS)["content"]
     assert content[0] == {
         "token": "a",
@@ -83,13 +83,13 @@ def test_logprobs_have_texts_and_bytes() -> None:
     assert bytes_of("bytes:") == b"bytes:"
 
 
-def test_body_of_a_result_that_no_worker_began_is_one_all_the_same() -> None:
+def test_body_is_complete_when_job_timed_out_in_queue() -> None:
     result = {"text": "", "finish_reason": "timeout", "usage": usage_of()}
     assert body_of("generate", "id", [result])["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("kind", ["chat", "generate"])
-def test_warnings_come_with_the_end_of_a_stream_and_with_a_whole_answer(kind: str) -> None:
+def test_warnings_are_in_last_chunk_and_in_answer(kind: str) -> None:
     chunks = Chunks(kind, "id", "m", include_usage=True)
     told = [*chunks.of(0, STARTED), *chunks.of(0, token("Hi")), *chunks.ends(0, done(warnings=["a", "b"]), ())]
     assert [chunk.get("warnings") for chunk in told] == [*[None] * (len(told) - 1), ["a", "b"]]

@@ -1,4 +1,4 @@
-"""What is announced is read as it was meant: api/webhooks/announcing.py."""
+"""Announced events are read correctly: api/webhooks/announcing.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cellama.tasks.contract.shapes.results import FinishReason
 
 
 @pytest.mark.parametrize("end", [*get_args(FinishReason), "error"])
-def test_every_end_of_a_job_is_one_of_a_response(end: str) -> None:
+def test_every_end_of_a_job_maps_to_an_end_of_a_response(end: str) -> None:
     heeded = b'{"kind": "response", "object": "resp_1", "tenant": ""}'
     told = announced({b"heeded": heeded, b"end": end.encode()})
     assert told == announcement(told["type"], "resp_1", None)
 
 
-def test_event_has_the_same_id_each_time_and_another_one_for_another_thing() -> None:
+def test_event_id_is_stable_and_unique_per_object() -> None:
     ids = {event_id(kind, thing) for kind in ("batch.failed", "batch.expired") for thing in ("batch_1", "batch_2")}
     assert len(ids) == 4
     assert event_id("batch.failed", "batch_1") in ids

@@ -1,4 +1,4 @@
-"""What may be an endpoint: api/webhooks/endpoint.py."""
+"""Validation of endpoints: api/webhooks/endpoints.py."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def endpoint(**fields: Any) -> Endpoint:
         {"secret": "whsec_"},
     ],
 )
-def test_wrong_endpoint_is_refused(fields: dict[str, Any]) -> None:
+def test_invalid_endpoint_is_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         endpoint(**fields)
 
 
-def test_endpoint_hears_of_its_tenants_events_alone() -> None:
+def test_endpoint_subscribes_to_events_of_its_tenant_only() -> None:
     one = endpoint(tenant="acme", events=["batch.completed"])
     assert one.subscribes_to("batch.completed", "acme")
     assert not one.subscribes_to("batch.completed", "other")
@@ -42,6 +42,6 @@ def test_endpoint_hears_of_its_tenants_events_alone() -> None:
     assert endpoint().subscribes_to("response.failed", "")
 
 
-def test_secret_is_in_no_repr() -> None:
+def test_repr_of_endpoint_hides_its_secret() -> None:
     one = endpoint()
     assert one.secret not in repr(one)

@@ -1,4 +1,4 @@
-"""Signatures of webhooks, against the example of the specification and OpenAI's own client: api/webhooks/signing.py."""
+"""Signatures of webhooks, checked with the specification's example and OpenAI's client: api/webhooks/endpoints.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from openai import InvalidWebhookSignatureError, OpenAI
 from cellama.api.webhooks.endpoints import key_of, new_secret, signed_headers
 
 
-def test_signature_is_that_of_the_specification() -> None:
+def test_signature_matches_the_specification() -> None:
     headers = signed_headers(
         "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}'
     )
     assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-def test_openais_client_unwraps_what_was_signed() -> None:
+def test_openai_client_accepts_signature() -> None:
     secret = new_secret()
     body = b'{"id":"evt_1","object":"event","type":"batch.completed","created_at":1,"data":{"id":"batch_1"}}'
     headers = signed_headers(secret, "evt_1", int(time.time()), body)
@@ -29,6 +29,6 @@ def test_openais_client_unwraps_what_was_signed() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_!!!", "sk_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"])
-def test_what_is_no_secret_is_refused(secret: str) -> None:
+def test_invalid_secret_is_rejected(secret: str) -> None:
     with pytest.raises(ValueError, match="it must be whsec_"):
         key_of(secret)

@@ -1,4 +1,4 @@
-"""A world in each kind of store."""
+"""Fixtures of batches in each kind of store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RunWorld = Callable[[Callable[[World], Awaitable[Any]]], Any]
 
 @pytest.fixture
 def run_world(url: str, store: FileStore, tmp_path: Path) -> RunWorld:
-    """Runs a function of a world."""
+    """Return a function that runs a test in a world."""
 
     def run(ask: Callable[[World], Awaitable[Any]]) -> Any:
         async def connected() -> Any:

@@ -1,4 +1,4 @@
-"""A batch from its file to its end, whoever drives it, and whatever becomes of that driver."""
+"""A batch from its file to its end, including failures of its driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def nothing_is_left(world: World, batch_id: str) -> None:
         assert await world.redis.ttl(key) > 0, key
 
 
-def test_requests_without_an_answer_are_told_as_expired_when_the_window_is_over(run_world: RunWorld) -> None:
+def test_batch_reports_unanswered_requests_as_expired_when_window_ends(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", "b", window_s=-1))["id"]
         await world.answer(batch_id, "a")
@@ -48,7 +48,7 @@ def test_requests_without_an_answer_are_told_as_expired_when_the_window_is_over(
     run_world(ask)
 
 
-def test_batch_all_of_whose_requests_have_answers_completes(run_world: RunWorld) -> None:
+def test_batch_completes_when_all_requests_are_answered(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", "b"))["id"]
         await world.answer(batch_id, "b", "a")
@@ -60,7 +60,7 @@ def test_batch_all_of_whose_requests_have_answers_completes(run_world: RunWorld)
     run_world(ask)
 
 
-def test_files_that_were_being_put_out_when_the_gateway_died_are_replaced_whole(run_world: RunWorld) -> None:
+def test_output_files_are_replaced_when_gateway_died_while_storing_them(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", "b"))["id"]
         await world.answer(batch_id, "a", "b")
@@ -77,14 +77,14 @@ def test_files_that_were_being_put_out_when_the_gateway_died_are_replaced_whole(
     run_world(ask)
 
 
-def test_driver_without_its_lease_changes_nothing_and_the_next_one_goes_on(run_world: RunWorld) -> None:
+def test_driver_changes_nothing_and_next_driver_resumes_when_lease_is_lost(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", "b"))["id"]
         driver, held = await world.driver(batch_id)
         driving = asyncio.create_task(driver.drive())
         await world.runs(batch_id)
         await world.redis.set(http_lease_key(batch_id), "another gateway's")
-        held.lose()  # as it hears within some seconds
+        held.lose()  # as after some seconds without a renewal
         await driving
         assert await world.redis.get(http_lease_key(batch_id)) == b"another gateway's"
         assert (await world.read(batch_id))["status"] == "in_progress"
@@ -97,7 +97,7 @@ def test_driver_without_its_lease_changes_nothing_and_the_next_one_goes_on(run_w
     run_world(ask)
 
 
-def test_gateway_that_stops_leaves_the_batch_for_another(run_world: RunWorld) -> None:
+def test_driver_releases_batch_when_gateway_stops(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a"))["id"]
         driver, _ = await world.driver(batch_id)
@@ -113,7 +113,7 @@ def test_gateway_that_stops_leaves_the_batch_for_another(run_world: RunWorld) ->
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
-def test_batch_whose_work_file_another_process_has_waits(run_world: RunWorld) -> None:
+def test_batch_waits_when_another_process_has_its_work_file_open(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", window_s=-1))["id"]
         folder = run_directory(world.store, batch_id)
@@ -126,7 +126,7 @@ def test_batch_whose_work_file_another_process_has_waits(run_world: RunWorld) ->
 
 
 @pytest.mark.parametrize("is_driven", [True, False])
-def test_batch_ends_when_the_command_cancels_it(run_world: RunWorld, url: str, is_driven: bool) -> None:
+def test_batch_ends_when_command_line_cancels_it(run_world: RunWorld, url: str, is_driven: bool) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a"))["id"]
         driver, _ = await world.driver(batch_id)
@@ -147,7 +147,7 @@ def test_batch_ends_when_the_command_cancels_it(run_world: RunWorld, url: str, i
     run_world(ask)
 
 
-def test_batch_that_is_cancelled_before_anything_of_it_began_has_no_files(run_world: RunWorld) -> None:
+def test_batch_has_no_files_when_cancelled_before_its_start(run_world: RunWorld) -> None:
     async def ask(world: World) -> Any:
         batch_id = (await world.begin("a"))["id"]
         await world.batches.cancel(batch_id, ACME)
@@ -160,7 +160,7 @@ def test_batch_that_is_cancelled_before_anything_of_it_began_has_no_files(run_wo
     assert shown["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
 
 
-def test_batch_whose_file_is_gone_fails(run_world: RunWorld) -> None:
+def test_batch_fails_when_its_input_file_is_deleted(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         begun = await world.begin("a")
         await world.files.delete(await world.files.records.find(begun["input_file_id"], ACME))
@@ -171,7 +171,7 @@ def test_batch_whose_file_is_gone_fails(run_world: RunWorld) -> None:
     run_world(ask)
 
 
-def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_world: RunWorld) -> None:
+def test_parts_contain_new_output_and_are_used_when_record_lists_them(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         output = world.folder / "output"
         output.write_bytes(b"first\n")
@@ -188,11 +188,11 @@ def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_
     run_world(ask)
 
 
-def test_parts_are_saved_soon_at_first_and_seldom_later(store: FileStore) -> None:
+def test_parts_are_stored_at_growing_intervals(store: FileStore) -> None:
     now, saved_at = 0.0, [0.0]
     schedule = Parts(store, "batch_1", clock=lambda: now)
     while now < 3600:
-        now += 0.2  # a turn of the run
+        now += 0.2  # one turn of the run
         if schedule.is_due():
             assert now - saved_at[-1] <= max(1.0, min(30.0, 0.1 * now)) + 0.2
             saved_at.append(now)
@@ -201,9 +201,9 @@ def test_parts_are_saved_soon_at_first_and_seldom_later(store: FileStore) -> Non
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
-def test_batch_that_runs_takes_none_of_the_threads_for_uploads(run_world: RunWorld) -> None:
+def test_running_batch_uses_no_thread_of_uploads(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # as few as there may be
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # the smallest possible pool
         batch_id = (await world.begin("a"))["id"]
         driver, _ = await world.driver(batch_id)
         driving = asyncio.create_task(driver.drive())
@@ -217,13 +217,13 @@ def test_batch_that_runs_takes_none_of_the_threads_for_uploads(run_world: RunWor
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
-def test_batch_whose_run_can_not_go_on_says_so_without_paths_of_the_gateway(run_world: RunWorld) -> None:
+def test_batch_fails_without_naming_paths_when_run_cannot_resume(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a"))["id"]
         folder = run_directory(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")) as work:
-            work.set(output_size=999)  # which the output has lost
+            work.set(output_size=999)  # more than the output has, as if it had been truncated
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "internal_error")
         assert str(world.folder) not in str(batch["errors"])
@@ -231,7 +231,7 @@ def test_batch_whose_run_can_not_go_on_says_so_without_paths_of_the_gateway(run_
     run_world(ask)
 
 
-def test_run_of_a_batch_is_below_the_request_that_made_it(run_world: RunWorld, spans: Spans) -> None:
+def test_run_span_is_child_of_the_request_that_created_the_batch(run_world: RunWorld, spans: Spans) -> None:
     async def ask(world: World) -> None:
         with spanning("request", {}):
             batch_id = (await world.begin("a", window_s=-1))["id"]

@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: each tenant has its own, within the gateway's limits."""
+"""Files and batches over HTTP: separation of tenants, and the limits of the gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[..., TestClient]
 
 
 class Tenants(NoKeys):
-    """Who it is says a header; whoever is "acme" may ask for the model tiny alone."""
+    """Reads the caller from a header. The tenant "acme" may only use the model tiny."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         tenant = headers.get("x-tenant")
@@ -30,7 +30,7 @@ class Tenants(NoKeys):
 
 @pytest.fixture
 def start(url: str, tmp_path: Path) -> Iterator[Start]:
-    """Starts a gateway without workers."""
+    """Return a function that starts a gateway without workers."""
     with contextlib.ExitStack() as running:
 
         def start(**settings: Any) -> TestClient:
@@ -56,7 +56,7 @@ def begin_with(client: TestClient, file_id: str, who: Mapping[str, str] = ACME, 
 
 
 def errors_of(client: TestClient, begun: Any, who: Mapping[str, str] = ACME) -> list[tuple[str, int | None]]:
-    """Of a batch that fails."""
+    """Return codes and lines of the errors of a batch that fails."""
     path = f"/v1/batches/{begun.json()['id']}"
 
     def has_failed() -> Any:
@@ -67,7 +67,7 @@ def errors_of(client: TestClient, begun: Any, who: Mapping[str, str] = ACME) -> 
     return [(error["code"], error["line"]) for error in batch["errors"]["data"]]
 
 
-def test_what_one_tenant_has_is_not_there_for_others(start: Start) -> None:
+def test_files_and_batches_of_a_tenant_are_404_for_others(start: Start) -> None:
     client = start()
     begun = begin(client, lines_of([request("a")]))
     assert begun.status_code == 200, begun.text
@@ -85,13 +85,13 @@ def test_what_one_tenant_has_is_not_there_for_others(start: Start) -> None:
     assert client.post(f"/v1/batches/{batch_id}/cancel", headers=ACME).status_code == 200
 
 
-def test_models_of_a_key_are_those_of_its_batches(start: Start) -> None:
+def test_batch_rejects_models_that_its_key_may_not_use(start: Start) -> None:
     client = start()
     data = lines_of([request("a"), request("b", model="large")])
     assert errors_of(client, begin(client, data)) == [("model_not_allowed", 2)]
 
 
-def test_settings_bound_files_lines_and_open_batches(start: Start) -> None:
+def test_settings_limit_file_size_lines_and_open_batches(start: Start) -> None:
     client = start(gateway_max_file_bytes=2000, gateway_max_batch_lines=2, gateway_open_batches=1)
     assert upload(client, b"x" * 2000).status_code == 200
     assert upload(client, b"x" * 2001).status_code == 413
@@ -104,7 +104,7 @@ def test_settings_bound_files_lines_and_open_batches(start: Start) -> None:
     assert begin(client, lines_of([request("a")]), OTHER).status_code == 200
 
 
-def test_batch_that_is_asked_for_again_with_its_key_is_the_same(start: Start) -> None:
+def test_batch_is_the_same_when_request_is_repeated_with_its_idempotency_key(start: Start) -> None:
     client = start(gateway_batches_at_once=0)
     file_id = upload(client, lines_of([request("a")])).json()["id"]
     first, again = (begin_with(client, file_id, **{"idempotency-key": "k"}) for _ in range(2))
@@ -125,12 +125,12 @@ def test_batch_that_is_asked_for_again_with_its_key_is_the_same(start: Start) ->
         ({"expires_after[seconds]": "3600"}, "expires_after"),
     ],
 )
-def test_form_with_a_wrong_field_is_refused_by_its_name(start: Start, fields: dict[str, str], param: str) -> None:
+def test_upload_names_the_field_when_it_is_invalid(start: Start, fields: dict[str, str], param: str) -> None:
     answer = upload(start(), b"{}", **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_id_that_is_part_of_another_key_is_not_there(start: Start) -> None:
+def test_id_is_404_when_it_is_part_of_another_redis_key(start: Start) -> None:
     client = start(gateway_batches_at_once=0)
     assert begin(client, lines_of([request("a")]), {}).status_code == 200
     for path in ("/v1/files/of:", "/v1/files/of:/content", "/v1/batches/of:"):
@@ -140,11 +140,11 @@ def test_id_that_is_part_of_another_key_is_not_there(start: Start) -> None:
 @pytest.mark.parametrize(
     ("query", "status"), [("limit=0", 400), ("limit=101", 400), ("order=up", 400), ("after=x", 404)]
 )
-def test_page_that_can_not_be_is_refused(start: Start, query: str, status: int) -> None:
+def test_list_is_rejected_when_its_query_is_invalid(start: Start, query: str, status: int) -> None:
     assert start().get(f"/v1/batches?{query}", headers=ACME).status_code == status
 
 
-def test_files_are_unavailable_while_their_place_is(start: Start, tmp_path: Path) -> None:
+def test_files_are_503_while_their_store_is_unavailable(start: Start, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("no directory")
     answer = upload(start(gateway_files_dir=str(tmp_path / "taken")), b"{}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "files_unavailable")
@@ -159,7 +159,7 @@ def refused(answer: Any) -> bool:
     return True
 
 
-def test_upload_beyond_the_quota_of_its_tenant_is_refused(start: Start, tmp_path: Path) -> None:
+def test_upload_is_rejected_when_quota_of_tenant_is_exceeded(start: Start, tmp_path: Path) -> None:
     client = start(gateway_tenant_file_bytes=2000, gateway_tenant_files=3)
     first = upload(client, b"x" * 900).json()["id"]
     upload(client, b"x" * 900)
@@ -173,7 +173,7 @@ def test_upload_beyond_the_quota_of_its_tenant_is_refused(start: Start, tmp_path
     assert not list((tmp_path / "data" / "gateway" / "work" / "incoming").iterdir())
 
 
-def test_upload_that_is_too_large_for_the_quota_is_refused_before_it_comes(start: Start) -> None:
+def test_upload_is_rejected_before_its_body_when_declared_size_exceeds_quota(start: Start) -> None:
     client = start(gateway_tenant_file_bytes=2000)
     headers = {**ACME, "content-type": "multipart/form-data; boundary=x", "content-length": "1000000"}
     assert refused(client.post("/v1/files", content=iter([]), headers=headers))

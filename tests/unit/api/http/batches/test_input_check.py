@@ -1,4 +1,4 @@
-"""What is wrong with a file is told of each line, and fails the batch."""
+"""Each error of an input file is reported with its line, and fails the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def line(custom_id: Any = "a", **changed: Any) -> bytes:
 
 
 def checked(*lines: bytes, max_lines: int = 200) -> list[tuple[int, str | None]]:
-    """Number of requests and their one model, of a file without errors. Raises InputRefused."""
+    """Return the number of requests and their common model, of a valid file. Raises InputRefused."""
     ends: list[tuple[int, str | None]] = []
     check = InputCheck(CHAT, max_lines, KEY, lambda num_lines, model: ends.append((num_lines, model)))
     for _ in read_lines(io.BytesIO(b"".join(lines)), "jsonl", Defaults(None, {}), 1000, check=check.line):
@@ -60,19 +60,19 @@ def errors_of(*lines: bytes, max_lines: int = 200) -> list[tuple[Any, Any, Any]]
         (line(body={"model": "tiny", "cache_scope": "acme"}), "invalid_request", "body.cache_scope"),
     ],
 )
-def test_line_that_is_wrong_is_told_with_its_number(bad: bytes, code: str, param: str | None) -> None:
+def test_check_reports_number_of_each_invalid_line(bad: bytes, code: str, param: str | None) -> None:
     assert errors_of(line("first"), b"\n", bad, line("last")) == [(code, param, 3)]
 
 
-def test_file_that_is_right_tells_how_many_requests_it_has_and_their_one_model() -> None:
+def test_check_reports_number_of_requests_and_common_model_of_valid_file() -> None:
     assert checked(line("a") + b"\n" + line("b").rstrip()) == [(2, "tiny")]
     assert checked(line("a") + line("b", body={"model": "other"})) == [(2, None)]
 
 
-def test_file_without_requests_or_with_too_many_fails() -> None:
+def test_check_rejects_file_without_requests_or_with_too_many() -> None:
     assert errors_of(b"\n \n") == [("empty_file", None, None)]
     assert errors_of(line("a"), line("b"), max_lines=1) == [("too_many_requests", None, None)]
 
 
-def test_errors_of_a_file_are_bounded() -> None:
+def test_check_stops_after_maximum_number_of_errors() -> None:
     assert len(errors_of(*[b"{\n"] * 199)) == MAX_ERRORS

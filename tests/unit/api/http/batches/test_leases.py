@@ -1,4 +1,4 @@
-"""At most one gateway has a lease; another one gets it when it is gone."""
+"""At most one gateway holds a lease, and another one gets it after its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..conftest import Run
 LEASE_S = 30.0
 
 
-def test_lease_is_of_one_until_it_is_released(run: Run) -> None:
+def test_lease_has_one_holder_until_it_is_released(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         here, there = (GatewayLease(redis, "batch_1", LEASE_S) for _ in range(2))
         assert await here.take()
@@ -28,11 +28,11 @@ def test_lease_is_of_one_until_it_is_released(run: Run) -> None:
     run(ask)
 
 
-def test_lease_that_another_one_has_taken_over_is_neither_renewed_nor_released_by_the_first(run: Run) -> None:
+def test_lease_is_neither_renewed_nor_released_when_another_gateway_holds_it(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         first, second = (GatewayLease(redis, "batch_1", LEASE_S) for _ in range(2))
         assert await first.take()
-        await redis.delete(http_lease_key("batch_1"))  # it has ended: the gateway was stopped for so long
+        await redis.delete(http_lease_key("batch_1"))  # it has expired, because the gateway was suspended
         assert await second.take()
         assert not await first.renew()
         assert not first.is_held
@@ -42,7 +42,7 @@ def test_lease_that_another_one_has_taken_over_is_neither_renewed_nor_released_b
     run(ask)
 
 
-def test_lease_does_not_count_for_its_holder_some_time_before_it_ends(run: Run) -> None:
+def test_lease_is_not_held_shortly_before_it_expires(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         now = [100.0]
         lease = GatewayLease(redis, "batch_1", LEASE_S, lambda: now[0])

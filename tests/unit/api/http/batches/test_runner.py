@@ -1,4 +1,4 @@
-"""What drives batches: which ones it takes, and what it sweeps."""
+"""The loop that drives batches: which ones it takes, and what it deletes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings_of(world: World, **changed: Any) -> Settings:
     )
 
 
-def test_batch_is_driven_by_a_gateway_that_sees_its_files(run_world: RunWorld) -> None:
+def test_batch_is_driven_only_by_gateways_with_its_store(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a", window_s=-1))["id"]
         blind = BatchRunner(settings_for(world.settings.redis_url, world.folder))
@@ -47,13 +47,13 @@ def test_batch_is_driven_by_a_gateway_that_sees_its_files(run_world: RunWorld) -
         await until(has_ended)
         for runner in (blind, idle, seeing):
             await runner.close()
-        assert not (world.folder / "data").exists()  # where nobody puts a file nothing is made
+        assert not (world.folder / "data").exists()  # nothing is created before the first file
 
     run_world(ask)
 
 
-def test_batch_is_driven_at_once_by_a_gateway_that_looked_before_anything_was_put_there(run_world: RunWorld) -> None:
-    """Not when it sweeps again, a minute later."""
+def test_batch_is_driven_at_once_when_gateway_polled_before_first_file(run_world: RunWorld) -> None:
+    """The batch does not wait for the next sweep, which is a minute later."""
 
     async def ask(world: World) -> None:
         runner = BatchRunner(settings_of(world))
@@ -66,7 +66,7 @@ def test_batch_is_driven_at_once_by_a_gateway_that_looked_before_anything_was_pu
     run_world(ask)
 
 
-def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> None:
+def test_batch_has_no_lease_after_shutdown_of_its_gateway(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch_id = (await world.begin("a"))["id"]
         runner = BatchRunner(settings_of(world))
@@ -80,7 +80,7 @@ def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> Non
     run_world(ask)
 
 
-def test_batches_of_one_tenant_give_way_to_that_of_another(run_world: RunWorld) -> None:
+def test_driver_stops_when_another_tenant_has_none(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         mine = [(await world.begin(name))["id"] for name in ("a", "b", "c")]
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
@@ -97,14 +97,14 @@ def test_batches_of_one_tenant_give_way_to_that_of_another(run_world: RunWorld) 
         await until(is_driven)
         for _ in range(3):
             await runner.poll()
-        assert len(await world.free(*mine, other) - {waiting}) == 1  # and so it stays
+        assert len(await world.free(*mine, other) - {waiting}) == 1  # and no more
         await runner.close()
 
     run_world(ask)
 
 
-def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) -> None:
-    """One that is cancelled, and one whose time is over."""
+def test_cancelled_and_expired_batches_are_driven_beyond_the_limit(run_world: RunWorld) -> None:
+    """One batch is cancelled, and the window of another one has ended."""
 
     async def ask(world: World) -> None:
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=1))
@@ -125,7 +125,7 @@ def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) ->
     run_world(ask)
 
 
-def test_batch_that_no_place_here_is_for_takes_none_from_others(run_world: RunWorld) -> None:
+def test_batch_of_another_store_stops_no_driver(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         mine = [(await world.begin(name))["id"] for name in ("a", "b")]
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
@@ -143,7 +143,7 @@ def test_batch_that_no_place_here_is_for_takes_none_from_others(run_world: RunWo
     run_world(ask)
 
 
-def test_batch_whose_driver_died_after_its_end_is_tidied_up(run_world: RunWorld) -> None:
+def test_files_of_batch_are_deleted_when_its_driver_died_at_the_end(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         batch = await world.begin("a")
         folder = run_directory(world.store, batch["id"])
@@ -159,7 +159,7 @@ def test_batch_whose_driver_died_after_its_end_is_tidied_up(run_world: RunWorld)
     run_world(ask)
 
 
-def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_world: RunWorld) -> None:
+def test_sweep_deletes_unchanged_directories_of_ended_batches(run_world: RunWorld) -> None:
     def folder(world: World, batch_id: str, changed_at: float | None) -> Path:
         made = run_directory(world.store, batch_id)
         made.mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_wor
     run_world(ask)
 
 
-def test_outage_is_told_once(
+def test_outage_is_logged_once(
     run_world: RunWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "POLL_S", 0.001)

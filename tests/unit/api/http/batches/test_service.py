@@ -1,4 +1,4 @@
-"""Records of batches: statuses change as they may, and under a lease."""
+"""Records of batches: allowed changes of status, and changes under a lease."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def desk_of(redis: Redis, **settings: Any) -> BatchService:
     return BatchService(Settings(**settings), redis)
 
 
-def test_batch_is_shown_as_the_client_reads_it(run: Run) -> None:
+def test_view_has_the_format_of_openai_client(run: Run) -> None:
     from openai.types import Batch
 
     async def ask(redis: Redis) -> Any:
@@ -40,7 +40,7 @@ def test_batch_is_shown_as_the_client_reads_it(run: Run) -> None:
     assert batch.request_counts.total == 0
 
 
-def test_same_idempotency_key_is_the_same_batch_and_another_body_a_conflict(run: Run) -> None:
+def test_create_returns_same_batch_for_key_and_409_for_different_body(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         batches = desk_of(redis)
         first = await batches.create(ORDER, ACME, '["acme", "k"]')
@@ -54,7 +54,7 @@ def test_same_idempotency_key_is_the_same_batch_and_another_body_a_conflict(run:
     run(ask)
 
 
-def test_tenant_with_too_many_open_batches_waits_and_others_do_not(run: Run) -> None:
+def test_create_is_429_when_tenant_has_too_many_open_batches(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         batches = desk_of(redis, gateway_open_batches=1)
         first = await batches.create(ORDER, ACME, None)
@@ -68,7 +68,7 @@ def test_tenant_with_too_many_open_batches_waits_and_others_do_not(run: Run) -> 
     run(ask)
 
 
-def test_cancel_meets_the_end_and_one_of_them_counts(run: Run) -> None:
+def test_either_cancel_or_end_takes_effect_when_they_coincide(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         batches = desk_of(redis)
         record = await batches.create(ORDER, ACME, None)
@@ -86,7 +86,7 @@ def test_cancel_meets_the_end_and_one_of_them_counts(run: Run) -> None:
     run(ask)
 
 
-def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
+def test_only_the_end_of_a_batch_is_announced(run: Run) -> None:
     async def ask(redis: Redis) -> list[Any]:
         batches = desk_of(redis)
         record = await batches.create(ORDER, ACME, None)
@@ -99,7 +99,7 @@ def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
     assert told == announcement("batch.cancelled", batch_id, "acme")
 
 
-def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:
+def test_change_has_no_effect_when_another_driver_holds_the_lease(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         batches = desk_of(redis)
         record = await batches.create(ORDER, ACME, None)
@@ -115,7 +115,7 @@ def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:
     run(ask)
 
 
-def test_pages_follow_each_other_and_have_the_tenants_own_only(run: Run) -> None:
+def test_pages_are_contiguous_and_contain_only_records_of_the_tenant(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         batches = desk_of(redis)
         made = {(await batches.create(ORDER, ACME, None))["id"] for _ in range(5)}
@@ -123,7 +123,7 @@ def test_pages_follow_each_other_and_have_the_tenants_own_only(run: Run) -> None
         seen, after = [], None
         for _ in range(3):
             asked = PageQuery(after, 2, "desc")
-            page = asked.shown(await batches.records.page(ACME, asked))
+            page = asked.to_list(await batches.records.page(ACME, asked))
             seen += [record["id"] for record in page["data"]]
             after = page["last_id"]
         assert (set(seen), len(seen), page["has_more"]) == (made, 5, False)

@@ -1,5 +1,7 @@
-"""What is wrong with requests for files and batches gets the envelope, and a status that OpenAI's client turns into an
-exception of its own; nothing of it stays behind."""
+"""Invalid requests for files and batches get OpenAI's error format, and a status for which its client has an exception.
+
+They leave no data behind.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ LONGEST_MESSAGE = 500
 
 
 def order(**changed: Any) -> dict[str, Any]:
-    """A request for a batch."""
+    """Return the body of a request for a batch."""
     return {"content": json.dumps({**ORDER, **changed}), "headers": JSON}
 
 
@@ -55,14 +57,14 @@ def _named(headers: Mapping[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def client(url: str, tmp_path: Path) -> Iterator[TestClient]:
-    """A gateway without workers; what is not foreseen is an answer, as from a server."""
+    """Return a client of a gateway without workers. Unexpected errors become responses, as with a real server."""
     bounds = {"gateway_max_body_bytes": MAX_BODY, "gateway_max_file_bytes": MAX_FILE}
     with TestClient(create_app(settings_for(url, tmp_path, **bounds)), raise_server_exceptions=False) as client:
         yield client
 
 
 def refusal(answer: httpx.Response) -> errors.APIStatusError:
-    """What OpenAI's client raises."""
+    """Return the error that OpenAI's client raises."""
     assert {"message", "type", "param", "code"} == set(answer.json()["error"])
     assert len(answer.content) < 2 * LONGEST_MESSAGE
     return OpenAI(api_key="none")._make_status_error_from_response(answer)
@@ -87,7 +89,7 @@ BATCHES: list[tuple[dict[str, Any], type[errors.APIStatusError], int, str | None
     (order(completion_window=24), errors.BadRequestError, 400, "completion_window", "like '24h'"),
     (order(completion_window="٣h"), errors.BadRequestError, 400, "completion_window", "like '24h'"),
     (order(metadata="a"), errors.BadRequestError, 400, "metadata", "must be an object"),
-    (order(metadata={"a": ["b"]}), errors.BadRequestError, 400, "metadata", "texts of at most 512"),
+    (order(metadata={"a": ["b"]}), errors.BadRequestError, 400, "metadata", "strings of at most 512"),
     (order(output_expires_after=3), errors.BadRequestError, 400, "output_expires_after", "output_expires_after"),
     (order(**{"x" * 1000: 1}), errors.BadRequestError, 400, "x" * 1000, "unknown parameter"),
     (body(b"{}", idempotency_key="x" * 300), errors.BadRequestError, 400, None, ""),
@@ -109,7 +111,7 @@ FILES: list[tuple[dict[str, Any], type[errors.APIStatusError], int, str | None, 
 
 
 @pytest.mark.parametrize(("sent", "error", "status", "param", "told"), BATCHES)
-def test_wrong_request_for_a_batch_is_refused(
+def test_create_batch_rejects_invalid_requests(
     client: TestClient,
     url: str,
     sent: dict[str, Any],
@@ -127,7 +129,7 @@ def test_wrong_request_for_a_batch_is_refused(
 
 
 @pytest.mark.parametrize(("sent", "error", "status", "param", "told"), FILES)
-def test_wrong_upload_is_refused(
+def test_upload_rejects_invalid_requests(
     client: TestClient,
     tmp_path: Path,
     sent: dict[str, Any],
@@ -154,14 +156,14 @@ PATHS = [
 
 @pytest.mark.parametrize("thing_id", ["none", "%00", "%ff", "%ed%a0%80", "..", "a%0d%0ab", "x" * 5000, "*"])
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_unknown_id_is_not_there(client: TestClient, method: str, path: str, thing_id: str) -> None:
+def test_endpoints_are_404_for_unknown_ids(client: TestClient, method: str, path: str, thing_id: str) -> None:
     raised = refusal(client.request(method, path.format(thing_id)))
     assert isinstance(raised, errors.NotFoundError)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
 @pytest.mark.parametrize("query", ["limit=a", "limit=-1", "limit=1e3", "limit=" + "9" * 5000, "order=%ff"])
-def test_page_that_can_not_be_is_refused_by_name(client: TestClient, path: str, query: str) -> None:
+def test_list_names_the_parameter_when_it_is_invalid(client: TestClient, path: str, query: str) -> None:
     raised = refusal(client.get(f"{path}?{query}"))
     assert isinstance(raised, errors.BadRequestError)
     assert raised.param == query.partition("=")[0]
@@ -169,20 +171,18 @@ def test_page_that_can_not_be_is_refused_by_name(client: TestClient, path: str, 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
 @pytest.mark.parametrize("after", ["none", "%00", "%ff", "x" * 5000])
-def test_page_after_what_is_not_there_is_not_there(client: TestClient, path: str, after: str) -> None:
+def test_list_is_404_after_an_unknown_id(client: TestClient, path: str, after: str) -> None:
     assert isinstance(refusal(client.get(f"{path}?after={after}")), errors.NotFoundError)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/a", "/v1/files/a/content", "/v1/batches", "/v1/batches/a"])
-def test_other_methods_are_not_allowed(client: TestClient, path: str) -> None:
+def test_endpoints_are_405_for_other_methods(client: TestClient, path: str) -> None:
     raised = refusal(client.patch(path, json={}))
     assert (raised.status_code, type(raised)) == (405, errors.APIStatusError)
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-none"}, {"x-api-key": "\xe9" * 500}])
-def test_nothing_of_files_and_batches_is_there_without_a_key(
-    url: str, tmp_path: Path, headers: Mapping[str, str]
-) -> None:
+def test_endpoints_are_401_without_a_key(url: str, tmp_path: Path, headers: Mapping[str, str]) -> None:
     async def make_key() -> None:
         key = new_key()
         async with connect_keys(url) as redis:

@@ -1,4 +1,4 @@
-"""Batches of a gateway without workers: what has no answer waits, or its time is over."""
+"""Batches of a gateway without workers, whose requests wait until their window ends."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def lines_of(values: list[dict[str, Any]]) -> bytes:
 
 
 def settings_for(url: str, folder: Path, **changed: Any) -> Settings:
-    """Those of a gateway of its own; the environment of the test run has another Redis."""
+    """Return settings of an independent gateway, because the environment of the test run has another Redis."""
     return Settings().model_copy(update={"redis_url": url, "data_dir": folder / "data", **changed})
 
 
 class World:
-    """What drivers share, and the batches in it."""
+    """Files, batches and clients that the drivers of a test share."""
 
     def __init__(self, redis: Redis, settings: Settings, store: FileStore, folder: Path) -> None:
         self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
         self.files, self.batches = FileService(store, redis), BatchService(settings, redis)
 
     async def begin(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
-        """A batch of these requests that waits for a driver; with a negative window its time is over."""
+        """Create a batch with these requests. With a negative window, it has expired already."""
         local = self.folder / "in.jsonl"
         local.write_bytes(lines_of([request(custom_id) for custom_id in ids]))
         file = await self.files.add(local, "in.jsonl", "batch", caller, 3600)
@@ -65,7 +65,7 @@ class World:
         return await self.batches.create(order, caller, None, await self.files.store_id())
 
     async def answer(self, batch_id: str, *ids: str) -> None:
-        """An earlier driver has left the answers to these requests."""
+        """Store answers to these requests, as an earlier driver would have done."""
         body = {"usage": {"prompt_tokens": 5, "completion_tokens": 3}}
         response = {"status_code": 200, "request_id": "r", "body": body}
         values = [{"id": "r", "custom_id": custom_id, "response": response, "error": None} for custom_id in ids]
@@ -88,11 +88,11 @@ class World:
         return BatchDriver(self.settings, self.files, self.batches, lease, await self.read(batch_id)), lease
 
     async def free(self, *batch_ids: str) -> set[str]:
-        """Those of the batches that no driver has."""
+        """Return the batches without a driver."""
         return await names_without_lease(self.redis, batch_ids)
 
     async def drive(self, batch_id: str) -> Record:
-        """A driver has it until it ends or is left."""
+        """Drive a batch until it ends or is released."""
         driver, _ = await self.driver(batch_id)
         await driver.drive()
         return await self.read(batch_id)
@@ -103,7 +103,7 @@ class World:
         return record
 
     async def runs(self, batch_id: str) -> None:
-        """The run has begun, and waits for workers."""
+        """Wait until the run has started and waits for workers."""
 
         async def has_begun() -> bool:
             return await self.redis.hget(batch_key(batch_id), "state") == b"in_progress"
@@ -111,7 +111,7 @@ class World:
         await until(has_begun)
 
     async def lines(self, file_id: str) -> list[dict[str, Any]]:
-        """What a client gets that asks for the file."""
+        """Return the contents that a client gets for a file."""
         record = await self.files.records.find(file_id, ACME)
         data = b"".join(await self.files.blocks(file_id))
         assert len(data) == record["bytes"]

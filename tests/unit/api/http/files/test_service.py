@@ -1,4 +1,4 @@
-"""Files: whose they are, how they expire, where they lie."""
+"""Files: separation of tenants, expiry, quotas, and stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def local(tmp_path: Path) -> Path:
     return path
 
 
-def test_contents_are_those_that_were_put_last(store: FileStore, local: Path) -> None:
+def test_open_returns_contents_that_were_stored_last(store: FileStore, local: Path) -> None:
     store.put(local, "parts/batch_1/a")
     local.unlink()
     local.write_bytes(b"other")
@@ -57,7 +57,7 @@ def test_contents_are_those_that_were_put_last(store: FileStore, local: Path) ->
         store.open("parts/batch_1/a")
 
 
-def test_folder_is_deleted_with_all_that_is_in_it(store: FileStore, local: Path) -> None:
+def test_delete_directory_deletes_all_files_in_it(store: FileStore, local: Path) -> None:
     for name in ("parts/batch_1/a", "parts/batch_1/b", "parts/batch_2/a"):
         store.put(local, name)
     store.delete_directory("parts/batch_1")
@@ -67,20 +67,20 @@ def test_folder_is_deleted_with_all_that_is_in_it(store: FileStore, local: Path)
     store.open("parts/batch_2/a").close()
 
 
-def test_store_has_one_identity_for_all_who_see_it_once_it_was_given_one(store: FileStore) -> None:
+def test_store_id_is_stable_once_written(store: FileStore) -> None:
     assert read_store_id(store) is None
     assert not store.work_dir.exists()
     assert ensure_store_id(store) == ensure_store_id(store) == read_store_id(store)
 
 
-def test_what_is_put_first_stays(store: FileStore) -> None:
+def test_put_first_keeps_existing_contents(store: FileStore) -> None:
     store.put_first(b"one", "a/b")
     store.put_first(b"two", "a/b")
     assert b"".join(blocks_of(store.open("a/b"))) == b"one"
 
 
-def test_gateways_that_give_an_identity_at_the_same_moment_agree(tmp_path: Path) -> None:
-    """Else batches of one of them would have a place that no gateway sees."""
+def test_gateways_agree_when_they_write_a_store_id_concurrently(tmp_path: Path) -> None:
+    """Otherwise, batches of one gateway would name a store that no gateway has."""
     for number in range(20):
         moment, place = threading.Barrier(4), tmp_path / str(number)
 
@@ -93,7 +93,7 @@ def test_gateways_that_give_an_identity_at_the_same_moment_agree(tmp_path: Path)
         assert given == {read_store_id(DirectoryStore(place))}
 
 
-def test_settings_say_where_files_lie_and_batches_run(tmp_path: Path) -> None:
+def test_store_of_uses_directory_or_url_of_settings(tmp_path: Path) -> None:
     def store(**changed: object) -> FileStore:
         return store_of(Settings().model_copy(update={"data_dir": tmp_path, **changed}))
 
@@ -106,12 +106,12 @@ def test_settings_say_where_files_lie_and_batches_run(tmp_path: Path) -> None:
     assert at_url.work_dir == tmp_path / "own"
 
 
-def test_url_of_an_unknown_kind_names_what_to_install(tmp_path: Path) -> None:
+def test_unsupported_url_error_names_the_package_to_install(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cellama\[files\]"):
         UrlStore("unknown-kind://a/b", tmp_path)
 
 
-def test_file_is_there_for_its_tenant_alone(run: Run, store: FileStore, local: Path) -> None:
+def test_file_is_404_for_other_tenants(run: Run, store: FileStore, local: Path) -> None:
     from openai.types import FileObject
 
     async def ask(redis: Redis) -> None:
@@ -134,9 +134,7 @@ def test_file_is_there_for_its_tenant_alone(run: Run, store: FileStore, local: P
     run(ask)
 
 
-def test_expired_file_is_gone_for_clients_at_once_and_from_the_disk_with_the_sweep(
-    run: Run, store: FileStore, local: Path
-) -> None:
+def test_expired_file_is_404_at_once_and_deleted_by_sweep(run: Run, store: FileStore, local: Path) -> None:
     async def ask(redis: Redis) -> None:
         files = FileService(store, redis)
         gone = await files.add(local, "a", "batch", ACME, -10)
@@ -153,16 +151,14 @@ def test_expired_file_is_gone_for_clients_at_once_and_from_the_disk_with_the_swe
     run(ask)
 
 
-def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
-    run: Run, tmp_path: Path, local: Path
-) -> None:
+def test_sweep_deletes_old_contents_when_redis_has_lost_their_record(run: Run, tmp_path: Path, local: Path) -> None:
     async def ask(redis: Redis) -> None:
         store = DirectoryStore(tmp_path / "store")
         files = FileService(store, redis)
         place = await files.store_id()
         lost = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         local.unlink()
-        local.write_bytes(b"{}")  # a file of its own
+        local.write_bytes(b"{}")  # a new file, not a link to the previous one
         kept = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         await redis.flushdb()
         for path in (tmp_path / "store" / "files").iterdir():
@@ -177,7 +173,7 @@ def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
     run(ask)
 
 
-def test_file_that_was_put_by_a_wrong_clock_stays_until_it_expires(run: Run, tmp_path: Path, local: Path) -> None:
+def test_sweep_keeps_known_file_when_its_timestamp_is_wrong(run: Run, tmp_path: Path, local: Path) -> None:
     async def ask(redis: Redis) -> None:
         files = FileService(DirectoryStore(tmp_path / "store"), redis)
         file_id = (await files.add(local, "a", "batch", ACME, 3600))["id"]
@@ -189,7 +185,7 @@ def test_file_that_was_put_by_a_wrong_clock_stays_until_it_expires(run: Run, tmp
 
 
 class OutOfReach(fsspec.AbstractFileSystem):
-    """Some file systems have errors of their own."""
+    """A file system whose errors are not OSErrors."""
 
     protocol = "out-of-reach"
 
@@ -205,13 +201,13 @@ class OutOfReach(fsspec.AbstractFileSystem):
 
 
 class Broken(io.BytesIO):
-    """It breaks off while it is read."""
+    """A file that fails while it is read."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         raise RuntimeError("the bucket does not answer any more")
 
 
-def test_errors_of_a_file_system_of_whatever_kind_are_those_of_a_disk(tmp_path: Path, local: Path) -> None:
+def test_url_store_converts_all_errors_to_oserror(tmp_path: Path, local: Path) -> None:
     fsspec.register_implementation("out-of-reach", OutOfReach, clobber=True)
     store = UrlStore("out-of-reach://bucket", tmp_path)
     calls: list[Callable[[], Any]] = [
@@ -227,7 +223,7 @@ def test_errors_of_a_file_system_of_whatever_kind_are_those_of_a_disk(tmp_path: 
             call()
 
 
-def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) -> None:
+def test_index_of_tenant_drops_entries_older_than_any_record(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         records = RecordStore(redis, "file")
         for number, created_at in enumerate((1000, 2000, 1500 + MAX_LIFE_S)):
@@ -238,7 +234,7 @@ def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) ->
     run(ask)
 
 
-def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: FileStore, local: Path) -> None:
+def test_quota_is_exact_after_deletion_expiry_and_crash(run: Run, store: FileStore, local: Path) -> None:
     async def ask(redis: Redis) -> None:
         files, size = FileService(store, redis), local.stat().st_size
         quota = FileQuota(max_files=3, max_bytes=3 * size)
@@ -246,12 +242,12 @@ def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: FileSt
         with pytest.raises(ApiError) as refused:
             await files.add(local, "a", "batch", ACME, 3600, quota=quota)
         assert (refused.value.status, refused.value.code) == (429, "file_quota_exceeded")
-        await files.add(local, "answers", "batch_output", ACME, 3600)  # what is no upload is never refused
+        await files.add(local, "answers", "batch_output", ACME, 3600)  # quotas only apply to uploads
         assert await files.records.usage(ACME) == (4, 4 * size)
         assert await files.records.usage(OTHER) == (0, 0)
         await files.delete(added[0])
         await redis.hset(http_record_key("file", added[1]["id"]), "gone_at", "1")  # type: ignore[misc]
-        await redis.delete(http_record_key("file", added[2]["id"]))  # expired, or a gateway that died at a delete
+        await redis.delete(http_record_key("file", added[2]["id"]))  # expired, or deleted by a gateway that died
         assert await files.records.usage(ACME) == (1, size)
         assert await redis.zcard(http_records_key("file", "acme")) == 2
         await files.add(local, "a", "batch", ACME, 3600, quota=quota)
@@ -259,7 +255,7 @@ def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: FileSt
     run(ask)
 
 
-def test_uploads_under_way_count_against_the_quota(run: Run, store: FileStore) -> None:
+def test_uploads_in_progress_count_against_the_quota(run: Run, store: FileStore) -> None:
     async def ask(redis: Redis) -> None:
         files, quota = FileService(store, redis), FileQuota(max_files=9, max_bytes=100)
         async with files.count_upload(ACME, 60, quota):
@@ -274,7 +270,7 @@ def test_uploads_under_way_count_against_the_quota(run: Run, store: FileStore) -
     run(ask)
 
 
-def test_disk_that_hangs_leaves_the_threads_that_queue_jobs_free(run: Run, tmp_path: Path, local: Path) -> None:
+def test_hanging_disk_does_not_block_threads_that_queue_jobs(run: Run, tmp_path: Path, local: Path) -> None:
     is_reached, may_go_on = threading.Event(), threading.Event()
 
     class Hanging(DirectoryStore):
@@ -293,7 +289,7 @@ def test_disk_that_hangs_leaves_the_threads_that_queue_jobs_free(run: Run, tmp_p
     run(ask)
 
 
-def test_files_and_all_new_folders_are_for_their_user_alone(tmp_path: Path, local: Path) -> None:
+def test_new_files_and_directories_are_private_to_the_user(tmp_path: Path, local: Path) -> None:
     root = tmp_path / "data" / "gateway"
     store = DirectoryStore(root)
     local.chmod(0o644)

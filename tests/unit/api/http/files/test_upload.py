@@ -1,4 +1,4 @@
-"""Forms that are sent to /v1/files: bounded, whole, and nothing of them stays behind."""
+"""Uploads to /v1/files: limits, complete contents, and no remains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nothing_stays(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("size", [0, 1, LIMIT])
-def test_form_is_received_whole(client: TestClient, tmp_path: Path, size: int) -> None:
+def test_receive_form_writes_the_whole_file(client: TestClient, tmp_path: Path, size: int) -> None:
     sent = client.post("/", data={"purpose": "batch"}, files={"file": ("../../etc/a.jsonl", b"x" * size)})
     assert sent.json() == ["a.jsonl", {"purpose": "batch"}, size, "x" * size]
     assert nothing_stays(tmp_path)
@@ -51,7 +51,7 @@ FIELD = b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%s\r\n'
     [
         (b"", 400),
         (b"no form", 400),
-        (PART, 400),  # it ends before its end
+        (PART, 400),  # truncated
         (PART + PART + b"--B--\r\n", 400),
         (FIELD % b"batch" + b"--B--\r\n", 400),
         (FIELD % b"\xff" + PART + b"--B--\r\n", 400),
@@ -62,7 +62,7 @@ FIELD = b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%s\r\n'
     ],
 )
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_form_that_is_wrong_is_refused(
+def test_receive_form_rejects_invalid_forms(
     client: TestClient, tmp_path: Path, body: bytes, status: int, is_chunked: bool
 ) -> None:
     pieces: Any = (body[at : at + 1000] for at in range(0, len(body), 1000)) if is_chunked else body
@@ -72,5 +72,5 @@ def test_form_that_is_wrong_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", ""])
-def test_body_that_is_no_form_is_415(client: TestClient, kind: str) -> None:
+def test_receive_form_is_415_for_other_content_types(client: TestClient, kind: str) -> None:
     assert client.post("/", content=b"{}", headers={"content-type": kind}).status_code == 415

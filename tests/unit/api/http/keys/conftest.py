@@ -1,4 +1,4 @@
-"""Keys and limits."""
+"""Helpers for keys and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in: keys as clients send them, keys that count no more, models, limits, a gateway without keys."""
+"""Authentication by API key: formats, expiry, rights, limits, and a gateway without keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def refusal(asked: Awaitable[Any]) -> ApiError:
     return raised.value
 
 
-def test_caller_is_whom_the_key_was_made_for(run: Run) -> None:
+def test_caller_has_tenant_and_rights_of_the_key(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, entry = await kept(redis, tenant="acme", models=["tiny"], priority="flex")
         for headers in (bearer(key), {"x-api-key": key.text}):
@@ -56,7 +56,7 @@ def test_caller_is_whom_the_key_was_made_for(run: Run) -> None:
     run(ask)
 
 
-def test_many_requests_at_once_are_few_questions_for_redis(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_key_checks_are_batched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[Pipeline] = []
     ask_time = Pipeline.time
 
@@ -64,7 +64,7 @@ def test_many_requests_at_once_are_few_questions_for_redis(run: Run, monkeypatch
         questions.append(pipeline)
         return ask_time(pipeline)
 
-    monkeypatch.setattr(Pipeline, "time", counted)  # each question has one; Redis itself counts those of others, too
+    monkeypatch.setattr(Pipeline, "time", counted)  # each batch calls TIME once; Redis also counts calls of others
 
     async def ask(redis: Redis) -> None:
         key, _ = await kept(redis, tenant="acme", requests_per_minute=600)
@@ -75,7 +75,7 @@ def test_many_requests_at_once_are_few_questions_for_redis(run: Run, monkeypatch
         asked = asyncio.gather(*map(access.admit, callers), return_exceptions=True)
         assert [type(answer) for answer in await asked].count(ApiError) == 400
         assert not redis.connection_pool._in_use_connections
-        assert len(redis.connection_pool._available_connections) <= 2  # `last used` is written meanwhile
+        assert len(redis.connection_pool._available_connections) <= 2  # a second one for the time of last use
 
     run(ask)
 
@@ -95,7 +95,7 @@ HOSTILE: list[Callable[[KeyText], Mapping[str, str]]] = [
 
 
 @pytest.mark.parametrize("headers_of", HOSTILE)
-def test_what_is_no_key_is_refused_with_a_remedy_and_never_told(
+def test_invalid_key_is_rejected_with_remedy_and_not_repeated(
     run: Run, headers_of: Callable[[KeyText], Mapping[str, str]]
 ) -> None:
     async def ask(redis: Redis) -> None:
@@ -109,7 +109,7 @@ def test_what_is_no_key_is_refused_with_a_remedy_and_never_told(
     run(ask)
 
 
-def test_key_counts_until_it_expires_or_is_revoked_and_at_once_no_more(run: Run) -> None:
+def test_key_is_rejected_as_soon_as_it_expires_or_is_revoked(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         access, hour = KeyAccess(redis), timedelta(hours=1)
         key, entry = await kept(redis, expires_at=NOW + hour)
@@ -124,7 +124,7 @@ def test_key_counts_until_it_expires_or_is_revoked_and_at_once_no_more(run: Run)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"id": 1}', "more"])
-def test_entry_that_is_damaged_or_says_more_than_is_known_lets_no_one_in(run: Run, damage: bytes | str) -> None:
+def test_damaged_or_newer_key_entry_is_rejected(run: Run, damage: bytes | str) -> None:
     async def ask(redis: Redis) -> None:
         key, entry = await kept(redis)
         told = entry.model_dump_json()[:-1] + ',"new_limit":1}' if damage == "more" else damage
@@ -134,7 +134,7 @@ def test_entry_that_is_damaged_or_says_more_than_is_known_lets_no_one_in(run: Ru
     run(ask)
 
 
-def test_last_use_of_a_key_is_kept(run: Run) -> None:
+def test_last_use_of_a_key_is_recorded(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, entry = await kept(redis)
         for at, expected in ((0.0, "new"), (NOW.timestamp() + 3600, "same"), (NOW.timestamp() - 70, "new")):
@@ -147,7 +147,7 @@ def test_last_use_of_a_key_is_kept(run: Run) -> None:
     run(ask)
 
 
-def test_last_use_of_keys_that_are_gone_is_forgotten(run: Run, tmp_path: Path) -> None:
+def test_last_use_of_deleted_keys_is_deleted(run: Run, tmp_path: Path) -> None:
     path, (in_file, entry) = tmp_path / "keys.toml", key_and_entry()
     path.write_text(as_toml(entry))
 
@@ -164,7 +164,7 @@ def test_last_use_of_keys_that_are_gone_is_forgotten(run: Run, tmp_path: Path) -
     run(ask)
 
 
-def test_model_and_adapter_that_the_key_may_not_ask_for_are_forbidden(run: Run) -> None:
+def test_key_is_403_for_other_models_and_adapters(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, _ = await kept(redis, models=["tiny"], adapters=["pirate"])
         caller = await KeyAccess(redis).authenticate(bearer(key))
@@ -179,7 +179,7 @@ def test_model_and_adapter_that_the_key_may_not_ask_for_are_forbidden(run: Run) 
     run(ask)
 
 
-def test_limits_are_told_as_openai_does_and_refused_with_a_time(run: Run) -> None:
+def test_rate_limit_headers_and_errors_have_openai_format(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, entry = await kept(redis, requests_per_minute=1, tokens_per_minute=100)
         access = KeyAccess(redis)
@@ -212,7 +212,7 @@ def test_limits_are_told_as_openai_does_and_refused_with_a_time(run: Run) -> Non
     run(ask)
 
 
-def test_tokens_of_a_request_are_charged_and_given_back_when_it_ends(run: Run) -> None:
+def test_unused_tokens_are_returned_when_request_ends(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, _ = await kept(redis, tokens_per_minute=100)
         access = KeyAccess(redis)
@@ -230,7 +230,7 @@ def test_tokens_of_a_request_are_charged_and_given_back_when_it_ends(run: Run) -
     run(ask)
 
 
-def test_job_that_ends_while_its_request_is_cancelled_makes_room(run: Run) -> None:
+def test_job_is_settled_when_its_request_is_cancelled(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, _ = await kept(redis, concurrent_jobs=1)
         access = KeyAccess(redis)
@@ -246,7 +246,7 @@ def test_job_that_ends_while_its_request_is_cancelled_makes_room(run: Run) -> No
     run(ask)
 
 
-def test_gateway_without_keys_is_open_to_whom_it_says_and_not_through_a_proxy(run: Run) -> None:
+def test_gateway_without_keys_accepts_local_requests_and_rejects_proxied_ones(run: Run) -> None:
     here = {"host": "127.0.0.1:8000"}
 
     async def ask(redis: Redis) -> None:
@@ -265,7 +265,7 @@ def test_gateway_without_keys_is_open_to_whom_it_says_and_not_through_a_proxy(ru
     run(ask)
 
 
-def test_gateway_that_had_keys_stays_closed_when_redis_has_lost_them(run: Run) -> None:
+def test_gateway_stays_closed_when_redis_has_lost_its_keys(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         access = KeyAccess(redis, keyless=NoKeys())
         await access.authenticate({})
@@ -279,7 +279,7 @@ def test_gateway_that_had_keys_stays_closed_when_redis_has_lost_them(run: Run) -
     run(ask)
 
 
-def test_keys_of_a_file_are_all_that_there_are(run: Run, tmp_path: Path) -> None:
+def test_only_keys_of_the_file_are_valid(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("keys = []")
 
@@ -300,7 +300,7 @@ def test_keys_of_a_file_are_all_that_there_are(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "", "localhost.example.com"])
-def test_address_that_others_reach_is_refused_without_keys(
+def test_gateway_rejects_public_address_when_no_key_exists(
     run: Run, url: str, settings_environment: Callable[..., None], host: str
 ) -> None:
     settings_environment(redis_url=url)
@@ -311,7 +311,7 @@ def test_address_that_others_reach_is_refused_without_keys(
     assert not is_loopback(host)
 
 
-def test_gateway_starts_closed_where_redis_is_not_there_yet(
+def test_gateway_rejects_all_requests_when_redis_is_unreachable(
     settings_environment: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings_environment(redis_url="redis://127.0.0.1:1/0")
@@ -321,7 +321,7 @@ def test_gateway_starts_closed_where_redis_is_not_there_yet(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_needs_no_keys(host: str) -> None:
+def test_loopback_address_needs_no_key(host: str) -> None:
     assert is_loopback(host)
 
 
@@ -329,5 +329,5 @@ def test_loopback_needs_no_keys(host: str) -> None:
     ("seconds", "text"),
     [(0, "0ms"), (0.02, "20ms"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"), (60, "1m0s"), (360.25, "6m0.25s")],
 )
-def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+def test_duration_has_openai_format(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -1,4 +1,4 @@
-"""Limits of a key, by a clock that the test sets: what fits into any 60 s, what is given back, whose leases end."""
+"""Limits of a key with a clock that the test sets: windows of 60 s, returned tokens, and leases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import Run, key_and_entry
 
 
 class Clock:
-    """A time that stands still until it is told."""
+    """A clock that only moves when the test moves it."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Asked:
-    """A limiter, its key and its clock."""
+    """A limiter with its key and its clock."""
 
     def __init__(self, redis: Redis, **limits: int) -> None:
         self.clock = Clock()
@@ -33,7 +33,7 @@ class Asked:
         self.entry = key_and_entry(**limits)[1]
 
     async def admit(self, num_tokens: int = 1, num_jobs: int = 1) -> tuple[Reservation, LimitDecision]:
-        """What a gateway does: first the request, then what its body asks for; the end of one that is refused."""
+        """Charge a request, then its tokens and jobs, as a gateway does. A rejected request is settled."""
         reserved, verdict = await self.limiter.admit(self.entry)
         if verdict.is_admitted:
             reserved = replace(reserved, num_tokens=num_tokens, num_jobs=num_jobs)
@@ -46,7 +46,7 @@ class Asked:
         return (await self.admit(num_tokens))[1].verdict
 
 
-def test_requests_of_a_minute_are_limited_and_come_back_one_by_one(run: Run) -> None:
+def test_requests_per_minute_are_limited_in_a_sliding_window(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, requests_per_minute=2)
         assert await asked.verdict() == "in"
@@ -62,7 +62,7 @@ def test_requests_of_a_minute_are_limited_and_come_back_one_by_one(run: Run) -> 
     run(ask)
 
 
-def test_tokens_are_reserved_and_settled_by_what_was_used(run: Run) -> None:
+def test_reserved_tokens_are_replaced_by_used_tokens(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, tokens_per_minute=100)
         first, _ = await asked.admit(80)
@@ -72,7 +72,7 @@ def test_tokens_are_reserved_and_settled_by_what_was_used(run: Run) -> None:
         await asked.limiter.settle(first, 10)
         second, verdict = await asked.admit(90)
         assert (verdict.verdict, verdict.num_tokens) == ("in", 100)
-        await asked.limiter.settle(second, 200)  # more than was thought
+        await asked.limiter.settle(second, 200)  # more than estimated
         assert (await asked.admit(1))[1].num_tokens == 210
         asked.clock.now += WINDOW_S
         assert await asked.verdict(100) == "in"
@@ -80,7 +80,7 @@ def test_tokens_are_reserved_and_settled_by_what_was_used(run: Run) -> None:
     run(ask)
 
 
-def test_tokens_beyond_a_reservation_count_also_after_its_minute(run: Run) -> None:
+def test_tokens_beyond_reservation_count_after_its_window(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, tokens_per_minute=100, requests_per_minute=2)
         first, _ = await asked.admit(10)
@@ -94,7 +94,7 @@ def test_tokens_beyond_a_reservation_count_also_after_its_minute(run: Run) -> No
     run(ask)
 
 
-def test_request_that_no_minute_has_room_for_is_told_apart(run: Run) -> None:
+def test_request_above_whole_limit_has_permanent_verdict(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, tokens_per_minute=100)
         assert [await asked.verdict(101), await asked.verdict(100)] == ["too large", "in"]
@@ -102,7 +102,7 @@ def test_request_that_no_minute_has_room_for_is_told_apart(run: Run) -> None:
     run(ask)
 
 
-def test_jobs_at_the_same_time_hold_leases_that_end_with_them_or_with_their_gateway(run: Run) -> None:
+def test_job_leases_end_with_job_or_gateway(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=2)
         first, _ = await asked.admit()
@@ -114,13 +114,13 @@ def test_jobs_at_the_same_time_hold_leases_that_end_with_them_or_with_their_gate
             asked.clock.now += LEASE_S - 1
             await asked.limiter.renew()
         assert await asked.verdict() == "jobs"
-        asked.clock.now += LEASE_S  # no word of that gateway
+        asked.clock.now += LEASE_S  # without a renewal
         assert [await asked.verdict(), await asked.verdict(), await asked.verdict()] == ["in", "in", "jobs"]
 
     run(ask)
 
 
-def test_request_of_several_jobs_holds_a_lease_for_each(run: Run) -> None:
+def test_request_holds_one_lease_per_job(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=5)
         first, _ = await asked.admit(1, 3)
@@ -136,7 +136,7 @@ def test_request_of_several_jobs_holds_a_lease_for_each(run: Run) -> None:
     run(ask)
 
 
-def test_request_counts_as_a_job_before_its_body_is_read_and_once_afterwards(run: Run) -> None:
+def test_request_counts_as_one_job_before_and_after_its_body_is_read(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=2, requests_per_minute=100)
         first, _ = await asked.limiter.admit(asked.entry)
@@ -151,7 +151,7 @@ def test_request_counts_as_a_job_before_its_body_is_read_and_once_afterwards(run
     run(ask)
 
 
-def test_request_is_charged_once_when_its_body_comes_after_its_minute(run: Run) -> None:
+def test_request_is_charged_once_when_body_arrives_after_its_window(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, requests_per_minute=1, tokens_per_minute=100)
         slow, _ = await asked.limiter.admit(asked.entry)
@@ -165,7 +165,7 @@ def test_request_is_charged_once_when_its_body_comes_after_its_minute(run: Run) 
     run(ask)
 
 
-def test_lease_that_is_renewed_while_its_job_ends_is_gone(run: Run) -> None:
+def test_lease_is_deleted_when_it_is_renewed_while_its_job_ends(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=1)
         for _ in range(20):
@@ -176,7 +176,7 @@ def test_lease_that_is_renewed_while_its_job_ends_is_gone(run: Run) -> None:
     run(ask)
 
 
-def test_request_that_is_sent_again_because_its_answer_was_lost_counts_once(run: Run, monkeypatch: Any) -> None:
+def test_request_counts_once_when_call_is_repeated_after_lost_answer(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "same"}))
 
     async def ask(redis: Redis) -> None:
@@ -188,7 +188,7 @@ def test_request_that_is_sent_again_because_its_answer_was_lost_counts_once(run:
     run(ask)
 
 
-def test_nothing_stays_in_redis_without_a_time_to_live(run: Run) -> None:
+def test_all_keys_of_limits_have_a_ttl(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, requests_per_minute=5, tokens_per_minute=100, concurrent_jobs=5)
         reserved, _ = await asked.admit(10)
@@ -205,10 +205,10 @@ def test_nothing_stays_in_redis_without_a_time_to_live(run: Run) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example has a key of its own
 @given(st.lists(st.tuples(st.sampled_from(("ask", "end")), st.integers(1, 50), st.integers(0, 30)), max_size=40))
-def test_limiter_says_what_brute_force_says(run: Run, steps: list[tuple[str, int, int]]) -> None:
+def test_limiter_agrees_with_brute_force(run: Run, steps: list[tuple[str, int, int]]) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, requests_per_minute=4, tokens_per_minute=100)
-        log: list[list[float]] = []  # when, tokens, requests of all that was let in
+        log: list[list[float]] = []  # time, tokens and requests of each admitted charge
         running: list[tuple[Reservation, list[float]]] = []
         for what, num_tokens, seconds in steps:
             asked.clock.now += seconds
@@ -235,7 +235,7 @@ def test_limiter_says_what_brute_force_says(run: Run, steps: list[tuple[str, int
     run(ask)
 
 
-def test_wait_of_a_refused_request_is_long_enough(run: Run) -> None:
+def test_rejected_request_is_admitted_after_its_wait(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, tokens_per_minute=100)
         for _ in range(4):
@@ -248,7 +248,7 @@ def test_wait_of_a_refused_request_is_long_enough(run: Run) -> None:
     run(ask)
 
 
-def test_limits_of_keys_have_nothing_to_do_with_each_other(run: Run) -> None:
+def test_limits_of_keys_are_independent(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         one, other = Asked(redis, requests_per_minute=1), Asked(redis, requests_per_minute=1)
         assert [await one.verdict(), await other.verdict(), await one.verdict()] == ["in", "in", "requests"]

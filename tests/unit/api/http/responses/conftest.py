@@ -1,4 +1,4 @@
-"""A gateway on a database of its own in the Redis of the test run."""
+"""Fixtures of a gateway with an empty database of the Redis server."""
 
 from __future__ import annotations
 

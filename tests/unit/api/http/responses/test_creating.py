@@ -1,4 +1,4 @@
-"""A response that is refused leaves nothing behind: api/http/responses/creating.py."""
+"""A rejected response leaves no data behind: api/http/responses/creating.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAID = {"type": "message", "role": "user", "content": [{"type": "input_text", "t
 
 
 def submit(error: Exception, headers: list[tuple[bytes, bytes]]) -> Ask:
-    """A background response whose job meets this error."""
+    """Submit a background response whose job fails with this error."""
 
     class Refused(RunningJobs):
         async def submit(self, *_: Any) -> None:
@@ -48,11 +48,11 @@ TOO_LONG = ApiError(429, "about 100 s would go by", code="queue_full")
 @pytest.mark.parametrize(
     "error", [TOO_LONG, InvalidJob("temperature is -1; it must be 0 or more")], ids=["too long", "wrong"]
 )
-def test_refused_response_is_not_there(run: Any, redis: Redis, error: Exception) -> None:
+def test_rejected_response_leaves_no_record(run: Any, redis: Redis, error: Exception) -> None:
     run(submit(error, []))
     assert redis.keys() == []
 
 
-def test_response_whose_job_goes_on_for_its_key_is_kept(run: Any, redis: Redis) -> None:
+def test_record_is_kept_when_job_continues_for_its_idempotency_key(run: Any, redis: Redis) -> None:
     run(submit(TOO_LONG, [(b"idempotency-key", b"k")]))
     assert redis.exists(response_key(ID))

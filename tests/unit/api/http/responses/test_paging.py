@@ -1,4 +1,4 @@
-"""Pages of input items: api/http/responses/paging.py."""
+"""Pages of input items: api/http/responses/endpoints.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def ids(**query: str) -> list[str]:
     return [item["id"] for item in page_of(ITEMS, query)["data"]]
 
 
-def test_last_items_come_first_unless_asked_otherwise() -> None:
+def test_newest_items_come_first_by_default() -> None:
     assert ids() == ["i4", "i3", "i2", "i1", "i0"]
     assert ids(order="asc", limit="2") == ["i0", "i1"]
     assert ids(order="asc", after="i2") == ["i3", "i4"]
     assert ids(after="i2", limit="1") == ["i1"]
 
 
-def test_page_says_whether_there_is_more() -> None:
+def test_page_reports_whether_there_are_more_items() -> None:
     page = page_of(ITEMS, {"order": "asc", "limit": "2"})
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("i0", "i1", True)
     last = page_of(ITEMS, {"order": "asc", "after": "i4"})
@@ -29,7 +29,7 @@ def test_page_says_whether_there_is_more() -> None:
 
 
 @pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "101"}, {"limit": "²"}, {"order": "up"}, {"after": "x"}])
-def test_wrong_questions_are_refused(query: dict[str, str]) -> None:
+def test_invalid_page_queries_are_rejected(query: dict[str, str]) -> None:
     with pytest.raises(ApiError) as raised:
         page_of(ITEMS, query)
     assert raised.value.status == 400

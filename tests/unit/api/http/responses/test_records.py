@@ -1,4 +1,4 @@
-"""Records of responses in Redis, and how far a response is: api/http/responses/."""
+"""Records of responses in Redis, and the status of a response: api/http/responses/."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def http_status(raised: pytest.ExceptionInfo[ApiError]) -> int:
     return raised.value.status
 
 
-def test_record_is_the_first_one_and_expires(run: Any, redis: Redis) -> None:
+def test_create_returns_first_record_for_key_and_record_expires(run: Any, redis: Redis) -> None:
     async def ask(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         first = await records.create(record(digest="a"))
@@ -60,7 +60,7 @@ def test_record_is_the_first_one_and_expires(run: Any, redis: Redis) -> None:
     assert redis.ttl(response_key(ID)) > 0  # type: ignore[operator]
 
 
-def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redis: Redis) -> None:
+def test_record_is_404_when_not_stored_deleted_or_of_another_tenant(run: Any, redis: Redis) -> None:
     async def ask(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
@@ -78,10 +78,10 @@ def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redi
     run(ask)
 
 
-def test_record_of_a_model_that_is_not_for_the_caller_is_not_there(run: Any) -> None:
+def test_record_is_404_when_caller_may_not_use_its_model(run: Any) -> None:
     async def ask(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
-        await records.create(record(model=":default"))  # whatever model that was
+        await records.create(record(model=":default"))  # which model that was is unknown
         assert await records.read(ID, Caller("acme", models=frozenset({":default"})))
         with pytest.raises(ApiError) as raised:
             await records.read(ID, Caller("acme", models=frozenset({"tiny"})))
@@ -90,7 +90,7 @@ def test_record_of_a_model_that_is_not_for_the_caller_is_not_there(run: Any) -> 
     run(ask)
 
 
-def test_record_that_is_withdrawn_leaves_the_job_alone(run: Any, redis: Redis) -> None:
+def test_withdraw_deletes_record_and_keeps_job(run: Any, redis: Redis) -> None:
     async def ask(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
@@ -102,25 +102,25 @@ def test_record_that_is_withdrawn_leaves_the_job_alone(run: Any, redis: Redis) -
     assert redis.keys() == [job_key("j").encode()]
 
 
-def test_same_key_of_a_tenant_is_the_same_id() -> None:
+def test_new_id_is_the_same_for_same_idempotency_key() -> None:
     assert new_id("k") == new_id("k") != new_id("l")
     assert new_id(None) != new_id(None)
 
 
-def test_record_of_a_newer_gateway_is_read() -> None:
+def test_record_of_newer_gateway_is_readable() -> None:
     text = json.dumps({**json.loads(record().to_json()), "colour": "red"})
     assert ResponseRecord.of_json(text) == record()
 
 
 @pytest.mark.parametrize("name", JOURNALS)
-def test_status_is_that_of_the_journal(run: Any, redis: Redis, name: str) -> None:
+def test_status_follows_the_journal(run: Any, redis: Redis, name: str) -> None:
     journal = JOURNALS[name]
     with pytest.raises(ApiError) as raised:
         run(lambda gateway: status_of(gateway, record()))
     assert http_status(raised) == 404
     redis.hset(job_key("j"), "state", "queued")
     assert run(lambda gateway: status_of(gateway, record(background=True))).response["status"] == "queued"
-    redis.set(result_key("j"), '{"status": "STARTED"}')  # Celery's, before the first event
+    redis.set(result_key("j"), '{"status": "STARTED"}')  # Celery writes this before the first event
     assert run(lambda gateway: status_of(gateway, record(background=True))).response["status"] == "queued"
     write(redis, journal[:-1])
     if journal[:-1]:
@@ -155,7 +155,7 @@ def test_long_journal_is_read_in_pages(run: Any, redis: Redis, monkeypatch: pyte
     assert (sum(pages), max(pages)) == (1202, EVENTS_PER_PAGE)
 
 
-def test_end_that_outlives_its_events_is_told_by_the_entry_of_the_job(run: Any, redis: Redis) -> None:
+def test_status_comes_from_job_entry_when_events_have_expired(run: Any, redis: Redis) -> None:
     told = []
     for name in ("failed at once", "cancelled"):
         redis.hset(job_key("j"), mapping={"state": "done", "end": json.dumps(JOURNALS[name][-1])})
@@ -166,7 +166,7 @@ def test_end_that_outlives_its_events_is_told_by_the_entry_of_the_job(run: Any, 
 
 
 def follow(can_follow: bool = True, **fields: Any) -> Ask:
-    """The record of a response that follows the one of ID."""
+    """Parse a request for a response that follows the one with the id ID."""
     body = {"model": "tiny", "input": "And?", "previous_response_id": ID, **fields}
     model: Any = {"id": "tiny", "ctx_per_slot": 100, "follows_replies": can_follow}
 
@@ -179,9 +179,9 @@ def follow(can_follow: bool = True, **fields: Any) -> Ask:
     return ask
 
 
-def test_context_goes_on_only_where_it_would_be_the_same(run: Any, redis: Redis) -> None:
+def test_response_continues_context_only_when_it_is_the_same(run: Any, redis: Redis) -> None:
     write(redis, JOURNALS["text"])
-    assert run(follow()).parent_key is None  # Redis has let its context go
+    assert run(follow()).parent_key is None  # the context has expired in Redis
     redis.set(context_key("k"), "tokens")
     assert run(follow()).parent_key == "k"
     developer = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "And?"}]
@@ -214,7 +214,7 @@ def read(journal: Any, after: int = -1, error: Exception | None = None) -> bytes
     return asyncio.run(all_of())
 
 
-def test_frames_after_a_number_are_the_rest_of_all() -> None:
+def test_frames_start_after_requested_number() -> None:
     whole = read(JOURNALS["thoughts"])
     parts = whole.split(b"\n\n")[:-1]
     for after in range(len(parts)):
@@ -223,12 +223,12 @@ def test_frames_after_a_number_are_the_rest_of_all() -> None:
     assert parts[0].startswith(b"event: response.created\ndata: {")
 
 
-def test_stream_that_can_not_be_read_on_ends_with_an_error_without_a_number() -> None:
+def test_stream_ends_with_unnumbered_error_when_it_cannot_continue() -> None:
     last = read(JOURNALS["text"][:2], error=StreamTrimmed("gone")).split(b"\n\n")[-2]
     told = json.loads(last.removeprefix(b"data: "))
     assert "sequence_number" not in told
     assert told["error"]["code"] == "stream_trimmed"
 
 
-def test_pings_are_comments() -> None:
+def test_pings_become_sse_comments() -> None:
     assert b": keep-alive" in read([{"type": "ping"}, *JOURNALS["text"]])

@@ -1,4 +1,4 @@
-"""Webhooks on a database of their own in the Redis of the test run, and an endpoint on this machine."""
+"""Fixtures of webhooks: an empty database of the Redis server, and an endpoint on this machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> Iterator[str]:
-    """An empty database."""
+    """Return the URL of an empty database."""
     with empty_database(redis_server, 8) as url:
         yield url

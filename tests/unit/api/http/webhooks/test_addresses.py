@@ -1,4 +1,4 @@
-"""Where webhooks may go: api/http/webhooks/addresses.py."""
+"""Addresses that webhooks may call: api/http/webhooks/sending.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def target(url: str, *addresses: str, private: bool = False) -> Target:
     async def look(host: str, port: int) -> list[str]:
         return list(addresses)
 
-    return asyncio.run(target_of(url, private=private, look=look))
+    return asyncio.run(target_of(url, private=private, resolve=look))
 
 
 NOT_GLOBAL = (
@@ -23,7 +23,7 @@ NOT_GLOBAL = (
 
 
 @pytest.mark.parametrize("address", NOT_GLOBAL.split())
-def test_address_that_is_not_global_is_refused(address: str) -> None:
+def test_target_rejects_non_global_addresses(address: str) -> None:
     assert not is_global(address)
     with pytest.raises(AddressRefused, match="gateway_webhook_private"):
         target("https://example.org/h", "8.8.8.8", address)
@@ -31,15 +31,15 @@ def test_address_that_is_not_global_is_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808"])
-def test_address_that_is_global_is_taken(address: str) -> None:
+def test_target_accepts_global_addresses(address: str) -> None:
     assert target("https://example.org:8443/h", address) == Target(address, "example.org", 8443)
 
 
-def test_plain_http_is_refused() -> None:
+def test_target_rejects_plain_http() -> None:
     with pytest.raises(AddressRefused, match="https://"):
         target("http://example.org", "8.8.8.8")
 
 
-def test_name_without_an_address_is_an_error_of_the_network() -> None:
+def test_target_raises_oserror_for_name_without_address() -> None:
     with pytest.raises(OSError, match="no address"):
         target("https://example.org")

@@ -1,4 +1,4 @@
-"""Announced events reach their endpoints, at least once: api/http/webhooks/delivering.py."""
+"""Announced events reach their endpoints at least once: api/http/webhooks/delivering.py."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def make_due(redis: Redis) -> None:
 
 
 def left(redis: Redis) -> list[str]:
-    """Keys of what is under way."""
+    """Return the keys of pending deliveries."""
     return [key.decode() for key in redis.keys("cellama:webhook:*") if redis.type(key) != b"stream"]
 
 
-def test_event_reaches_its_endpoint_signed(redis_url: str, receiver: Receiver) -> None:
+def test_event_is_delivered_with_signature(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         endpoint = register(redis, receiver.url)
         register(redis, receiver.url, tenant="other")
@@ -82,13 +82,13 @@ def test_event_reaches_its_endpoint_signed(redis_url: str, receiver: Receiver) -
         assert redis.xlen(webhook_events_key()) == 0
 
 
-def test_event_that_is_not_known_is_not_announced() -> None:
+def test_unknown_event_type_is_not_announced() -> None:
     with pytest.raises(ValueError, match="is unknown"):
         announcement("batch.begun", "batch_1", None)
 
 
 @pytest.mark.parametrize("answer", [(500, {}), (302, {"location": "http://127.0.0.1:1/"}), (404, {})])
-def test_failed_delivery_is_made_again_with_the_same_id(
+def test_failed_delivery_is_retried_with_same_id(
     redis_url: str, receiver: Receiver, answer: tuple[int, dict[str, str]]
 ) -> None:
     receiver.answers = [answer, (204, {})]
@@ -99,7 +99,7 @@ def test_failed_delivery_is_made_again_with_the_same_id(
         with_webhooks(redis_url, once)
         [(delivery, due_at)] = redis.zrange(webhook_due_key(), 0, -1, withscores=True)
         assert before + RETRY_WAITS_S[0] <= due_at <= time.time() + RETRY_WAITS_S[0] * 1.1
-        redis.zadd(webhook_due_key(), {delivery: due_at + 1000})  # it is not due yet, however long this takes
+        redis.zadd(webhook_due_key(), {delivery: due_at + 1000})  # not due during the rest of the test
         with_webhooks(redis_url, once)
         assert len(receiver.calls) == 1
         make_due(redis)
@@ -109,13 +109,13 @@ def test_failed_delivery_is_made_again_with_the_same_id(
         assert not left(redis)
 
 
-def test_gateway_that_dies_leaves_its_delivery_to_others(redis_url: str, receiver: Receiver) -> None:
+def test_delivery_is_taken_over_when_its_gateway_dies(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
         announce(redis, "batch.expired", "batch_1")
 
         async def take_and_die(webhooks: Webhooks) -> None:
-            await webhooks.poll()  # close() cuts the attempt off
+            await webhooks.poll()  # close() cancels the attempt
 
         with_webhooks(redis_url, take_and_die)
         [(delivery, ends_at)] = redis.zrange(webhook_due_key(), 0, -1, withscores=True)
@@ -126,7 +126,7 @@ def test_gateway_that_dies_leaves_its_delivery_to_others(redis_url: str, receive
         assert receiver.calls
 
 
-def test_who_lost_the_lease_settles_nothing(redis_url: str) -> None:
+def test_settle_has_no_effect_when_lease_is_lost(redis_url: str) -> None:
     async def run() -> list[bool]:
         async with AsyncRedis.from_url(redis_url) as redis:
             one, other = DeliveryLedger(redis, "one"), DeliveryLedger(redis, "other")
@@ -135,7 +135,7 @@ def test_who_lost_the_lease_settles_nothing(redis_url: str) -> None:
             await announce(redis, "batch.failed", "batch_1")
             [(entry_id, fields)] = await one.announced()
             await one.spread(entry_id, fields, [endpoint])
-            await other.spread(entry_id, fields, [endpoint])  # too late: the entry is gone
+            await other.spread(entry_id, fields, [endpoint])  # no effect, because the entry was deleted
             [first] = await one.take(9, 9, lease_s=-1)
             [second] = await other.take(9, 9, lease_s=60)
             assert second.attempts == first.attempts + 1
@@ -144,7 +144,7 @@ def test_who_lost_the_lease_settles_nothing(redis_url: str) -> None:
     assert asyncio.run(run()) == [False, True]
 
 
-def test_endpoint_gets_a_bounded_number_at_once(redis_url: str) -> None:
+def test_attempts_per_endpoint_are_limited(redis_url: str) -> None:
     async def run() -> list[int]:
         async with AsyncRedis.from_url(redis_url) as redis:
             ledger = DeliveryLedger(redis, "one")
@@ -162,7 +162,7 @@ def test_endpoint_gets_a_bounded_number_at_once(redis_url: str) -> None:
     assert asyncio.run(run()) == [MAX_ATTEMPTS_PER_ENDPOINT - 1, 1]
 
 
-def test_private_address_gets_nothing_unless_that_is_allowed(redis_url: str, receiver: Receiver) -> None:
+def test_private_address_gets_no_event_unless_allowed(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
         announce(redis, "batch.completed", "batch_1")
@@ -171,7 +171,7 @@ def test_private_address_gets_nothing_unless_that_is_allowed(redis_url: str, rec
         assert left(redis)
 
 
-def test_endpoint_that_is_gone_hears_of_nothing_more(redis_url: str, receiver: Receiver) -> None:
+def test_endpoint_is_disabled_when_it_answers_410(redis_url: str, receiver: Receiver) -> None:
     receiver.answers = [(410, {})]
     with Redis.from_url(redis_url) as redis:
         endpoint = register(redis, receiver.url)
@@ -183,7 +183,7 @@ def test_endpoint_that_is_gone_hears_of_nothing_more(redis_url: str, receiver: R
         assert not left(redis)
 
 
-def test_entry_of_another_version_holds_nothing_up(redis_url: str, receiver: Receiver) -> None:
+def test_unreadable_stream_entry_does_not_block_others(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
         for fields in ({"x": "y"}, {"heeded": "no JSON", "end": "stop"}, {"heeded": "{}", "end": "?"}):
@@ -194,7 +194,7 @@ def test_entry_of_another_version_holds_nothing_up(redis_url: str, receiver: Rec
         assert redis.xlen(webhook_events_key()) == 0
 
 
-def test_endpoint_that_was_deleted_is_not_there_again_after_its_410(redis_url: str) -> None:
+def test_deleted_endpoint_is_not_restored_by_late_410(redis_url: str) -> None:
     async def run() -> list[Endpoint]:
         async with AsyncRedis.from_url(redis_url) as redis:
             store = EndpointStore(redis)
@@ -205,7 +205,7 @@ def test_endpoint_that_was_deleted_is_not_there_again_after_its_410(redis_url: s
     assert asyncio.run(run()) == []
 
 
-def test_delivery_of_a_deleted_endpoint_goes(redis_url: str, receiver: Receiver) -> None:
+def test_delivery_is_dropped_when_endpoint_is_deleted(redis_url: str, receiver: Receiver) -> None:
     receiver.answers = [(500, {})]
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
@@ -218,7 +218,7 @@ def test_delivery_of_a_deleted_endpoint_goes(redis_url: str, receiver: Receiver)
         assert not left(redis)
 
 
-def test_waits_grow_until_there_is_no_further_attempt() -> None:
+def test_waits_between_attempts_grow_until_last_attempt() -> None:
     failed = DeliveryOutcome(500)
     waits = [wait_after(attempt, failed) for attempt in range(1, len(RETRY_WAITS_S) + 2)]
     assert waits[-1] is None

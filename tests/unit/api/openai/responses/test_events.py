@@ -1,4 +1,4 @@
-"""Journals become typed, numbered events, the same from wherever they are read: api/openai/responses/events.py."""
+"""Conversion of journals into numbered events, equal for every reader: api/openai/responses/events.py."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def types(told: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in told]
 
 
-def test_failure_of_redis_says_nothing_of_where_it_is() -> None:
+def test_failed_response_hides_address_of_redis() -> None:
     _, response = fold([{"type": "error", "code": "redis_refused", "message": "Redis at 10.0.0.1 refuses"}])
     assert response["error"]["message"].startswith("redis_refused: Redis refuses a command permanently")
 
 
 @pytest.mark.parametrize("name", JOURNALS)
 @pytest.mark.parametrize("background", [False, True])
-def test_events_are_numbered_and_are_openais(name: str, background: bool) -> None:
+def test_events_are_numbered_and_valid_for_openai_client(name: str, background: bool) -> None:
     told, response = fold(JOURNALS[name], record(background=background))
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert told[-1]["response"] == response
     for event in told:
-        if event["type"] != "response.cancelled":  # which the client has no class for
+        if event["type"] != "response.cancelled":  # OpenAI's client has no class for it
             assert OPENAIS.validate_python(event).type == event["type"]
     Response.model_validate(response)
 
 
 @pytest.mark.parametrize("name", JOURNALS)
-def test_deltas_and_items_spell_the_object(name: str) -> None:
+def test_deltas_and_items_add_up_to_the_response(name: str) -> None:
     told, response = fold(JOURNALS[name], record(background=True))
     items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
     assert items == response["output"]
@@ -59,8 +59,8 @@ def test_deltas_and_items_spell_the_object(name: str) -> None:
 
 
 @given(st.sampled_from(sorted(JOURNALS)), st.integers(-1, 40), st.integers(0, 12))
-def test_stream_that_is_read_again_goes_on_where_it_was_left(name: str, after: int, cut: int) -> None:
-    """A reader that has read up to `after` of what one gateway told of a part of the journal, asks another one."""
+def test_stream_resumes_after_the_last_number(name: str, after: int, cut: int) -> None:
+    """A reader that has read events up to `after` from one gateway continues with another one."""
     part, _ = fold(JOURNALS[name][:cut])
     whole, _ = fold(JOURNALS[name], ResponseRecord.of_json(record().to_json()))
     read = [event for event in part if event["sequence_number"] <= after]
@@ -68,7 +68,7 @@ def test_stream_that_is_read_again_goes_on_where_it_was_left(name: str, after: i
     assert read + [event for event in whole if event["sequence_number"] > last] == whole
 
 
-def test_order_of_events_is_openais() -> None:
+def test_events_have_the_order_of_openai() -> None:
     told, _ = fold((STARTED, *THOUGHTS, *TEXT, done(tool_calls=[CALL])))
     thoughts = ["reasoning_text.delta"] * 2 + ["reasoning_text.done", "content_part.done", "output_item.done"]
     text = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done", "output_item.done"]
@@ -88,7 +88,7 @@ def test_order_of_events_is_openais() -> None:
         ("failed", "failed", None),
     ],
 )
-def test_status_is_that_of_the_end(name: str, status: str, details: Any) -> None:
+def test_status_depends_on_finish_reason(name: str, status: str, details: Any) -> None:
     told, response = fold(JOURNALS[name])
     assert (response["status"], response["incomplete_details"]) == (status, details)
     assert types(told)[-1] == status
@@ -98,7 +98,7 @@ def test_status_is_that_of_the_end(name: str, status: str, details: Any) -> None
     assert cut == ([] if name == "out of time" else ["completed" if status == "completed" else "incomplete"])
 
 
-def test_usage_counts_thoughts() -> None:
+def test_usage_counts_reasoning_tokens() -> None:
     usage = fold(JOURNALS["thoughts"])[1]["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 4, 7)
     assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
@@ -123,7 +123,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_object_is_the_same_when_only_the_result_is_left(name: str) -> None:
+def test_response_is_the_same_when_made_from_the_result(name: str) -> None:
     result, params = result_of(JOURNALS[name]), {} if name == "thoughts" else {"logprobs": 0}
     _, whole = fold(JOURNALS[name], record(params=params, shows_signatures=True))
     _, rest = fold(journal_of_result(result), record(params=params, shows_signatures=True))
@@ -132,19 +132,19 @@ def test_object_is_the_same_when_only_the_result_is_left(name: str) -> None:
     assert rest == whole
 
 
-def test_logprobs_of_thoughts_are_none_of_the_text() -> None:
+def test_logprobs_of_reasoning_are_not_in_the_text() -> None:
     result = {**result_of(JOURNALS["thoughts"]), "logprobs": PROBS}
     _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}))
     assert rest["output"][1]["content"][0]["logprobs"] == []
 
 
-def test_signatures_are_shown_to_who_asks_for_them() -> None:
+def test_signatures_are_included_on_request() -> None:
     for shown in (True, False):
         _, response = fold(JOURNALS["thoughts"], record(shows_signatures=shown))
         assert response["output"][0].get("encrypted_content") == ("sig" if shown else None)
 
 
-def test_logprobs_are_those_of_the_text() -> None:
+def test_logprobs_belong_to_the_text() -> None:
     told, response = fold(JOURNALS["text"], record(params={"logprobs": 0}))
     assert [entry["token"] for event in told if "delta" in event for entry in event["logprobs"]] == ["Hi"]
     assert response["output"][0]["content"][0]["logprobs"][0]["logprob"] == -0.5
@@ -152,7 +152,7 @@ def test_logprobs_are_those_of_the_text() -> None:
 
 
 def result_of(journal: Any) -> dict[str, Any]:
-    """The result that a worker makes of the same output."""
+    """Return the result that a worker makes of the same output."""
     end, message = journal[-1], {"role": "assistant"}
     of = {kind: "".join(e["text"] for e in journal if e["type"] == kind) for kind in ("token", "reasoning")}
     message["content"] = of["token"]

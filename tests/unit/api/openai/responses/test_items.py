@@ -1,4 +1,4 @@
-"""Items become messages, bodies parameters: api/openai/responses/items.py, bodies.py."""
+"""Conversion of items into messages, and bodies into parameters: api/openai/responses/items.py, bodies.py."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def messages(given: Any) -> list[dict[str, Any]]:
     return messages_of(items_of(given, ID))
 
 
-def test_text_is_a_users_message() -> None:
+def test_text_input_is_a_user_message() -> None:
     assert messages("Hi") == [{"role": "user", "content": "Hi"}]
     assert items_of("Hi", ID)[0]["id"] == f"msg_{'0' * 32}_0"
 
 
-def test_round_trip_of_tools_is_one_turn_and_answers() -> None:
+def test_tool_round_trip_becomes_assistant_turn_and_results() -> None:
     given = [
         {"role": "developer", "content": "Be brief"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -53,7 +53,7 @@ def test_round_trip_of_tools_is_one_turn_and_answers() -> None:
     assert [(m["tool_call_id"], m["content"]) for m in told[3:]] == [("c1", "sun"), ("c2", "rain")]
 
 
-def test_thoughts_without_text_or_answer_are_no_turn() -> None:
+def test_reasoning_without_answer_is_dropped() -> None:
     hidden = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}
     assert messages([hidden, {"role": "user", "content": "Hi"}]) == [{"role": "user", "content": "Hi"}]
 
@@ -86,13 +86,13 @@ def test_thoughts_without_text_or_answer_are_no_turn() -> None:
         ),
     ],
 )
-def test_wrong_items_are_named(given: Any, told: str) -> None:
+def test_invalid_items_are_rejected_by_name(given: Any, told: str) -> None:
     with pytest.raises(InvalidJob) as raised:
         items_of(given, ID)
     assert told in str(raised.value)
 
 
-def test_body_becomes_parameters_of_a_chat() -> None:
+def test_body_is_converted_to_chat_parameters() -> None:
     params = params_of(
         {
             "model": "tiny",
@@ -124,7 +124,7 @@ def test_body_becomes_parameters_of_a_chat() -> None:
     assert set(params) <= set(kind.payload.model_fields)
 
 
-def test_format_of_a_text_says_how_strictly_its_schema_is_enforced() -> None:
+def test_text_format_sets_schema_and_strictness() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     for form, strict in (
         ({"type": "json_schema", "name": "x", "schema": schema, "strict": True}, True),
@@ -137,7 +137,7 @@ def test_format_of_a_text_says_how_strictly_its_schema_is_enforced() -> None:
     assert params_of({"regex": "[a-z]+"}) == {"regex": "[a-z]+"}
 
 
-def test_schemas_may_be_as_deep_as_those_of_other_jobs() -> None:
+def test_schema_may_be_as_deep_as_in_other_jobs() -> None:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(limits.MAX_JSON_DEPTH // 2 - 1):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -149,7 +149,7 @@ def test_schemas_may_be_as_deep_as_those_of_other_jobs() -> None:
         parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **made, "json_schema": deeper})
 
 
-def test_choice_of_tools_that_were_skipped_is_none() -> None:
+def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
     assert params_of({"tools": [{"type": "web_search"}], "tool_choice": "auto"}) == {}
 
 
@@ -188,13 +188,13 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"instructions": ["x"]}, "instructions is"),
     ],
 )
-def test_wrong_bodies_are_refused_with_a_name(body: dict[str, Any], told: str) -> None:
+def test_invalid_bodies_are_rejected_by_name(body: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidJob) as raised:
         (params_of(body), response_fields(body))
     assert told in str(raised.value)
 
 
-def test_answer_repeats_the_body_with_defaults() -> None:
+def test_response_fields_repeat_the_body_with_defaults() -> None:
     shown = response_fields({"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False})
     assert shown["tools"] == [{**FUNCTION, "description": None}]
     assert (shown["metadata"], shown["parallel_tool_calls"], shown["tool_choice"]) == ({"a": "b"}, False, "auto")
