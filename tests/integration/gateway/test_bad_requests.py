@@ -42,7 +42,12 @@ def turns(*contents: Any) -> list[Any]:
         ({"messages": turns("x " * 9000), "stream": True}, errors.BadRequestError, None, "the prompt has"),
         ({"messages": turns("half a pair: \ud800")}, errors.BadRequestError, "messages", "messages.0"),
         ({"stream": "yes"}, errors.BadRequestError, "stream", "stream is 'yes'"),
-        ({"stream_options": {"include_usage": True}}, errors.BadRequestError, "stream_options", "requires stream: true"),
+        (
+            {"stream_options": {"include_usage": True}},
+            errors.BadRequestError,
+            "stream_options",
+            "requires stream: true",
+        ),
         ({"stream": True, "stream_options": 3}, errors.BadRequestError, "stream_options", "must be an object"),
         ({"service_tier": "scale"}, errors.BadRequestError, "service_tier", "one of auto, flex, default, priority"),
         ({"priority": 0}, errors.BadRequestError, "priority", "use service_tier"),
