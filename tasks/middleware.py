@@ -1,14 +1,13 @@
 """Extension points of a worker: hooks around attempts, requests, steps and models (docs/how-to/middleware.md).
 
-Metrics, traces, telemetry, service times and the signing of reasoning are the middlewares that cellama has itself
-(`tasks/worker/`). The setting `middleware` names others by import path. Used in workers only.
+cellama's own middlewares are metrics, traces, telemetry, service times and the signing of reasoning (`tasks/worker/`).
+The setting `middleware` names others by import path. Used in workers only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 from celery import Task
 from celery.exceptions import Ignore, Reject
 
-from cellama.config.logging import log_context
+from cellama.config.logging import event_logger, log_context
 from cellama.engine import InvalidRequest
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.contract.all_kinds import KINDS
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from cellama.tasks.contract.kinds.prefill import PrefillJob
     from cellama.tasks.state.ledger import Attempt
 
-log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 P = ParamSpec("P")
-# How an attempt ends. Handed back: another attempt continues the job. Superseded: another attempt has the job already.
+# How an attempt ends. "handed_back": another attempt will continue the job. "superseded": another attempt has the job.
 AttemptEnd = Literal["success", "failure", "revoked", "handed_back", "superseded"]
 
 
@@ -42,21 +41,22 @@ AttemptEnd = Literal["success", "failure", "revoked", "handed_back", "superseded
 class AttemptContext:
     """One attempt at a job. All hooks of the attempt get the same object."""
 
-    record: Attempt  # as the ledger has it: `job_id`, `run_id`, `number`, and more
+    record: Attempt  # the attempt in the ledger, with `job_id`, `run_id`, `number` and more
     task: str  # name, such as "cellama.generate"
     queue: str
     priority: int
-    parameters: Mapping[str, Any]  # as the caller gave them, not validated
-    headers: Mapping[str, Any]  # of the message
-    submitted_at: float  # `time.monotonic()` of the job's submission, by the clock of Redis
+    parameters: Mapping[str, Any]  # parameters of the call, not validated
+    headers: Mapping[str, Any]  # headers of the message
+    submitted_at: float  # time of submission by Redis' clock, converted to `time.monotonic()`
     began_at: float = field(default_factory=time.monotonic)
-    requests_from: float = 0.0  # `time.monotonic()` from which the timings of its requests count
-    trace_id: str = ""  # for the log lines of the attempt; `before_attempt` may set it
-    sign: dict[str, Callable[[str], str]] = field(default_factory=dict)  # of reasoning, by line of a bulk run, or ""
+    requests_from: float = 0.0  # start of the timings of its requests, as `time.monotonic()`
+    trace_id: str = ""  # for log lines of the attempt; `before_attempt` can set it
+    # Functions that sign reasoning, by line of a bulk run. Other jobs have one function with the key "".
+    sign: dict[str, Callable[[str], str]] = field(default_factory=dict)
     has_token: bool = False
-    data: dict[str, Any] = field(default_factory=dict)  # what one hook leaves for a later one
-    end: AttemptEnd | None = None  # this and the next two are set for `after_attempt`
-    result: Mapping[str, Any] | None = None  # of an attempt that ends with success
+    data: dict[str, Any] = field(default_factory=dict)  # data that one hook stores for a later one
+    end: AttemptEnd | None = None  # this field and the next two are set for `after_attempt`
+    result: Mapping[str, Any] | None = None  # set if the attempt succeeds
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -68,12 +68,12 @@ class AttemptContext:
 
     @property
     def number(self) -> int:
-        """1 for the first attempt at the job."""
+        """The number of the attempt, which is 1 for the first attempt at the job."""
         return self.record.number
 
 
 def context_of(task: Task, attempt: Attempt) -> AttemptContext:
-    """Return the context of an attempt that begins now, at the job that Celery runs in this task."""
+    """Return the context of an attempt that starts now at the current job of this task."""
     request, delivery = task.request, task.request.delivery_info or {}
     priority, names = delivery.get("priority"), KINDS[task.name].positional
     return AttemptContext(
@@ -88,14 +88,14 @@ def context_of(task: Task, attempt: Attempt) -> AttemptContext:
 
 
 class Middleware:
-    """The base of middlewares: hooks that do nothing. Override those that you need.
+    """The base class of middlewares, whose hooks do nothing. Override the hooks that you need.
 
-    An exception in a hook is logged, once for each class and hook, and changes nothing for the job. Time spent in a
-    hook is not free: each hook says which thread waits for it.
+    An exception in a hook does not affect the job. It is logged once for each class and hook. Hooks block the thread
+    that calls them, which each hook names.
     """
 
     def before_attempt(self, attempt: AttemptContext) -> None:
-        """Called when an attempt at a job begins, on the job's thread."""
+        """Called when an attempt at a job starts, on the job's thread."""
 
     def before_request(self, attempt: AttemptContext, line: str, job: GenerateJob | ChatJob | PrefillJob) -> None:
         """Called before the engine receives a request of the attempt, on the job's thread.
@@ -104,23 +104,31 @@ class Middleware:
         """
 
     def after_first_token(self, attempt: AttemptContext) -> None:
-        """Called once the first token of the attempt is in Redis, on the publisher's thread, for which all streams of
-        the worker wait."""
+        """Called once the first token of the attempt is in Redis, on the publisher's thread.
+
+        A slow hook delays all streams of the worker.
+        """
 
     def after_request(self, model_id: str, end: Finished, attempt: AttemptContext | None) -> None:
-        """Called with the end of a request to an engine, on the publisher's thread, for which all streams of the
-        worker wait. `attempt` is None if it has ended already."""
+        """Called with the end of a request to an engine, on the publisher's thread.
+
+        A slow hook delays all streams of the worker. `attempt` is None if the attempt has already ended.
+        """
 
     def after_attempt(self, attempt: AttemptContext) -> None:
-        """Called when an attempt has ended and its last event is in Redis, on the job's thread, before Celery gets the
-        end."""
+        """Called when an attempt has ended and its last event is in Redis, on the job's thread.
+
+        This is before the end is reported to Celery.
+        """
 
     def on_step(self, stats: StepStats) -> None:
-        """Called with each step of each engine, on the telemetry thread, for which nothing waits: a slow hook loses
-        calls, and delays no token."""
+        """Called with each step of each engine, on the telemetry thread.
+
+        A slow hook delays no token, but misses calls.
+        """
 
     def on_request(self, stats: RequestStats) -> None:
-        """Called with the figures of each request that has ended, on the telemetry thread."""
+        """Called with the statistics of each finished request, on the telemetry thread."""
 
     def on_model_loaded(self, model_id: str, model: Model) -> None:
         """Called when the worker has loaded a model, before the model's first job."""
@@ -133,7 +141,7 @@ HOOKS = tuple(name for name in vars(Middleware) if not name.startswith("_"))
 
 
 class Middlewares:
-    """Calls the hooks of all middlewares of a worker, in their order. Any thread."""
+    """Call the hooks of all middlewares of a worker in their order. Thread-safe."""
 
     def __init__(self, middlewares: Iterable[Middleware] = ()) -> None:
         self._middlewares = list(middlewares)
@@ -142,26 +150,27 @@ class Middlewares:
             for hook in HOOKS
         }
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._attempts: dict[str, AttemptContext] = {}  # that run, by run id
+        self._attempts: dict[str, AttemptContext] = {}  # running attempts by run id
 
     def have(self, hook: Callable[..., None]) -> bool:
-        """Whether a middleware has this hook of `Middleware`."""
+        """Return whether a middleware overrides this hook of `Middleware`."""
         return bool(self._overriding[hook.__name__])
 
     def call(self, hook: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call this hook of `Middleware`. Raises nothing."""
+        """Call this hook of all middlewares that override it. Exceptions are logged, not raised."""
         for each in self._overriding[hook.__name__]:
             try:
                 getattr(each, hook.__name__)(*args, **kwargs)
-            except BaseException:  # other people's code, on threads that jobs depend on
+            except BaseException:  # third-party code on threads that jobs depend on
                 where = type(each).__name__, hook.__name__
                 self._failures[where] += 1
                 if self._failures[where] == 1:
-                    log.exception("middleware %s: %s failed; it is called again, and not logged again", *where)
+                    detail = "it is still called, but further failures are not logged"
+                    log.exception("hook of middleware failed", middleware=where[0], hook=where[1], detail=detail)
 
     @contextlib.contextmanager
     def around(self, attempt: AttemptContext, control: JobControl) -> Iterator[None]:
-        """Call the hooks before and after the attempt that runs in here, and log with its ids."""
+        """Call the hooks before and after the attempt in this block, and add its ids to log lines."""
         self.call(Middleware.before_attempt, attempt)
         self._attempts[attempt.record.run_id] = attempt
         with log_context(attempt.job_id, attempt.trace_id):
@@ -176,19 +185,21 @@ class Middlewares:
                 self.call(Middleware.after_attempt, attempt)
 
     def after_request(self, run_id: str, model_id: str, end: Finished) -> None:
-        """Call the hook of that name with the attempt that the request belongs to."""
+        """Call the hook `after_request` with the attempt to which the request belongs."""
         self.call(Middleware.after_request, model_id, end, self._attempts.get(run_id))
 
     def close(self) -> None:
         """Close all middlewares, and log how often their hooks failed."""
         self.call(Middleware.close)
-        for (name, hook), times in self._failures.items():
-            log.warning("middleware %s: %s failed %d times", name, hook, times)
+        for (name, hook), num_failures in self._failures.items():
+            log.warning("hook of middleware failed", middleware=name, hook=hook, num_failures=num_failures)
 
 
 def end_of(error: BaseException | None, interruption: Interruption | None) -> AttemptEnd:
-    """How an attempt ended, by what Celery receives: an Ignore says only that Celery has the end already, or that
-    another attempt has the job."""
+    """Return how an attempt ended, from the error that Celery receives and the reason of an interruption.
+
+    Ignore means that the end has already been reported to Celery, or that another attempt has the job.
+    """
     if error is None:
         return "success"
     if interruption is Interruption.HANDED_BACK:
@@ -199,18 +210,21 @@ def end_of(error: BaseException | None, interruption: Interruption | None) -> At
 
 
 def load_middleware(path: str) -> Middleware:
-    """An object of the class at the import path `package.module:Class`. Raises InvalidRequest."""
-    made = imported("middleware", path)
-    if not isinstance(made, Middleware):
+    """Return an instance of the class at the import path `package.module:Class`. Raises InvalidRequest."""
+    middleware = imported("middleware", path)
+    if not isinstance(middleware, Middleware):
         raise InvalidRequest(f"middleware: {path!r} is not a subclass of cellama.tasks.middleware.Middleware")
-    return made
+    return middleware
 
 
 def imported(setting: str, path: str) -> Any:
-    """What the import path `package.module:name` names, or an object of it if it is a class. Raises InvalidRequest."""
+    """Return the object at the import path `package.module:name`, or an instance if it is a class.
+
+    Raises InvalidRequest, whose message names the setting.
+    """
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
         return found() if isinstance(found, type) else found
-    except Exception as error:  # of code that is not ours
-        raise InvalidRequest(f"{setting} {path!r} can't be used: {type(error).__name__}: {error}") from None
+    except Exception as error:  # third-party code
+        raise InvalidRequest(f"{setting}: {path!r} can't be imported: {type(error).__name__}: {error}") from None

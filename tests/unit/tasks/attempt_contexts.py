@@ -1,4 +1,4 @@
-"""Attempts as middlewares see them."""
+"""Contexts of attempts for tests of middlewares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cellama.tasks.state.ledger import Attempt, new_run
 
 
 def context(job_id: str = "a-job", **fields: Any) -> AttemptContext:
-    """The first attempt at a job that waited for 2 s, unless the fields say otherwise."""
+    """Return the context of a first attempt at a job that waited for 2 s. `fields` override this."""
     record = Attempt(job_id, new_run(), 1, 1, "run", 2.0)
     usual = {
         "record": record,
@@ -32,7 +32,7 @@ def context(job_id: str = "a-job", **fields: Any) -> AttemptContext:
 def running(
     middleware: Middleware, attempt: AttemptContext, interruption: Interruption | None = None
 ) -> Iterator[Middlewares]:
-    """The attempt runs in here; an exception that ends it stays inside."""
+    """Run the attempt in this block, and suppress the exception that ends it."""
     middlewares, control = Middlewares([middleware]), JobControl(1)
     with contextlib.suppress(Exception), middlewares.around(attempt, control):
         if interruption is not None:

@@ -1,4 +1,4 @@
-"""What Celery shows of its configuration, in `inspect conf` and on Flower's page of a worker."""
+"""The configuration that Celery shows in `inspect conf` and on Flower's page of a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = (
 
 @pytest.mark.parametrize("from_settings", [True, False])
 @pytest.mark.parametrize("url", FORMS)
-def test_configuration_shows_no_password_when_it_is_inspected(
+def test_inspected_configuration_contains_no_password(
     settings_environment: Callable[..., None], url: str, from_settings: bool
 ) -> None:
     settings_environment(**({"redis_url": url} if from_settings else {}))

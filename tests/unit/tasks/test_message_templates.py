@@ -1,4 +1,4 @@
-"""Messages that are made like one that Celery and kombu have built."""
+"""Messages that are made from a template of a message by Celery and kombu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def body_of(prompt: str) -> str:
 
 
 def made(prompt: str, job_id: str) -> Message:
-    """As kombu writes it, with an event."""
+    """Return a message in kombu's format, with an event."""
     body = json.dumps([["tiny", prompt], {}, {"callbacks": None, "chord": None}])
     headers = {"id": job_id, "root_id": job_id, "argsrepr": "a", "kwargsrepr": "k", "cellama_submitted_at": 1.5}
     headers["eta"] = None
@@ -39,7 +39,7 @@ def made(prompt: str, job_id: str) -> Message:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_message_from_a_template_has_its_own_values_and_nothing_of_the_first_one(prompt: str) -> None:
+def test_message_from_a_template_contains_only_its_own_values(prompt: str) -> None:
     template = Template(made("a secret", "first"), body_of("a secret"))
     message = template.message(
         "own", body_of(prompt), argsrepr=f"({prompt!r},)", kwargsrepr="{}", submitted_at=9.25, clock=8
@@ -62,7 +62,7 @@ def test_message_from_a_template_has_its_own_values_and_nothing_of_the_first_one
 
 
 @pytest.mark.parametrize("submitted_at", ["soon", float("nan"), 1e308, [[]]])
-def test_time_of_submission_of_a_caller_stays_json_whatever_it_is(submitted_at: Any) -> None:
+def test_submission_time_set_by_a_caller_is_kept(submitted_at: Any) -> None:
     template = Template(made("Hi", "first"), body_of("Hi"))
     told = decoded(
         template.message("own", body_of("Hi"), argsrepr="a", kwargsrepr="k", submitted_at=submitted_at, clock=8)
@@ -70,7 +70,7 @@ def test_time_of_submission_of_a_caller_stays_json_whatever_it_is(submitted_at: 
     assert repr(told["cellama_submitted_at"]) == repr(submitted_at)
 
 
-def test_message_that_a_template_would_not_give_again_is_no_template() -> None:
+def test_message_that_a_template_would_not_reproduce_gets_no_template() -> None:
     odd = made("Hi", "first")
     templates = Templates()
     dense = Message(odd.key, odd.payload.replace(", ", ","), odd.events)
@@ -81,7 +81,7 @@ def test_message_that_a_template_would_not_give_again_is_no_template() -> None:
     assert templates.get((3,)) is None
 
 
-def test_job_with_more_than_others_is_built_by_celery() -> None:
+def test_job_with_additional_options_gets_its_message_from_celery() -> None:
     usual, late = (generate._check(("tiny", "Hi"), {}, options) for options in ({}, {"countdown": 5}))
     own = generate._check(("tiny", "Hi"), {}, {"headers": {"own": 1}})
     assert usual.fits_template
@@ -89,9 +89,9 @@ def test_job_with_more_than_others_is_built_by_celery() -> None:
     assert not own.fits_template
 
 
-def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() -> None:
+def test_message_is_built_by_celery_while_a_signal_handler_is_connected() -> None:
     def note(**_: Any) -> None:
-        """As tracers do, which add headers."""
+        """Handle the signal, as tracers do to add headers."""
 
     signals.before_task_publish.connect(note)
     try:
@@ -101,7 +101,7 @@ def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() ->
     assert generate._template_key(is_bulk=False) is not None
 
 
-def test_template_with_a_trace_has_each_jobs_own() -> None:
+def test_message_from_a_template_has_the_trace_of_its_job() -> None:
     first = made("Hi", "first")
     whole = json.loads(first.payload)
     whole["headers"]["traceparent"] = "00-first"

@@ -1,4 +1,4 @@
-"""Middlewares: which hooks are called, with what, and what their exceptions cost."""
+"""Hooks of middlewares: their order, their arguments, and their exceptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .attempt_contexts import context, running
 
 
 class Recorder(Middleware):
-    """Notes the calls of hooks around attempts."""
+    """A middleware that records the calls of hooks around attempts."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -27,7 +27,7 @@ class Recorder(Middleware):
 
 
 class Broken(Recorder):
-    """Fails in each hook."""
+    """A middleware that fails in each hook."""
 
     def after_attempt(self, attempt: AttemptContext) -> None:
         super().after_attempt(attempt)
@@ -49,7 +49,7 @@ def test_hooks_around_an_attempt_get_its_result_or_its_error() -> None:
     ]
 
 
-def test_hook_that_fails_is_logged_once_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_hook_is_logged_once_and_does_not_affect_the_job(caplog: pytest.LogCaptureFixture) -> None:
     broken, recorder = Broken(), Recorder()
     middlewares = Middlewares([broken, recorder])
     for _ in range(3):
@@ -57,12 +57,13 @@ def test_hook_that_fails_is_logged_once_and_changes_nothing(caplog: pytest.LogCa
     middlewares.close()
     assert len(broken.calls) == len(recorder.calls) == 3
     assert [record.message for record in caplog.records] == [
-        "middleware Broken: after_attempt failed; it is called again, and not logged again",
-        "middleware Broken: after_attempt failed 3 times",
+        "hook of middleware failed (middleware=Broken, hook=after_attempt): "
+        "it is still called, but further failures are not logged",
+        "hook of middleware failed (middleware=Broken, hook=after_attempt, num_failures=3)",
     ]
 
 
-def test_only_hooks_that_a_middleware_has_are_called() -> None:
+def test_only_overridden_hooks_are_called() -> None:
     middlewares = Middlewares([Recorder()])
     assert middlewares.have(Middleware.before_attempt)
     assert not middlewares.have(Middleware.on_step)
@@ -76,7 +77,7 @@ def test_only_hooks_that_a_middleware_has_are_called() -> None:
         ("my_middleware:Plain", "not a subclass"),
     ],
 )
-def test_import_path_that_can_not_be_used_is_refused(
+def test_invalid_import_path_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str
 ) -> None:
     (tmp_path / "my_middleware.py").write_text("class Plain:\n    pass\n")

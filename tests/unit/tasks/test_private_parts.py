@@ -1,4 +1,4 @@
-"""The private parts of Celery, kombu and redis-py that we build on. One that is gone or changed is named here first."""
+"""The private parts of Celery, kombu and redis-py that cellama uses. A missing or changed part fails here first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def name_of(path: str) -> str:
 
 
 @pytest.mark.parametrize("path", ALL_PARTS)
-def test_part_is_there_as_we_know_it(path: str) -> None:
+def test_private_part_has_the_expected_signature(path: str) -> None:
     require_parts(path)
 
 
@@ -58,7 +58,7 @@ class Owner:
         ("gone", "(self)", False),
     ],
 )
-def test_part_that_is_gone_or_changed_is_named_with_the_installed_versions(
+def test_missing_or_changed_part_is_reported_with_the_installed_versions(
     monkeypatch: pytest.MonkeyPatch, name: str, expected: str, is_there: bool
 ) -> None:
     path = f"{__name__}:Owner.{name}"
@@ -82,7 +82,7 @@ def private(name: str) -> bool:
 
 
 def mentioned(node: ast.AST) -> Iterator[str]:
-    """Private names that are read or set somewhere below as attributes, or imported, also from private modules."""
+    """Yield the names of attributes that a tree uses, and the names that it imports."""
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute):
             yield child.attr
@@ -106,7 +106,7 @@ def defined(node: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_private_parts_are_used_in_one_file_but_for_what_a_subclass_inherits(file: str) -> None:
+def test_private_parts_are_used_in_one_file_and_by_listed_subclasses_only(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text())
     known = {name_of(path) for path in INHERITED.get(file.removeprefix("tasks/"), {})}
     names, own = {name for name in mentioned(tree) if private(name)} - {"_exit"}, set(defined(tree))  # os._exit
@@ -114,7 +114,7 @@ def test_private_parts_are_used_in_one_file_but_for_what_a_subclass_inherits(fil
     assert known <= names | own, f"{file} uses no more: {known - names - own}"
 
 
-def test_table_has_what_its_file_uses_and_nothing_else() -> None:
+def test_table_lists_exactly_the_parts_that_its_file_uses() -> None:
     used = set(mentioned(ast.parse((ROOT / TABLES).read_text())))
     names = {name_of(path).lstrip("_") for path in PARTS}
     assert names == {name.lstrip("_") for name in used if name.startswith("_") and not name.endswith("__")}

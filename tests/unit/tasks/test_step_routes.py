@@ -1,4 +1,4 @@
-"""Which queue a step of the user's gets before our worker sends it."""
+"""The queue that a user's step of a canvas gets before a cellama worker sends it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cellama.tasks.calls.canvas_steps import route_steps
 
 
 def nothing(result: Any = None) -> None:
-    """What the tasks do."""
+    """Stand for the body of a task."""
 
 
 @pytest.fixture
 def shop() -> Iterator[Celery]:
-    """An app of a user with routes."""
+    """Return a user's app with routes."""
     with Celery("shop", broker="memory://", set_as_current=False) as app:
         app.conf.update(
             task_default_queue="shop",
@@ -53,11 +53,11 @@ def routed(step: Any) -> dict[str, Any]:
         ("unknown here", {"queue": "shop"}),
     ],
 )
-def test_step_gets_the_place_that_its_app_has_for_it(shop: Celery, name: str, place: dict[str, str]) -> None:
+def test_step_gets_the_queue_that_its_app_would_choose(shop: Celery, name: str, place: dict[str, str]) -> None:
     assert routed(shop.signature(f"shop.{name}"))["options"] == place
 
 
-def test_step_keeps_what_the_user_has_set_and_is_not_changed_itself(shop: Celery) -> None:
+def test_step_keeps_the_options_of_the_user_and_is_copied(shop: Celery) -> None:
     step = shop.tasks["shop.letters"].s(1).set(queue="mine", link=shop.tasks["shop.own"].s())
     before = copy.deepcopy(dict(step))
     found = routed(step)
@@ -66,7 +66,7 @@ def test_step_keeps_what_the_user_has_set_and_is_not_changed_itself(shop: Celery
     assert dict(step) == before
 
 
-def test_steps_within_steps_get_their_places_and_ours_keep_their_own(shop: Celery) -> None:
+def test_nested_steps_get_their_queues_and_jobs_keep_theirs(shop: Celery) -> None:
     letters, own = shop.tasks["shop.letters"], shop.tasks["shop.own"]
     found = routed(chain(generate.s("tiny", "Hi"), group(letters.s(), chain(own.s(), letters.s()))))
     first, second = found["kwargs"]["tasks"]
@@ -77,8 +77,8 @@ def test_steps_within_steps_get_their_places_and_ours_keep_their_own(shop: Celer
     assert routed(letters.map([1, 2]))["options"]["queue"] == "letters"
 
 
-def test_step_that_no_other_app_of_the_process_knows_stays_as_it_is() -> None:
+def test_step_without_an_app_in_this_process_is_unchanged() -> None:
     step = {"task": "elsewhere", "args": [], "kwargs": {}, "options": {}, "subtask_type": None, "immutable": False}
     options: dict[str, Any] = {"chain": [step], "chord": None}
-    route_steps(options, Celery)  # as in a worker of ours: all apps are its own
+    route_steps(options, Celery)  # as in a cellama worker, where all apps are its own
     assert options == {"chain": [step], "chord": None}

@@ -1,4 +1,4 @@
-"""Who says nothing of a timeout gets that of the settings, unless it is bulk work."""
+"""Timeouts of jobs: their own, or the default of the settings, which does not apply to bulk jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kwargs", "priority", "expected"), CASES)
-def test_timeout_of_a_job_is_its_own_or_that_of_the_settings_and_none_of_bulk_work(
+def test_timeout_is_that_of_the_job_or_of_the_settings_except_for_bulk_jobs(
     settings_environment: Callable[..., None], kwargs: dict[str, Any], priority: int, expected: float | None
 ) -> None:
     settings_environment(default_timeout_s="50")
@@ -31,7 +31,7 @@ def test_timeout_of_a_job_is_its_own_or_that_of_the_settings_and_none_of_bulk_wo
 
 
 @pytest.mark.parametrize(("kwargs", "priority", "expected"), CASES)
-def test_job_that_runs_has_the_timeout_that_it_was_queued_with(
+def test_running_job_has_the_timeout_with_which_it_was_queued(
     settings_environment: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     kwargs: dict[str, Any],

@@ -1,4 +1,4 @@
-"""What a call asks for, as estimates count it; whatever a plain producer sends."""
+"""The work that a call requests, as estimates count it, for any arguments of a plain producer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from cellama.tasks.state.ledger import JobWork, work_of, work_of_text
         ("unheard_of", [1, 2, 3], {"texts": 7}, JobWork("unheard_of")),
     ],
 )
-def test_work_of_a_call(task: str, args: list[Any], kwargs: dict[str, Any], work: JobWork) -> None:
+def test_work_of_a_call_counts_its_tokens_or_texts(
+    task: str, args: list[Any], kwargs: dict[str, Any], work: JobWork
+) -> None:
     assert work_of(f"cellama.{task}", args, kwargs) == work
     assert work_of_text(work.text) == work
 
 
 @pytest.mark.parametrize("text", ["", "generate", "generate x 1", "a b c d"])
-def test_work_that_the_ledger_does_not_have_is_that_of_a_usual_job(text: str) -> None:
+def test_malformed_work_in_the_ledger_counts_as_the_default(text: str) -> None:
     assert work_of_text(text) == JobWork("generate", 256)

@@ -1,4 +1,4 @@
-"""What a channel asks Redis for, on a connection that only notes commands."""
+"""The reader of a channel's queues, on a connection that only records commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Connection:
 
 
 class Channel:
-    """As much of kombu's as is used; `held` is what the worker holds of each queue."""
+    """The part of kombu's channel that the reader uses. `held` has the weights of held messages by queue."""
 
     brpop_timeout = 1
     do_restore = False
@@ -84,7 +84,7 @@ def channel() -> Channel:
 
 
 class TakingLedger:
-    """Takes every message, and notes what may come with it."""
+    """A ledger that lets the worker take each message, and records the limits of pages."""
 
     def __init__(self) -> None:
         self.page: list[Fetched] = []
@@ -117,7 +117,7 @@ def page_of(*payloads: bytes) -> list[Fetched]:
 
 @pytest.fixture
 def delivered(channel: Channel) -> list[tuple[str, str, str]]:
-    """Id, token and queue of each message that is delivered."""
+    """Return a list to which the id, token and queue of each delivered message are added."""
     found: list[tuple[str, str, str]] = []
 
     def deliver(message: dict[str, Any], queue: str) -> None:
@@ -127,7 +127,7 @@ def delivered(channel: Channel) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_channel_asks_model_by_model_and_the_most_urgent_first(channel: Channel, reader: QueueReader) -> None:
+def test_reader_requests_messages_model_by_model_the_most_urgent_first(channel: Channel, reader: QueueReader) -> None:
     channel._brpop_start()
     assert channel.asked() == [A, queue_key(A, 3), B, queue_key(B, 3)]
     channel._queue_cycle.rotate(A)  # as kombu does with the queue of each message
@@ -135,9 +135,7 @@ def test_channel_asks_model_by_model_and_the_most_urgent_first(channel: Channel,
     assert channel.asked() == [B, queue_key(B, 3), A, queue_key(A, 3)]
 
 
-def test_channel_asks_only_for_models_with_room_and_again_when_others_have_some(
-    channel: Channel, reader: QueueReader
-) -> None:
+def test_reader_sends_another_brpop_when_a_model_gains_capacity(channel: Channel, reader: QueueReader) -> None:
     channel.held = {A: [1, 1]}
     channel._brpop_start()
     assert channel.asked() == [B, queue_key(B, 3)]
@@ -151,13 +149,13 @@ def test_channel_asks_only_for_models_with_room_and_again_when_others_have_some(
     assert channel.asked() == [A, queue_key(A, 3)]
 
 
-def test_channel_without_room_asks_for_nothing(channel: Channel, reader: QueueReader) -> None:
+def test_reader_sends_no_brpop_without_capacity(channel: Channel, reader: QueueReader) -> None:
     channel.held = {A: [1, 1], B: [1, 1]}
     channel._brpop_start()
     assert channel.connection.commands == []
 
 
-def test_channel_goes_on_without_permission_to_unblock(
+def test_reader_continues_without_permission_to_unblock(
     channel: Channel, reader: QueueReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel.held, channel.refuses = {A: [1, 1]}, True
@@ -175,7 +173,7 @@ def test_channel_goes_on_without_permission_to_unblock(
     [(A, [(1, [A, queue_key(A, 3)]), (1, [B, queue_key(B, 3)])]), (B, [(2, [A, queue_key(A, 3)])])],
 )
 @pytest.mark.usefixtures("reader", "delivered")
-def test_page_is_for_the_capacity_that_is_left_beside_the_message_that_brings_it(
+def test_page_uses_the_capacity_that_remains_after_the_first_message(
     channel: Channel, ledger: TakingLedger, queue: str, page: PageLimits
 ) -> None:
     channel.held = {B: [1]}
@@ -185,7 +183,7 @@ def test_page_is_for_the_capacity_that_is_left_beside_the_message_that_brings_it
 
 
 @pytest.mark.usefixtures("reader")
-def test_messages_of_a_page_are_delivered_after_the_one_that_brought_them(
+def test_messages_of_a_page_are_delivered_after_the_first_message(
     channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, str, str]]
 ) -> None:
     channel.answer = (queue_key(A, 0).encode(), message_of("one"))
@@ -195,7 +193,7 @@ def test_messages_of_a_page_are_delivered_after_the_one_that_brought_them(
 
 
 @pytest.mark.usefixtures("reader")
-def test_message_of_plain_celery_is_delivered_without_being_taken_whatever_its_headers_are(
+def test_message_of_plain_celery_is_delivered_without_a_token(
     channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, Any, str]]
 ) -> None:
     channel.answer = (queue_key(A, 0).encode(), json.dumps({"headers": {"id": "one", TOKEN_HEADER: "t"}}).encode())
@@ -205,7 +203,7 @@ def test_message_of_plain_celery_is_delivered_without_being_taken_whatever_its_h
 
 
 @pytest.mark.usefixtures("reader")
-def test_what_is_not_a_message_is_dropped_and_the_others_are_delivered(
+def test_malformed_message_is_dropped_and_others_are_delivered(
     channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     for payload in (b"nan?", b"[]", b'{"headers": 1}', b"\xff"):
@@ -220,7 +218,9 @@ def test_what_is_not_a_message_is_dropped_and_the_others_are_delivered(
 
 @pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize(("answer", "expected"), [(RedisConnectionError("gone"), RedisConnectionError), (None, Empty)])
-def test_answer_without_a_message_is_raised_for_kombu(channel: Channel, answer: Any, expected: type[Exception]) -> None:
+def test_reply_without_a_message_raises_the_error_that_kombu_expects(
+    channel: Channel, answer: Any, expected: type[Exception]
+) -> None:
     channel.connection.disconnect = lambda: None  # type: ignore[attr-defined]
     channel.answer = answer
     with pytest.raises(expected):

@@ -1,4 +1,4 @@
-"""Which channel answers for a message; on Redis it is found out again after each reconnect."""
+"""The channel that holds a message, which changes with each reconnect to Redis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cellama.tasks.broker.consumer import SteadyConsumer
 
 
 @pytest.mark.parametrize(("priority", "is_bulk"), [(None, False), (0, False), (5, False), (6, True), (9, True)])
-def test_message_goes_to_the_channel_of_its_priority_after_a_reconnect(priority: int | None, is_bulk: bool) -> None:
+def test_message_moves_to_the_channel_of_its_priority_after_a_reconnect(priority: int | None, is_bulk: bool) -> None:
     urgent, bulk, of_yesterday = (SimpleNamespace(connection=object()) for _ in range(3))
     consumer = SteadyConsumer.__new__(SteadyConsumer)
     consumer.connection = object()
@@ -20,4 +20,4 @@ def test_message_goes_to_the_channel_of_its_priority_after_a_reconnect(priority:
     message = Message({"properties": properties, "headers": {}}, channel=of_yesterday)
     assert consumer.channel_of(message) is (bulk if is_bulk else urgent)
     message.channel = urgent
-    assert consumer.channel_of(message) is urgent  # which has it
+    assert consumer.channel_of(message) is urgent  # it holds the message

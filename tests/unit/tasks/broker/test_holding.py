@@ -1,4 +1,4 @@
-"""Times of a message, brought from its producer's clock to the worker's."""
+"""Conversion of a message's times from the clock of its producer to that of the worker."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def at(unix_s: float) -> str:
 
 
 @pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
-def test_times_of_a_message_are_as_far_off_by_the_clock_of_the_worker_as_by_that_of_its_producer(
+def test_times_of_a_message_are_converted_to_the_clock_of_the_worker(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    sent_at = 1e9 - 5 + ahead_s  # five seconds ago, by a clock that far ahead
+    sent_at = 1e9 - 5 + ahead_s  # five seconds ago, by a clock that is `ahead_s` fast
     headers = {"id": "j", SUBMITTED_AT_HEADER: sent_at, "eta": at(sent_at + 20), "expires": at(sent_at + 45)}
     set_by_this_clock(headers, waited_s=5)
     assert headers["eta"] == at(1e9 + 15)
@@ -29,7 +29,7 @@ def test_times_of_a_message_are_as_far_off_by_the_clock_of_the_worker_as_by_that
 
 
 @pytest.mark.parametrize("sent_at", [None, "soon", float("inf"), 1e308])
-def test_message_without_a_usable_time_keeps_its_own(sent_at: Any) -> None:
+def test_times_of_a_message_are_unchanged_when_its_submission_time_is_invalid(sent_at: Any) -> None:
     headers = {"id": "j", SUBMITTED_AT_HEADER: sent_at, "eta": at(1e9), "expires": None}
     set_by_this_clock(headers, waited_s=5)
     assert headers["eta"] == at(1e9)

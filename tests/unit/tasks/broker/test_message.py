@@ -1,4 +1,4 @@
-"""The message of a job is settled once, whoever comes first."""
+"""The message of a job is settled exactly once, by the first of several threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_message_is_settled_once_when_two_threads_end_its_job(first: str, seco
     def settle(kind: str) -> Callable[..., None]:
         def settled_as(*_: Any) -> None:
             settled.append(kind)
-            # Just then, before Celery notes that the first has settled it, another thread settles it too.
+            # A second thread settles the message before Celery has recorded that the first one did.
             if len(settled) == 1:
                 other = threading.Thread(target=getattr(request, second))
                 other.start()
@@ -45,13 +45,13 @@ def test_a_message_is_settled_once_when_two_threads_end_its_job(first: str, seco
     assert request.acknowledged
 
 
-def test_jobs_are_held_by_such_requests() -> None:
+def test_tasks_use_job_requests() -> None:
     from kombu.utils.imports import symbol_by_name
 
     assert symbol_by_name(generate.Request) is JobRequest
 
 
-def test_a_message_that_went_with_the_end_of_its_job_is_only_forgotten() -> None:
+def test_message_released_with_the_last_event_is_only_forgotten() -> None:
     forgotten: list[Any] = []
     request = a_request(on_ack=lambda *_: pytest.fail("Redis has let go of it already"))
     request.message.channel = SimpleNamespace(qos=SimpleNamespace(forget=forgotten.append))
@@ -63,7 +63,7 @@ def test_a_message_that_went_with_the_end_of_its_job_is_only_forgotten() -> None
     assert (forgotten, request.acknowledged) == ([request.message], True)
 
 
-def test_what_celery_tells_of_a_revoke_is_told_before_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_celery_reports_a_revoke_before_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Any] = []
 
     def note(step: str) -> Callable[..., None]:
@@ -72,13 +72,13 @@ def test_what_celery_tells_of_a_revoke_is_told_before_the_job_ends(monkeypatch: 
     request = a_request(on_ack=lambda *_: steps.append("settled"))
     monkeypatch.setattr(request.task.backend, "mark_as_revoked", note("told"))
     pool = SimpleNamespace(terminate_job=note("ended"))
-    request.terminate(pool)  # before it has begun
+    request.terminate(pool)  # before the job has started
     assert steps == []
     request.on_accepted(7, 0.0)
     assert steps == [("told", request.id), "settled", ("ended", 7)]
 
 
-def test_a_revoke_of_which_celery_can_not_tell_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revoke_ends_the_job_even_if_celery_fails_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     request, ended = a_request(), []
 
     def away(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""The pool: cancel, time limits, drain."""
+"""The pool of job threads: cancellation, time limits and draining."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pool() -> Iterator[TaskPool]:
 
 
 class Job:
-    """A target that waits until it is interrupted or released."""
+    """A job that waits until it is interrupted or released."""
 
     def __init__(self) -> None:
         self.started, self.end = threading.Event(), threading.Event()
@@ -43,7 +43,7 @@ class Job:
         return "result"
 
 
-def test_pool_runs_jobs_side_by_side_and_tells_each_result_once(pool: TaskPool) -> None:
+def test_pool_runs_jobs_concurrently_and_reports_each_result_once(pool: TaskPool) -> None:
     jobs = [Job() for _ in range(4)]
     numbers: list[int] = []
     for job in jobs:
@@ -57,7 +57,7 @@ def test_pool_runs_jobs_side_by_side_and_tells_each_result_once(pool: TaskPool) 
     assert len(set(numbers)) == 4
 
 
-def test_pool_terminate_job_interrupts_the_job_of_that_number(pool: TaskPool) -> None:
+def test_terminate_job_interrupts_the_job_with_this_number(pool: TaskPool) -> None:
     first, second = Job(), Job()
     numbers: dict[str, int] = {}
     pool.on_apply(first, callback=first.results.append, accept_callback=lambda pid, _: numbers.update(first=pid))
@@ -72,7 +72,7 @@ def test_pool_terminate_job_interrupts_the_job_of_that_number(pool: TaskPool) ->
     second.end.set()
 
 
-def test_pool_hard_limit_tells_celery_and_drops_the_jobs_own_result(pool: TaskPool) -> None:
+def test_hard_limit_is_reported_to_celery_and_the_later_result_dropped(pool: TaskPool) -> None:
     job = Job()
     told: list[tuple[bool, float]] = []
     arguments: dict[str, Any] = {"soft_timeout": 0.05, "timeout": 2.0, "timeout_callback": lambda *a: told.append(a)}
@@ -87,7 +87,7 @@ def test_pool_hard_limit_tells_celery_and_drops_the_jobs_own_result(pool: TaskPo
 
 
 class Unstoppable(threading.Event):
-    """Takes two interruptions to be set: the soft limit alone does not end the job."""
+    """An event that is set by the second interruption, so that the soft limit alone does not end the job."""
 
     calls = 0
 
@@ -97,7 +97,7 @@ class Unstoppable(threading.Event):
             super().set()
 
 
-def test_control_interrupted_before_the_job_listens_stops_it_at_once() -> None:
+def test_interruption_before_the_job_registers_stops_it_at_once() -> None:
     control = JobControl(1)
     control.terminate()
     stopped: list[Interruption] = []
@@ -113,7 +113,7 @@ def test_pool_grows_and_shrinks() -> None:
     assert pool.num_processes == 4
 
 
-def test_thread_that_waits_for_its_next_job_keeps_nothing_of_the_last_one(pool: TaskPool) -> None:
+def test_idle_thread_has_no_reference_to_its_last_job(pool: TaskPool) -> None:
     def job() -> None:
         seen.append(weakref.ref(current_job()))
 

@@ -1,4 +1,4 @@
-"""What people are told when Redis does not answer as it should."""
+"""The errors that callers receive when Redis rejects a connection or command."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cellama.tasks.contract.errors import RedisRefused
 @pytest.mark.parametrize(
     "error", [ClusterCrossSlotError("Keys in request don't hash to the same slot"), MovedError("3999 127.0.0.1:6381")]
 )
-def test_producer_of_a_cluster_is_told_in_one_sentence(error: Exception) -> None:
+def test_error_of_a_cluster_names_the_cause(error: Exception) -> None:
     with pytest.raises(RedisRefused, match="is a node of a Redis Cluster"), reaching_redis():
         raise error
 
 
-def test_server_that_refuses_the_kept_password_is_told_from_the_redis_of_up(
+def test_error_explains_that_the_server_is_not_the_redis_of_cellama_up(
     settings_environment: Callable[..., None], tmp_path: Path
 ) -> None:
     settings_environment(data_dir=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which replies of Redis pass by themselves, in the words of each version, and what is logged meanwhile."""
+"""Temporary refusals of Redis in the words of each version, and the logs of an outage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IN_REDIS_6 = "Error running script (call to f_68c): @user_script:31: @user_scrip
         (ResponseError("LOADING as hiredis gives it"), "LOADING"),
     ],
 )
-def test_refusal_passes_in_the_words_of_each_version(error: RedisError, code: str) -> None:
+def test_temporary_refusal_is_recognized_for_each_version_of_redis(error: RedisError, code: str) -> None:
     refusal = refusal_of(error)
     assert refusal is not None
     assert refusal.code == code
@@ -61,26 +61,26 @@ def test_refusal_passes_in_the_words_of_each_version(error: RedisError, code: st
         ResponseError("a text about READONLY and OOM "),
     ],
 )
-def test_refusal_for_good_is_none_that_passes(error: RedisError) -> None:
+def test_permanent_refusal_is_not_recognized_as_temporary(error: RedisError) -> None:
     assert refusal_of(error) is None
 
 
 @pytest.mark.parametrize(
     ("code", "told"), [("OOM", RedisFull), ("BUSY", RedisUnreachable), ("LOADING", RedisUnreachable)]
 )
-def test_producer_is_told_that_the_call_may_succeed_later(code: str, told: type[RedisFull | RedisUnreachable]) -> None:
+def test_temporary_refusal_raises_a_retryable_error(code: str, told: type[RedisFull | RedisUnreachable]) -> None:
     with pytest.raises(told) as raised, reaching_redis():
         raise RefusedForNow(code, "for some reason")
     assert raised.value.retryable
 
 
-def test_unreachable_redis_names_the_job_that_may_be_queued() -> None:
+def test_error_of_a_lost_connection_names_the_job_that_may_be_queued() -> None:
     with pytest.raises(RedisUnreachable, match="job a may have been queued") as lost, reaching_redis(job_id="a"):
         raise RedisConnectionError("Connection closed by server.")
     assert lost.value.job_id == "a"
 
 
-def test_unreachable_redis_says_nothing_of_a_job_that_was_not_sent() -> None:
+def test_error_of_a_failed_connect_does_not_mention_a_queued_job() -> None:
     redis = connect(f"redis://127.0.0.1:{free_port()}/0")
     with redis, pytest.raises(RedisUnreachable) as refused, reaching_redis(job_id="a"):
         redis.ping()
@@ -88,7 +88,7 @@ def test_unreachable_redis_says_nothing_of_a_job_that_was_not_sent() -> None:
     assert refused.value.job_id == "a"
 
 
-def test_outage_is_logged_once_with_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_once_at_its_start_and_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     waits = RedisWaits()
     for waiter in ("the publisher", "the consumer", "the publisher"):

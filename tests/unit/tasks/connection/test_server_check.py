@@ -1,4 +1,4 @@
-"""What is said about a Redis that would lose jobs."""
+"""The check for a Redis server that is a cluster or can lose jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cellama.tasks.connection.redis_errors import ServerCheck, UnfitRedis, probl
 
 
 class Server:
-    """A Redis that answers INFO with each of these in turn."""
+    """A Redis server that replies to INFO with these answers, one after another."""
 
     def __init__(self, *answers: Any) -> None:
         self._answers = iter(answers)
@@ -23,25 +23,25 @@ class Server:
         return answer
 
 
-def test_redis_that_keeps_everything_gets_no_warning() -> None:
+def test_durable_redis_has_no_problems() -> None:
     assert problems_of({"maxmemory_policy": "noeviction", "aof_enabled": 1}) == []
 
 
-def test_redis_that_evicts_or_forgets_gets_a_warning_with_the_remedy() -> None:
+def test_problem_of_eviction_or_missing_persistence_has_a_remedy() -> None:
     evicts, forgets = problems_of({"maxmemory_policy": "allkeys-lru", "aof_enabled": 0})
     assert "maxmemory-policy is allkeys-lru" in evicts
     assert "noeviction" in evicts
     assert "set it to yes" in forgets
 
 
-def test_cluster_is_refused_in_one_sentence_when_redis_first_answers() -> None:
+def test_check_rejects_a_cluster_when_redis_first_answers() -> None:
     check = ServerCheck()
     check.run(Server(RedisConnectionError("away")))  # type: ignore[arg-type]
     with pytest.raises(UnfitRedis, match="Redis Cluster"):
         check.run(Server({"cluster_enabled": 1}))  # type: ignore[arg-type]
 
 
-def test_check_warns_once_and_needs_no_permission(caplog: pytest.LogCaptureFixture) -> None:
+def test_check_warns_once_and_works_without_permission_for_info(caplog: pytest.LogCaptureFixture) -> None:
     check = ServerCheck()
     for _ in range(2):
         check.run(Server({"aof_enabled": 0}))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The one table of error codes against every place that has codes."""
+"""The table of error codes, compared to all places that use codes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def test_code_of_every_error_is_in_the_table(kind: type[EngineError | JobError])
 
 
 @pytest.mark.parametrize("row", CODES.values(), ids=lambda row: row.code)
-def test_error_of_a_job_says_what_the_table_says(row: Code) -> None:
+def test_error_of_a_job_has_the_properties_of_its_code(row: Code) -> None:
     error = JobFailed(row.code, "")
     assert (error.retryable, error.http_status, error.exit_code) == (row.retryable, row.http_status, row.exit_code)
     assert events.error(row.code, "")["retryable"] == row.retryable
 
 
-def test_failure_believes_its_event_whether_it_may_be_tried_again() -> None:
+def test_failure_takes_retryable_from_its_event() -> None:
     assert JobFailed("decode_failed", "", retryable=False).retryable is False
     assert JobFailed("something new", "", retryable=True).retryable is True
 
 
 def written_codes() -> Iterator[str]:
-    """The codes in calls of `JobFailed("…")` and `error("…")`, wherever they are."""
+    """Yield the codes in calls of `JobFailed("…")` and `error("…")` in the code of cellama."""
     for folder in ("api", "tasks"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -55,28 +55,27 @@ def written_codes() -> Iterator[str]:
                     yield str(node.args[0].value)
 
 
-def test_codes_that_are_written_out_are_in_the_table() -> None:
+def test_codes_in_calls_are_in_the_table() -> None:
     found = set(written_codes())
     assert {"model_changed", "refused", "stream_trimmed"} <= found
     assert found <= CODES.keys(), found - CODES.keys()
 
 
-def test_code_that_is_not_known_here_is_a_failure_of_the_service() -> None:
+def test_unknown_code_has_http_status_500() -> None:
     error = JobFailed("something new", "")
     assert (error.http_status, error.exit_code, error.retryable) == (500, Exit.FAILED, False)
 
 
-def test_usage_of_http_and_of_the_command_line_agree() -> None:
-    """Whoever is told 400 by a web backend, is told of wrong usage by a command."""
+def test_codes_with_http_status_400_have_the_exit_code_for_wrong_usage() -> None:
     assert all(row.exit_code is Exit.USAGE for row in CODES.values() if row.http_status == 400)
 
 
-def test_errors_are_exported_where_users_look_for_them() -> None:
+def test_errors_are_exported_by_cellama_tasks_and_api() -> None:
     for package in (cellama.api, cellama.tasks):
         assert {kind.__name__ for kind in JOB_ERRORS} <= set(package.__all__)
         assert all(getattr(package, name) is not None for name in package.__all__)
 
 
-def test_every_exit_code_of_a_command_is_told_in_its_help() -> None:
+def test_help_of_commands_lists_all_exit_codes() -> None:
     assert EXITS.keys() == set(Exit) - {Exit.CONFIG}
     assert all(f"{code:d} {meaning}" in EPILOGUE for code, meaning in EXITS.items())

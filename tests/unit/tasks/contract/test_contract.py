@@ -1,4 +1,4 @@
-"""The contract: parameters are those of the engine, names and keys are as documented."""
+"""The contract: parameters equal those of the engine, and names and keys equal the documented ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
 
 
 @pytest.mark.parametrize("value", [MAX_SEED, 0, None])
-def test_payload_takes_every_seed_that_the_engine_takes(value: int | None) -> None:
+def test_payload_accepts_the_same_seeds_as_the_engine(value: int | None) -> None:
     assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"seed": value}).seed == value
     assert SamplingParams(seed=value).seed == value
 
@@ -64,7 +64,7 @@ def test_payload_takes_every_seed_that_the_engine_takes(value: int | None) -> No
         (None, None),
     ],
 )
-def test_prediction_is_text_or_tokens_or_as_in_the_openai_api(given: Any, taken: Any) -> None:
+def test_prediction_accepts_text_tokens_and_the_openai_format(given: Any, taken: Any) -> None:
     assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"prediction": given}).prediction == taken
 
 
@@ -72,12 +72,12 @@ def test_prediction_is_text_or_tokens_or_as_in_the_openai_api(given: Any, taken:
     "given",
     ["", [], [-1], [2**31], 5, {"type": "content"}, {"type": "file", "content": "a"}, {"content": "a"}, "\ud800"],
 )
-def test_prediction_that_is_none_is_refused(given: Any) -> None:
+def test_invalid_prediction_is_rejected(given: Any) -> None:
     with pytest.raises(InvalidJob, match="prediction"):
         parse_job(ChatJob, ("model", "messages"), ("m", [{"role": "user", "content": "Hi"}]), {"prediction": given})
 
 
-def test_payload_is_the_same_by_position_and_by_name() -> None:
+def test_payload_is_equal_for_arguments_by_position_and_by_name() -> None:
     by_position = parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"stop": "x"})
     by_name = parse_job(GenerateJob, ("model", "prompt"), (), {"model": "m", "prompt": "p", "stop": ["x"]})
     assert by_position == by_name
@@ -94,7 +94,7 @@ def test_payload_error_lists_every_problem_and_shortens_long_values() -> None:
     assert len(message) < 400
 
 
-def test_payload_takes_one_text_or_several() -> None:
+def test_payload_accepts_one_or_several_texts() -> None:
     assert parse_job(EmbedJob, ("model", "texts"), ("m", "a"), {}).texts == ("a",)
     assert parse_job(EmbedJob, ("model", "texts"), ("m", ["a", "b"]), {}).texts == ("a", "b")
 
@@ -110,7 +110,9 @@ def test_payload_takes_one_text_or_several() -> None:
         ([["pirate", -1]], (("pirate", -1.0),)),
     ],
 )
-def test_payload_takes_adapters_in_several_forms(given: Any, adapters: tuple[tuple[str, float], ...] | None) -> None:
+def test_payload_accepts_adapters_in_several_formats(
+    given: Any, adapters: tuple[tuple[str, float], ...] | None
+) -> None:
     assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"adapters": given}).adapters == adapters
 
 
@@ -125,13 +127,13 @@ def test_payload_takes_adapters_in_several_forms(given: Any, adapters: tuple[tup
         ({"": 1}, "it is empty"),
     ],
 )
-def test_payload_refuses_adapters_that_cannot_be_meant(given: Any, message: str) -> None:
+def test_payload_rejects_invalid_adapters(given: Any, message: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         parse_job(ChatJob, ("model", "messages"), ("m", [{"role": "user", "content": "x"}]), {"adapters": given})
     assert message in str(caught.value)
 
 
-def test_more_texts_than_one_job_takes_are_refused_with_the_limit() -> None:
+def test_too_many_texts_are_rejected_with_the_limit() -> None:
     message = rf"there are {MAX_TEXTS + 1} texts, and a job can have 1 to {MAX_TEXTS}; split them into several jobs"
     texts = ["a"] * (MAX_TEXTS + 1)
     with pytest.raises(InvalidJob, match=f"texts is .*: {message}"):
@@ -154,7 +156,7 @@ def test_queues_and_journal_ids_are_as_documented() -> None:
     assert stream_id(0) == "1-0"
 
 
-def test_queues_share_no_name_with_other_keys_or_each_other_whatever_models_are_called() -> None:
+def test_queues_have_unique_keys_for_any_model_id() -> None:
     ours = [value for name, value in vars(keys).items() if name.endswith("_KEY")]
     makers = [make for name, make in vars(keys).items() if name.endswith("_key")]
     ours += [make(*"x" * len(signature(make).parameters)) for make in makers] + [keys.events_channel("x", 0)]
@@ -166,7 +168,7 @@ def test_queues_share_no_name_with_other_keys_or_each_other_whatever_models_are_
 
 
 @pytest.mark.parametrize("model_id", [":other", " a", "a ", "a\x06\x163", "a\n", "a\u2028b", ":"])
-def test_ids_that_could_name_lists_of_other_queues_are_refused(model_id: str) -> None:
+def test_model_ids_that_could_name_lists_of_other_queues_are_rejected(model_id: str) -> None:
     with pytest.raises(InvalidJob, match="a model id must not contain control characters"):
         parse_job(GenerateJob, ("model", "prompt"), (model_id, "p"), {})
     with pytest.raises(ValidationError, match="id"):
@@ -185,11 +187,11 @@ def test_ids_that_could_name_lists_of_other_queues_are_refused(model_id: str) ->
         {"enable_thinking": True},
     ],
 )
-def test_prefill_refuses_what_would_not_be_read(given: dict[str, Any]) -> None:
+def test_prefill_rejects_parameters_without_effect(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match="give either prompt, or messages"):
         parse_job(PrefillJob, (), (), {"model": "m", **given})
 
 
-def test_prefill_takes_a_prompt_or_a_chat() -> None:
+def test_prefill_accepts_a_prompt_or_a_chat() -> None:
     assert parse_job(PrefillJob, (), (), {"model": "m", "prompt": "Hi", "tools": []}).prompt == "Hi"
     assert parse_job(PrefillJob, (), (), {"model": "m", "system": "Be short.", "enable_thinking": True}).prompt is None

@@ -1,4 +1,4 @@
-"""Whatever a producer sends, parsing it gives a valid job or InvalidJob, soon; every limit is told."""
+"""Parsing any input yields a valid job or InvalidJob in a short time, and errors name the limits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ JSON = st.recursive(
 
 @st.composite
 def nearly_valid(draw: st.DrawFn) -> tuple[type[BaseJob], dict[str, Any]]:
-    """A job's parameters, some of them wrong, some put inside others that are right."""
+    """Return parameters of a job, some of which are invalid or nested in valid ones."""
     kind = draw(st.sampled_from(PAYLOADS))
     values = {name: VALID[name] for name in kind.model_fields if name in VALID}
     names = st.sampled_from(sorted(kind.model_fields))
@@ -109,7 +109,9 @@ def nearly_valid(draw: st.DrawFn) -> tuple[type[BaseJob], dict[str, Any]]:
 
 @settings(max_examples=150 * EXAMPLES)
 @given(nearly_valid(), st.dictionaries(TEXT, JSON, max_size=2))
-def test_any_payload_is_a_job_or_invalid(case: tuple[type[BaseJob], dict[str, Any]], more: dict[str, Any]) -> None:
+def test_any_payload_yields_a_job_or_invalid_job(
+    case: tuple[type[BaseJob], dict[str, Any]], more: dict[str, Any]
+) -> None:
     kind, values = case
     problem = ""
     try:
@@ -118,10 +120,10 @@ def test_any_payload_is_a_job_or_invalid(case: tuple[type[BaseJob], dict[str, An
             job_of_line(line, "m", 3)
     except InvalidJob as error:
         problem = str(error)
-    assert len(problem.encode()) < 4000  # it is told as JSON
+    assert len(problem.encode()) < 4000  # the error is sent as JSON
 
 
-LARGE: dict[str, Callable[[], dict[str, Any]]] = {  # built when they are needed: they take 100s of MB
+LARGE: dict[str, Callable[[], dict[str, Any]]] = {  # built on demand, because they use hundreds of MB
     "prompt of what are no tokens": lambda: {"prompt": [True] * limits.MAX_PROMPT_TOKENS},
     "prompt of tokens": lambda: {"prompt": [1] * (limits.MAX_PROMPT_TOKENS + 1)},
     "prompt": lambda: {"prompt": "x" * 50_000_000},
@@ -132,7 +134,7 @@ LARGE: dict[str, Callable[[], dict[str, Any]]] = {  # built when they are needed
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_payload_is_refused(name: str) -> None:
+def test_large_payload_is_rejected(name: str) -> None:
     with pytest.raises(InvalidJob):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", **LARGE[name]()})
 
@@ -159,7 +161,7 @@ LIMITED = {
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_limit_holds_in_payload_and_engine_and_is_told(name: str) -> None:
+def test_limit_is_enforced_by_payload_and_engine_and_reported(name: str) -> None:
     def both(value: Any) -> list[str]:
         problems = []
         sampling = {name: value} if name in SamplingParams.__dataclass_fields__ else {}
@@ -183,21 +185,21 @@ def test_limit_holds_in_payload_and_engine_and_is_told(name: str) -> None:
         assert f"{limit:g}" in message or str(limit) in message
 
 
-def test_payload_with_more_alternatives_than_fit_into_memory_is_refused() -> None:
+def test_payload_with_too_many_logprobs_is_rejected() -> None:
     with pytest.raises(
         InvalidJob, match=r"logprobs 100 with n 128 and max_tokens 100000 can result in .* lower one of these"
     ):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "n": 128, "max_tokens": 100_000, "logprobs": 100})
 
 
-def test_error_tells_of_the_first_problems_only() -> None:
+def test_error_lists_the_first_problems_only() -> None:
     messages = [{"role": "user", "content": "Hi", f"x{number}": 1} for number in range(3)]
     with pytest.raises(InvalidJob) as caught:
         parse_job(ChatJob, (), (), {"model": "m", "messages": messages, **{f"y{number}": 1 for number in range(50)}})
     assert re.search(r"; and \d+ more$", str(caught.value))
 
 
-def test_documented_limits_are_those_that_hold() -> None:
+def test_documented_limits_equal_those_of_the_code() -> None:
     text = (Path(__file__).parents[4] / "docs" / "limits.md").read_text()
     documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", text, re.MULTILINE))
     held = {name: value for name, value in vars(limits).items() if name.isupper()}
@@ -207,18 +209,18 @@ def test_documented_limits_are_those_that_hold() -> None:
 
 
 class Sent:
-    """Stands for what the frames of a caller hold."""
+    """An object in the frames of a caller."""
 
 
 @pytest.mark.parametrize("wrong", [{"json_schema": {"const": float("nan")}}, {"stop": [""]}, {"top_k": "x"}])
-def test_payload_that_is_refused_leaves_nothing_behind(wrong: dict[str, Any]) -> None:
+def test_rejected_payload_is_freed(wrong: dict[str, Any]) -> None:
     def refuse() -> weakref.ref[Sent]:
         sent = Sent()
         try:
             parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), wrong)
         except InvalidJob as error:
-            kept = error  # as Celery's tracer does: a cycle of error, traceback and frame
-            assert kept.__context__ is None
+            stored = error  # as in Celery's tracer, this makes a cycle of error, traceback and frame
+            assert stored.__context__ is None
         return weakref.ref(sent)
 
     seen = refuse()
@@ -238,14 +240,14 @@ def test_payload_that_is_refused_leaves_nothing_behind(wrong: dict[str, Any]) ->
         ),
     ],
 )
-def test_list_is_called_empty_only_when_it_is(kind: Any, given: dict[str, Any], message: str) -> None:
+def test_error_says_that_a_list_is_empty_only_when_it_is(kind: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         parse_job(kind, (), (), {"model": "m", **given})
     assert str(refused.value) == message
 
 
 @pytest.mark.parametrize("other", ["regex", "lark", "grammar"])
-def test_job_has_one_form_of_its_text_at_most(other: str) -> None:
+def test_job_can_have_one_constraint_only(other: str) -> None:
     with pytest.raises(InvalidJob, match=f"^json_schema and {other} can't be combined; choose one$"):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": {}, other: "x"})
     parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": None, other: "x"})

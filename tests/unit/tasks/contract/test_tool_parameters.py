@@ -11,7 +11,7 @@ from cellama.tasks.contract.payloads import check_schema
 TREE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Tree"}}, "required": ["next"]}
 
 
-def test_parameters_may_refer_to_an_object_as_pydantic_writes_recursive_models() -> None:
+def test_tool_parameters_can_be_a_reference_to_an_object() -> None:
     schema = {"$defs": {"Tree": TREE}, "$ref": "#/$defs/Tree"}
     assert check_schema(schema) == schema
 
@@ -27,6 +27,6 @@ def test_parameters_may_refer_to_an_object_as_pydantic_writes_recursive_models()
         ({"$defs": [], "$ref": ["#"]}, "its type is None"),
     ],
 )
-def test_parameters_of_another_kind_are_refused(schema: dict[str, Any], problem: str) -> None:
+def test_invalid_tool_parameters_are_rejected(schema: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_schema(schema)

@@ -1,4 +1,4 @@
-"""JSON of events, results and vectors: valid UTF-8, the numbers as they were, parts that are JSON already."""
+"""JSON of events, results and vectors: valid UTF-8, exact numbers, and parts that are encoded already."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda values: st.lists(values, max_size=3)))
-def test_encode_says_what_json_says(value: Any) -> None:
+def test_encode_equals_json_dumps(value: Any) -> None:
     assert json.loads(encode(value)) == value
 
 
 @given(st.text(st.characters()), st.lists(st.integers()))
-def test_encoded_parts_stand_in_their_places(text: str, numbers: list[int]) -> None:
+def test_encoded_parts_are_inserted_at_their_positions(text: str, numbers: list[int]) -> None:
     part = Encoded(json.dumps(numbers).encode())
     value = {"text": text, "parts": [part, [part]], "n": 1}
     expected = {"text": text, "parts": [numbers, [numbers]], "n": 1}
@@ -34,17 +34,17 @@ def test_encoded_parts_stand_in_their_places(text: str, numbers: list[int]) -> N
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udce9b", "\ude00\ud83d"])
-def test_encode_gives_valid_utf8_whatever_the_text(text: str) -> None:
+def test_encode_returns_valid_utf8_for_any_text(text: str) -> None:
     assert set(json.loads(encode({text: [text]})).popitem()[1][0]) <= set("ab?")
 
 
 @pytest.mark.parametrize("value", [{1}, object(), b"x", {"a": [Encoded(b"1"), object()]}])
-def test_encode_refuses_what_is_no_json(value: Any) -> None:
+def test_encode_rejects_values_that_json_can_not_represent(value: Any) -> None:
     with pytest.raises(TypeError):
         encode(value)
 
 
-def test_entry_that_redis_would_not_take_is_refused() -> None:
+def test_entry_above_the_size_limit_is_rejected() -> None:
     with pytest.raises(ValueError, match=f"the limit is {MAX_ENTRY_BYTES}"):
         Entry(job_id="a", run="1", event={"seq": 0, "type": "line", "result": Encoded(bytes(MAX_ENTRY_BYTES))})
 
@@ -57,13 +57,13 @@ def test_numbers_of_unit_vectors_have_eight_exact_decimals(vector: Any) -> None:
 
 
 @given(arrays(np.float32, (3, 5), elements=FLOATS), st.booleans())
-def test_numbers_that_are_no_parts_of_unit_vectors_are_kept_whole(vectors: Any, unit: bool) -> None:
+def test_numbers_of_other_vectors_are_exact(vectors: Any, unit: bool) -> None:
     scaled = vectors * np.float32(0.5) + np.float32(20)
     stored = json.loads(as_list(scaled, unit=unit).json)
     assert np.array_equal(np.array(stored, dtype=np.float32), scaled)
 
 
 @given(arrays(np.float32, (2, 3), elements=FLOATS))
-def test_base64_is_of_little_endian_floats_row_by_row(vectors: Any) -> None:
+def test_base64_contains_little_endian_floats_row_by_row(vectors: Any) -> None:
     data = base64.b64decode(json.loads(as_base64(vectors).json))
     assert np.array_equal(np.frombuffer(data, "<f4").reshape(2, 3), vectors)

@@ -1,4 +1,4 @@
-"""What the tokens of a job rest on: pinned at the first attempt, looked for by the others."""
+"""The provenance of a job, which the first attempt records and later attempts need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def worker(*models: Any) -> WorkerEntry:
     return worker_entry("w", *models)
 
 
-def test_provenance_has_the_adapters_of_the_job_or_those_of_jobs_that_do_not_choose() -> None:
+def test_provenance_has_the_adapters_of_the_job_or_the_default_adapters() -> None:
     here = model(adapter("a", 0.5), adapter("b", 0), adapter("c", status="loading"))
     assert provenance_of(here, None).choice == (("a", 0.5),)
     assert provenance_of(here, (("b", 2.0), ("a", 0.0), ("unknown", 1.0))).choice == (("b", 2.0),)
@@ -42,7 +42,7 @@ def test_provenance_has_the_adapters_of_the_job_or_those_of_jobs_that_do_not_cho
     assert [name for name, _, _ in chunk.adapters] == ["a", "b"]
 
 
-def test_provenance_is_in_the_same_contents_only() -> None:
+def test_provenance_matches_only_equal_files() -> None:
     begun = provenance_of(model(adapter("a")), None)
     assert begun.is_in(model(adapter("x"), adapter("a", scale=0.1)))
     assert not begun.is_in(model())
@@ -59,7 +59,7 @@ def test_provenance_survives_the_journal() -> None:
     assert provenance_of_event({"type": "started", "seed": 1}) is None
 
 
-def test_job_may_go_on_where_a_worker_has_or_loads_what_it_began_with() -> None:
+def test_job_can_continue_if_a_worker_has_or_loads_its_model_and_adapters() -> None:
     begun = Provenance("sha", (("a", "sha-a", 1.0),))
     full = {"id": "m", "status": "ready", "default": False, "fingerprint": "sha"}
     full["adapters"] = [{"name": "a", "fingerprint": "sha-a"}]

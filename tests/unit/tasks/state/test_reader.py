@@ -1,4 +1,4 @@
-"""Reading a stream: replay, then live, no gap, no repetition, whatever pub/sub does."""
+"""Reading a stream without gaps and repetitions, from the journal and from pub/sub, which can lose messages."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def message(seq: int, last: int = 10**9) -> dict[str, Any]:
 
 
 @given(st.integers(0, 30), st.lists(st.integers(-1, 30), max_size=60), st.integers(-1, 10))
-def test_cursor_yields_each_event_once_in_order_whatever_is_lost(last: int, arrivals: list[int], after: int) -> None:
-    """The journal holds everything; live messages come in any order, twice or not at all (-1: silence)."""
+def test_cursor_yields_each_event_once_in_order_when_messages_are_lost(
+    last: int, arrivals: list[int], after: int
+) -> None:
+    """Published messages arrive in any order, twice or not at all (-1 is silence). The journal has all events."""
     cursor, got = EventCursor("j", after), []
     for live in [*(seq for seq in arrivals if seq <= last), -1, -1]:
         while cursor.needs_journal and not cursor.ended:
@@ -46,7 +48,7 @@ def test_cursor_yields_each_event_once_in_order_whatever_is_lost(last: int, arri
     assert [e["seq"] for e in got] == list(range(after + 1, last + 1))
 
 
-def test_cursor_takes_live_events_without_asking_the_journal() -> None:
+def test_cursor_returns_published_events_without_the_journal() -> None:
     cursor = EventCursor("j")
     assert cursor.from_page(page([entry(0)])) == [event(0)]
     assert cursor.from_message(message(0)) == []
@@ -57,35 +59,35 @@ def test_cursor_takes_live_events_without_asking_the_journal() -> None:
     assert cursor.journal_start == stream_id(2)
 
 
-def told_as(text: str, seq: int) -> dict[str, Any]:
+def published(text: str, seq: int) -> dict[str, Any]:
     return {"type": "message", "data": json.dumps({**event(seq), "text": text}).encode()}
 
 
 def journaled(*texts: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    return [(stream_id(seq).encode(), {b"event": told_as(text, seq)["data"]}) for seq, text in enumerate(texts)]
+    return [(stream_id(seq).encode(), {b"event": published(text, seq)["data"]}) for seq, text in enumerate(texts)]
 
 
-def test_cursor_goes_on_when_the_same_events_come_again_after_redis_has_lost_them() -> None:
+def test_cursor_continues_when_lost_events_are_written_again() -> None:
     cursor = EventCursor("j")
     cursor.from_page(page(journaled("a", "b", "c")))
-    assert cursor.from_message({"type": "subscribe", "data": 1}) == []  # Redis is back
+    assert cursor.from_message({"type": "subscribe", "data": 1}) == []  # reconnected to Redis
     assert cursor.from_page(page(journaled("a"))) == []
-    assert cursor.from_message(told_as("b", 1)) == []
-    assert cursor.from_message(told_as("d", 3)) == []  # what stands before it has to be compared first
+    assert cursor.from_message(published("b", 1)) == []
+    assert cursor.from_message(published("d", 3)) == []  # earlier events must be compared first
     assert [new["text"] for new in cursor.from_page(page(journaled("a", "b", "c", "d")))] == ["d"]
-    assert [new["text"] for new in cursor.from_message(told_as("e", 4))] == ["e"]
+    assert [new["text"] for new in cursor.from_message(published("e", 4))] == ["e"]
 
 
 @pytest.mark.parametrize("in_journal", [True, False])
-def test_cursor_says_so_when_other_events_stand_in_the_place_of_those_it_told(in_journal: bool) -> None:
+def test_cursor_raises_when_repeated_events_differ(in_journal: bool) -> None:
     cursor = EventCursor("j")
     cursor.from_page(page(journaled("a", "b", "c")))
     cursor.reconnected()
     with pytest.raises(StreamTrimmed, match="other events replace them from seq 1 on"):
-        cursor.from_page(page(journaled("a", "x", "c", "d"))) if in_journal else cursor.from_message(told_as("x", 1))
+        cursor.from_page(page(journaled("a", "x", "c", "d"))) if in_journal else cursor.from_message(published("x", 1))
 
 
-def test_cursor_says_so_when_events_are_gone() -> None:
+def test_cursor_raises_when_events_have_expired() -> None:
     with pytest.raises(StreamTrimmed, match="events 0 to 4 of job j have expired"):
         EventCursor("j").from_page(page([entry(5)]))
 
@@ -98,7 +100,7 @@ def test_stream_reads_a_journal_of_several_pages() -> None:
     assert [e["seq"] for e in stream_events(redis, "j", after=4)] == list(range(5, last + 1))
 
 
-def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
+def test_stream_of_a_silent_job_raises_a_timeout_that_names_the_job() -> None:
     redis = fakeredis.FakeRedis()
     redis.hset(job_key("silent"), "state", "queued")
     with pytest.raises(JobTimeout, match=r"no events from job silent for 0\.1 s"):
@@ -106,7 +108,7 @@ def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
 
 
 def ended_job(last: int = 5, journal: bool = True, entry: bool = True) -> fakeredis.FakeRedis:
-    """A Redis with a job "j" whose events are 0 to `last`, after its journal or its entry in the ledger has expired."""
+    """Return a Redis with a job "j" and events 0 to `last`, whose journal or ledger entry may have expired."""
     redis = fakeredis.FakeRedis()
     for seq in range(last + 1 if journal else 0):
         redis.xadd(journal_key("j"), {"event": json.dumps(event(seq, last))}, id=stream_id(seq))
@@ -119,17 +121,17 @@ def ended_job(last: int = 5, journal: bool = True, entry: bool = True) -> fakere
 @pytest.mark.parametrize(("journal", "entry"), [(True, True), (True, False), (False, True)])
 def test_stream_after_the_last_event_of_an_ended_job_ends_at_once(after: int, journal: bool, entry: bool) -> None:
     redis = ended_job(journal=journal, entry=entry)
-    assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # it need not wait for anything
+    assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # without waiting
 
 
-def test_stream_whose_job_ends_below_after_ends_with_it() -> None:
+def test_stream_ends_with_a_job_whose_last_event_is_before_after() -> None:
     cursor = EventCursor("j", after=7)
     assert cursor.from_page(page([])) == []
     assert [cursor.from_message(message(seq, last=5)) for seq in (4, 5)] == [[], []]
     assert cursor.ended
 
 
-def test_stream_of_a_job_whose_entry_outlived_its_events_ends_at_once() -> None:
+def test_stream_raises_at_once_when_only_the_entry_of_the_job_remains() -> None:
     redis = ended_job(journal=False)
     with pytest.raises(UnknownJob, match="has expired"):
         list(stream_events(redis, "j", timeout_s=0.0))
@@ -137,7 +139,7 @@ def test_stream_of_a_job_whose_entry_outlived_its_events_ends_at_once() -> None:
         list(stream_events(redis, "j", after=3, timeout_s=0.0))
 
 
-def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_raises_when_redis_has_lost_a_known_job(monkeypatch: pytest.MonkeyPatch) -> None:
     redis = fakeredis.FakeRedis()
     redis.hset(job_key("j"), "state", "running")
     redis.xadd(journal_key("j"), {"event": json.dumps(event(0))}, id=stream_id(0))
@@ -151,12 +153,12 @@ def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypa
 
 
 @pytest.mark.parametrize("after", [-2, 2**63, True, 1.0, "3", None])
-def test_stream_refuses_what_is_not_a_seq(after: Any) -> None:
+def test_stream_rejects_an_invalid_seq(after: Any) -> None:
     with pytest.raises(InvalidJob, match="is not the seq of an event; give the `seq` of the last event"):
         EventCursor("j", after)
 
 
-def test_stream_pings_when_nothing_comes_and_not_otherwise() -> None:
+def test_stream_pings_only_while_there_are_no_events() -> None:
     redis = fakeredis.FakeRedis()
     redis.hset(job_key("j"), "state", "queued")
     redis.xadd(journal_key("j"), {"event": json.dumps(event(0))}, id=stream_id(0))
