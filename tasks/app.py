@@ -20,7 +20,7 @@ from cellama.config.settings import DEFAULT_SLOTS
 from cellama.tasks.calls.enqueue import Templates
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
 from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_parts
-from cellama.tasks.connection.redis_errors import be_patient_in_channels
+from cellama.tasks.connection.redis_errors import be_patient_in_channels, local_password
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.keys import unacked_index_key, unacked_key, unacked_mutex_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
@@ -36,7 +36,14 @@ EMBEDDING_JOBS = 16  # jobs in progress for a model that only embeds or reranks,
 
 
 class PatientConnection(Connection):  # type: ignore[misc]
-    """A connection whose channels raise RefusedForNow. Its clones, which kombu's pools hold, do so as well."""
+    """A connection whose channels raise RefusedForNow, and use the password of the Redis of `cellama up`."""
+
+    credential_provider: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.transport_cls == "redis" and self.credential_provider is None and not (self.userid or self.password):
+            self.credential_provider = local_password(self.hostname, self.port)  # kombu's pools copy it
 
     def create_transport(self) -> Any:
         return be_patient_in_channels(super().create_transport())

@@ -17,6 +17,7 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -34,9 +35,9 @@ from redis.exceptions import (
 )
 
 from cellama.config import get_settings, mask_url
-from cellama.config.local_redis import URL_FILE, redis_dir, with_kept_password
+from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_kept_password
 from cellama.config.logging import event_logger
-from cellama.config.redis_url import parse_redis_url
+from cellama.config.redis_url import RedisUrl, parse_redis_url
 from cellama.tasks.contract.errors import RedisFull, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.keys import write_probe_key
 
@@ -111,13 +112,13 @@ class _AsyncPatient:
 
 def be_patient(redis: Redis) -> Redis:
     """Let this client raise RefusedForNow, and return the client."""
-    _replace_connections(redis.connection_pool, _Patient)
+    _adapt(redis.connection_pool, _Patient)
     return redis
 
 
 def be_patient_async(redis: AsyncRedis) -> AsyncRedis:
     """Let this client raise RefusedForNow, and return the client."""
-    _replace_connections(redis.connection_pool, _AsyncPatient)
+    _adapt(redis.connection_pool, _AsyncPatient)
     return redis
 
 
@@ -126,17 +127,48 @@ def be_patient_in_channels(transport: Any) -> Any:
 
     class PatientChannel(transport.Channel):  # type: ignore[misc]
         def _get_pool(self, asynchronous: bool = False) -> Any:
-            return _replace_connections(super()._get_pool(asynchronous), _Patient)
+            return _adapt(super()._get_pool(asynchronous), _Patient)
 
     transport.Channel = PatientChannel
     return transport
 
 
-def _replace_connections(pool: Any, reader: type[Any]) -> Any:
-    """Let new connections of this pool read replies with the method of `reader`, and return the pool."""
+def _adapt(pool: Any, reader: type[Any]) -> Any:
+    """Let new connections of this pool read replies with the method of `reader`, and return the pool.
+
+    Without a password for a server on this machine, they also use the password of the Redis of `cellama up`.
+    """
     original = pool.connection_class
     pool.connection_class = type(f"Patient{original.__name__}", (reader, original), {})
+    options = pool.connection_kwargs
+    has_credentials = any(options.get(name) for name in ("credential_provider", "username", "password"))
+    if not has_credentials and (provider := local_password(options.get("host"), options.get("port"))):
+        options["credential_provider"] = provider
     return pool
+
+
+def local_password(host: str | None, port: int | None) -> CredentialProvider | None:
+    """Return what provides the password if `cellama up` runs the Redis at this address, or None for another machine."""
+    return LocalPassword(port) if host in LOOPBACK_HOSTS and port is not None else None
+
+
+class LocalPassword(CredentialProvider):
+    """The password of the Redis that `cellama up` runs on a port.
+
+    It is read for each connection, because a client may be created before that server is started for the first time.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._server = RedisUrl("server", ((LOOPBACK_HOSTS[0], port),))
+
+    def get_credentials(self) -> Any:
+        """Return a tuple with the password. It is empty if `cellama up` has not started a server on this port."""
+        password = with_kept_password(self._server, get_settings().data_dir).password
+        return () if password is None else (password,)
+
+    async def get_credentials_async(self) -> Any:
+        """Return the same as `get_credentials`. The file with the password is tiny and local."""
+        return self.get_credentials()
 
 
 def probe_writes(redis: Redis) -> None:
@@ -234,17 +266,17 @@ def credentials_refused(error: AuthenticationError, url: str | None = None) -> R
     source = "CELLAMA_REDIS_URL" if url is None else "the url"
     settings = get_settings()
     refused = f"Redis at {_masked(url)} refused the connection"
-    remedy = "set them in the URL: redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
+    forms = "redis://:PASSWORD@HOST:PORT/0 or redis://USER:PASSWORD@HOST:PORT/0"
     where = parse_redis_url(settings.redis_url if url is None else url)
     if where.credentials:
-        return RedisRefused(f"{refused} ({error}): the credentials in {source} are wrong; {remedy}")
+        return RedisRefused(f"{refused} ({error}): the credentials in {source} are wrong; correct them: {forms}")
     if with_kept_password(where, settings.data_dir) != where:
         password_file = redis_dir(settings.data_dir) / URL_FILE
         return RedisRefused(
             f"{refused} ({error}): it is not the Redis that `cellama up` last started, whose password is in "
             f"{password_file}; stop this server, or delete that file to use this server"
         )
-    return RedisRefused(f"{refused}: it requires a password; {remedy}")
+    return RedisRefused(f"{refused}: it requires a password; add it to the URL: {forms}")
 
 
 def _unreachable(error: BaseException, url: str | None, job_id: str | None) -> RedisUnreachable | RedisFull:

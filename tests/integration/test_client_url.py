@@ -7,14 +7,15 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
-from cellama.api import AsyncClient, Client
-from cellama.api.machine.redis_server import RedisServer
+from cellama.api import AsyncClient, Client, RedisUnreachable
+from cellama.api.machine.redis_server import RedisServer, free_port
+from cellama.config.local_redis import redis_dir
 from cellama.tasks.contract.keys import job_key
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
@@ -94,3 +95,22 @@ def test_async_client_uses_the_redis_of_its_url(elsewhere: str) -> None:
 
     streamed, text = asyncio.run(run())
     assert streamed == text != ""
+
+
+def test_client_finds_the_password_of_a_local_redis_that_is_started_later(
+    tmp_path: Path, settings_environment: Callable[..., None]
+) -> None:
+    settings_environment(data_dir=str(tmp_path))
+    port = free_port()
+
+    async def workers_and_job() -> tuple[int, str]:
+        client = AsyncClient(f"redis://127.0.0.1:{port}/0")
+        with pytest.raises(RedisUnreachable):
+            await client.workers()
+        with RedisServer.start(redis_dir(tmp_path), port=port):
+            job = await client.generate("tiny", STORY, wait=True)
+            found = len(await client.workers()), (await anext(aiter(job.stream(ping=0.1))))["type"]
+            await client.close()
+            return found
+
+    assert asyncio.run(workers_and_job()) == (0, "ping")
