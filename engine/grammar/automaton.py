@@ -59,7 +59,7 @@ class WorkBudget:
 
 
 class Automaton:
-    """The states of one program. Used by the engine thread only."""
+    """The states of one program. Only the engine thread may use it."""
 
     def __init__(self, program: Program) -> None:
         self._nodes = program.nodes
@@ -93,7 +93,7 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        """The approximate size of the program and its states. Safe from any thread."""
+        """The approximate size of the program and its states. Any thread may read it."""
         return _NODE_BYTES * len(self._nodes) + self._state_bytes
 
     def start(self, work: WorkBudget) -> int:

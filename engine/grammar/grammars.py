@@ -68,7 +68,7 @@ class _CachedGrammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary, and caches those that were used recently. Safe from any thread."""
+    """A compiler of constraints for one vocabulary, with a cache of recently used ones. It is safe from any thread."""
 
     def __init__(
         self,

@@ -23,21 +23,21 @@ END = 0  # the node that ends a rule
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Accepts one byte of these ranges, and continues with its node. The ranges do not overlap."""
+    """A node that accepts one byte of these ranges, which do not overlap. Each range leads to a node."""
 
     ranges: tuple[tuple[int, int, int], ...]  # lowest byte, highest byte, next node
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Continues with each of these nodes."""
+    """A node that continues with each of these nodes."""
 
     nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RuleCall:
-    """Matches the rule at node `start`, then continues with node `after`."""
+    """A node that matches the rule at node `start`, and then continues with node `after`."""
 
     start: int
     after: int
@@ -45,10 +45,7 @@ class RuleCall:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Repeats the part from node `body` to END, at least `min_count` and at most `max_count` times.
-
-    Then continues with node `after`.
-    """
+    """A node that repeats the part from node `body` to END, and then continues with node `after`."""
 
     body: int
     min_count: int
@@ -155,7 +152,7 @@ def _first_rules(part: GbnfPart, nullable: _NullableParts) -> Iterator[str]:
 
 
 def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts) -> None:
-    """Raise InvalidRequest if a rule starts with itself. Depth-first without recursion, visiting each rule once."""
+    """Raise InvalidRequest if a rule starts with itself. The search is depth-first and visits each rule once."""
     done: set[str] = set()
     for origin in rules:
         path: dict[str, Iterator[str]] = {}  # the rules being visited, the outermost first
@@ -171,7 +168,7 @@ def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts)
 
 
 class _Compiler:
-    """Turns parts into nodes from the last to the first, because a node refers to the node after it."""
+    """A compiler that turns parts into nodes from the last to the first, because a node refers to the node after it."""
 
     def __init__(self, rules: dict[str, GbnfPart], nullable: _NullableParts) -> None:
         self._rules = rules

@@ -217,7 +217,7 @@ class TemplateProcess:
     """A process that renders one template (template_process.py).
 
     It handles one request at a time, and is started again after it was killed. It ends with `close`, and at the latest
-    with this object or this Python process. Safe from any thread.
+    with this object or this Python process. It is safe to use from any thread.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ class StopMatch:
 
 
 class TextStream:
-    """Releases text that can no longer be part of a stop string or of an unfinished character.
+    """A stream that releases text when it can no longer be part of a stop string or of an unfinished character.
 
     The result does not depend on how the bytes are split. The stop string that *ends* first wins, and the longest one
     among those. Invalid bytes become U+FFFD, and an unfinished character at the very end is dropped.

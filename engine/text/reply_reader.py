@@ -59,7 +59,7 @@ def open_reply(format_: ReplyFormat) -> ReplyReader:
 
 
 class ReplyReader(ABC):
-    """Reads one reply. Each sequence of a chat owns a reader."""
+    """A reader of one reply, which its sequence owns."""
 
     def __init__(self, format_: ReplyFormat) -> None:
         self._format = format_
@@ -112,7 +112,7 @@ class _State(Enum):
 
 
 class TagReader(ReplyReader):
-    """Reads a reply whose reasoning and tool calls are between tags.
+    """A reader of replies whose reasoning and tool calls are between tags.
 
     START ── reasoning opens ──► THINKING ── reasoning closes ──► TEXT ── a tool call opens ──► CALLS
       └── anything else ─────────────────────────────────────────►┘
@@ -227,7 +227,7 @@ _MESSAGE_SEPARATOR = "\n\n"  # between two messages of the same kind
 
 
 class ChannelReader(ReplyReader):
-    """Reads a reply whose parts are messages in channels (formats/channels.py).
+    """A reader of replies whose parts are messages in channels (formats/channels.py).
 
         HEAD ── <|message|> ──► BODY ── <|end|> ──► HEAD …
 

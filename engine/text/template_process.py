@@ -78,7 +78,7 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
 
 
 class CallerMasks:
-    """Finds the characters of a prompt that come from the caller, whatever the template did with them.
+    """A search for the characters of a prompt that come from the caller, whatever the template did with them.
 
     The template renders the conversation a second time. In the caller's strings, each character that distinguishes
     control tokens from words, such as `<` or `|`, is then replaced by another one, its mask. If both prompts are equal

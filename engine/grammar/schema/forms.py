@@ -68,7 +68,7 @@ Form = Null | Boolean | Number | String | ArrayForm | ObjectForm | SameForm
 
 
 class FormBuilder:
-    """Builds the forms of conditions."""
+    """A builder for the forms of conditions."""
 
     def __init__(self, reader: SchemaReader, policy: Policy, patterns: Patterns) -> None:
         self._reader = reader
@@ -284,9 +284,10 @@ class FormBuilder:
         if high is None or high >= len(optional):
             high = len(optional)
         if math.comb(len(optional), high) * math.comb(high, low) > MAX_ALTERNATIVES:
-            keyword, path = ("minProperties", shape.min_properties_path)
-            if not low:
-                keyword, path = ("maxProperties", shape.max_properties_path)
+            if low:
+                keyword, path = "minProperties", shape.min_properties_path
+            else:
+                keyword, path = "maxProperties", shape.max_properties_path
             self._policy.not_enforced(path, keyword, "it has too many alternatives")
             yield _object_form(shape, needed, optional, 0, None)
             return

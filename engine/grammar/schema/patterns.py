@@ -22,7 +22,7 @@ LAYOUT = {
 
 
 def compile_error(grammar: str) -> str:
-    """Return llguidance's message if a grammar can't be try_compile, else an empty text. Needs no vocabulary."""
+    """Return llguidance's message if a grammar can't be compiled, else an empty text. No vocabulary is needed."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if failed else ""
 
@@ -40,7 +40,7 @@ def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = co
 
 
 class Patterns:
-    """Answers questions about patterns, and caches the answers."""
+    """Cached answers to questions about patterns."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

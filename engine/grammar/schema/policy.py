@@ -14,7 +14,7 @@ class NegationUnsupported(Exception):
 
 
 class Policy:
-    """Rejects a keyword that can't be enforced in strict use, and otherwise ignores it with a warning."""
+    """The handling of keywords that can't be enforced. Strict use rejects them, and lenient use warns about them."""
 
     def __init__(self, document: SchemaDocument, where: str, strict: bool) -> None:
         self._document = document

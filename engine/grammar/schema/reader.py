@@ -64,12 +64,12 @@ _KEYWORDS_OF_TYPE = {
 
 
 class SchemaReader:
-    """Reads the schemas of a document. Results are cached, so each schema is read once."""
+    """A reader of the schemas of a document. Results are cached, so each schema is read once."""
 
     def __init__(self, document: SchemaDocument, policy: Policy, matches: Matches) -> None:
         self._document = document
         self._policy = policy
-        self.matches = matches
+        self._matches = matches
         self._found: dict[tuple[int, bool], Shapes] = {}
         self._shapes: dict[Condition, Shapes] = {}
         self._reading: list[tuple[int, bool]] = []
@@ -172,7 +172,7 @@ class SchemaReader:
     def _is_unsatisfiable(self, shape: Shape, steps: int) -> bool:
         if isinstance(shape, Object):
             return any(
-                self.is_unsatisfiable(property_condition(shape, name, self.matches), steps) for name in shape.required
+                self.is_unsatisfiable(property_condition(shape, name, self._matches), steps) for name in shape.required
             )
         if isinstance(shape, Array):
             return any(
@@ -238,7 +238,7 @@ class SchemaReader:
         for one, other in itertools.product(ones, others):
             self._policy.spend()
             if one.type == other.type:
-                shape = intersection(one, other, self.matches)
+                shape = intersection(one, other, self._matches)
                 if shape is not None:
                     found.append(shape)
                 if isinstance(shape, Object) and shape.patterns:
@@ -382,7 +382,7 @@ class SchemaReader:
             return shape
         known = dict(shape.properties)
         more = tuple(
-            (name, property_condition(shape, name, self.matches)) for name in shape.required if name not in known
+            (name, property_condition(shape, name, self._matches)) for name in shape.required if name not in known
         )
         return replace(shape, properties=(*shape.properties, *more), additional=NOTHING)
 
@@ -395,7 +395,7 @@ class SchemaReader:
         for one, other in itertools.product(ones, others):
             self._policy.spend()
             if one.type == other.type:
-                shape = intersection(one, other, self.matches)
+                shape = intersection(one, other, self._matches)
                 if shape is not None and not self._is_unsatisfiable(shape, 3):
                     return False
         return self._num_narrowings == before
@@ -448,7 +448,7 @@ class SchemaReader:
             is_below_maximum=high_open,
             step=step,
         )
-        return intersection(number, Number(), self.matches)
+        return intersection(number, Number(), self._matches)
 
     def _string(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
         pattern, format_ = schema.get("pattern"), schema.get("format")
@@ -463,7 +463,7 @@ class SchemaReader:
                 formats=((format_, path),) if format_ in FORMATS else (),
             ),
             String(),
-            self.matches,
+            self._matches,
         )
 
     def _array(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
@@ -494,7 +494,7 @@ class SchemaReader:
                 num_evaluated=None if after in schema else len(prefix),
             ),
             Array(),
-            self.matches,
+            self._matches,
         )
 
     def _object(self, node: int, schema: Mapping[str, Any], path: str) -> Shape | None:
@@ -506,7 +506,7 @@ class SchemaReader:
         for name in schema.get("properties", ()):
             condition = self.condition(self._document.child(node, "properties", name))
             for pattern, other, _ in patterns:
-                if self.matches(pattern, name, path):
+                if self._matches(pattern, name, path):
                     condition = both(condition, other)
             properties[name] = condition
         more = "additionalProperties"
@@ -530,7 +530,7 @@ class SchemaReader:
                 evaluated_patterns=frozenset(pattern for pattern, _, _ in patterns),
             ),
             Object(),
-            self.matches,
+            self._matches,
         )
 
     def _values(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
@@ -721,7 +721,7 @@ class SchemaReader:
 
     def _is_evaluated(self, shape: Object, name: str) -> bool:
         assert shape.evaluated is not None
-        return name in shape.evaluated or any(self.matches(pattern, name, "") for pattern in shape.evaluated_patterns)
+        return name in shape.evaluated or any(self._matches(pattern, name, "") for pattern in shape.evaluated_patterns)
 
     def _children(self, node: int, name: str) -> list[int]:
         schema = self._document.nodes[node].schema

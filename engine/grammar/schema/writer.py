@@ -23,7 +23,7 @@ _ANY = "any"
 
 
 class SchemaWriter:
-    """Writes the schema of a condition, including the schemas of all conditions within it."""
+    """A writer for the schema of a condition, including the schemas of all conditions within it."""
 
     def __init__(self, builder: FormBuilder, document: SchemaDocument, policy: Policy, where: str) -> None:
         self._document = document

@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentValues:
-    """Converts the arguments of one tool. `schema` is their schema, with references resolved."""
+    """A converter for the arguments of one tool. `schema` is their schema, with references resolved."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters

@@ -23,9 +23,9 @@ class ArgumentTags:
 class CallFormat:
     """A format of tool calls. Its literals may have slots (literals.py).
 
-    Grammars produce `open` name `inner` arguments, then `middle` name `inner` arguments for each further call, then
-    `close`. Readers accept `lead`, calls separated by `between`, and `tail`. Each call is a JSON object, or `prefix`
-    name `inner` arguments.
+    A grammar writes `open` NAME `inner` ARGUMENTS, then `middle` NAME `inner` ARGUMENTS for each further call, then
+    `close`. A reader accepts `lead`, calls separated by `between`, and `tail`. Each of these calls is a JSON object, or
+    `prefix` NAME `inner` ARGUMENTS.
     """
 
     style: Style

@@ -32,7 +32,7 @@ _KEYWORDS_OF_OBJECTS = frozenset(
 
 
 class Prepare(Protocol):
-    """Prepares a schema for llguidance, as grammar.schema.prepare_schema does. Raises InvalidRequest."""
+    """A function that prepares a schema for llguidance, as grammar.schema.prepare_schema does."""
 
     def __call__(self, text: str, /, *, strict: bool, where: str) -> tuple[dict[str, Any] | bool, tuple[str, ...]]: ...
 
@@ -64,7 +64,7 @@ class ReasoningTags:
 
 @dataclass
 class CallGrammar:
-    """Writes the grammar of one reply."""
+    """A writer for the grammar of one reply."""
 
     format: CallFormat
     tools: Sequence[OfferedTool]
@@ -295,8 +295,8 @@ class ToolRules:
     def _tagged(self, tags: ArgumentTags) -> str:
         """Return an expression for arguments in the order of the schema.
 
-        Rules m0, m1 … write the arguments from this index on if none was written before, and rules n0, n1 … if one was.
-        For a required argument a and an optional argument b, with a gap before any argument except the first:
+        Rule m1 matches the arguments from index 1 on if no argument precedes them, and rule n1 if one does. Other
+        indexes have the same rules. For a required argument a, an optional argument b and a gap between arguments:
 
             m0 = A n1
             n1 = GAP B | ""

@@ -21,7 +21,7 @@ Found = tuple[list[ParsedToolCall], int]  # calls, and where they end
 
 @dataclass(frozen=True, slots=True)
 class ToolReader:
-    """Parses calls of the offered tools. `parameters` are their JSON Schemas by name."""
+    """A parser for calls of the offered tools. `parameters` are their JSON Schemas by name."""
 
     format: CallFormat
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
