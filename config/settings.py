@@ -484,7 +484,7 @@ def _read_file() -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise SettingsError(f"the settings file {str(path)!r} can't be read: {error}") from None
+        raise SettingsError(f"the settings file {str(path)!r} can't be read ({error}); correct it") from None
 
 
 def _unknown_names(names: Any, known: Any, where: str, prefix: str = "") -> list[str]:

@@ -104,6 +104,9 @@ UNKNOWN_MESSAGE = (
     "job {} is not in the ledger, because it ended long ago, its entry was deleted or evicted, or plain Celery sent it "
     "with cellama's header {}; send it again as a new job without this header"
 )
+REFUSED_MESSAGE = (
+    "Redis refuses a command of the worker ({}); check the rights of its user and the configuration of Redis"
+)
 STOP_MESSAGE = "the worker stops"
 HANDED_OVER = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # after these another attempt ends the job
 TIME_LIMITS = (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT)
@@ -313,7 +316,7 @@ class JobAttempt:
                     return action()
                 except RedisError as error:
                     if not is_passing(error):
-                        raise JobFailed("redis_refused", f"Redis refuses a command of the worker: {error}") from None
+                        raise JobFailed("redis_refused", REFUSED_MESSAGE.format(error)) from None
                     waits(error)
                 if self._control.interruption is Interruption.HANDED_BACK:
                     raise Reject(STOP_MESSAGE, requeue=True)
@@ -448,7 +451,7 @@ class JobAttempt:
     def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
         """Return the seed of earlier attempts, or None if the job or the model has one, or a seed from the job's id.
 
-        The last is the same in each attempt, even if Redis has lost the earlier attempts in a failover.
+        The seed from the id is the same in each attempt, even if Redis has lost the earlier attempts in a failover.
         """
         if self._past.seed is not None or has_seed(job, defaults):
             return self._past.seed

@@ -46,7 +46,7 @@ def _metrics(host: str, port: int, relay: TelemetryRelay, manager: ModelManager)
         from .metrics import Metrics  # needs an extra
     except ImportError as error:
         raise InvalidRequest(
-            f"metrics_port needs a missing package ({error}); run `pip install 'cellama[metrics]'`"
+            f"metrics_port: a package is missing ({error}); run `pip install 'cellama[metrics]'`"
         ) from None
     return Metrics(host, port, relay, manager.models)
 

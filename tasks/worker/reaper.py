@@ -54,8 +54,8 @@ PAGE = 1000  # jobs per command, during which Redis serves no other client
 DUE_PAGE = 50  # jobs that a reaper claims together; ending each takes a few commands
 RUNS_PER_LEASE = 4  # so that a message is recovered within 1.25 times its lease
 RENEWALS_PER_LEASE = 3  # so that one failed renewal does not lose the message
-LOCK_SHARE = 0.9  # of the period: the lock of a duty expires before the next run
-MISSING_SHARE = 0.8  # of a lease, after which a job that is still missing is lost
+LOCK_SHARE = 0.9  # fraction of the period, so that the lock of a duty expires before the next run
+MISSING_SHARE = 0.8  # fraction of a lease after which a job that is still missing counts as lost
 
 REFUSED = "Celery refused the job's message before the job started; see the workers' logs"
 

@@ -45,7 +45,7 @@ MIN_SAVE_S = 2.0  # seconds for saving KV states when a worker stops, even if it
 SWITCH_INTERVAL_S = 0.0005  # maximum wait of an engine for the GIL after a call of llama.cpp; Python's default is 5 ms
 QUARANTINE_POLL_S = 0.1  # seconds between two checks whether a waiting job was interrupted
 # Options of mallopt (malloc.h). By default, glibc raises both thresholds to up to 32 and 64 MB when large blocks are
-# freed. It then keeps this much free memory at the end of the heap of each thread that ever had a large job.
+# freed. The heap of each thread that ever had a large job then keeps up to 64 MB of free memory.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 MAX_FREE_BYTES = 8 << 20  # free bytes at the end of a heap; less would cost fresh pages per token of a large vocabulary
 MAPPED_BYTES = 4 << 20  # size from which a freed block returns to the system immediately
@@ -56,7 +56,7 @@ def _prepare_process() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_free_heap()
     threading.stack_size(STACK_BYTES)  # for the pool's threads, which tokenize and compile grammars
-    gc.freeze()  # objects that exist now are never freed, so collecting after an unload can skip them
+    gc.freeze()  # objects that exist now live until the process exits, so later collections can skip them
 
 
 def limit_free_heap(libc: Any = None) -> bool:

@@ -122,7 +122,7 @@ def test_constrained_job_of_a_version_without_llguidance_fails(
         )
     start_worker()
     assert jobs[0].get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
-    with pytest.raises(JobFailed, match="began with a version of cellama without llguidance") as caught:
+    with pytest.raises(JobFailed, match="started with a version of cellama without llguidance") as caught:
         jobs[1].get(timeout=PATIENCE_S)
     assert caught.value.code == "grammar_changed"
 

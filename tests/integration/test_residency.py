@@ -221,7 +221,8 @@ def test_restarted_worker_loads_the_models_of_its_killed_predecessor(
     try:
         worker.wait_ready()
         text = job.result(timeout=PATIENCE_S)["text"]
-        assert text == client.generate(second, STORY, **params).result(PATIENCE_S)["text"]
+        again = client.generate(second, STORY, wait=True, **params)  # the registry may list the model a moment later
+        assert text == again.result(PATIENCE_S)["text"]
         assert text != client.generate(second, STORY, adapters={}, **params).result(PATIENCE_S)["text"]
         adapters, default = {first: [("asked", 0)], second: [("pirate", 1)]}, [second]
         wait_until(lambda: {model: scales(client, model) for model in adapters} == adapters, "the adapters")
