@@ -115,12 +115,12 @@ def write_adapter(path: Path, wrapped: dict[str, LowRank], rank: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, default=Path("engine/bundled/tiny.gguf"), help="the bundled model")
+    parser.add_argument("--base", type=Path, default=Path("engine/bundled/tiny.gguf"), help="path of the bundled model")
     parser.add_argument("--steps", type=int, default=600, help="steps of 2048 tokens (default: 600)")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True, help="the GGUF file to write")
+    parser.add_argument("--out", type=Path, required=True, help="path of the GGUF file")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)

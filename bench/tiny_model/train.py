@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2800, help="steps of 4096 tokens (default: 2800)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="the GGUF file to write")
+    parser.add_argument("--out", type=Path, required=True, help="path of the GGUF file")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)

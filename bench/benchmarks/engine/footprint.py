@@ -40,7 +40,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones of each model")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="number of cases per model (default: all)")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="also measure models of other shapes")
 
 

@@ -43,14 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outages", type=int, default=10)
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--rollbacks", type=int, default=5)
-    parser.add_argument("--period", type=float, default=4.0, help="seconds between two of them")
-    parser.add_argument("--canvases", type=int, default=6, help="canvases of each kind in `canvas`")
-    parser.add_argument("--chord", type=int, default=50, help="parts of a chord")
-    parser.add_argument("--ends", type=int, default=2 * len(ENDS), help="kills between a job's end and its next step")
-    parser.add_argument("--points", nargs="+", choices=list(POINTS), default=list(POINTS), help="where, in `ends`")
+    parser.add_argument("--period", type=float, default=4.0, help="seconds between two disturbances")
+    parser.add_argument("--canvases", type=int, default=6, help="canvases of each kind in scenario canvas")
+    parser.add_argument("--chord", type=int, default=50, help="parts per chord")
+    parser.add_argument("--ends", type=int, default=2 * len(ENDS), help="kills between a job and its next step")
+    parser.add_argument("--points", nargs="+", choices=list(POINTS), default=list(POINTS), help="points of these kills")
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
-    parser.add_argument("--refused", type=float, default=5.0, help="seconds of each refusal")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how workers leave in `expired`")
+    parser.add_argument("--refused", type=float, default=5.0, help="duration of each refusal in seconds")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ends of workers in scenario expired"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -56,10 +56,10 @@ class StreamReading:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=1000, help="all at once")
-    parser.add_argument("--beside", type=int, default=100, help="streams of which the first tokens are compared")
-    parser.add_argument("--apart-ms", type=float, default=30.0, help="from one of these to the next")
-    parser.add_argument("--new", type=int, default=64, help="tokens, at most")
+    parser.add_argument("--streams", type=int, default=1000, help="concurrent streams")
+    parser.add_argument("--beside", type=int, default=100, help="streams for the comparison of first tokens")
+    parser.add_argument("--apart-ms", type=float, default=30.0, help="milliseconds between the starts of these streams")
+    parser.add_argument("--new", type=int, default=64, help="maximum number of tokens per stream")
     parser.add_argument("--slots", type=int, default=128, help="slots of the worker and of llama-server")
     parser.add_argument(
         "--threads",
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, default=6, help="rounds of the compared streams; the p95 of a round varies by about 10 ms"
     )
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds per step, so that processors are not full")
+    parser.add_argument("--pace", type=float, default=0.05, help="minimum seconds per step, to keep processors idle")
 
 
 def run(args: argparse.Namespace) -> Report:

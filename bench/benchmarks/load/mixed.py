@@ -34,17 +34,29 @@ CAVEATS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
-    add("--requests", type=int, default=160, help="all at once")
-    add("--chats", type=int, default=0, help="conversations of several turns among them, and in proportion elsewhere")
-    add("--turns", type=int, default=4, help="requests of a chat")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    add("--requests", type=int, default=160, help="requests that are sent at once")
+    add("--chats", type=int, default=0, help="conversations of several turns among the requests")
+    add("--turns", type=int, default=4, help="requests per chat")
     add("--scale", type=float, default=1.0, help="factor for all lengths")
     add("--rounds", type=int, default=1, help="rounds of everything at once; medians are shown")
-    add("--ours", nargs="+", choices=list(at_once.OURS), default=list(at_once.OURS), help="our ways, all at once")
+    add(
+        "--ours",
+        nargs="+",
+        choices=list(at_once.OURS),
+        default=list(at_once.OURS),
+        help="ways to use cellama",
+    )
     add("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
-    add("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
-    add("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np of llama-server; arrivals: the best")
-    add("--arrivals", type=int, default=80, help="requests that arrive at each rate")
+    add("--options", type=json.loads, default={}, help="engine options of cellama as JSON")
+    add(
+        "--server-slots",
+        type=int,
+        nargs="*",
+        default=[16, 32, 64],
+        help="values of -np for llama-server",
+    )
+    add("--arrivals", type=int, default=80, help="requests per arrival rate")
     add(
         "--shares",
         type=float,

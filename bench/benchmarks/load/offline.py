@@ -30,18 +30,20 @@ TARGETS = {"independent": {BEST_SERVER: 1.05, NAIVE: 2.0}, "families": {BEST_SER
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="our ways")
+    parser.add_argument(
+        "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="ways to use cellama"
+    )
     parser.add_argument("--lines", type=int, default=2000, help="lines of each workload")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of independent lines")
-    parser.add_argument("--shared-prompt", type=int, default=384, help="tokens of lines in families")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of independent lines")
+    parser.add_argument("--shared-prompt", type=int, default=384, help="prompt tokens of lines in families")
     parser.add_argument("--shared", type=int, default=320, help="tokens of a prompt that a family shares")
     parser.add_argument("--families", type=int, default=20)
-    parser.add_argument("--new", type=int, default=64, help="tokens")
+    parser.add_argument("--new", type=int, default=64, help="generated tokens per line")
     parser.add_argument("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
-    parser.add_argument("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
-    parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np that are tried")
-    parser.add_argument("--try-lines", type=int, default=256, help="lines for trying each -np")
-    parser.add_argument("--naive-lines", type=int, default=0, help="lines for what runs one at a time; 0: all")
+    parser.add_argument("--options", type=json.loads, default={}, help="engine options of cellama as JSON")
+    parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of -np to try")
+    parser.add_argument("--try-lines", type=int, default=256, help="lines for each value of -np")
+    parser.add_argument("--naive-lines", type=int, default=0, help="lines for ways without batching (0: all lines)")
     parser.add_argument("--naive-processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=CORES, help="threads of every server")
     parser.add_argument("--seed", type=int, default=0)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=5000, help="jobs per way and round")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chars", type=int, default=100, help="length of a prompt")
+    parser.add_argument("--chars", type=int, default=100, help="characters per prompt")
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -25,14 +25,14 @@ LONG_S = 3.0  # shorter waits are counted separately, because each range include
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--burst", type=int, default=50, help="jobs that come at once")
-    parser.add_argument("--left", type=int, default=10, help="the next ones come when so few wait")
+    parser.add_argument("--burst", type=int, default=50, help="jobs per burst")
+    parser.add_argument("--left", type=int, default=10, help="number of waiting jobs at which the next burst starts")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens, at most")
-    parser.add_argument("--new", type=int, nargs=2, default=(8, 128), help="tokens asked for: from, to")
+    parser.add_argument("--prompt", type=int, default=64, help="maximum number of prompt tokens")
+    parser.add_argument("--new", type=int, nargs=2, default=(8, 128), help="minimum and maximum tokens to generate")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds per step at least: for small models")
+    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step, for small models")
     parser.add_argument("--seed", type=int, default=0)
 
 

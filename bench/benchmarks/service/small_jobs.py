@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="slots of the engine")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", metavar="TEXT", help="only those whose name has one of these texts in it")
+    parser.add_argument("--ways", nargs="+", metavar="TEXT", help="run only jobs whose names contain these texts")
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -25,12 +25,12 @@ from cellama.bench.harness.workloads import Line, write_lines
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--work", choices=("jobs", "batch"), default="jobs", help="what the bulk work is")
-    parser.add_argument("--bulk", type=int, default=420, help="bulk jobs or lines, resident and waiting")
+    parser.add_argument("--work", choices=("jobs", "batch"), default="jobs", help="kind of bulk work")
+    parser.add_argument("--bulk", type=int, default=420, help="number of running and waiting bulk jobs or lines")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64, help="tokens per bulk job")
-    parser.add_argument("--samples", type=int, default=24, help="urgent jobs, at least")
-    parser.add_argument("--pause", type=float, default=4.0, help="seconds between one urgent job and the next")
+    parser.add_argument("--samples", type=int, default=24, help="minimum number of urgent jobs")
+    parser.add_argument("--pause", type=float, default=4.0, help="seconds between two urgent jobs")
     parser.add_argument("--threads", type=int, default=CORES)
     parser.add_argument("--seed", type=int, default=0)
 

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[INSTALLED, *PYTHON, AI_SDK],
         default=[*PYTHON, AI_SDK],
-        help="openai-2 has langchain, instructor and anthropic as well; ai-sdk needs Node.js",
+        help="environments to test; openai-2 also has langchain, instructor and anthropic, and ai-sdk needs Node.js",
     )
 
 

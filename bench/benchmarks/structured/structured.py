@@ -67,15 +67,13 @@ COMPARED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--new", type=int, default=64, help="tokens of each request")
+    parser.add_argument("--new", type=int, default=64, help="tokens per request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLINGS), choices=list(SAMPLINGS))
     parser.add_argument("--threads", type=int, default=CORES)
     parser.add_argument("--vocabulary", type=int, default=150_000, help="tokens of the synthetic vocabulary")
-    parser.add_argument("--masks", type=int, default=20_000, help="masks for each vocabulary")
-    parser.add_argument(
-        "--schemas", type=int, default=200, help="schemas by seed that are compiled in addition to the others"
-    )
+    parser.add_argument("--masks", type=int, default=20_000, help="masks per vocabulary")
+    parser.add_argument("--schemas", type=int, default=200, help="number of generated schemas to compile in addition")
     parser.add_argument("--parts", nargs="+", default=["load", "masks"], choices=["load", "masks"])
 
 
