@@ -1,4 +1,4 @@
-"""A BERT encoder in numpy and float64, on the weights of a GGUF file: what llama.cpp's vectors are compared with."""
+"""A BERT encoder in numpy and float64 on the weights of a GGUF file, with which llama.cpp's vectors are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 
 class BertReference:
-    """Reads an F32 file as tests/bert_model.py writes it."""
+    """Computes with an F32 file that tests/bert_model.py has written."""
 
     def __init__(self, path: Path, n_head: int) -> None:
         self._weights = {t.name: np.array(t.data, dtype=np.float64) for t in gguf.GGUFReader(path).tensors}
@@ -21,7 +21,7 @@ class BertReference:
         self._n_layer = sum(name.endswith("attn_q.weight") for name in self._weights)
 
     def rows(self, tokens: Sequence[int]) -> Array:
-        """One vector per token, [tokens, n_embd]."""
+        """Return one vector per token, of shape (tokens, n_embd)."""
         w = self._weights
         x = w["token_embd.weight"][list(tokens)] + w["token_types.weight"][0] + w["position_embd.weight"][: len(tokens)]
         x = self._norm(x, "token_embd_norm")
@@ -32,12 +32,12 @@ class BertReference:
         return x
 
     def pooled(self, tokens: Sequence[int], pooling: str) -> Array:
-        """The text's vector, [n_embd]; or all rows for "none"."""
+        """Return the vector of the text, of shape (n_embd,), or all rows for pooling "none"."""
         rows = self.rows(tokens)
         return {"mean": rows.mean(axis=0), "cls": rows[0], "last": rows[-1], "none": rows}[pooling]
 
     def score(self, tokens: Sequence[int]) -> float:
-        """What the classification head makes of the first token."""
+        """Return the output of the classification head for the first token."""
         return float(self._linear(np.tanh(self._linear(self.rows(tokens)[0], "cls")), "cls.output")[0])
 
     def _linear(self, x: Array, name: str) -> Array:

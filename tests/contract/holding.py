@@ -1,4 +1,4 @@
-"""Holds an engine up in the middle of a request, so that a test can do what it wants meanwhile, on any machine."""
+"""Stops an engine in the middle of a request, so that a test can act at this moment on any machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATIENCE_S = 120
 
 
 class Hold:
-    """A listener: after so many texts of its request the engine's thread waits until the test goes on."""
+    """A listener that blocks the engine thread after a number of texts, until the test releases it."""
 
     def __init__(self, count: int = 1) -> None:
         self.reached, self.opened, self._left = threading.Event(), threading.Event(), count

@@ -1,4 +1,4 @@
-"""The smallest shape that tests of real llama.cpp compute with, and the settings under which equal means equal."""
+"""The smallest model shape for tests with the real llama.cpp, and options under which results are exactly equal."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ SMALL: dict[str, int] = {
     "n_vocab": 320,
     "n_ctx": 1024,
 }
-# llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
+# llama.cpp's attention on the CPU rounds differently for chunks of different lengths. With "off" and F32, 1e-5 remain.
 EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}

@@ -1,4 +1,4 @@
-"""LoRA adapters on the real llama.cpp: what they do, that requests with different ones don't mix, and mistakes."""
+"""Tests of LoRA adapters with the real llama.cpp: their effect, isolation between requests, and invalid files."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pirate_adapter_changes_every_answer(manager: ModelManager) -> None:
 
 
 def logits(model_path: Path, adapters: list[tuple[Path, float]]) -> NDArray[np.float32]:
-    """Of the last of 8 tokens."""
+    """Return the logits after the last of 8 tokens."""
     model = LlamaModel(model_path)
     backend = LlamaBackend(model, EngineOptions(n_parallel=2, ctx_per_slot=256, threads=1, **EXACT))
     uses = [AdapterUse(Adapter(str(p), str(p), backend.load_adapter(p)), scale) for p, scale in adapters]
@@ -89,7 +89,7 @@ def logits(model_path: Path, adapters: list[tuple[Path, float]]) -> NDArray[np.f
 
 
 def merge(target: Path, model: Path, adapter: Path, scale: float) -> None:
-    """A copy of an F32 model with scale · B·A added to its weights."""
+    """Return a copy of an F32 model with scale · B·A added to its weights."""
     shutil.copy(model, target)
     parts = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(adapter).tensors}
     reader = gguf.GGUFReader(target, "r+")
@@ -128,13 +128,13 @@ def test_three_scales_give_the_same_texts_in_parallel_and_alone(
         "Tell me a story about a bear.",
         "What do bees make?",
     ]
-    asked = [(question, scale) for question in questions for scale in (0.0, 0.5, 1.0)]
+    pairs = [(question, scale) for question in questions for scale in (0.0, 0.5, 1.0)]
     params = [
         {"sampling": SamplingParams(temperature=temperature, seed=i), "adapters": (("pirate", scale),)}
-        for i, (_, scale) in enumerate(asked)
+        for i, (_, scale) in enumerate(pairs)
     ]
-    expected = [ask(alone, question, **p).tokens for (question, _), p in zip(asked, params, strict=True)]
-    handles = [submit(model, question, **p) for (question, _), p in zip(asked, params, strict=True)]
+    expected = [ask(alone, question, **p).tokens for (question, _), p in zip(pairs, params, strict=True)]
+    handles = [submit(model, question, **p) for (question, _), p in zip(pairs, params, strict=True)]
     assert [handle.result(PATIENCE_S).tokens for handle in handles] == expected
     assert all(plain != pirate for plain, pirate in zip(expected[::3], expected[2::3], strict=True))
 
@@ -279,11 +279,12 @@ def test_memory_of_an_adapter_is_freed_when_it_or_its_model_is_unloaded(manager:
         if unload:
             model.unload_adapter("a", PATIENCE_S)
         manager.unload("m")
-        return int(process.memory_info().rss)  # no single load can be seen: a long process reuses what was freed
+        # A single load is not visible, because a long process reuses freed memory.
+        return int(process.memory_info().rss)
 
     assert size > 20e6
     for unload in (True, False):
-        level = load_and_use(unload=unload)  # with what llama.cpp and the allocator keep for good
+        level = load_and_use(unload=unload)  # includes memory that llama.cpp and the allocator never return
     for unload in (True, False):
         last = load_and_use(unload=unload)
-    assert last < level + size  # a leak would have added twice as much
+    assert last < level + size  # a leak would have added more

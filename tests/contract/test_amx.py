@@ -1,4 +1,4 @@
-"""Quantized weights on a CPU with matrix tiles: llama.cpp's kernels for them are left alone, for they may crash."""
+"""Tests of quantized weights on CPUs with AMX, whose kernels in llama.cpp can crash and are therefore disabled."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def path(tmp_path: Path) -> Path:
 def test_weights_are_not_rearranged_when_llama_cpp_was_built_with_amx(
     path: Path, has_amx: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[Any] = []
+    used: list[Any] = []
 
     def load(given: bytes, params: Any) -> Any:
-        asked.append(params.use_extra_bufts)
+        used.append(params.use_extra_bufts)
         return real(given, params)
 
     real = lib.llama_model_load_from_file
@@ -42,7 +42,7 @@ def test_weights_are_not_rearranged_when_llama_cpp_was_built_with_amx(
                 llama_model.LlamaModel(path, vocab_only=True).close()
     finally:
         llama_model._has_amx.cache_clear()
-    assert asked == [not has_amx] * 2
+    assert used == [not has_amx] * 2
     assert sum("AMX" in message for message in caplog.messages) == has_amx
 
 

@@ -1,4 +1,4 @@
-"""The bundled model really answers, and is sure of it: tests of equality rest on that."""
+"""Tests that the bundled model answers correctly and with high probability, which tests of equal texts rely on."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def user(content: str) -> dict[str, str]:
 
 def test_bundled_model_answers_after_1800_tokens_of_other_text(tiny: Model) -> None:
     before = tiny.tokenize("".join(s.text for d in itertools.islice(documents(5), 60) for s in d), parse_special=True)
-    asked = [(asks[0], answer) for asks, answer in FACTS[::8]]
-    got = answers(tiny, [before[:1800] + tiny.tokenize_chat([user(ask)]) for ask, _ in asked])
-    assert sum(a == want for a, (_, want) in zip(got, asked, strict=True)) / len(asked) >= 0.9
+    questions = [(asks[0], answer) for asks, answer in FACTS[::8]]
+    got = answers(tiny, [before[:1800] + tiny.tokenize_chat([user(ask)]) for ask, _ in questions])
+    assert sum(a == want for a, (_, want) in zip(got, questions, strict=True)) / len(questions) >= 0.9
 
 
 def test_bundled_model_is_confident_on_held_out_documents() -> None:
-    """Mean top-1 probability over the tokens that the model shall write."""
+    """Check the mean top-1 probability of the tokens that the model is trained to write."""
     model = LlamaModel(TINY_PATH)
     backend = LlamaBackend(model, EngineOptions(n_parallel=1, threads=1))
     try:
@@ -71,7 +71,7 @@ def test_bundled_model_is_confident_on_held_out_documents() -> None:
 
 
 def top_1(model: LlamaModel, backend: LlamaBackend, document: Document) -> Iterator[float]:
-    """The highest probability at each position whose next token is a target, one token per step."""
+    """Return the highest probability at each position whose next token is a target, one token per step."""
     backend.trim(0, 0)
     position = 0
     for segment in document:

@@ -1,4 +1,4 @@
-"""Chats on the real model: thinking, its budget, tools that it calls by itself and by force."""
+"""Tests of chats with the real model: reasoning, its budget, and voluntary and forced tool calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ask(
     max_tokens: int = 60,
     **options: Any,
 ) -> tuple[Completion, list[Text]]:
-    """The completion, and the texts that were told on the way."""
+    """Return the completion and the texts of its events."""
     wanted = TextConstraint("json_schema", schema, True) if schema else None
     prompt = model.prepare_chat([{"role": "user", "content": question}], ChatOptions(**options), wanted=wanted)
     request = Request(
@@ -64,22 +64,22 @@ def ask(
         reply=prompt.reply,
         resume=resume,
     )
-    told: list[Event] = []
-    completion = model.engine.submit(request, on_event=told.append).result(60)
-    return completion, [event for event in told if isinstance(event, Text)]
+    events: list[Event] = []
+    completion = model.engine.submit(request, on_event=events.append).result(60)
+    return completion, [event for event in events if isinstance(event, Text)]
 
 
 def test_reasoning_is_separated_from_the_answer_and_counted(model: Model) -> None:
-    completion, told = ask(model, FRANCE, enable_thinking=True)
+    completion, events = ask(model, FRANCE, enable_thinking=True)
     assert completion.reasoning == "I know this one. The capital of France is Paris."
     assert completion.text == "The capital of France is Paris."
     assert completion.usage.completion_tokens == len(completion.tokens)
     assert b"".join(model.engine.vocabulary.token_bytes(t) for t in completion.tokens).count(b"</think>") == 1
-    kinds = [event.kind for event in told]
+    kinds = [event.kind for event in events]
     assert kinds.count("reasoning_end") == 1
     assert kinds == sorted(kinds, key=["reasoning", "reasoning_end", "text"].index)
-    assert next(event.text for event in told if event.kind == "reasoning_end") == completion.reasoning
-    assert [t for event in told for t in event.tokens] == list(completion.tokens)
+    assert next(event.text for event in events if event.kind == "reasoning_end") == completion.reasoning
+    assert [t for event in events for t in event.tokens] == list(completion.tokens)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 4])
@@ -103,15 +103,15 @@ def test_continued_chat_has_the_same_text_as_an_uninterrupted_one(
 ) -> None:
     whole, _ = ask(model, FRANCE, enable_thinking=True, **options)
     count = min(count, len(whole.tokens) - 1)
-    rest, told = ask(model, FRANCE, (Resumed(whole.tokens[:count]),), enable_thinking=True, **options)
+    rest, events = ask(model, FRANCE, (Resumed(whole.tokens[:count]),), enable_thinking=True, **options)
     assert (rest.text, rest.reasoning, rest.tokens) == (whole.text, whole.reasoning, whole.tokens)
-    assert sum(event.kind == "reasoning_end" for event in told) <= 1
+    assert sum(event.kind == "reasoning_end" for event in events) <= 1
 
 
 def test_model_calls_only_the_tool_that_it_needs(model: Model) -> None:
-    completion, told = ask(model, WEATHER, tools=[WEATHER_TOOL])
+    completion, events = ask(model, WEATHER, tools=[WEATHER_TOOL])
     assert [(call.name, call.arguments) for call in completion.tool_calls] == [("get_weather", '{"city": "Paris"}')]
-    assert completion.text == "".join(event.text for event in told) == ""
+    assert completion.text == "".join(event.text for event in events) == ""
     assert ask(model, CAT, tools=[WEATHER_TOOL])[0].tool_calls == ()
 
 
@@ -142,7 +142,7 @@ LOOKUP = {
 
 @pytest.mark.parametrize("thinking", [None, True])
 def test_voluntary_call_names_an_offered_tool_and_conforms_to_its_schema(model: Model, thinking: bool | None) -> None:
-    completion, told = ask(model, WEATHER, tools=[LOOKUP], enable_thinking=thinking)
+    completion, events = ask(model, WEATHER, tools=[LOOKUP], enable_thinking=thinking)
     (call,) = completion.tool_calls  # the model was trained to call get_weather with a city
     arguments = json.loads(call.arguments)
     assert (call.name, arguments["place"] in ("Rome", "Oslo"), arguments["unit"] in ("c", "f")) == (
@@ -150,7 +150,7 @@ def test_voluntary_call_names_an_offered_tool_and_conforms_to_its_schema(model: 
         True,
         True,
     )
-    assert completion.text == "".join(event.text for event in told if event.kind == "text") == ""
+    assert completion.text == "".join(event.text for event in events if event.kind == "text") == ""
     whole = completion.tokens
     again, _ = ask(model, WEATHER, (Resumed(whole[: len(whole) // 2]),), tools=[LOOKUP], enable_thinking=thinking)
     assert (again.tokens, again.tool_calls) == (whole, completion.tool_calls)
@@ -169,8 +169,8 @@ def test_call_truncated_by_max_tokens_is_a_partial_call(model: Model, choice: st
     assert (whole.finish_reason, call.is_partial) == ("stop", False)
     seen = []
     for count in range(1, len(whole.tokens)):
-        cut, told = ask(model, WEATHER, tools=[LOOKUP], tool_choice=choice, max_tokens=count)
-        shown = "".join(event.text for event in told if event.kind == "text")
+        cut, events = ask(model, WEATHER, tools=[LOOKUP], tool_choice=choice, max_tokens=count)
+        shown = "".join(event.text for event in events if event.kind == "text")
         assert (cut.finish_reason, cut.text, shown) == ("length", "", "")
         seen += [(each.arguments, each.is_partial) for each in cut.tool_calls]
         assert all(each.name == call.name and call.arguments.startswith(each.arguments) for each in cut.tool_calls)
@@ -216,7 +216,7 @@ def test_calls_of_any_family_can_be_forced_on_a_model(model: Model, calls: CallF
         reply=ReplyFormat(tools=ToolReader(calls, tools), channels=calls is IN_CHANNELS, bound_at_start=True),
     )
     completion = model.engine.submit(request).result(60)
-    if completion.finish_reason == "stop":  # else it thinks, or writes space, up to its limit
+    if completion.finish_reason == "stop":  # otherwise it reasons or writes spaces until the limit
         (call,) = completion.tool_calls
         assert (call.name, set(json.loads(call.arguments))) in [("look", {"city", "days"}), ("stop", set())]
     assert completion.finish_reason == "stop" or calls is not GLM

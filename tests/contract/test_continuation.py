@@ -1,4 +1,4 @@
-"""A request that goes on after output which it has already: as if nothing had happened between."""
+"""Tests that a request with previous output continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model() -> Iterator[Model]:
 
 
 def run(model: Model, resume: tuple[Resumed, ...] = (), **params: Any) -> tuple[Completion, list[Event]]:
-    """The completion, and the events that were told on the way."""
+    """Return the completion and its events."""
     own = {name: params.pop(name) for name in ("n", "stop", "ignore_eos") if name in params}
     request = Request(
         id="r",
@@ -32,18 +32,18 @@ def run(model: Model, resume: tuple[Resumed, ...] = (), **params: Any) -> tuple[
         resume=resume,
         **own,
     )
-    told: list[Event] = []
-    return model.engine.submit(request, on_event=told.append).result(60), told
+    events: list[Event] = []
+    return model.engine.submit(request, on_event=events.append).result(60), events
 
 
 def resumed(completion: Completion, count: int) -> Resumed:
     return Resumed(completion.tokens[:count], tuple(completion.logprobs or ())[:count])
 
 
-def mu_after(told: list[Event], count: int) -> float | None:
-    """What mirostat had learned by the first `count` tokens, as the events tell it."""
+def mu_after(events: list[Event], count: int) -> float | None:
+    """Return the state of mirostat after the first `count` tokens, from the events."""
     seen = 0
-    for event in told:
+    for event in events:
         if isinstance(event, Text):
             seen += len(event.tokens)
             if seen == count:
@@ -69,13 +69,13 @@ def test_continued_request_has_the_same_text_as_an_uninterrupted_one(
 ) -> None:
     whole, _ = run(model, **params)
     count = min(count, len(whole.tokens) - 1)
-    rest, told = run(model, (resumed(whole, count),), **params)
+    rest, events = run(model, (resumed(whole, count),), **params)
     assert rest.text == whole.text
     assert rest.tokens == whole.tokens
     assert (rest.finish_reason, rest.stop_sequence) == (whole.finish_reason, whole.stop_sequence)
     assert rest.usage.completion_tokens == whole.usage.completion_tokens
-    assert sum(len(event.tokens) for event in told if isinstance(event, Text)) <= len(whole.tokens) - count
-    assert whole.text.endswith("".join(event.text for event in told if isinstance(event, Text)))
+    assert sum(len(event.tokens) for event in events if isinstance(event, Text)) <= len(whole.tokens) - count
+    assert whole.text.endswith("".join(event.text for event in events if isinstance(event, Text)))
     if whole.logprobs is not None:
         assert [entry.token for entry in rest.logprobs or ()] == [entry.token for entry in whole.logprobs]
 
@@ -92,9 +92,9 @@ def test_each_of_several_completions_continues_its_own_output(model: Model) -> N
 @pytest.mark.parametrize("params", [{"temperature": 0, "ignore_eos": True}, {"temperature": 0, "stop": (" fox",)}])
 def test_continued_request_with_complete_output_generates_no_token(model: Model, params: dict[str, Any]) -> None:
     whole, _ = run(model, **params)
-    again, told = run(model, (resumed(whole, len(whole.tokens)),), **params)
+    again, events = run(model, (resumed(whole, len(whole.tokens)),), **params)
     assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
-    assert not [event for event in told if isinstance(event, Text)]
+    assert not [event for event in events if isinstance(event, Text)]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -106,9 +106,9 @@ def test_mirostat_continues_from_its_previous_state(model: Model, version: int) 
         "temperature": 4.0,
         "seed": 5,
     }
-    whole, told = run(model, ignore_eos=True, **params)
+    whole, events = run(model, ignore_eos=True, **params)
     for count in (1, 13, 30):
-        known = Resumed(whole.tokens[:count], mirostat_mu=mu_after(told, count))
+        known = Resumed(whole.tokens[:count], mirostat_mu=mu_after(events, count))
         assert known.mirostat_mu is not None
         rest, _ = run(model, (known,), ignore_eos=True, **params)
         assert rest.tokens == whole.tokens

@@ -1,4 +1,4 @@
-"""A damaged model file is refused with an error, and ends no process that serves."""
+"""Tests that a damaged model file raises an error and does not crash the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenTwice(Shape):
 
 
 class WithNumber(Shape):
-    """The shape, and one number of its head replaced."""
+    """A model shape with one number of its head replaced."""
 
     key, number = "", 0
 

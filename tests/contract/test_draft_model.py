@@ -1,4 +1,4 @@
-"""A small model guesses for a large one, on real llama.cpp."""
+"""Tests of a small draft model for a larger model, with the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPENINGS = ("Once upon a time", "The cat", "It was a sunny day, and a small dog"
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The bundled model with wider layers that change nothing."""
+    """Return a copy of the bundled model with wider layers that don't change its results."""
     path = tmp_path_factory.mktemp("padded") / "twin.gguf"
     write_padded(path, 1.0)
     return str(path)
@@ -49,7 +49,10 @@ def options(draft: str | None, **values: int) -> EngineOptions:
 
 
 def texts(model: Model, sampling: SamplingParams) -> list[tuple[str, int]]:
-    """Of more requests than slots, some of which take the slots of others, with the drafts that were right."""
+    """Run more requests than slots, some of which preempt others.
+
+    Return their texts and the number of accepted draft tokens.
+    """
     handles = []
     for number, opening in enumerate(OPENINGS):
         prompt = tuple(model.tokenize(opening))

@@ -1,4 +1,4 @@
-"""Encoders: their vectors and scores equal a reference in numpy; what they can't do is refused."""
+"""Tests that vectors and scores of encoders equal a reference in numpy, and that unsupported uses are rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"n_parallel": 2, "threads": 1}
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder, one with a classification head, and one whose file says that it ranks."""
+    """Return a directory with an encoder, one with a classification head, and one that is declared as a reranker."""
     folder = tmp_path_factory.mktemp("bert")
     shape = {**SMALL, "n_ctx": 256}
     write_model(folder / "plain.gguf", BertShape(**shape), file_type="F32", seed=1)
@@ -201,7 +201,7 @@ def test_model_gets_the_capabilities_of_its_file_by_default(manager: ModelManage
         for path in sorted(folder.glob("*.gguf"))
     }
     assert able == {
-        "decoder": {"generate", "embed"},  # it has no chat template
+        "decoder": {"generate", "embed"},  # because it has no chat template
         "head": {"embed", "rerank"},
         "plain": {"embed"},
         "ranks": {"rerank"},

@@ -1,4 +1,4 @@
-"""Our grammars allow the tokens that llama.cpp's do, but for control tokens and for bytes that UTF-8 has not."""
+"""Tests that grammars allow the same tokens as llama.cpp, except for control tokens and bytes that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cellama.engine.grammar.grammars import GrammarSpec
 from cellama.engine.llama import LlamaModel
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
-NARROW = {0xE0, 0xED, 0xF0, 0xF4}  # after these UTF-8 has not all bytes, and llama.cpp allows them
+NARROW = {0xE0, 0xED, 0xF0, 0xF4}  # not all bytes are valid UTF-8 after these, and llama.cpp allows all
 JSON = r"""
 value ::= object | array | string | number | "true" | "false" | "null"
 object ::= "{" ( pair ("," ws pair)* )? "}"
@@ -83,10 +83,12 @@ def test_grammar_allows_the_tokens_that_llama_cpp_allows(weights: LlamaModel, te
     every = np.arange(weights.info.n_vocab)
     shown = np.array([is_shown(weights, token) for token in every.tolist()])
     ends = np.array([weights.is_end(token) for token in every.tolist()])
-    so_far, steps = b"", 0
+    text_bytes, steps = b"", 0
     while steps < 60:
         allowed = ours.allows(every)
-        compared = shown & ~ends if so_far.decode(errors="replace").endswith("\ufffd") else shown  # within a character
+        compared = (
+            shown & ~ends if text_bytes.decode(errors="replace").endswith("\ufffd") else shown
+        )  # within a character
         assert (allowed & compared == theirs.allows() & compared).all()
         assert not (allowed & ~shown).any()
         choices = [token for token in np.flatnonzero(allowed).tolist() if not weights.is_end(token)]
@@ -97,7 +99,7 @@ def test_grammar_allows_the_tokens_that_llama_cpp_allows(weights: LlamaModel, te
         token = longest if random.random() < 0.3 else random.choice(choices)
         theirs.accept(token)
         ours.accept(token)
-        so_far += weights.token_bytes(token)
+        text_bytes += weights.token_bytes(token)
         steps += 1
     theirs.close()
     assert steps > 0

@@ -1,4 +1,4 @@
-"""Models from the hub: the real huggingface_hub client against a local server that speaks the hub's HTTP."""
+"""Tests of models from the hub: the real huggingface_hub client and a local server with the hub's HTTP API."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOKEN = "hf_secret"
 
 
 class Hub:
-    """What the server has, and what it was asked."""
+    """The files of the server, and the requests that it received."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.checksums: dict[str, str] = {}
         self.needs_token = False
-        self.cut_after: int | None = None  # bytes of the next download, then the connection breaks
-        self.downloads: list[tuple[str, str | None]] = []  # file, its Range header
+        self.cut_after: int | None = None  # the connection breaks after this many bytes of the next download
+        self.downloads: list[tuple[str, str | None]] = []  # file and Range header
 
     def add(self, name: str, data: bytes, checksum: str | None = None) -> None:
         self.files[name] = data
@@ -73,13 +73,13 @@ class _Handler(BaseHTTPRequestHandler):
         headers["X-Linked-Size"] = str(len(data))
         if self.command == "HEAD":
             return self._send(200, data, headers)
-        wanted = self.headers.get("Range")
-        self.hub.downloads.append((name, wanted))
-        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
-        if wanted:
+        byte_range = self.headers.get("Range")
+        self.hub.downloads.append((name, byte_range))
+        start = int(byte_range.removeprefix("bytes=").split("-")[0]) if byte_range else 0
+        if byte_range:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         cut, self.hub.cut_after = self.hub.cut_after, None
-        return self._send(206 if wanted else 200, data[start:], headers, cut_after=cut)
+        return self._send(206 if byte_range else 200, data[start:], headers, cut_after=cut)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})

@@ -24,7 +24,7 @@ from ..conftest import EXAMPLES
 from ..generated_schemas import generated_schema
 
 SCHEMAS, PART = 500 * EXAMPLES, 100
-TEXTS = 3  # of each schema
+TEXTS = 3  # per schema
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_judge_checks_every_enforced_format() -> None:
 
 @pytest.mark.parametrize("first", range(0, SCHEMAS, PART))
 def test_every_finished_text_conforms_to_its_schema(sampled: SampledTexts, first: int) -> None:
-    """In lenient use as well, unless a warning says what is not enforced."""
+    """Check strict and lenient use, except for parts that a warning names as not enforced."""
     ends: Counter[str] = Counter()
     for seed in range(first, first + PART):
         schema = generated_schema(seed)
@@ -64,7 +64,7 @@ def _ends_of(sampled: SampledTexts, schema: dict[str, Any], seed: int) -> Iterat
         assert bool(warnings) == (use == "lenient")
         try:
             texts = [text for text in sampled.texts(form, TEXTS, seed) if text is not None]
-        except GrammarFailed:  # of this request alone
+        except GrammarFailed:  # only this request fails
             yield "too much work"
             return
         judge = SchemaJudge(schema)

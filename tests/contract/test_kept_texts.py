@@ -1,4 +1,4 @@
-"""Texts do not depend on the tier their prefix comes from: the real llama.cpp and the bundled model."""
+"""Tests that texts do not depend on the tier of their prefix, with the real llama.cpp and the bundled model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PIRATE = {"pirate": ("bundled://pirate", 0.0)}
 
 
 @pytest.fixture(autouse=True)
-def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
+def slow_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the prefill rate to one token per second, so that requests wait for files on any machine."""
     monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_RATE", 1.0)
     monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_TOKENS", 10**100)
 
@@ -51,12 +51,12 @@ def load(manager: ModelManager, name: str, place: dict[str, Any], folder: Path |
 def test_text_continues_from_a_file_with_any_number_of_slots_and_layout(manager: ModelManager, tmp_path: Path) -> None:
     model = load(manager, "first", PLACES[0], tmp_path / "first")
     first = model.engine.complete(STORY * 3, max_tokens=20, temperature=0)
-    model.evict()  # what is not on disk yet
+    model.evict()  # writes the remaining states to disk
     assert model.engine.snapshot().disk_saves >= 1
     whole = model.engine.complete(STORY * 3 + first.text + " Then", max_tokens=30, temperature=0, cache_prompt=False)
     manager.unload("first")
     for i, place in enumerate(PLACES):
-        folder = shutil.copytree(tmp_path / "first", tmp_path / f"{i}")  # a longer state takes a shorter one's place
+        folder = shutil.copytree(tmp_path / "first", tmp_path / f"{i}")  # because a longer state replaces a shorter one
         model = load(manager, f"{i}", place, folder)
         again = model.engine.complete(" Then", parent_key=first.finish_key, max_tokens=30, temperature=0)
         assert again.text == whole.text
@@ -68,7 +68,7 @@ def test_text_continues_from_a_file_with_any_number_of_slots_and_layout(manager:
 def test_texts_of_random_conversations_do_not_depend_on_cached_states(
     manager: ModelManager, tmp_path: Path, seed: int
 ) -> None:
-    """Cut anywhere, over restarts, evictions, layouts, adapters and scopes."""
+    """Cut conversations at random lengths, across restarts, evictions, layouts, adapters and scopes."""
     chance, tiers = random.Random(seed), set()
     computed = load(manager, "computed", {"n_parallel": 1, "cache_prompt": False}, None)
     talks = [computed.tokenize(STORY * 3), computed.tokenize("A bear and a cat. " + STORY * 2)]
@@ -82,10 +82,10 @@ def test_texts_of_random_conversations_do_not_depend_on_cached_states(
             model.evict()
         talk = chance.choice(talks)
         prompt = talk[: chance.randrange(80, len(talk) + 1)]
-        asked: dict[str, Any] = {"max_tokens": chance.randrange(1, 20), "temperature": 0, "ignore_eos": True}
-        asked["adapters"] = chance.choice(((), (), (("pirate", 1.0),)))
-        done = model.engine.complete(prompt, cache_scope=chance.choice(("", "b")), **asked)
-        assert done.tokens == computed.engine.complete(prompt, **asked).tokens
+        params: dict[str, Any] = {"max_tokens": chance.randrange(1, 20), "temperature": 0, "ignore_eos": True}
+        params["adapters"] = chance.choice(((), (), (("pirate", 1.0),)))
+        done = model.engine.complete(prompt, cache_scope=chance.choice(("", "b")), **params)
+        assert done.tokens == computed.engine.complete(prompt, **params).tokens
         tiers.add(done.usage.cache_tier)
         talks.append([*prompt, *done.tokens][:600])
     assert "disk" in tiers
@@ -98,18 +98,21 @@ def test_conversations_continue_from_files_when_states_can_t_be_cut(
     path, prompt = tmp_path / "m.gguf", [random.Random(0).randrange(5, 300) for _ in range(700)]
     write_model(path, shape(**SMALL), file_type="F32", seed=1)
     options = EngineOptions(threads=1, ctx_per_slot=1024, n_parallel=2, cache_dir=str(tmp_path / "kv"), **EXACT)
-    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     first = manager.load("first", str(path), options=options, capabilities=["generate"])
-    done = first.engine.complete(prompt, **asked)
-    first.evict()  # what is not on disk yet
+    done = first.engine.complete(prompt, **params)
+    first.evict()  # writes the remaining states to disk
     assert first.engine.snapshot().disk_saves >= 1
     manager.unload("first")
     second = manager.load("second", str(path), options=replace(options, n_parallel=3), capabilities=["generate"])
     turn = [*prompt, *done.tokens, *prompt[:40]]
-    more = second.engine.complete(turn, **asked)
+    more = second.engine.complete(turn, **params)
     assert (more.usage.cache_tier, more.usage.cached_tokens) == ("disk", 700 + 11)
-    for talk, found in ((turn, more), (other := [*prompt[:500], *prompt[:50]], second.engine.complete(other, **asked))):
-        assert found.tokens == second.engine.complete(talk, cache_prompt=False, **asked).tokens
+    for talk, found in (
+        (turn, more),
+        (other := [*prompt[:500], *prompt[:50]], second.engine.complete(other, **params)),
+    ):
+        assert found.tokens == second.engine.complete(talk, cache_prompt=False, **params).tokens
     counters = second.engine.store.counters if second.engine.store else None
     assert counters is not None
     assert not counters.misses

@@ -1,4 +1,4 @@
-"""Texts do not depend on where their cells came from: the real llama.cpp, every layout and kind of memory."""
+"""Tests that texts do not depend on the origin of their cells, with all layouts and memory types of llama.cpp."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(model: Model, prompt: str | list[int], **params: Any) -> Completion:
 
 
 class Meanwhile:
-    """Listens to requests that run, and submits another one after every 20 events of text: in the middle of them."""
+    """A listener that submits another request after every 20 text events."""
 
     def __init__(self, model: Model, make: Callable[[int], Request], times: int) -> None:
         self._engine, self._make = model.engine, make
@@ -80,7 +80,7 @@ def test_second_request_computes_only_its_suffix_of_a_1500_token_prefix(manager:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=3, kv_layout=layout, cache_ram_bytes=0)
     prefix = (model.tokenize(STORY) * 100)[:1500]
-    ends = [model.tokenize(text) for text in ("The fox said", "But a bear came", "What did the cat")]
+    ends = [model.tokenize(text) for text in ("The fox logged", "But a bear came", "What did the cat")]
     computed: list[int] = []
     model.engine.add_step_listener(lambda step: computed.append(step.prefill_tokens))
     for index, end in enumerate(ends):
@@ -95,7 +95,7 @@ def test_prefix_is_shared_with_a_request_that_still_runs(manager: ModelManager, 
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout)
     prefix = (model.tokenize(STORY) * 100)[:1500]
-    middle = prefix[:1234] + model.tokenize("Then a bear came")  # ends inside what the first one holds
+    middle = prefix[:1234] + model.tokenize("Then a bear came")  # diverges within the tokens of the first request
     urgent = Meanwhile(model, lambda _: Request("m", tuple(middle), GREEDY, max_tokens=30, ignore_eos=True), times=1)
     first = model.engine.submit(
         Request("first", (*prefix, *model.tokenize("The fox")), GREEDY, max_tokens=100, ignore_eos=True), urgent
@@ -164,7 +164,7 @@ SHAPES = [Shape, WindowShape, RecurrentShape, HybridShape]
 def test_every_kind_of_memory_gives_the_same_text_as_an_empty_cache(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
 ) -> None:
-    """Turns of a conversation, forks, other prompts, more than slots: F32, so that rounding decides nothing."""
+    """Run turns of a conversation, forks and other prompts on fewer slots, with F32 so that rounding has no effect."""
     path = tmp_path / "model.gguf"
     write_model(path, shape(**SMALL), file_type="F32", seed=1)
     cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
@@ -189,7 +189,7 @@ def test_every_kind_of_memory_gives_the_same_text_as_an_empty_cache(
 def test_shared_prefixes_of_a_family_of_prompts_are_computed_once(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str, slots: int
 ) -> None:
-    """A tree: all share 100 tokens, and some of them 90 more."""
+    """Run a tree of prompts, all of which share 100 tokens, and some of which share 90 more."""
     path = tmp_path / "model.gguf"
     write_model(path, shape(**SMALL), file_type="F32", seed=3)
     cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
@@ -199,7 +199,7 @@ def test_shared_prefixes_of_a_family_of_prompts_are_computed_once(
     computed: list[int] = []
     model.engine.add_step_listener(lambda step: computed.append(step.prefill_tokens))
     requests = [Request(str(p), tuple(p), GREEDY, max_tokens=9, ignore_eos=True) for p in prompts]
-    handles = submit_together(model, requests)  # one that came late would find no cut where it leaves the others
+    handles = submit_together(model, requests)  # a late one would find no checkpoint at its branch
     assert [h.result(PATIENCE_S).tokens for h in handles] == [run(cold, p, max_tokens=9).tokens for p in prompts]
     assert sum(computed) <= 1.02 * (190 + sum(len(p) - (100 if i % 2 else 190) for i, p in enumerate(prompts)))
 
@@ -213,13 +213,13 @@ def test_chat_turn_reuses_the_previous_prompt_even_if_the_answer_changed(
     write_model(path, shape(**SMALL), file_type="F32", seed=4)
     cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
     model = load(manager, str(path), n_parallel=2, kv_layout=layout, **EXACT)
-    talk, kept = model.tokenize(STORY), 0
+    talk, num_shared = model.tokenize(STORY), 0
     for turn in range(3):
         done = run(model, talk, reply=ReplyFormat())
         assert done.tokens == run(cold, talk, reply=ReplyFormat()).tokens
-        assert done.usage.cached_tokens >= kept
-        kept = len(talk) - 4
-        talk = [*talk[:-2], *model.tokenize(f"Answer {turn} as it was. ") * 5]  # without the end of the prompt
+        assert done.usage.cached_tokens >= num_shared
+        num_shared = len(talk) - 4
+        talk = [*talk[:-2], *model.tokenize(f"Answer {turn} as it was. ") * 5]  # the end of the prompt is replaced
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
@@ -256,7 +256,10 @@ def test_context_size_follows_from_the_options(manager: ModelManager) -> None:
 def test_cancel_aborts_a_long_decode_call_without_a_warning(
     manager: ModelManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the abort flag the one prefill call would end, and its cells be kept; with it nothing of it is left."""
+    """Check that no cells are num_shared.
+
+    Without the abort flag, the only prefill call would finish and keep its cells.
+    """
     write_model(tmp_path / "m.gguf", Shape(n_layer=2, n_vocab=1024), seed=1)
     model = load(manager, str(tmp_path / "m.gguf"), n_parallel=1, n_batch=2048, n_ubatch=2048, chunk_size=2048)
     reached, cancelled = threading.Event(), threading.Event()
@@ -264,7 +267,7 @@ def test_cancel_aborts_a_long_decode_call_without_a_warning(
 
     def decode_and_tell(*call: Any) -> None:
         reached.set()
-        assert cancelled.wait(PATIENCE_S)  # the flag is up while the call runs, on any machine
+        assert cancelled.wait(PATIENCE_S)  # the flag is set during the call on any machine
         decode(*call)
 
     model.engine._backend.decode = decode_and_tell  # type: ignore[method-assign]
@@ -274,9 +277,9 @@ def test_cancel_aborts_a_long_decode_call_without_a_warning(
     handle.cancel()
     cancelled.set()
     assert handle.result(PATIENCE_S).finish_reason == "cancelled"
-    said = [record for record in caplog.records if "ret = 2" in record.getMessage()]
-    assert said  # llama.cpp did log the abort
-    assert max(record.levelno for record in said) == logging.DEBUG
+    logged = [record for record in caplog.records if "ret = 2" in record.getMessage()]
+    assert logged  # llama.cpp has logged the abort
+    assert max(record.levelno for record in logged) == logging.DEBUG
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert model.engine.snapshot().kv_cached_tokens == 0
     assert run(model, list(range(10, 40)), max_tokens=3).usage.cached_tokens == 0
@@ -293,7 +296,8 @@ def test_failed_decode_call_logs_a_warning_unless_it_was_aborted(
         if is_aborting:
             backend.abort()
         with pytest.raises(DecodeError) as failure:
-            backend.decode([Chunk(0, 40, [5], samples=True)])  # a hole: llama.cpp refuses the batch
+            # Llama.cpp rejects the batch because positions are missing.
+            backend.decode([Chunk(0, 40, [5], samples=True)])
         assert failure.value.code == -1
         assert any(record.levelno == logging.WARNING for record in caplog.records)
     finally:

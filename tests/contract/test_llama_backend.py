@@ -1,4 +1,4 @@
-"""The engine on the real llama.cpp and the bundled model."""
+"""Tests of the engine with the real llama.cpp and the bundled model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROMPTS = [STORY * (i % 6) + f"Once upon a time, a {ANIMALS[i % 6]}" for i in ra
 
 
 def options(**values: int | str) -> EngineOptions:
-    """Options with one thread: on a busy machine several would wait for each other."""
+    """Return options with one thread, because several threads would wait for each other on a busy machine."""
     return EngineOptions(threads=1, **values)  # type: ignore[arg-type]
 
 
@@ -192,7 +192,8 @@ def test_model_with_unknown_architecture_or_broken_template_is_rejected(manager:
     with pytest.raises(TemplateFailed, match="the model's chat template does not compile"):
         manager.load("broken", str(tmp_path / "broken.gguf"))
     assert list(manager.models()) == ["tiny"]
-    assert manager.load("broken", str(tmp_path / "broken.gguf"), capabilities=["generate"])  # it needs no template then
+    # Generating needs no template.
+    assert manager.load("broken", str(tmp_path / "broken.gguf"), capabilities=["generate"])
 
 
 def test_chat_without_a_template_raises_an_error_with_a_remedy(manager: ModelManager, tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_number_of_threads_can_change_without_changing_the_text(manager: ModelMa
 def test_idle_engine_has_no_compute_threads(
     manager: ModelManager, capability: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would slow the other engines of the process."""
+    """Check this because idle compute threads slow down the other engines of the process."""
     model = manager.load("a", "bundled://tiny", options=EngineOptions(threads=16), capabilities=[capability])
     backend: Any = (model.engine if capability == "generate" else model.embedder)._backend
     ended: list[int] = []
@@ -232,7 +233,7 @@ def test_idle_engine_has_no_compute_threads(
             model.engine.generate(PROMPTS[0], max_tokens=3)
         else:
             model.embed(STORY)
-        wait_until(lambda: ended and max(ended) > 8, "most of 15 threads have ended")  # others come and go
+        wait_until(lambda: ended and max(ended) > 8, "most of 15 threads have ended")  # other threads start and stop
         ended.clear()
 
 

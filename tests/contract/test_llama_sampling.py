@@ -1,4 +1,4 @@
-"""Grammars, schemas, log-probabilities and the rest of SamplingParams on the real llama.cpp."""
+"""Tests of grammars, schemas, log-probabilities and other sampling parameters with the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_logprobs_belong_to_the_tokens_and_alternatives_are_in_order(model: Mode
     assert done.logprobs is not None
     assert tuple(entry.token for entry in done.logprobs) == done.tokens
     for entry in done.logprobs:
-        assert entry.top[0] == (entry.token, entry.logprob)  # greedy takes the best
+        assert entry.top[0] == (entry.token, entry.logprob)  # greedy sampling takes the most likely token
         assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
         assert sum(np.exp(p) for _, p in entry.top) <= 1 + 1e-5
     assert np.mean([np.exp(entry.logprob) for entry in done.logprobs]) > 0.5
@@ -147,7 +147,7 @@ def test_every_sampler_is_deterministic_for_a_seed(model: Model, sampling: dict[
 
 
 def test_sampler_state_is_restored_after_any_number_of_draws(model: Model) -> None:
-    """Prompt and output so far, given to a new sampler, go on as the first one did: grammar, penalties, seed."""
+    """Give prompt and output to a new sampler, and check that it continues like the first one."""
     backend = model.engine._backend
     grammar = 'root ::= ([a-z ]+ ".")+'
     params = SamplingParams(seed=9, temperature=1.5, repeat_penalty=1.2, dry_multiplier=0.5, grammar=grammar)

@@ -1,4 +1,4 @@
-"""What llama.cpp's log tells of a load."""
+"""Tests of the parser for llama.cpp's log of a load."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def test_repacked_weights_count_once() -> None:
 
 
 def test_interrupt_during_a_load_is_raised_afterwards() -> None:
-    """A signal that arrives in llama.cpp is seen first by the callback of its log, which would drop the exception."""
+    """Send a signal during llama.cpp's work.
+
+    Its log callback receives the signal first, and would drop the exception.
+    """
     before, lines = signal.signal(signal.SIGINT, signal.default_int_handler), list[str]()
 
     def load() -> None:

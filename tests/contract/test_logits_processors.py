@@ -1,4 +1,4 @@
-"""Logits processors of a model, by import path, on the real llama.cpp."""
+"""Tests of a model's logits processors, given by import path, with the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def complete(model: Model, **sampling: Any) -> Completion:
 
 
 class AtLeastTenTokens:
-    """As in docs/how-to/library.md."""
+    """The example of docs/how-to/library.md."""
 
     def __init__(self, start: SequenceStart) -> None:
         self._ends, self._num_sampled = sorted(start.end_tokens), start.num_sampled

@@ -1,4 +1,4 @@
-"""Texts without a break, in vocabularies whose expressions recurse: they fit into the stack, or are refused."""
+"""Tests of texts without spaces in vocabularies with recursive expressions: they fit into the stack or are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cellama.engine.llama.pretokenizers import ITERATIVE, MAX_RUN, MAX_SUPERBPE_
 
 SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_head_kv": 2, "n_ff": 64, "n_vocab": 320}
 RECURSIVE = ("gpt-4o", "tekken", "deepseek-v3", "default", "jais-2", "bloom", "exaone-moe", "superbpe")
-SMALL_STACK = 8 << 20  # bytes, as most threads have
+SMALL_STACK = 8 << 20  # bytes, the size for most threads
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def vocabulary(folder: Path, pre: str) -> LlamaModel:
 
 
 def in_small_stack(work: Any) -> Any:
-    """What it returns in a thread with a usual stack."""
+    """Return the result of a function that runs in a thread with a stack of the usual size."""
     found: list[Any] = []
     before = threading.stack_size(SMALL_STACK)
     thread = threading.Thread(target=lambda: found.append(work()))
@@ -96,5 +96,5 @@ def test_common_vocabularies_accept_runs_of_any_length(tmp_path: Path) -> None:
     assert "gpt-2" in ITERATIVE
     assert len(in_small_stack(lambda: model.tokenize("a" * 500_000))) == 500_000
     model.close()
-    assert not PreTokenizer(None).recurses  # no byte-level vocabulary, no expressions
+    assert not PreTokenizer(None).recurses  # a vocabulary that is not byte-level has no expressions
     assert PreTokenizer("").recurses

@@ -1,4 +1,4 @@
-"""Models come and go while others serve, and leave no memory behind."""
+"""Tests that models are loaded and unloaded while others serve, and that their memory is freed."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_manager_routes_calls_by_id_and_holds_the_model(manager: ModelManager) -
     assert next(chunks)
     with pytest.raises(ModelBusy):
         manager.unload("m", timeout_s=0.05)
-    del chunks  # leaving the loop ends the request, and lets the model go
+    del chunks  # leaving the loop cancels the request and releases the model
     manager.unload("m")
     for use in (lambda: manager.stream("m", "Once"), lambda: manager.generate("m", "Once")):
         with pytest.raises(UnknownModel, match="model 'm' is not loaded"):
@@ -154,8 +154,8 @@ def test_calls_of_a_model_raise_clear_errors(manager: ModelManager) -> None:
     ):
         with pytest.raises(EngineError, match=message):
             use()
-    told = model.tokenize_chat(hello)
-    assert model.prepare_chat(hello[1:], ChatOptions(system="Be brief.")).tokens == told
+    prompt_tokens = model.tokenize_chat(hello)
+    assert model.prepare_chat(hello[1:], ChatOptions(system="Be brief.")).tokens == prompt_tokens
 
 
 def test_default_moves_when_its_model_unloads_and_back_if_it_stays(manager: ModelManager) -> None:
@@ -230,7 +230,7 @@ def test_loads_run_concurrently_and_a_failed_one_leaves_nothing(manager: ModelMa
     with pytest.raises(ModelLoadFailed, match=r"damaged\.gguf"):
         failing.result(60)
     assert sorted(entry.id for entry in manager.entries()) == ["m0", "m1", "m2"]
-    assert manager.load("bad", TINY, options=OPTIONS).id == "bad"  # the id is free again
+    assert manager.load("bad", TINY, options=OPTIONS).id == "bad"  # the id is available again
 
 
 def test_second_manager_is_rejected_until_the_first_is_closed(manager: ModelManager) -> None:
@@ -247,7 +247,7 @@ def test_unload_frees_the_memory(manager: ModelManager, tmp_path: Path) -> None:
     sizes = {"n_parallel": 8, "ctx_per_slot": 2048, "threads": 1, "cache_ram_bytes": 0}
 
     def load_and_use() -> tuple[int, int]:
-        """The memory of the process afterwards, and what the model took of it."""
+        """Return the memory of the process afterwards, and the memory that the model took."""
         model = manager.load("m", str(path), options=EngineOptions(**sizes))
         model.engine.submit(Request("r", tuple(range(300, 400)), GREEDY, max_tokens=4, ignore_eos=True)).result(60)
         taken = model.memory.total_bytes
@@ -255,11 +255,11 @@ def test_unload_frees_the_memory(manager: ModelManager, tmp_path: Path) -> None:
         return int(process.memory_info().rss), taken
 
     for _ in range(2):
-        level, taken = load_and_use()  # what llama.cpp and the allocator keep for good
+        level, taken = load_and_use()  # includes memory that llama.cpp and the allocator never return
     for _ in range(2):
         last, _ = load_and_use()
     assert taken > 40e6
-    assert last < level + taken  # a leak would have added twice as much
+    assert last < level + taken  # a leak would have added more
 
 
 def test_models_share_the_cores_unless_threads_is_set(manager: ModelManager) -> None:

@@ -1,4 +1,4 @@
-"""What models take: planned before the load, within the budget, refused before anything is allocated."""
+"""Tests of the memory of models: planned before the load, limited by the budget, and rejected before any allocation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MakeManager = Callable[..., ModelManager]
 
 @pytest.fixture
 def make_manager() -> Iterator[MakeManager]:
-    """Makes the manager of a test with the budget that it wants: so many times what the bundled model takes."""
+    """Return a function that creates a manager. Its budget is a multiple of the bundled model's memory."""
     made: list[ModelManager] = []
 
     def make(budget: Any = "auto", on_full: Any = "refuse", *, models: float | None = None) -> ModelManager:
@@ -72,7 +72,7 @@ def shape_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def footprint_of() -> Footprint:
-    """Of the bundled model with OPTIONS, for generation."""
+    """Return the planned memory of the bundled model with OPTIONS for generation."""
     return plan_load("m", resolve(TINY), OPTIONS, frozenset({"generate"}), AvailableMemory({})).footprint
 
 
@@ -96,7 +96,7 @@ def test_plan_differs_from_the_real_memory_by_at_most_a_tenth(
         real = getattr(model.memory.on("CPU"), part)
         assert real > 0, part
         assert getattr(planned.on("CPU"), part) == pytest.approx(real, rel=0.1), part
-    # Not by llama.cpp's word: the file, and the cells of a model without a window or a state.
+    # Independent of llama.cpp's log: the size of the file, and the cells of a model without a window or a state.
     assert model.memory.on("CPU").weights_bytes == pytest.approx(shape_path.stat().st_size, rel=0.1)
     if shape_path.stem == "llama" and "generate" in capabilities:
         per_value = {"f16": 2, "q8_0": 34 / 32}[cache_type]
@@ -108,7 +108,8 @@ def test_embedding_the_longest_text_takes_the_planned_memory(tmp_path: Path) -> 
     write_model(path, Shape(**{**SIZES, "n_vocab": 20_000}))
     measured = footprint.in_own_process(path, {}, "embed")  # in MiB
     assert measured["planned"] > 150
-    assert measured["planned"] == pytest.approx(measured["resident"], rel=0.2)  # the rest of the process breathes, too
+    # The memory of the rest of the process also varies.
+    assert measured["planned"] == pytest.approx(measured["resident"], rel=0.2)
 
 
 def test_model_that_does_not_fit_is_rejected_and_leaves_nothing(make_manager: MakeManager) -> None:
@@ -140,7 +141,8 @@ def test_saved_states_count_in_the_budget(make_manager: MakeManager, tmp_path: P
         assert model.options.cache_ram_bytes == model.memory.on("CPU").saved_bytes == pytest.approx(given, rel=0.01)
         assert model.memory.total_bytes == pytest.approx(needed + given, rel=0.05)
         manager.unload("m")
-    kept = EngineOptions(**shape, cache_ram_bytes=8 * MIB, cache_dir=str(tmp_path))  # and what is on its way to disk
+    # Includes states that wait to be written.
+    kept = EngineOptions(**shape, cache_ram_bytes=8 * MIB, cache_dir=str(tmp_path))
     assert manager.load("m", TINY, options=kept, capabilities=["generate"]).memory.on("CPU").saved_bytes == 11 * MIB
     manager.unload("m")
     no_use = manager.load("m", TINY, options=EngineOptions(**shape, cache_prompt=False), capabilities=["generate"])
@@ -227,7 +229,7 @@ def test_plan_leaves_nothing_behind_and_does_not_disturb_a_running_model(manager
     engine = manager.load("m", TINY, options=OPTIONS, capabilities=["generate"]).engine
     expected = engine.generate("Once upon a time", max_tokens=200, temperature=0)
     footprint_of()
-    manager.cores.close()  # its thread opens files, too
+    manager.cores.close()  # because its thread also opens files
     before, files = psutil.Process().memory_info().rss, len(os.listdir("/proc/self/fd"))
     running = threading.Thread(target=lambda: [footprint_of() for _ in range(30)])
     running.start()
@@ -242,7 +244,7 @@ def test_devices_report_the_memory_of_this_machine() -> None:
     assert (cpu.name, cpu.kind) == ("CPU", "cpu")
     assert 0 < cpu.free_bytes < cpu.total_bytes <= psutil.virtual_memory().total
     found = vram_info()
-    assert (found is None) == (len(devices()) == 1)  # of a build for the CPU: no made-up number
+    assert (found is None) == (len(devices()) == 1)  # None for a build without GPU support
 
 
 def test_layers_on_a_gpu_count_weights_cells_and_buffers_there() -> None:

@@ -1,4 +1,4 @@
-"""Every slot reads the row of logits that llama.cpp made for it, in whatever order, and the likeliest token of it."""
+"""Tests that every slot gets its own row of logits, and the likeliest token of this row, in any order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.model import LlamaModel
 
 SLOTS = 4
-STEPS = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [1, 2], [2], [0, 1, 3]]  # slots that decode; gaps are passes of their own
+STEPS = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [1, 2], [2], [0, 1, 3]]  # slots that decode in each call
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def backend() -> Iterator[LlamaBackend]:
 
 
 def decode(backend: LlamaBackend, slots: list[int], lengths: list[int]) -> list[int]:
-    """A decode call in which slots have chunks of different lengths; the batch row of each slot's last token."""
+    """Decode chunks of different lengths in these slots, and return the batch index of each slot's last token."""
     chunks = [Chunk(slot, lengths[slot], [40 + slot + i for i in range(1 + slot % 2)], True) for slot in slots]
     backend.decode(chunks)
     for chunk in chunks:
@@ -35,17 +35,17 @@ def decode(backend: LlamaBackend, slots: list[int], lengths: list[int]) -> list[
     return list(np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1)
 
 
-@pytest.mark.parametrize("asked", [SLOTS, 1])
-def test_slots_read_their_own_rows(backend: LlamaBackend, asked: int) -> None:
+@pytest.mark.parametrize("num_requested", [SLOTS, 1])
+def test_slots_read_their_own_rows(backend: LlamaBackend, num_requested: int) -> None:
     lengths = [0] * SLOTS
     for slots in STEPS:
         rows = decode(backend, slots, lengths)
-        found = [backend.likeliest(slot) for slot in slots[:asked]]  # of all together once most are asked for
+        found = [backend.likeliest(slot) for slot in slots[:num_requested]]  # found together if most were requested
         for slot, row in zip(slots, rows, strict=True):
             address = lib.llama_get_logits_ith(backend.context, int(row))
             expected = np.ctypeslib.as_array(address, (backend.n_vocab,))
             assert (backend.logits(slot) == expected).all()
-        assert found == [int(backend.logits(slot).argmax()) for slot in slots[:asked]]
+        assert found == [int(backend.logits(slot).argmax()) for slot in slots[:num_requested]]
     with pytest.raises(KeyError):
         backend.logits(2)
 

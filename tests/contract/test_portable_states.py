@@ -1,4 +1,4 @@
-"""A state in its portable form gives, with any number of slots and either layout, the logits of computing anew."""
+"""Tests that a portable state gives the logits of a fresh computation, with any number of slots and either layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_state_moves_from_any_layout_to_any_other(model: LlamaModel) -> None:
     for place in PLACES:
         with closing(backend_of(model, **place)) as backend:
             slot = backend.n_slots // 2
-            logits(backend, 0, 0, TOKENS[50:90])  # a neighbour
+            logits(backend, 0, 0, TOKENS[50:90])  # a neighbouring slot
             backend.trim(slot, 0)
             logits(backend, slot, 0, TOKENS[:90])
             early = backend.checkpoint(slot)
@@ -71,7 +71,7 @@ def test_state_moves_from_any_layout_to_any_other(model: LlamaModel) -> None:
 
 def assert_restores(backend: LlamaBackend, portable: bytes, early: bytes, expected: Any) -> None:
     slot = backend.n_slots - 1
-    data, num_tokens = backend.from_portable(bytearray(portable))  # taken over, where nothing has to be moved
+    data, num_tokens = backend.from_portable(bytearray(portable))  # converted in place if nothing must be moved
     assert num_tokens == 150
     np.testing.assert_array_equal(data, backend.from_portable(portable)[0])
     assert backend.restore(slot, data, num_tokens)

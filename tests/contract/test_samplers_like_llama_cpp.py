@@ -1,4 +1,4 @@
-"""What is left to draw from is what llama.cpp's chain of samplers leaves, with the same probabilities."""
+"""Tests that the candidates after all filters equal those of llama.cpp's samplers, with the same probabilities."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..conftest import EXAMPLES
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 KEEP_ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 BREAKERS = ("\n", ":", '"', "*", "said", "fox jumps")
-BORDERLINE = 2e-5  # of a probability: float32 there, float64 here
+BORDERLINE = 2e-5  # tolerance of a probability, which is float32 in llama.cpp and float64 here
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def weights() -> Iterator[LlamaModel]:
 
 
 class Chain:
-    """llama.cpp's samplers in the order of its common/sampling.cpp, up to the draw."""
+    """llama.cpp's samplers in the order of its common/sampling.cpp, without the final draw."""
 
     def __init__(self, weights: LlamaModel, params: SamplingParams, history: list[int]) -> None:
         self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
@@ -71,14 +71,14 @@ class Chain:
         lib.llama_sampler_chain_add(self._chain, sampler)
 
     def candidates(self, logits: np.ndarray[Any, Any]) -> dict[int, float]:
-        """Token → logit of what is left."""
+        """Return the logits of the remaining candidates by token."""
         candidates = np.zeros(len(logits), CANDIDATE)
         candidates["id"], candidates["logit"] = np.arange(len(logits)), logits
         pointer = candidates.ctypes.data_as(lib.llama_token_data_p)
         array = lib.llama_token_data_array(data=pointer, size=len(candidates), selected=-1, sorted=False)
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
-        left = [(array.data[at].id, array.data[at].logit) for at in range(array.size)]
-        return {token: logit for token, logit in left if logit > -np.inf}
+        remaining = [(array.data[at].id, array.data[at].logit) for at in range(array.size)]
+        return {token: logit for token, logit in remaining if logit > -np.inf}
 
     def close(self) -> None:
         lib.llama_sampler_free(self._chain)
@@ -102,7 +102,7 @@ def compare(weights: LlamaModel, params: SamplingParams, history: list[int], log
     sampler = TokenSampler(params, 0)
     ids, values = sampler.candidates(changed)
     ours = probabilities(dict(zip(ids.tolist(), values.tolist(), strict=True)))
-    for token in ours.keys() ^ theirs.keys():  # one more or less at the border of a filter
+    for token in ours.keys() ^ theirs.keys():  # rounding can add or remove a token at the border of a filter
         assert min(max(ours.get(token, 0), theirs.get(token, 0)), 1) < 0.02, (token, params)
     assert len(ours.keys() ^ theirs.keys()) <= 1, (ours.keys() - theirs.keys(), theirs.keys() - ours.keys(), params)
     if ours.keys() == theirs.keys():
@@ -150,7 +150,7 @@ def test_filters_keep_the_same_tokens_as_llama_cpp(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("tau", [0.5, 2.0, 5.0])  # beyond, llama.cpp's version 1 overflows, and leaves one token
+@pytest.mark.parametrize("tau", [0.5, 2.0, 5.0])  # above, llama.cpp's version 1 overflows and keeps one token
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_mirostat_keeps_the_same_tokens_as_llama_cpp(
     weights: LlamaModel, version: int, tau: float, temperature: float
@@ -161,7 +161,7 @@ def test_mirostat_keeps_the_same_tokens_as_llama_cpp(
 
 
 def test_forbidden_tokens_are_never_candidates(weights: LlamaModel) -> None:
-    """llama.cpp's typical_p counts them as numbers that are none, so ours is compared without it."""
+    """Compare without llama.cpp's typical_p, which counts forbidden tokens as NaN."""
     logits = logits_of(0, weights.info.n_vocab)
     forbidden = tuple((int(token), -np.inf) for token in np.argsort(-logits)[:3])
     for params in (KEEP_ALL, replace(KEEP_ALL, top_k=5, min_p=0.05, xtc_probability=1.0, xtc_threshold=0.05)):

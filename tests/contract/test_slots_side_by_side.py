@@ -1,4 +1,4 @@
-"""Texts do not depend on rows beside them that mean nothing, nor on moves between slots: the real llama.cpp."""
+"""Tests that texts do not depend on padding rows or on moves between slots, with the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def manager() -> Iterator[ModelManager]:
 
 
 @pytest.fixture(autouse=True)
-def dear_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes cost seconds and rows nearly nothing, whatever this machine takes."""
+def costly_decode_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make decode calls expensive and rows nearly free, independently of this machine."""
     monkeypatch.setattr(DecodeCosts, "is_measured", True, raising=False)
     for estimate in ("expected", "optimistic"):
         monkeypatch.setattr(DecodeCosts, estimate, lambda _, rows: 1 + 0.01 * rows)
@@ -65,7 +65,7 @@ def alone(manager: ModelManager, source: str, texts: list[str], **params: Any) -
 
 
 def scattered(model: Model, texts: list[str]) -> tuple[list[Completion], SlotLayout]:
-    """The completions of every other one of these; the others are cancelled in the middle, and leave holes."""
+    """Return the completions of every second text, after the others were cancelled and have left gaps between slots."""
     hold = Hold(8)
     listeners = iter([*[None] * (len(texts) - 1), hold])
     handles = submit_together(model, [request(model, text) for text in texts], lambda: next(listeners))
@@ -111,12 +111,12 @@ def test_texts_are_the_same_in_scattered_slots_and_cached_prefixes_stay(
     assert (sum(padded) > 0) == (not moves and memory.partial_reuse)
     if memory.partial_reuse and not (
         moves and shape is WindowShape
-    ):  # a window's state is taken over whole, once moved
-        cache, asked = model.engine._core.scheduler.cache, [request(model, text) for text in TEXTS]
-        reusable = [cache.longest_prefix(each.prompt, each.cache_scope) for each in asked]
-        worth = [len(each.prompt) >= MIN_SAVED_TOKENS for each in asked]
-        assert [n for n, is_worth in zip(reusable, worth, strict=True) if is_worth] == [
-            len(each.prompt) - 1 for each, is_worth in zip(asked, worth, strict=True) if is_worth
+    ):  # the state of a window can only be restored completely after a move
+        cache, requests = model.engine._core.scheduler.cache, [request(model, text) for text in TEXTS]
+        reusable = [cache.longest_prefix(each.prompt, each.cache_scope) for each in requests]
+        are_saved = [len(each.prompt) >= MIN_SAVED_TOKENS for each in requests]
+        assert [n for n, is_saved in zip(reusable, are_saved, strict=True) if is_saved] == [
+            len(each.prompt) - 1 for each, is_saved in zip(requests, are_saved, strict=True) if is_saved
         ]
     again = [model.engine.submit(request(model, text)).result(PATIENCE_S) for text in TEXTS]
     assert [completion.tokens for completion in again] == expected
@@ -139,8 +139,8 @@ def test_completions_of_one_prompt_are_moved_together(manager: ModelManager) -> 
     expected = single.engine.submit(many).result(PATIENCE_S)
     hold = Hold(8)
     listeners = iter([None, None, hold])
-    asked = [*(request(model, text) for text in TEXTS[:2]), many]
-    first, second, handle = submit_together(model, asked, lambda: next(listeners))
+    requests = [*(request(model, text) for text in TEXTS[:2]), many]
+    first, second, handle = submit_together(model, requests, lambda: next(listeners))
     assert hold.reached.wait(PATIENCE_S)
     first.cancel()
     late = model.engine.submit(request(model, TEXTS[5]))

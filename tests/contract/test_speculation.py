@@ -1,4 +1,4 @@
-"""Texts are the same with drafts and without: the real llama.cpp, the bundled model, all that chooses a token."""
+"""Tests that texts are the same with and without draft tokens, with the real llama.cpp and all sampling parameters."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def case_of(model: Model, name: str, prompt: Sequence[int], **params: Any) -> Re
 
 
 def requests_of(model: Model) -> list[Request]:
-    """One of each case, in stories of different lengths, and a chat that thinks and calls a tool."""
+    """Return one request per case, with stories of different lengths, and a chat with reasoning and a tool call."""
     prompts = [model.tokenize(STORY * (1 + at % 3)) for at in range(len(CASES))]
     requests = [case_of(model, name, prompt, **CASES[name]) for name, prompt in zip(CASES, prompts, strict=True)]
-    asked = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
     options = ChatOptions(tools=[WEATHER_TOOL], enable_thinking=True, thinking_budget=3)
-    chat = model.prepare_chat(asked, options)
+    chat = model.prepare_chat(messages, options)
     return [*requests, case_of(model, "chat", chat.tokens, reply=chat.reply, ignore_eos=False, **chat.sampling)]
 
 
@@ -78,7 +78,7 @@ def wrong_here_and_there(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 class Side:
-    """The plain engine and one that guesses, with what the plain one says to each request alone."""
+    """A plain engine, an engine with speculation, and the texts of the plain engine for each request alone."""
 
     def __init__(self, manager: ModelManager, layout: str) -> None:
         options = {"threads": 1, "ctx_per_slot": 512, "n_parallel": SLOTS, "kv_layout": layout, **EXACT}
@@ -111,7 +111,7 @@ def together(side: Side) -> list[Completion]:
 
 
 def preempted(side: Side) -> list[Completion]:
-    """Urgent requests take the slots of those that run, in the midst of their drafts."""
+    """Let urgent requests preempt the running ones while these have draft tokens."""
     before, hold = side.core.scheduler.num_preemptions, Hold(8)
     first, *others = side.requests
     handles = [side.guessing.engine.submit(first, hold), *(side.guessing.engine.submit(r) for r in others)]
@@ -125,7 +125,7 @@ def preempted(side: Side) -> list[Completion]:
 
 
 def resumed(side: Side) -> list[Completion]:
-    """Half of each comes from the plain engine, as from another worker."""
+    """Let the plain engine compute half of each text first, as another worker would."""
     halves = []
     for request, whole in zip(side.requests, side.expected, strict=True):
         every = [(each.tokens, each.logprobs or ()) for each in (whole, *whole.alternatives)]

@@ -1,4 +1,4 @@
-"""The writer of random-weight models makes files that llama.cpp runs."""
+"""Tests that llama.cpp can run the models with random weights that the GGUF writer creates."""
 
 from __future__ import annotations
 

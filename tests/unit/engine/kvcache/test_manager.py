@@ -1,4 +1,4 @@
-"""What the cache moves, and what it does not: on the fake backend's cells, whose states have a byte per token."""
+"""Tests of the KV cache on the fake backend, whose states have one byte per token: what is copied, saved and reused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, Ce
 
 @dataclass
 class CountingBackend(FakeBackend):
-    """Notes every state that is copied out."""
+    """A fake backend that records each saved slot."""
 
     saved: list[int] = field(default_factory=list)
     on_save: Any = None
@@ -27,7 +27,7 @@ class CountingBackend(FakeBackend):
 
 
 def fill(cache: KvCache, slot: int, tokens: list[int]) -> None:
-    """A sequence of these tokens runs in the slot and ends there."""
+    """Run a sequence of these tokens in the slot until it finishes."""
     cache.assign_slot(Placement(slot, None, 0), tokens, "")
     backend = cache.memory
     assert isinstance(backend, FakeBackend)
@@ -61,13 +61,13 @@ def test_quota_holds_while_a_state_is_copied() -> None:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-@pytest.mark.parametrize("worth", [False, True])
-def test_prefix_is_copied_only_if_the_copy_costs_less_than_it_saves(unified: bool, worth: bool) -> None:
+@pytest.mark.parametrize("is_cheap", [False, True])
+def test_prefix_is_copied_only_if_the_copy_costs_less_than_it_saves(unified: bool, is_cheap: bool) -> None:
     cache, _ = new_cache(ram_bytes=0, unified=unified)
-    shared = MOVE_COST_TOKENS + 3000 // MOVED_PER_TOKEN + (1 if worth else 0)
+    shared = MOVE_COST_TOKENS + 3000 // MOVED_PER_TOKEN + (1 if is_cheap else 0)
     fill(cache, 0, list(range(3000)))
     placement = cache.find_slot([*range(shared), -1, -2], "", idle=[1, 2])
-    assert placement.source == (0 if worth or unified else None)  # in a pool nothing is moved
+    assert placement.source == (0 if is_cheap or unified else None)  # a pool shares cells and moves nothing
 
 
 def test_saved_state_stays_in_ram_when_the_pool_has_too_few_cells() -> None:
@@ -129,16 +129,16 @@ def test_window_is_reused_in_its_slot_and_only_completely_from_ram() -> None:
 
 
 def test_longer_saved_state_replaces_a_shorter_one_if_it_can_be_cut_to_it() -> None:
-    for window, kept in ((0, 1), (50, 2), (400, 1)):
+    for window, num_states in ((0, 1), (50, 2), (400, 1)):
         cache, _ = new_cache(window=window)
         for length in (200, 300):
             fill(cache, 0, list(range(length)))
             cache.clear(0)
-        assert len(cache.ram) == kept
+        assert len(cache.ram) == num_states
 
 
 def checkpointed(cache: KvCache, slot: int, tokens: list[int], *lengths: int) -> None:
-    """As `fill`, with checkpoints at these lengths."""
+    """Fill a slot like `fill`, and take checkpoints at these lengths."""
     cache.assign_slot(Placement(slot, None, 0), tokens, "")
     backend = cache.memory
     assert isinstance(backend, FakeBackend)
@@ -160,7 +160,7 @@ def test_checkpoints_follow_copied_saved_and_restored_states_and_count_once() ->
     assert [cache.checkpoints.longest(placement.slot, n) for n in (99, 150, 400)] == [0, 100, 200]
     cache.clear(0)
     cache.wipe(placement.slot)
-    assert cache.checkpoints.used_bytes == 3 * 4  # they are with what was saved
+    assert cache.checkpoints.used_bytes == 3 * 4  # saved states keep them
     restored = cache.find_slot([*tokens[:350], -1], "", idle=[2])
     assert cache.assign_slot(restored, [*tokens[:350], -1], "") == 300
     assert [cell.token for cell in backend.cells[2]] == tokens[:300]
@@ -168,7 +168,7 @@ def test_checkpoints_follow_copied_saved_and_restored_states_and_count_once() ->
 
 
 def test_checkpoints_use_half_of_the_quota_and_evict_the_least_recently_used() -> None:
-    cache, _ = new_cache(ram_bytes=16, partial_reuse=False)  # two checkpoints, and no state
+    cache, _ = new_cache(ram_bytes=16, partial_reuse=False)  # enough for two checkpoints and no state
     checkpointed(cache, 0, list(range(400)), 100, 200)
     cache.checkpoints.at(0, 100)
     checkpointed(cache, 1, [7] * 200, 100)

@@ -1,4 +1,4 @@
-"""The prefix index tells what a search through everything would tell; cells are counted once."""
+"""Tests that the prefix index finds the same as a full search, and that cells are counted once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cellama.engine.kvcache.prefix import PrefixIndex, common_length
 
 from ....conftest import EXAMPLES
 
-TOKENS = st.lists(st.integers(0, 2), max_size=12)  # few different tokens: many shared prefixes, many splits
+TOKENS = st.lists(st.integers(0, 2), max_size=12)  # few different tokens, for many shared prefixes and splits
 LONG = st.builds(lambda head, body, tail: head + [7] * body + tail, TOKENS, st.integers(0, 200), TOKENS)
 SCOPES = st.sampled_from(["", "tenant"])
 
@@ -27,7 +27,7 @@ def brute_force(entries: dict[int, tuple[list[int], str]], tokens: list[int], sc
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """Any order of inserting, replacing and removing."""
+    """Inserts, replaces and removes entries in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_behind(self) -> None:
-        """No node without a holder, and no chain of nodes that one could be."""
+        """Check that every node has a holder, and that no chain of nodes could be a single node."""
         nodes = [child for root in self.index._roots.values() for child in root.children.values()]
         assert bool(self.index._roots) == bool(self.entries)
         while nodes:
@@ -98,7 +98,7 @@ def test_common_length_equals_a_plain_loop(left: list[int], right: list[int], st
 
 
 class CellsMachine(RuleBasedStateMachine):
-    """Against cells as objects: shared ones are the same object."""
+    """Compares the counts with cells that are objects, where shared cells are the same object."""
 
     def __init__(self) -> None:
         super().__init__()

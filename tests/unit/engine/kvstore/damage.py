@@ -1,4 +1,4 @@
-"""What can become of a file with a state: damage by disks, crashes, other programs, other users and forgers."""
+"""Ways to damage a file with a state, as disks, crashes, other programs, other users and forgers do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Damage = Callable[[random.Random, Path, Path], None]
 
 
 def damage(drawn: random.Random, path: Path, other: Path) -> str:
-    """Does something to the file at `path`, for which bytes of `other`, a good file, may be taken; what it was."""
+    """Damage the file at `path`, possibly with bytes of the valid file `other`, and return the kind of damage."""
     name = drawn.choice(sorted(KINDS))
     KINDS[name](drawn, path, other)
     return name
@@ -51,7 +51,7 @@ def grow(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def lose_a_page(drawn: random.Random, path: Path, other: Path) -> None:
-    """As after a loss of power, where a file system writes its lengths first."""
+    """Clear a page, as after a power failure when the file system has written only the length."""
     data = bytearray(path.read_bytes())
     start = drawn.randrange(0, len(data), 4096)
     data[start : start + 4096] = bytes(len(data[start : start + 4096]))
@@ -63,7 +63,7 @@ def take_a_part_of_another(drawn: random.Random, path: Path, other: Path) -> Non
     start = drawn.randrange(min(len(data), len(foreign)))
     length = drawn.randrange(32, 100_000)
     data[start : start + length] = foreign[start : start + length]
-    data += b"\0" * (data == path.read_bytes())  # it must differ
+    data += b"\0" * (data == path.read_bytes())  # so that the data differ
     _overwrite(path, data)
 
 
@@ -78,10 +78,10 @@ def be_of_another_version(drawn: random.Random, path: Path, other: Path) -> None
 
 
 def tell_huge_lengths(drawn: random.Random, path: Path, other: Path) -> None:
-    """With a digest that is right: what follows from the lengths must be checked on its own."""
+    """Write huge lengths with a valid digest, because lengths must be checked separately."""
     data = bytearray(path.read_bytes())
     (head_bytes,) = struct.unpack_from("<I", data, 12)
-    if drawn.random() < 0.3:  # of a part
+    if drawn.random() < 0.3:  # the length of a part
         struct.pack_into("<Q", data, head_bytes - 32 - 32 + 8, drawn.choice((HUGE, 2**64 - 1, 2**63, 0)))
     else:
         place = drawn.choice((12, 16, 20, 24, 28))
@@ -99,7 +99,7 @@ def be_empty(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def be_a_link(drawn: random.Random, path: Path, other: Path) -> None:
-    """To itself, to nothing, to a device that never ends, or to a good file elsewhere."""
+    """Replace the file by a link to itself, to nothing, to an endless device, or to a valid file elsewhere."""
     away = path.with_name(f"away-{path.stem}")
     os.replace(path, away)
     path.symlink_to(drawn.choice((away, path, Path("/dev/zero"), Path("/nowhere"))))
@@ -111,7 +111,7 @@ def be_a_folder(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def be_a_pipe(drawn: random.Random, path: Path, other: Path) -> None:
-    """Whoever opens one waits for its other end."""
+    """Replace the file by a pipe, which blocks a reader until a writer opens it."""
     path.unlink()
     os.mkfifo(path, 0o600)
 
@@ -140,7 +140,7 @@ def vanish(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def _with_digest(data: bytearray, head_bytes: int | None = None) -> bytearray:
-    """With the digest of a head over what is there now."""
+    """Return the data with a valid digest of the head."""
     if head_bytes is None:
         (head_bytes,) = struct.unpack_from("<I", data, 12)
     data[head_bytes - 32 : head_bytes] = sha256(data[: head_bytes - 32]).digest()

@@ -1,4 +1,4 @@
-"""States for tests, and a folder's store that tells when it is done."""
+"""States for tests, and functions that wait for a store."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PATIENCE_S = 60.0
 def state_of(
     tokens: Sequence[int], size: int = 5000, *, seed: bytes = SEED, first_cut: int = 0, cuts: Sequence[int] = ()
 ) -> StoredState:
-    """A state whose bytes follow from its tokens."""
+    """Return a state whose bytes are derived from its tokens."""
     drawn = random.Random(repr(list(tokens)))
     checkpoints: Mapping[int, bytes] = {length: drawn.randbytes(size // 10 + 1) for length in cuts}
     return StoredState(seed, tokens, first_cut, drawn.randbytes(size), checkpoints)
 
 
 def is_equal(one: StoredState | None, other: StoredState) -> bool:
-    """True if they are the same state."""
+    """Return whether both states are equal."""
     if one is None:
         return False
     heads = [(s.seed, list(s.tokens), s.first_cut, bytes(s.data), s.scope) for s in (one, other)]
@@ -35,19 +35,19 @@ def is_equal(one: StoredState | None, other: StoredState) -> bool:
 
 
 def save(store: StateStore, *states: StoredState) -> int:
-    """How many were written."""
+    """Write states, and return how many were written."""
     for state in states:
         offer(store, state)
     return store.flush(time.monotonic() + PATIENCE_S)
 
 
 def offer(store: StateStore, state: StoredState) -> bool:
-    """Whether it is taken."""
+    """Offer a state, and return whether the store accepted it."""
     return store.offer(lambda: state, 1.0, state.num_bytes)
 
 
 def load(store: StateStore, match: StateMatch | None) -> StoredState | None:
-    """What is read for a match."""
+    """Return the state that the store reads for a match."""
     assert match is not None
     loaded: queue.SimpleQueue[StoredState | None] = queue.SimpleQueue()
     store.load(match, loaded.put)

@@ -1,4 +1,4 @@
-"""What a state on disk is worth: only what is read faster than it is computed."""
+"""Tests of the seconds that a state on disk saves."""
 
 from __future__ import annotations
 

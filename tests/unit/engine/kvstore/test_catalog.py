@@ -1,4 +1,4 @@
-"""The search in the catalog finds what comparing every state token by token finds."""
+"""Tests that the catalog finds the same states as a comparison of every state token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cellama.engine.kvstore.keys import BLOCK, key_and_blocks, pack_tokens, seed
 from cellama.engine.kvstore.states import StateHead, StateMatch, StatePart, StoreCounters, usable
 
 SEEDS = [seed_of(b"model", (), scope) for scope in ("", "tenant")]
-# Few different blocks, so that contexts share many; tails of any length.
+# Few different blocks, so that contexts share many of them, and tails of any length.
 CONTEXTS = st.builds(
     lambda blocks, tail: array("I", [b for block in blocks for b in [block] * BLOCK] + [7] * tail),
     st.lists(st.integers(0, 1), min_size=0, max_size=5),
@@ -32,7 +32,7 @@ def head_of(
 
 
 def brute_force(heads: list[StateHead], seed: bytes, tokens: array[int]) -> tuple[int, int]:
-    """The longest usable prefix of at least a block, and the size of the smallest file that has it."""
+    """Return the longest usable prefix of at least a block, and the size of the smallest file that has it."""
     best = (0, 0)
     for head in heads:
         if head.seed == seed:

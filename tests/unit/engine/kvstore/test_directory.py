@@ -1,4 +1,4 @@
-"""The folder that processes share: quota, who goes first, pins, what dead processes left, who is trusted."""
+"""Tests of the shared directory: quota, eviction, pins, files of dead writers, and permissions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def key(number: int) -> str:
 def put(
     folder: StateDirectory, number: int, size: int = 100, *, used: int | None = None, identity: bytes = b"a"
 ) -> Path:
-    """A file of that key."""
+    """Create a file with this key."""
     directory = folder.directory_of(identity)
     folder.prepare(directory)
     file = folder.create(directory, size)
@@ -164,7 +164,7 @@ def test_quota_holds_while_threads_write_concurrently(tmp_path: Path) -> None:
             with folders[0].locked():
                 sizes: dict[int, int] = {}
                 for path in tmp_path.glob("*/*"):
-                    with contextlib.suppress(FileNotFoundError):  # another one gave it its name just then
+                    with contextlib.suppress(FileNotFoundError):  # another thread has just renamed it
                         sizes[path.stat().st_ino] = path.stat().st_size
                 most.append(sum(sizes.values()))
 

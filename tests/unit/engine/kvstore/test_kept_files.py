@@ -1,6 +1,6 @@
-"""Files with KV states damaged in every way, and processes killed while they write: what is read, and what stays?
+"""Tests with files damaged in every way, and with processes killed during a write.
 
-No model is run: states are random bytes that follow from their tokens, so that a wrong one would be noticed.
+No model is used. States are random bytes derived from their tokens, so that a wrong state is detected.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .writer import IDENTITY, SEED, WRITER_QUOTA, state_of
 NUM_DAMAGED = 300
 PER_FOLDER = 50
 QUOTA = 1 << 30
-NUM_GOOD = 2  # beside them: they must still be read
+NUM_GOOD = 2  # undamaged files, which must still be read
 NUM_WRITERS, NUM_TORN = 2, 3
-MOST_IN_VAIN = 50  # kills for each that is to leave a half-written file
+MAX_KILLS = 50  # per kill that must leave an unfinished file
 
 
 def test_damaged_files_count_as_misses_and_other_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the files are damaged after the store has looked at them, the others before."""
-    monkeypatch.setattr(catalog, "SCAN_TIMEOUT_S", PATIENCE_S)  # no look gives up while files are read
+    """Damage half of the files after the store has scanned them, and the others before."""
+    monkeypatch.setattr(catalog, "SCAN_TIMEOUT_S", PATIENCE_S)  # searches wait for a running scan
     drawn, found = random.Random(1), Damaged()
     while (left := NUM_DAMAGED - found.files.total()) > 0:
         with tempfile.TemporaryDirectory() as folder:
@@ -53,10 +53,10 @@ def test_damaged_files_count_as_misses_and_other_files_are_read(monkeypatch: pyt
 
 @dataclass
 class Damaged:
-    """What became of damaged files."""
+    """Results of reading damaged files."""
 
-    files: Counter[str] = field(default_factory=Counter)  # by kind of damage
-    wrong: Counter[str] = field(default_factory=Counter)  # the same: a state was given nevertheless
+    files: Counter[str] = field(default_factory=Counter)  # number by kind of damage
+    wrong: Counter[str] = field(default_factory=Counter)  # number by kind of damage for which a state was returned
     num_uncounted: int = 0
     num_good_lost: int = 0
 
@@ -92,22 +92,20 @@ def _look(
 
 
 def test_directory_stays_consistent_when_writers_are_killed() -> None:
-    """Writers share a folder; one is killed at a time, in the midst of a file, and another one takes its place."""
+    """Kill one of several writers at a time during a write, and start another one."""
     drawn, found = random.Random(1), Killed()
     with tempfile.TemporaryDirectory() as path:
         folder = StateDirectory(Path(path), WRITER_QUOTA)
         writers = [_start(folder, drawn) for _ in range(NUM_WRITERS)]
         try:
-            while found.num_torn < NUM_TORN and found.num_kills < MOST_IN_VAIN * NUM_TORN:
+            while found.num_torn < NUM_TORN and found.num_kills < MAX_KILLS * NUM_TORN:
                 victim = drawn.randrange(NUM_WRITERS)
                 _wait_for_writing(folder, drawn.randrange(1, 6), found)
                 _end(writers[victim])
                 found.num_kills += 1
                 found.num_torn += num_ownerless(folder) > 0
                 _look_at(folder, found)
-                StateDirectory(folder.root, WRITER_QUOTA).prepare(
-                    folder.directory_of(IDENTITY)
-                )  # as its successor does
+                StateDirectory(folder.root, WRITER_QUOTA).prepare(folder.directory_of(IDENTITY))  # like the next writer
                 writers[victim] = _start(folder, drawn)
         finally:
             for process in writers:
@@ -120,14 +118,14 @@ def test_directory_stays_consistent_when_writers_are_killed() -> None:
 
 @dataclass
 class Killed:
-    """What was seen of a folder whose writers are killed again and again."""
+    """Observations of a directory whose writers are killed repeatedly."""
 
     num_kills: int = 0
-    num_torn: int = 0  # kills that left a half-written file behind
-    num_over: int = 0  # looks that found more than the quota
+    num_torn: int = 0  # kills that left an unfinished file
+    num_over: int = 0  # checks that found more bytes than the quota
     num_states: int = 0
-    num_wrong: int = 0  # of those that were read at the end
-    num_left: int = 0  # half-written files after the next start
+    num_wrong: int = 0  # of the states that were read at the end
+    num_left: int = 0  # unfinished files after the next start
 
 
 def _start(folder: StateDirectory, drawn: random.Random) -> subprocess.Popen[bytes]:
@@ -140,7 +138,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_for_writing(folder: StateDirectory, num_changes: int, found: Killed) -> None:
-    """Until files have come so many times, and one is being written; the quota is looked at meanwhile."""
+    """Wait until a number of files were started and one is unfinished. Check the quota in the meantime."""
     deadline = time.monotonic() + PATIENCE_S
     seen: set[str] = set()
     while time.monotonic() < deadline:
@@ -155,7 +153,7 @@ def _wait_for_writing(folder: StateDirectory, num_changes: int, found: Killed) -
 
 
 def _look_at(folder: StateDirectory, found: Killed) -> None:
-    """Under the folder's lock: files only get their names meanwhile, which does not change what there is."""
+    """Check the quota under the lock of the directory. Files can only be renamed at the same time."""
     if not folder.root.joinpath(".lock").exists():
         return
     with folder.locked():
@@ -172,12 +170,12 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def drafts(folder: StateDirectory) -> set[str]:
-    """Files that are being written, or were."""
+    """Return the names of the unfinished files."""
     return {path.name for path in folder.root.glob("*/.*.tmp")}
 
 
 def num_ownerless(folder: StateDirectory) -> int:
-    """Files that were being written by a process that is gone."""
+    """Return the number of unfinished files whose writer is dead."""
     count = 0
     for path in folder.root.glob("*/.*.tmp"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:

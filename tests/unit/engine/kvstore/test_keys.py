@@ -1,4 +1,4 @@
-"""Keys: whatever changes cells, or who may see them, changes the key."""
+"""Tests that everything that changes cells, or their scope, changes the key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_seeds_differ_in_identity_adapters_scales_and_scope() -> None:
 
 
 def test_key_is_the_same_in_every_process_and_version() -> None:
-    """Files are named by it: a change of this value is a change of the format."""
+    """Check this because files are named by their keys. A change of this value is a change of the format."""
     tokens = list(range(BLOCK + 1))
     block = sha256(SEED + b"".join(token.to_bytes(4, "little") for token in tokens[:BLOCK])).digest()
     assert block_keys(SEED, tokens) == [block]

@@ -1,4 +1,4 @@
-"""The thread that reads: memory for what comes, and no wait for what is written."""
+"""Tests of the reading thread: prepared memory, and no waiting for writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = list(range(300))
 
 
 def has_two_pieces(store: StateStore) -> bool:
-    """Whole ones: a piece that is nearly there would not be finished once the engine works."""
+    """Return whether both buffers are complete. An unfinished one is not continued while the engine computes."""
     return store.warm_bytes > 2 << 20 and not store._reader.memory.needs_buffer
 
 
@@ -30,7 +30,7 @@ def has_two_pieces(store: StateStore) -> bool:
 def test_memory_for_future_states_is_prepared_while_the_engine_is_idle(tmp_path: Path) -> None:
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         save(store, state_of(TOKENS, 1 << 20))
-    with closing(StateStore(tmp_path, QUOTA, IDENTITY, warm_bytes=5 << 19)) as store:  # two of them
+    with closing(StateStore(tmp_path, QUOTA, IDENTITY, warm_bytes=5 << 19)) as store:  # two states
         wait_until(lambda: has_two_pieces(store), "memory for two states")
         store.note_busy(True)
         for left in (1, 0, 0):
@@ -42,11 +42,11 @@ def test_memory_for_future_states_is_prepared_while_the_engine_is_idle(tmp_path:
 
 @pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="times of access are always noted")
 def test_search_does_not_change_the_access_time_of_the_directory(tmp_path: Path) -> None:
-    """That would wait for the journal of the file system, and so for what is written."""
+    """Check this because the update would wait for the file system's journal, and thus for writes."""
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         save(store, state_of(TOKENS))
         folder = store.directory.find(state_of(TOKENS).key)[0].parent
-    os.utime(folder, (1, folder.stat().st_mtime))  # now that no thread counts what is in it
+    os.utime(folder, (1, folder.stat().st_mtime))  # when no thread scans it any more
     assert StateCatalog(folder, StoreCounters()).longest(SEED, TOKENS) is not None
     assert folder.stat().st_atime == 1
 

@@ -1,4 +1,4 @@
-"""States that wait to be written: what saves most comes first, within bounds, and out of the engine's way."""
+"""Tests of the queue of states to write: order, limits, and the credit for writing during computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
 
 
 class Setup:
-    """A queue with a clock that stands still."""
+    """A queue with a clock that does not advance by itself."""
 
     def __init__(self, max_bytes: int = 1000) -> None:
         self.clock, self.counters = Clock(), StoreCounters()
@@ -30,7 +30,7 @@ class Setup:
         return self.queue.offer(lambda: None, saved_s, num_bytes)
 
     def take(self, core_s: float = 0.0) -> float | None:
-        """What the next state saves, which is written at once; None if none may be written."""
+        """Take and finish the next state, and return its saving; None if no state may be written."""
         offer = self.queue.take(0.0)
         if offer is None:
             return None
@@ -38,7 +38,7 @@ class Setup:
         return offer.expected_saved_s
 
     def write_all(self) -> threading.Thread:
-        """A thread that writes until the queue is closed."""
+        """Start a thread that writes until the queue is closed."""
 
         def write() -> None:
             while not self.queue.is_closed:
@@ -51,7 +51,7 @@ class Setup:
 
 
 def in_debt(debt_s: float = 1.0) -> Setup:
-    """A queue beside a working engine, whose credit is used up."""
+    """Return a queue of a computing engine whose credit is used up."""
     setup = Setup()
     setup.queue.note_busy(True)
     setup.offer(1.0)
@@ -70,7 +70,7 @@ def test_full_queue_drops_the_smallest_saving_and_holds_one_state_of_any_size() 
     setup = Setup(max_bytes=100)
     assert setup.offer(2.0, 60)
     assert not setup.offer(1.0, 60)
-    assert setup.offer(2.0, 60)  # of equals the oldest goes
+    assert setup.offer(2.0, 60)  # drops the oldest of equal savings
     assert setup.offer(3.0, 5000)
     assert setup.counters.drops == 3
     assert setup.take() == 3.0

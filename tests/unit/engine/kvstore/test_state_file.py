@@ -1,4 +1,4 @@
-"""The format: what is written is read back, all else is a miss with a reason."""
+"""Tests of the file format: valid files are read unchanged, and all others are misses with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier on disk: what one process saves another one finds; what a folder refuses costs nothing but time."""
+"""Tests of the store: states are shared between processes, and problems with the directory only cost time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ TOKENS = list(range(300))
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Stores on one folder, closed in the end. No look gives up while files are read."""
+    """Return a function that opens stores on one directory, and close them in the end.
+
+    Searches wait for a running scan, however long it takes.
+    """
     monkeypatch.setattr(catalog, "SCAN_TIMEOUT_S", PATIENCE_S)
     stores: list[StateStore] = []
 
@@ -49,7 +52,7 @@ def clear(store: StateStore) -> None:
 
 
 def lengths(store: StateStore) -> list[int]:
-    """Tokens of each state in the directory."""
+    """Return the number of tokens of each state in the directory."""
     heads = [read_head(file.path) for file in store.directory.states()]
     return sorted(len(head.tokens) for head in heads if isinstance(head, StateHead))
 
@@ -201,7 +204,7 @@ def test_writing_is_suspended_with_one_log_line_when_the_directory_refuses(
     assert len(caplog.records) == 1
     assert "retry_s=60" in caplog.text
     assert not offer(store, state_of([9] * 100))
-    assert 2 <= store.counters.drops <= 6  # the others were not taken
+    assert 2 <= store.counters.drops <= 6  # the others were not accepted
     assert load(store, store.longest(SEED, TOKENS)) is not None
     assert not list(store.directory.root.glob("*/.*.tmp"))
 

@@ -1,4 +1,4 @@
-"""Memory for the next states: as much as is expected waits, and what is taken has the size that was asked for."""
+"""Tests of prepared memory: number and size of the buffers, and the size of the returned memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is too muc
 
 
 def warm(max_bytes: int, piece_bytes: int) -> WarmMemory:
-    """All pieces are there."""
+    """Return a WarmMemory with all of its buffers."""
     memory = WarmMemory(max_bytes)
     memory.expect(piece_bytes)
     while memory.needs_buffer:
