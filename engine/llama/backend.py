@@ -499,7 +499,7 @@ class Outputs:
     """
 
     def __init__(self, context: Any, num_rows: int, n_vocab: int) -> None:
-        """A decode call has at most `num_rows` rows."""
+        """Expect at most `num_rows` rows per decode call."""
         self._context = context
         self._shape = num_rows, n_vocab
         self._addresses: dict[int, tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = {}

@@ -161,7 +161,7 @@ class PairFormat:
     def _filled(self, template: str, texts: Mapping[str, str]) -> list[int]:
         """Return the tokens of a template with these texts filled in.
 
-        Only the template's control tokens are recognised.
+        Control tokens in the texts are recognised only with `control_tokens_in_text`.
         """
         parts = re.split("({query}|{document})", template)
         text = "".join(texts.get(part, part) for part in parts)

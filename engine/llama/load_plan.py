@@ -33,7 +33,7 @@ from .model import LlamaModel
 
 _FLOAT_BYTES = 4
 _PROBE = "Planning 1 load."
-CHEAP_CELLS = 1 << 20  # largest first dry context; the bookkeeping of its cells takes 50 MB
+CHEAP_CELLS = 1 << 20  # larger dry contexts are approached in steps; the bookkeeping of this many cells takes 50 MB
 # Architectures without a KV cache (create_memory in llama.cpp's llama-model.cpp). Some have no metadata for it.
 ENCODERS = frozenset(
     "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe neo-bert eurobert modern-bert gemma-embedding "

@@ -92,8 +92,8 @@ def _whole(data: memoryview, num_blocks: int | None) -> Iterator[tuple[_Streams,
                 yield streams, end
 
 
-def _blocks(data: memoryview, at: int, left: int | None, extra: int) -> Iterator[tuple[_Streams, int]]:
-    if left == 0 or (left is None and at == len(data)):
+def _blocks(data: memoryview, at: int, num_blocks: int | None, extra: int) -> Iterator[tuple[_Streams, int]]:
+    if num_blocks == 0 or (num_blocks is None and at == len(data)):
         yield [], at
         return
     try:
@@ -101,7 +101,7 @@ def _blocks(data: memoryview, at: int, left: int | None, extra: int) -> Iterator
     except (ValueError, struct.error):
         return
     for streams, end in ends:
-        for others, last in _blocks(data, end, None if left is None else left - 1, extra):
+        for others, last in _blocks(data, end, None if num_blocks is None else num_blocks - 1, extra):
             yield [streams, *others], last
 
 

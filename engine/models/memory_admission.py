@@ -48,7 +48,7 @@ log = event_logger(__name__)
 
 TIMEOUT_S = 120.0  # a plan usually takes less than 1 s, and a few seconds while an engine is busy
 CPU_S = 60  # seconds of processor time; a plan takes less than 1 s
-MIN_DATA_BYTES = 2 << 30  # limit of the child's allocations on machines with less RAM; otherwise all RAM
+MIN_DATA_BYTES = 2 << 30  # the child may allocate the free RAM, and at least this
 _BUILD_DIRECTORY = re.compile(r"^\S*/(?=[\w.-]+:\d+:)")  # the path of the source file in an assertion's message
 _ERRORS: dict[str, type[EngineError]] = {
     error.code: error for error in (ModelLoadFailed, WrongCapability, InvalidRequest)
@@ -99,7 +99,7 @@ class MemoryAdmission:
         with self._plan_lock:
             while True:
                 available = self.budget.available()
-                plan = at_low_priority(functools.partial(plan_apart, model_id, path, options, requested, available))
+                plan = at_low_priority(functools.partial(plan_in_child, model_id, path, options, requested, available))
                 shortage = None if self.budget.limit == "unlimited" else available.shortage(plan.footprint)
                 if shortage is None:
                     break
@@ -193,7 +193,7 @@ def vram_info() -> Vram | None:
 # The plan, in a child process
 
 
-def plan_apart(
+def plan_in_child(
     model_id: str,
     path: Path,
     options: EngineOptions,
@@ -213,9 +213,8 @@ def plan_apart(
             f"draft: model {model_id!r} generates no tokens and can't have a draft model; remove the option draft"
         )
     draft = _plan_draft(path, plan.options, available)
-    if (
-        available.shortage(plan.footprint.plus(draft)) is not None
-    ):  # the sizes chosen for unset options left no memory for the draft
+    if available.shortage(plan.footprint.plus(draft)) is not None:
+        # The sizes chosen for unset options take the memory of the draft model, so plan again with what remains.
         plan = _plan_one(model_id, path, options, requested, available.minus(draft))
         draft = _plan_draft(path, plan.options, available)
     return replace(plan, footprint=plan.footprint.plus(draft))

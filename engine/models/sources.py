@@ -72,7 +72,7 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
     if source.startswith("bundled://"):
         return _bundled(source.removeprefix("bundled://"))
     if source.startswith(HUB_PREFIX):
-        return _check(fetch(source, hub_options))
+        return _check(download(source, hub_options))
     if "://" in source:
         raise ModelLoadFailed(
             f"{source!r} has an unknown scheme; use a path to a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny"
@@ -81,7 +81,7 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
 
 
 def check_source(source: str) -> None:
-    """Raise ModelLoadFailed if no load of this source can succeed. Nothing is fetched from the hub."""
+    """Raise ModelLoadFailed if no load of this source can succeed. Nothing is downloaded."""
     if source.startswith(HUB_PREFIX):
         HubFile.parse(source)
     else:
@@ -126,7 +126,7 @@ def _check(path: Path) -> Path:
 # The hub
 
 
-def fetch(source: str, options: HubOptions) -> Path:
+def download(source: str, options: HubOptions) -> Path:
     """Download all parts of a source to the cache, and return the first one. Raises ModelLoadFailed."""
     hub_file = HubFile.parse(source)
     try:

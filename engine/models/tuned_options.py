@@ -62,7 +62,7 @@ def conditions(options: EngineOptions) -> Conditions:
     return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
 
 
-def keep(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
+def store_result(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
     """Store a result, replacing an earlier one for the same conditions, and return its file. Raises OSError."""
     path = directory() / f"{fingerprint}.json"
     others = [result for result in _results(path) if result["conditions"] != given]
@@ -74,7 +74,7 @@ def keep(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
     return path
 
 
-def recall(fingerprint: str, given: Conditions) -> Setup | None:
+def find_result(fingerprint: str, given: Conditions) -> Setup | None:
     """Return the chosen setup of a model for these conditions, or None if it was not measured."""
     path = directory() / f"{fingerprint}.json"
     for result in _results(path):
@@ -100,7 +100,7 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
         return options, ()
     from cellama.engine.llama import fingerprint
 
-    setup = recall(fingerprint(path), conditions(options))
+    setup = find_result(fingerprint(path), conditions(options))
     if setup is None:
         return options, ()
     found = {name: value for name in names if (value := getattr(setup, name)) is not None}

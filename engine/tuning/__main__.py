@@ -34,7 +34,9 @@ def main() -> int:
         return 130
     kept, problem = None, None
     try:
-        kept = str(tuned_options.keep(result.fingerprint, tuned_options.conditions(options), result.chosen.setup))
+        kept = str(
+            tuned_options.store_result(result.fingerprint, tuned_options.conditions(options), result.chosen.setup)
+        )
     except OSError as error:
         problem = str(error)
     _write({"result": asdict(result) | {"machine": machine(), "kept": kept, "problem": problem}})

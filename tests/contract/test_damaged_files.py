@@ -14,7 +14,7 @@ from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, ModelLoadFailed, ModelManager
 from cellama.engine.memory.budget import AvailableMemory
 from cellama.engine.models import memory_admission
-from cellama.engine.models.memory_admission import plan_apart
+from cellama.engine.models.memory_admission import plan_in_child
 
 SIZES: dict[str, Any] = {
     "n_embd": 64,
@@ -82,13 +82,13 @@ def test_file_with_damaged_bytes_is_planned_or_rejected(tmp_path: Path) -> None:
             damaged[rng.randrange(8, head)] = rng.choice((0, 1, 127, 255))
         path.write_bytes(damaged)
         with contextlib.suppress(ModelLoadFailed):
-            assert plan_apart("m", path, OPTIONS, None, AvailableMemory({})).footprint.total_bytes > 0
+            assert plan_in_child("m", path, OPTIONS, None, AvailableMemory({})).footprint.total_bytes > 0
 
 
 def test_plan_is_abandoned_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_admission, "TIMEOUT_S", 0.01)
     with pytest.raises(ModelLoadFailed, match=r"planning the load of .*m\.gguf' took longer than 0\.01 s"):
-        plan_apart("m", tmp_path / "m.gguf", OPTIONS, None, AvailableMemory({}))
+        plan_in_child("m", tmp_path / "m.gguf", OPTIONS, None, AvailableMemory({}))
 
 
 def test_plan_is_abandoned_when_it_needs_too_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,4 +97,4 @@ def test_plan_is_abandoned_when_it_needs_too_much_memory(tmp_path: Path, monkeyp
     monkeypatch.setattr(memory_admission, "MIN_DATA_BYTES", 1 << 20)
     monkeypatch.setattr(memory_admission, "ram", lambda: (0, 0))
     with pytest.raises(ModelLoadFailed, match=r"m\.gguf"):
-        plan_apart("m", path, OPTIONS, None, AvailableMemory({}))
+        plan_in_child("m", path, OPTIONS, None, AvailableMemory({}))

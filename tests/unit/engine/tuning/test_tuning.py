@@ -151,7 +151,7 @@ def kept_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def keep(setup: Setup, name: str = "abc", **changed: object) -> Path:
-    return tuned.keep(name, {**CONDITIONS, **changed}, setup)
+    return tuned.store_result(name, {**CONDITIONS, **changed}, setup)
 
 
 def test_kept_result_is_recalled_for_its_model_and_machine_only(kept_in: Path) -> None:
@@ -159,16 +159,16 @@ def test_kept_result_is_recalled_for_its_model_and_machine_only(kept_in: Path) -
     path = keep(replace(SETUP, threads=1), cores=1)
     assert path.parent == kept_in
     assert [file.name for file in kept_in.iterdir()] == ["abc.json"]
-    assert tuned.recall("abc", CONDITIONS) == SETUP
-    assert tuned.recall("abc", {**CONDITIONS, "cores": 1}) == replace(SETUP, threads=1)
-    assert tuned.recall("abc", {**CONDITIONS, "llama_cpp": "2"}) is None
-    assert tuned.recall("another", CONDITIONS) is None
+    assert tuned.find_result("abc", CONDITIONS) == SETUP
+    assert tuned.find_result("abc", {**CONDITIONS, "cores": 1}) == replace(SETUP, threads=1)
+    assert tuned.find_result("abc", {**CONDITIONS, "llama_cpp": "2"}) is None
+    assert tuned.find_result("another", CONDITIONS) is None
 
 
 def test_kept_result_takes_the_place_of_an_earlier_one(kept_in: Path) -> None:
     keep(SETUP)
     path = keep(replace(SETUP, n_parallel=4))
-    assert tuned.recall("abc", CONDITIONS) == replace(SETUP, n_parallel=4)
+    assert tuned.find_result("abc", CONDITIONS) == replace(SETUP, n_parallel=4)
     assert len(json.loads(path.read_text())["results"]) == 1
 
 
@@ -193,14 +193,14 @@ def test_damaged_result_is_ignored_with_a_line_in_the_log(
     path = keep(SETUP)
     path.write_text(content.replace("CONDITIONS", json.dumps(CONDITIONS)))
     with caplog.at_level(logging.WARNING):
-        assert tuned.recall("abc", CONDITIONS) is None
+        assert tuned.find_result("abc", CONDITIONS) is None
     assert str(path) in caplog.text
     keep(SETUP)  # which takes its place
-    assert tuned.recall("abc", CONDITIONS) == SETUP
+    assert tuned.find_result("abc", CONDITIONS) == SETUP
 
 
 def keep_for_tiny(options: EngineOptions) -> None:
-    tuned.keep(fingerprint(TINY_PATH), tuned.conditions(options), SETUP)
+    tuned.store_result(fingerprint(TINY_PATH), tuned.conditions(options), SETUP)
 
 
 def test_options_left_open_are_the_tuned_ones(kept_in: Path) -> None:
