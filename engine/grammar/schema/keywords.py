@@ -125,242 +125,193 @@ def _anchor(value: Any) -> Problem:
     return None if good else "must be a name"
 
 
+def _enforced(group: str, check: Check, note: str = "", *, inner: str = "") -> Keyword:
+    return Keyword(group, strict=ENFORCED, lenient=ENFORCED, check=check, note=note, inner=inner)
+
+
+def _rewritten(group: str, check: Check, note: str = "", *, inner: str = "") -> Keyword:
+    return Keyword(group, strict=REWRITTEN, lenient=REWRITTEN, check=check, note=note, inner=inner)
+
+
 def _annotation(note: str = "") -> Keyword:
-    return Keyword("annotations", IGNORED, IGNORED, _anything, note)
+    return Keyword("annotations", strict=IGNORED, lenient=IGNORED, check=_anything, note=note)
 
 
 _LIMIT = "The rewrite may need at most 256 alternatives."
 _LENIENT = "lenient use ignores it with a warning."
 KEYWORDS: dict[str, Keyword] = {
     # any type
-    "type": Keyword(
+    "type": _enforced(
         "any type",
-        ENFORCED,
-        ENFORCED,
         _type,
         "Numbers are written without an exponent. Integers range from -9007199254740991 to 9007199254740991. Other "
         "numbers lie within ±1e15 and have at most 10 decimals. Wider bounds in the schema extend these ranges. "
         "Strings have no `\\u` escapes. Without `type`, a schema with keywords for some types allows only values of "
         "these types.",
     ),
-    "enum": Keyword(
+    "enum": _enforced(
         "any type",
-        ENFORCED,
-        ENFORCED,
         _list,
         "Values that can't be written are removed: strings with control characters other than line breaks, tabs, `\\b` "
         "and `\\f`, and numbers beyond ±10^18, with more than 22 decimals or with more than 16 digits.",
     ),
-    "const": Keyword("any type", ENFORCED, ENFORCED, _anything, "The limits of `enum` apply."),
-    "nullable": Keyword(
+    "const": _enforced("any type", _anything, "The limits of `enum` apply."),
+    "nullable": _rewritten(
         "any type",
-        REWRITTEN,
-        REWRITTEN,
         _boolean,
         "As in OpenAPI 3.0, null is allowed in addition to the `type`. JSON Schema itself ignores this keyword.",
     ),
     # references
-    "$ref": Keyword(
+    "$ref": _enforced(
         "references",
-        ENFORCED,
-        ENFORCED,
         _string,
         "References may lead to any schema of the document and may be recursive. References to other documents are "
         "always refused, and never fetched. Keywords next to `$ref` apply in every draft.",
     ),
-    "$defs": Keyword("references", ENFORCED, ENFORCED, _map_of_schemas, inner="map"),
-    "definitions": Keyword(
-        "references", ENFORCED, ENFORCED, _map_of_schemas, "The name of `$defs` until draft 7.", "map"
-    ),
-    "$id": Keyword("references", ENFORCED, ENFORCED, _string, "It can be the target of references."),
-    "$anchor": Keyword("references", ENFORCED, ENFORCED, _anchor, "It can be the target of references."),
-    "$dynamicAnchor": Keyword("references", ENFORCED, ENFORCED, _anchor, "It is treated as `$anchor`."),
-    "$dynamicRef": Keyword(
+    "$defs": _enforced("references", _map_of_schemas, inner="map"),
+    "definitions": _enforced("references", _map_of_schemas, "The name of `$defs` until draft 7.", inner="map"),
+    "$id": _enforced("references", _string, "It can be the target of references."),
+    "$anchor": _enforced("references", _anchor, "It can be the target of references."),
+    "$dynamicAnchor": _enforced("references", _anchor, "It is treated as `$anchor`."),
+    "$dynamicRef": _rewritten(
         "references",
-        REWRITTEN,
-        REWRITTEN,
         _string,
         f"It is treated as `$ref`. If several `$dynamicAnchor` have its name, strict use refuses it, and {_LENIENT}",
     ),
-    "$recursiveRef": Keyword("references", REWRITTEN, REWRITTEN, _string, "It is treated as `$ref`."),
+    "$recursiveRef": _rewritten("references", _string, "It is treated as `$ref`."),
     # combinations
-    "allOf": Keyword("combinations", REWRITTEN, REWRITTEN, _schemas, "The schemas are merged into one.", "list"),
-    "anyOf": Keyword("combinations", ENFORCED, ENFORCED, _schemas, "", "list"),
-    "oneOf": Keyword(
+    "allOf": _rewritten("combinations", _schemas, "The schemas are merged into one.", inner="list"),
+    "anyOf": _enforced("combinations", _schemas, inner="list"),
+    "oneOf": _rewritten(
         "combinations",
-        REWRITTEN,
-        REWRITTEN,
         _schemas,
         "Alternatives that exclude each other, for instance by a property with a different `const`, stay unchanged. "
         "Other alternatives are combined with `not`. Where that is impossible, strict use refuses the keyword, and "
         "lenient use treats it as `anyOf` with a warning.",
-        "list",
+        inner="list",
     ),
-    "not": Keyword(
+    "not": _rewritten(
         "combinations",
-        REWRITTEN,
-        REWRITTEN,
         _schema,
         "`type`, `enum`, `const`, `required`, `properties`, bounds, sizes, and combinations of these can be negated. "
         f"If another keyword is negated, strict use refuses `not`, and {_LENIENT}",
-        "one",
+        inner="one",
     ),
-    "if": Keyword(
+    "if": _rewritten(
         "combinations",
-        REWRITTEN,
-        REWRITTEN,
         _schema,
         "Together with `then` and `else`, it becomes alternatives. The limits of `not` apply.",
-        "one",
+        inner="one",
     ),
-    "then": Keyword("combinations", REWRITTEN, REWRITTEN, _schema, "See `if`.", "one"),
-    "else": Keyword("combinations", REWRITTEN, REWRITTEN, _schema, "See `if`.", "one"),
-    "dependentSchemas": Keyword(
-        "combinations", REWRITTEN, REWRITTEN, _map_of_schemas, "It becomes alternatives.", "map"
-    ),
-    "dependentRequired": Keyword("combinations", REWRITTEN, REWRITTEN, _map_of_strings, "It becomes alternatives."),
-    "dependencies": Keyword(
+    "then": _rewritten("combinations", _schema, "See `if`.", inner="one"),
+    "else": _rewritten("combinations", _schema, "See `if`.", inner="one"),
+    "dependentSchemas": _rewritten("combinations", _map_of_schemas, "It becomes alternatives.", inner="map"),
+    "dependentRequired": _rewritten("combinations", _map_of_strings, "It becomes alternatives."),
+    "dependencies": _rewritten(
         "combinations",
-        REWRITTEN,
-        REWRITTEN,
         _dependencies,
         "The name of `dependentSchemas` and `dependentRequired` until draft 7.",
-        "map or strings",
+        inner="map or strings",
     ),
     # numbers
-    "minimum": Keyword("numbers", ENFORCED, ENFORCED, _number),
-    "maximum": Keyword("numbers", ENFORCED, ENFORCED, _number),
-    "exclusiveMinimum": Keyword(
-        "numbers", ENFORCED, ENFORCED, _bound, "A boolean, as in draft 4, makes `minimum` exclusive."
-    ),
-    "exclusiveMaximum": Keyword(
-        "numbers", ENFORCED, ENFORCED, _bound, "A boolean, as in draft 4, makes `maximum` exclusive."
-    ),
-    "multipleOf": Keyword(
+    "minimum": _enforced("numbers", _number),
+    "maximum": _enforced("numbers", _number),
+    "exclusiveMinimum": _enforced("numbers", _bound, "A boolean, as in draft 4, makes `minimum` exclusive."),
+    "exclusiveMaximum": _enforced("numbers", _bound, "A boolean, as in draft 4, makes `maximum` exclusive."),
+    "multipleOf": _enforced(
         "numbers",
-        ENFORCED,
-        ENFORCED,
         _above_zero,
         "Multiples are exact decimals, and `multipleOf` may have at most 9 digits. "
         "Validators that calculate with doubles reject some multiples of 0.1.",
     ),
     # strings
-    "minLength": Keyword("strings", ENFORCED, ENFORCED, _count),
-    "maxLength": Keyword("strings", ENFORCED, ENFORCED, _count),
-    "pattern": Keyword(
+    "minLength": _enforced("strings", _count),
+    "maxLength": _enforced("strings", _count),
+    "pattern": _enforced(
         "strings",
-        ENFORCED,
-        ENFORCED,
         _string,
         "`\\d` and `\\w` have the meaning of ECMA-262. Strict use refuses look-around and back references, and lenient "
         "use ignores such patterns with a warning. Zod's patterns for emails and durations are enforced by their "
         "`format`.",
     ),
-    "format": Keyword(
+    "format": _enforced(
         "strings",
-        ENFORCED,
-        ENFORCED,
         _string,
         "The formats below are enforced in a common spelling. Other formats are annotations. Where `format` and "
         "`pattern` can't be combined, only `pattern` is enforced.",
     ),
     # arrays
-    "prefixItems": Keyword(
+    "prefixItems": _enforced(
         "arrays",
-        ENFORCED,
-        ENFORCED,
         _schemas,
         "All of these items are written unless `minItems` allows fewer. Without `items`, no other items follow.",
-        "list",
+        inner="list",
     ),
-    "items": Keyword(
+    "items": _enforced(
+        "arrays", _items, "A list, as in drafts before 2020-12, is treated as `prefixItems`.", inner="one or list"
+    ),
+    "additionalItems": _enforced(
+        "arrays", _schema, "Before draft 2020-12: the items after a list in `items`.", inner="one"
+    ),
+    "minItems": _enforced("arrays", _count, "The maximum is 1000."),
+    "maxItems": _enforced(
         "arrays",
-        ENFORCED,
-        ENFORCED,
-        _items,
-        "A list, as in drafts before 2020-12, is treated as `prefixItems`.",
-        "one or list",
-    ),
-    "additionalItems": Keyword(
-        "arrays", ENFORCED, ENFORCED, _schema, "Before draft 2020-12: the items after a list in `items`.", "one"
-    ),
-    "minItems": Keyword("arrays", ENFORCED, ENFORCED, _count, "The maximum is 1000."),
-    "maxItems": Keyword(
-        "arrays",
-        ENFORCED,
-        ENFORCED,
         _count,
         "Values above 1000 are reduced to 1000. If the grammar would otherwise be too large, values above 50 are "
         "reduced to 50.",
     ),
-    "uniqueItems": Keyword(
+    "uniqueItems": _rewritten(
         "arrays",
-        REWRITTEN,
-        REWRITTEN,
         _boolean,
         "The items must have few possible values: `enum`, `const`, booleans or a small range of integers. More than "
         f"five values are written in the order of the schema. {_LIMIT} For other items, strict use refuses it, and "
         f"{_LENIENT}",
     ),
-    "contains": Keyword(
+    "contains": _rewritten(
         "arrays",
-        REWRITTEN,
-        REWRITTEN,
         _schema,
         f"One of the first items matches. {_LIMIT} With `maxContains`, strict use refuses it, and {_LENIENT}",
-        "one",
+        inner="one",
     ),
-    "minContains": Keyword("arrays", REWRITTEN, REWRITTEN, _count, "See `contains`."),
-    "maxContains": Keyword("arrays", REFUSED, DROPPED, _count),
-    "unevaluatedItems": Keyword("arrays", REWRITTEN, REWRITTEN, _schema, "It is treated as `items`.", "one"),
+    "minContains": _rewritten("arrays", _count, "See `contains`."),
+    "maxContains": Keyword("arrays", strict=REFUSED, lenient=DROPPED, check=_count),
+    "unevaluatedItems": _rewritten("arrays", _schema, "It is treated as `items`.", inner="one"),
     # objects
-    "properties": Keyword(
-        "objects", ENFORCED, ENFORCED, _map_of_schemas, "They are written in the order of the schema.", "map"
-    ),
-    "required": Keyword("objects", ENFORCED, ENFORCED, _strings),
-    "additionalProperties": Keyword(
+    "properties": _enforced("objects", _map_of_schemas, "They are written in the order of the schema.", inner="map"),
+    "required": _enforced("objects", _strings),
+    "additionalProperties": _enforced(
         "objects",
-        ENFORCED,
-        ENFORCED,
         _schema,
         "Additional properties follow all others. Without this keyword, an object with `properties` or "
         "`patternProperties` has no additional properties. A key may occur twice, if both values conform.",
-        "one",
+        inner="one",
     ),
-    "patternProperties": Keyword(
+    "patternProperties": _enforced(
         "objects",
-        ENFORCED,
-        ENFORCED,
         _map_of_schemas,
         "If a key may match several patterns, its value conforms to all of their schemas.",
-        "map",
+        inner="map",
     ),
-    "propertyNames": Keyword(
+    "propertyNames": _rewritten(
         "objects",
-        REWRITTEN,
-        REWRITTEN,
         _schema,
         "Names can be limited by one of `enum`, `const`, `pattern`, `format` and length. For combinations of these, "
         f"strict use refuses it, and {_LENIENT}",
-        "one",
+        inner="one",
     ),
-    "minProperties": Keyword(
+    "minProperties": _rewritten(
         "objects",
-        REWRITTEN,
-        REWRITTEN,
         _count,
         f"It becomes alternatives of required properties. {_LIMIT} It can require at most one additional property. For "
         f"more, strict use refuses it, and {_LENIENT}",
     ),
-    "maxProperties": Keyword(
+    "maxProperties": _rewritten(
         "objects",
-        REWRITTEN,
-        REWRITTEN,
         _count,
         f"It becomes alternatives. {_LIMIT} If `properties` has optional ones, additional properties are not allowed.",
     ),
-    "unevaluatedProperties": Keyword(
-        "objects", REWRITTEN, REWRITTEN, _schema, "It is treated as `additionalProperties` of each alternative.", "one"
+    "unevaluatedProperties": _rewritten(
+        "objects", _schema, "It is treated as `additionalProperties` of each alternative.", inner="one"
     ),
     # annotations
     "$schema": _annotation("Every schema is read as draft 2020-12, with the older spellings of this table."),
