@@ -160,7 +160,7 @@ def test_failed_publisher_ends_the_process() -> None:
     publisher = publisher_of(MemoryLedger(ZeroDivisionError()))
     Watchdog(end=reasons.put).watch(publisher.pulse)
     publisher.open_job("a").publish(events.done("stop", {}))
-    assert reasons.get(timeout=10) == "thread 'cellama-publisher' died: ZeroDivisionError: "
+    assert reasons.get(timeout=10) == "thread 'cellama-publisher' failed: ZeroDivisionError: "
 
 
 def test_publisher_waiting_for_redis_does_not_count_as_hanging() -> None:
