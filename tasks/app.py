@@ -20,7 +20,7 @@ from cellama.config.settings import DEFAULT_SLOTS
 from cellama.tasks.calls.enqueue import Templates
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
 from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_parts
-from cellama.tasks.connection.redis_errors import be_patient_in_channels, local_password
+from cellama.tasks.connection.redis_errors import convert_refusals_in_channels, local_password
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.keys import unacked_index_key, unacked_key, unacked_mutex_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
@@ -35,7 +35,7 @@ log = event_logger(__name__)
 EMBEDDING_JOBS = 16  # jobs in progress for a model that only embeds or reranks, so that its batches are full
 
 
-class PatientConnection(Connection):  # type: ignore[misc]
+class RefusalAwareConnection(Connection):  # type: ignore[misc]
     """A connection whose channels raise RefusedForNow, and use the password of the Redis of `cellama up`."""
 
     credential_provider: Any
@@ -46,16 +46,16 @@ class PatientConnection(Connection):  # type: ignore[misc]
             self.credential_provider = local_password(self.hostname, self.port)  # kombu's pools copy it
 
     def create_transport(self) -> Any:
-        return be_patient_in_channels(super().create_transport())
+        return convert_refusals_in_channels(super().create_transport())
 
 
-class PatientAMQP(AMQP):  # type: ignore[misc]
+class RefusalAwareAMQP(AMQP):  # type: ignore[misc]
     """Celery's AMQP, which makes these connections."""
 
-    Connection = PatientConnection
+    Connection = RefusalAwareConnection
 
 
-class SteadyDispatcher(EventDispatcher):  # type: ignore[misc]
+class BoundedDispatcher(EventDispatcher):  # type: ignore[misc]
     """Celery's dispatcher of events, with a limit on retries.
 
     Events that Redis does not accept are kept for the next connection. Celery retries a worker's heartbeat until Redis
@@ -68,10 +68,10 @@ class SteadyDispatcher(EventDispatcher):  # type: ignore[misc]
         super().send(type, *args, retry=bounded, retry_policy=retry_policy, **fields)
 
 
-class SteadyEvents(Events):  # type: ignore[misc]
-    """Celery's events, which are sent by SteadyDispatcher."""
+class BoundedEvents(Events):  # type: ignore[misc]
+    """Celery's events, which are sent by BoundedDispatcher."""
 
-    dispatcher_cls = SteadyDispatcher
+    dispatcher_cls = BoundedDispatcher
 
 
 class Worker(Protocol):
@@ -88,9 +88,9 @@ class Worker(Protocol):
 class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app. In a worker process it also has the worker's runtime."""
 
-    amqp_cls = PatientAMQP
-    control_cls = "cellama.tasks.broker.control:LastingControl"
-    events_cls = SteadyEvents
+    amqp_cls = RefusalAwareAMQP
+    control_cls = "cellama.tasks.broker.control:PersistentControl"
+    events_cls = BoundedEvents
     redis_url: str | None = None  # None: the URL of the settings
     templates: Templates  # message templates (calls/enqueue.py)
     # lifecycle.py sets these in a worker.
@@ -175,7 +175,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_track_started": True,
         "task_send_sent_event": True,
         "worker_pool": "cellama.tasks.broker.pool:TaskPool",
-        "worker_consumer": "cellama.tasks.broker.consumer:SteadyConsumer",
+        "worker_consumer": "cellama.tasks.broker.consumer:ReconnectingConsumer",
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_enable_prefetch_count_reduction": False,
         "worker_concurrency": concurrency(settings),

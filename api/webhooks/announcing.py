@@ -7,7 +7,7 @@ import json
 
 from redis.asyncio import Redis
 
-from cellama.tasks.contract.keys import heeded_key, job_key
+from cellama.tasks.contract.keys import announcement_key, job_key
 
 BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
 EVENT_TYPES = (
@@ -43,7 +43,7 @@ async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, te
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):
-        await redis.set(heeded_key(job_id), event, ex=ttl_s)
+        await redis.set(announcement_key(job_id), event, ex=ttl_s)
 
 
 def announced(fields: dict[bytes, bytes]) -> dict[str, str]:

@@ -58,7 +58,7 @@ from cellama.tasks.contract.names import (
 from cellama.tasks.state.ledger import Fetched, Ledger, PageLimits, Taken, new_run
 
 from .control import store_revoke
-from .message import HeldJobs, HoldingQoS, set_by_this_clock
+from .message import HeldJobs, LedgerQoS, set_by_this_clock
 
 log = event_logger(__name__)
 
@@ -71,7 +71,7 @@ EVENT_FLUSH_S = 0.1  # Celery sends events in each turn of the loop, but Flower 
 MAX_EVENTS = 1000  # per message of events; a full buffer is sent at once
 
 
-class Places:
+class JobLimits:
     """How many jobs of each model a worker may hold, and how many more it has capacity for.
 
     Each model has a limit of its own, so the backlog of one model does not block another. The limit is the number of
@@ -127,7 +127,7 @@ class QueueReader:
     cycle, so models take turns. Within a model, more urgent lists are first.
 
     When Redis replies to a BRPOP (`_read`), the worker takes the message in the ledger, and a page of further messages
-    with the same script (`_take`). Then kombu delivers each message: it records the message in `HoldingQoS`, and calls
+    with the same script (`_take`). Then kombu delivers each message: it records the message in `LedgerQoS`, and calls
     Celery's consumer.
     """
 
@@ -137,7 +137,7 @@ class QueueReader:
         ledger: Ledger,
         lease_s: float,
         *,
-        places: Callable[[], Places],
+        job_limits: Callable[[], JobLimits],
         priorities: Sequence[int],
         before: Sequence[QueueReader] = (),
     ) -> None:
@@ -148,21 +148,21 @@ class QueueReader:
         self.channel = channel
         self._ledger = ledger
         self._lease_s = lease_s
-        self._places = places
+        self._job_limits = job_limits
         self._priorities = priorities
         self._counted_readers = [*before, self]
         self.waits_for_redis = True  # False once the worker stops
         self._requested: frozenset[str] = frozenset()  # the queues of the BRPOP that waits
         self._client_id: tuple[Any, int] | None = None  # the socket, and the id of its client in Redis
         self._can_unblock = True
-        self._qos = HoldingQoS(channel, ledger, self.can_take)
+        self._qos = LedgerQoS(channel, ledger, self.can_take)
         set_qos(channel, self._qos)
-        set_brpop_sender(channel, self._ask)
+        set_brpop_sender(channel, self._request)
         set_brpop_reader(channel, self._read)
 
     def capacity(self, queues: Sequence[str]) -> dict[str, int]:
         """Return how many messages can be taken now from each of these queues."""
-        return self._places().capacity(queues, *(reader._qos.held() for reader in self._counted_readers))
+        return self._job_limits().capacity(queues, *(reader._qos.held() for reader in self._counted_readers))
 
     def can_take(self) -> bool:
         """Return whether kombu may read this channel.
@@ -182,10 +182,10 @@ class QueueReader:
 
     def _keys(self, queues: Sequence[str]) -> list[str]:
         """Return the keys of the lists of these queues, the preferred list first."""
-        groups = self._places().by_model(queues)
+        groups = self._job_limits().by_model(queues)
         return [queue_key(queue, priority) for group in groups for priority in self._priorities for queue in group]
 
-    def _ask(self, timeout: float | None = None) -> None:
+    def _request(self, timeout: float | None = None) -> None:
         """Send a BRPOP, as kombu's Channel._brpop_start does, but only for models that have capacity."""
         queues = self._open_queues()
         if not queues:
@@ -202,7 +202,7 @@ class QueueReader:
             except ResponseError as error:
                 self._disable_unblocking(error)
 
-    def ask_again(self) -> None:
+    def request_again(self) -> None:
         """End a waiting BRPOP that lacks a model which has capacity now, so that kombu sends another BRPOP."""
         channel = self.channel
         if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_queues()):
@@ -274,11 +274,13 @@ class QueueReader:
 
     def _page_limits(self, queue: str) -> PageLimits:
         """Return how many messages of which lists can be taken in one page, together with a message of this queue."""
-        places = self._places()
+        job_limits = self._job_limits()
         capacity = self.capacity(self.channel.active_queues)
         for other in capacity:
-            capacity[other] -= places.model_of(other) == places.model_of(queue)  # the message itself is not held yet
-        groups = places.by_model([queue for queue, remaining in capacity.items() if remaining > 0])
+            capacity[other] -= job_limits.model_of(other) == job_limits.model_of(
+                queue
+            )  # the message itself is not held yet
+        groups = job_limits.by_model([queue for queue, remaining in capacity.items() if remaining > 0])
         return [(capacity[group[0]], self._keys(group)) for group in groups]
 
 
@@ -327,10 +329,10 @@ def keep_client(channel: Any) -> None:
     make_clients_by(channel, once)
 
 
-class SteadyConsumer(Consumer):  # type: ignore[misc]
+class ReconnectingConsumer(Consumer):  # type: ignore[misc]
     """A consumer that acknowledges messages on the current channels, and keeps messages whose jobs still run."""
 
-    places: Places  # set before the first job is taken (Runtime.attach)
+    job_limits: JobLimits  # set before the first job is taken (Runtime.attach)
     bulk_connection: Any = None
     bulk_consumer: Any = None
     readers: Sequence[QueueReader] = ()  # for urgent and bulk jobs, on the current connection
@@ -401,11 +403,11 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         if self.bulk_consumer is not None:
             self.bulk_consumer.cancel_by_queue(queue)
 
-    def ask_again(self) -> None:
+    def request_again(self) -> None:
         """Request jobs of models that have gained capacity. The event loop calls this in each turn."""
         if self.channels:
             for reader in self.readers:
-                reader.ask_again()
+                reader.request_again()
 
     def _flush_events(self) -> None:
         """Send the events of the last EVENT_FLUSH_S together."""
@@ -435,18 +437,18 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
-    def start(self, consumer: SteadyConsumer) -> None:
+    def start(self, consumer: ReconnectingConsumer) -> None:
         urgent = consumer.task_consumer.channel
         consumer.bulk_connection = consumer.connect()
         bulk = consumer.bulk_connection.default_channel
         ledger, lease_s = consumer.app.runtime.ledger, get_settings().lease_s
 
-        def places() -> Places:
-            return consumer.places
+        def job_limits() -> JobLimits:
+            return consumer.job_limits
 
-        urgent_reader = QueueReader(urgent, ledger, lease_s, places=places, priorities=URGENT_PRIORITIES)
+        urgent_reader = QueueReader(urgent, ledger, lease_s, job_limits=job_limits, priorities=URGENT_PRIORITIES)
         bulk_reader = QueueReader(
-            bulk, ledger, lease_s, places=places, priorities=BULK_PRIORITIES, before=[urgent_reader]
+            bulk, ledger, lease_s, job_limits=job_limits, priorities=BULK_PRIORITIES, before=[urgent_reader]
         )
         consumer.readers = [urgent_reader, bulk_reader]
         keep_client(urgent)
@@ -458,14 +460,14 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         self._adopt(consumer)
 
     @staticmethod
-    def _adopt(consumer: SteadyConsumer) -> None:
+    def _adopt(consumer: ReconnectingConsumer) -> None:
         for request in list(state.requests.values()):
             message = request.message
             if not request.acknowledged and message.channel not in consumer.channels:
                 message.channel = consumer.channel_of(message)
                 message.channel.qos.append(message, message.delivery_tag)
 
-    def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
+    def register_with_event_loop(self, consumer: ReconnectingConsumer, hub: Any) -> None:
         """Start reading both channels, which handle messages in the same way."""
         take = consumer.task_consumer.on_message
 
@@ -475,9 +477,9 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
 
         consumer.task_consumer.on_message = consumer.bulk_consumer.on_message = take_now
         consumer.bulk_consumer.consume()
-        hub.on_tick.add(consumer.ask_again)
+        hub.on_tick.add(consumer.request_again)
 
-    def stop(self, consumer: SteadyConsumer) -> None:
+    def stop(self, consumer: ReconnectingConsumer) -> None:
         """Stop taking jobs. A message that Redis is sending is read, and returned when the channel is closed."""
         task_consumers = (consumer.task_consumer, consumer.bulk_consumer)
         for task_consumer, reader in zip(task_consumers, consumer.readers, strict=False):  # no readers before start
@@ -488,7 +490,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
             with contextlib.suppress(Empty, *consumer.connection_errors):
                 reader.finish_reading()
 
-    def shutdown(self, consumer: SteadyConsumer) -> None:
+    def shutdown(self, consumer: ReconnectingConsumer) -> None:
         consumer.close_bulk()
 
 

@@ -51,7 +51,7 @@ class BoundedMailbox(Mailbox):  # type: ignore[misc]
             yield SimpleNamespace(publish=partial(found.publish, retry_policy=RETRY_POLICY))
 
 
-class LastingControl(Control):  # type: ignore[misc]
+class PersistentControl(Control):  # type: ignore[misc]
     """Celery's remote control, whose `revoke` and `purge` also change the ledger."""
 
     Mailbox = BoundedMailbox

@@ -43,7 +43,7 @@ SOON_S = 6.0  # a worker takes a job this long before its ETA, because its timer
 HeldJobs = Mapping[str, Sequence[int]]  # the weights of the held messages, by queue
 
 
-class HoldingQoS(QoS):  # type: ignore[misc]
+class LedgerQoS(QoS):  # type: ignore[misc]
     """The messages that one channel of a worker holds.
 
     Methods belong to the main thread unless their docstring says otherwise.

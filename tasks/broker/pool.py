@@ -87,7 +87,7 @@ def current_job() -> JobControl:
 class TaskPool(BasePool):  # type: ignore[misc]
     """A pool with one thread per job. The thread mostly waits for the engine."""
 
-    limit: int  # jobs of all models, for `inspect stats`; `Places` is what limits the jobs
+    limit: int  # jobs of all models, for `inspect stats`; `JobLimits` is what limits the jobs
     signal_safe = False
     body_can_be_buffer = True
     task_join_will_block = False
@@ -97,7 +97,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         self.in_a_hurry = False
         self.drained_at = 0.0  # deadline for running jobs once the pool stops, in monotonic seconds
         self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
-        # `Places` limits the number of jobs. This only limits the number of threads.
+        # `JobLimits` limits the number of jobs. This only limits the number of threads.
         self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
 
     def on_apply(

@@ -19,7 +19,7 @@ from cellama.config import get_settings
 from cellama.config.local_redis import with_kept_password
 from cellama.config.redis_url import RedisUrl, parse_redis_url
 
-from .redis_errors import be_patient, be_patient_async
+from .redis_errors import convert_refusals, convert_refusals_async
 
 SOCKET_OPTIONS: dict[str, Any] = {
     "socket_timeout": 30,
@@ -54,9 +54,9 @@ def connect(url: str | None = None, **options: Any) -> Redis:
         master: Redis = _sentinel(Sentinel, where, options).master_for(
             where.master_name, max_connections=MAX_CONNECTIONS
         )
-        return be_patient(master)
+        return convert_refusals(master)
     options = {"max_connections": MAX_CONNECTIONS, **_fitting(where, options)}
-    return be_patient(Redis.from_url(_url_for_redis_py(where), **options))
+    return convert_refusals(Redis.from_url(_url_for_redis_py(where), **options))
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
@@ -66,9 +66,9 @@ def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
             where.master_name, max_connections=MAX_CONNECTIONS
         )
-        return be_patient_async(master)
+        return convert_refusals_async(master)
     options = {"max_connections": MAX_CONNECTIONS, **_fitting(where, options)}
-    return be_patient_async(AsyncRedis.from_url(_url_for_redis_py(where), **options))
+    return convert_refusals_async(AsyncRedis.from_url(_url_for_redis_py(where), **options))
 
 
 def _sentinel(kind: Any, where: RedisUrl, options: dict[str, Any]) -> Any:

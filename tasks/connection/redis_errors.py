@@ -90,7 +90,7 @@ def refusal_of(error: RedisError) -> RefusedForNow | None:
     return RefusedForNow(code, text) if code in _PASSING_CODES else None
 
 
-class _Patient:
+class _ConvertingReader:
     def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return super().read_response(*args, **options)  # type: ignore[misc]
@@ -100,7 +100,7 @@ class _Patient:
             raise refusal from error
 
 
-class _AsyncPatient:
+class _AsyncConvertingReader:
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return await super().read_response(*args, **options)  # type: ignore[misc]
@@ -110,26 +110,26 @@ class _AsyncPatient:
             raise refusal from error
 
 
-def be_patient(redis: Redis) -> Redis:
+def convert_refusals(redis: Redis) -> Redis:
     """Let this client raise RefusedForNow, and return the client."""
-    _adapt(redis.connection_pool, _Patient)
+    _adapt(redis.connection_pool, _ConvertingReader)
     return redis
 
 
-def be_patient_async(redis: AsyncRedis) -> AsyncRedis:
+def convert_refusals_async(redis: AsyncRedis) -> AsyncRedis:
     """Let this client raise RefusedForNow, and return the client."""
-    _adapt(redis.connection_pool, _AsyncPatient)
+    _adapt(redis.connection_pool, _AsyncConvertingReader)
     return redis
 
 
-def be_patient_in_channels(transport: Any) -> Any:
+def convert_refusals_in_channels(transport: Any) -> Any:
     """Let the channels of this kombu transport raise RefusedForNow, and return the transport."""
 
-    class PatientChannel(transport.Channel):  # type: ignore[misc]
+    class ConvertingChannel(transport.Channel):  # type: ignore[misc]
         def _get_pool(self, asynchronous: bool = False) -> Any:
-            return _adapt(super()._get_pool(asynchronous), _Patient)
+            return _adapt(super()._get_pool(asynchronous), _ConvertingReader)
 
-    transport.Channel = PatientChannel
+    transport.Channel = ConvertingChannel
     return transport
 
 
@@ -139,7 +139,7 @@ def _adapt(pool: Any, reader: type[Any]) -> Any:
     Without a password for a server on this machine, they also use the password of the Redis of `cellama up`.
     """
     original = pool.connection_class
-    pool.connection_class = type(f"Patient{original.__name__}", (reader, original), {})
+    pool.connection_class = type(f"Converting{original.__name__}", (reader, original), {})
     options = pool.connection_kwargs
     has_credentials = any(options.get(name) for name in ("credential_provider", "username", "password"))
     if not has_credentials and (provider := local_password(options.get("host"), options.get("port"))):

@@ -97,7 +97,7 @@ def missing_key() -> str:
     return f"{key_prefix()}:missing"
 
 
-def looked_key() -> str:
+def last_restore_key() -> str:
     return f"{key_prefix()}:looked"
 
 
@@ -157,11 +157,11 @@ def machine_key(machine: str) -> str:
     return f"{key_prefix()}:machine:{machine}"
 
 
-def wanted_key(whose: Literal["pool", "worker"], name: str) -> str:
+def desired_state_key(whose: Literal["pool", "worker"], name: str) -> str:
     return f"{key_prefix()}:wanted:{whose}:{name}"
 
 
-def took_key(queue: str, kind: str, of: Literal["interactive", "bulk"]) -> str:
+def service_times_key(queue: str, kind: str, of: Literal["interactive", "bulk"]) -> str:
     return f"{key_prefix()}:took:{of}:{kind}:{queue}"
 
 
@@ -222,7 +222,7 @@ def http_lease_key(name: str) -> str:
     return f"{key_prefix()}:http:lease:{name}"
 
 
-def heeded_key(job_id: str) -> str:
+def announcement_key(job_id: str) -> str:
     return f"{key_prefix()}:heeded:{job_id}"
 
 

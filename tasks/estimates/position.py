@@ -132,7 +132,7 @@ class ListedJob:
 def position_of(redis: Redis, job_id: str) -> Position:
     """Return the position of a job. Raises UnknownJob."""
     ledger = Ledger(redis)
-    state, ahead = ledger.state(job_id), ledger.place(job_id)
+    state, ahead = ledger.state(job_id), ledger.num_ahead(job_id)
     if state is None:
         raise UnknownJob(
             f"job {job_id} is unknown or has expired; a job sent by plain Celery is only known once it runs"

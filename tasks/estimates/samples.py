@@ -16,7 +16,7 @@ from typing import Any
 
 from redis import Redis
 
-from cellama.tasks.contract.keys import took_key
+from cellama.tasks.contract.keys import service_times_key
 from cellama.tasks.contract.names import URGENT_PRIORITIES
 from cellama.tasks.state.ledger import JobWork
 
@@ -37,7 +37,7 @@ class JobClass:
 
     @property
     def key(self) -> str:
-        return took_key(self.queue, self.kind, "bulk" if self.is_bulk else "interactive")
+        return service_times_key(self.queue, self.kind, "bulk" if self.is_bulk else "interactive")
 
 
 def class_of(queue: str, work: JobWork, priority: int) -> JobClass:

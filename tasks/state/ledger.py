@@ -30,7 +30,7 @@ from cellama.tasks.contract.keys import (
     events_channel,
     job_key,
     journal_key,
-    looked_key,
+    last_restore_key,
     result_key,
     waiting_key,
 )
@@ -42,7 +42,9 @@ from cellama.tasks.contract.shapes.results import usage_of
 from .history import Earlier, earlier_of, read_past
 from .scripts import Gathered, SentScript, run_script
 
-PLACE_STEP_S = 2e-4  # between jobs that are queued in one call; the smallest step that `waiting_score` can represent
+SUBMISSION_STEP_S = (
+    2e-4  # between jobs that are queued in one call; the smallest step that `waiting_score` can represent
+)
 MAX_ATTEMPTS = 3  # consecutive attempts without a token or an end; then the job is a dead-letter job
 DEAD_TTL_S = 7 * 86400  # how long a dead-letter job can be queued again
 CANCEL_TTL_S = 7 * 86400  # how long a cancellation waits for the job's worker to return
@@ -391,7 +393,9 @@ class Ledger:
         """
         if not jobs:
             return []
-        verdicts: list[int] = run_script(self._redis, "submit", *submit_arguments(jobs, num_following, PLACE_STEP_S))[0]
+        verdicts: list[int] = run_script(
+            self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S)
+        )[0]
         return verdicts
 
     def send(self, jobs: Sequence[Submission], num_following: int) -> SentScript:
@@ -399,7 +403,7 @@ class Ledger:
 
         The reply contains the result of `submit`, and how many subscribers received an event.
         """
-        return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, PLACE_STEP_S))
+        return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
         """Cancel a job. Return True if this ended it, which is so if no worker runs it.
@@ -481,7 +485,7 @@ class Ledger:
         num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
         total = 0
         while MAX_RESTORED in (num_lost, num_delayed):
-            num_lost, num_delayed = run_script(self._redis, "restore", [looked_key()], [lease_s, MAX_RESTORED])
+            num_lost, num_delayed = run_script(self._redis, "restore", [last_restore_key()], [lease_s, MAX_RESTORED])
             total += num_lost
         return total
 
@@ -582,7 +586,7 @@ class Ledger:
 
     # For clients
 
-    def place(self, job_id: str) -> int | None:
+    def num_ahead(self, job_id: str) -> int | None:
         """Return how many jobs are ahead of this job in its queue, or None if it does not wait."""
         queue = self.queue(job_id)
         if queue is None:

@@ -23,7 +23,7 @@ from cellama.config.logging import event_logger
 from cellama.config.settings import AdapterSettings
 from cellama.engine import ModelLoadFailed
 from cellama.tasks.connection.connections import redis_time, seconds_of
-from cellama.tasks.contract.keys import trials_key, wanted_key
+from cellama.tasks.contract.keys import desired_state_key, trials_key
 from cellama.tasks.contract.names import failure_key
 from cellama.tasks.state.scripts import run_script
 
@@ -187,7 +187,7 @@ class DesiredStateRecord:
 
     def __init__(self, redis: Redis, pool: str, worker: str) -> None:
         self._redis = redis
-        self._pool, self._worker = wanted_key("pool", pool), wanted_key("worker", worker)
+        self._pool, self._worker = desired_state_key("pool", pool), desired_state_key("worker", worker)
         self._loads = trials_key(worker)
         self._fields: dict[str, dict[bytes, bytes]] = {self._pool: {}, self._worker: {}}  # as read last
         self._logged: set[bytes] = set()  # unreadable fields

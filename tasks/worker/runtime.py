@@ -19,7 +19,7 @@ from cellama.config import ModelSettings, Settings
 from cellama.config.logging import event_logger
 from cellama.engine import STACK_BYTES, HubOptions, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
-from cellama.tasks.broker.consumer import Places
+from cellama.tasks.broker.consumer import JobLimits
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
@@ -264,7 +264,7 @@ class Runtime:
             model.id: num_jobs_of(model, loaded[model.id].options.num_slots, loaded[model.id].capabilities)
             for model in self._models
         }
-        consumer.places = Places(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
+        consumer.job_limits = JobLimits(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
         loader = ModelLoader(
             self.manager,
             consumer,

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from redis import Redis
 
 from cellama.config import ModelSettings
-from cellama.tasks.contract.keys import wanted_key
+from cellama.tasks.contract.keys import desired_state_key
 from cellama.tasks.worker.desired_state import RECORD_TTL_S, DesiredStateRecord, Override, model_key
 
 KEY = model_key("big")
@@ -32,4 +32,4 @@ def test_concurrent_writes_of_desired_state_leave_one_value(redis_client: Redis)
     sources = {source(record) for record in records}
     assert len(sources) == 1
     assert None not in sources
-    assert 0 < redis_client.ttl(wanted_key("pool", pool)) <= RECORD_TTL_S
+    assert 0 < redis_client.ttl(desired_state_key("pool", pool)) <= RECORD_TTL_S

@@ -21,7 +21,7 @@ from redis.client import Pipeline
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import took_key, workers_key
+from cellama.tasks.contract.keys import service_times_key, workers_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.estimates.position import Position
@@ -252,13 +252,13 @@ def test_estimates_adapt_to_a_slower_machine_and_survive_in_redis(cluster: Clust
     for job in (before, after):
         assert job.said is not None
         assert job.said.eta_least_s <= job.waited_s <= (job.said.eta_most_s or 0)
-    key = took_key(QUEUE, "generate", "interactive")
+    key = service_times_key(QUEUE, "generate", "interactive")
     assert 0 < redis.llen(key) <= MAX_SAMPLES
     assert redis.ttl(key) > 86400
 
 
 def test_malformed_history_entries_are_ignored(cluster: Cluster, redis: Redis) -> None:
-    key = took_key(QUEUE, "generate", "interactive")
+    key = service_times_key(QUEUE, "generate", "interactive")
     redis.lpush(key, "", "x y", "-1 5 1", "nan 3 1", "1e999 2 1", "1 2", "1 2 3 4", b"\xff", "100 100 20")
     for _ in range(2 * cluster.slots):
         cluster.submit(100)

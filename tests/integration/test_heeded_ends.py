@@ -14,7 +14,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.api.webhooks.announcing import announced, announcement, notify_on_end
 from cellama.tasks.contract import events
 from cellama.tasks.contract.events import Event
-from cellama.tasks.contract.keys import heeded_key, webhook_events_key
+from cellama.tasks.contract.keys import announcement_key, webhook_events_key
 from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import empty_database
@@ -76,7 +76,7 @@ def test_requested_end_notification_is_sent_once(
         write(ledger, attempt, end, seq=1)
     assert told(redis_client) == [announcement(event_type, "resp_1", "acme")]
     heed_now(database, heeded_job)  # by a repeated request
-    assert not redis_client.exists(heeded_key(heeded_job))
+    assert not redis_client.exists(announcement_key(heeded_job))
 
 
 def test_end_notification_is_sent_for_a_cancelled_waiting_job(

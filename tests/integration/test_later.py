@@ -13,7 +13,7 @@ from redis import Redis
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
 from cellama.tasks.broker.message import SOON_S
-from cellama.tasks.contract.keys import delayed_key, leases_key, looked_key, waiting_key
+from cellama.tasks.contract.keys import delayed_key, last_restore_key, leases_key, waiting_key
 from cellama.tasks.contract.names import queue_name
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Ledger
@@ -43,7 +43,9 @@ def test_message_with_an_eta_is_delivered_when_it_is_due(redis_client: Redis, mo
     assert not redis_client.exists(waiting)
     assert position_of(redis_client, job.id).state == "waiting"
     assert redis_client.zscore(leases_key(), job.id) is None
-    redis_client.delete(looked_key())  # no reaper has looked for long: an outage, or another clock after a failover
+    redis_client.delete(
+        last_restore_key()
+    )  # no reaper has looked for long: an outage, or another clock after a failover
     ledger.restore(5)
     assert redis_client.zscore(delayed_key(), job.id) > time.time() + HOUR_S / 2  # type: ignore[operator]
     redis_client.zadd(delayed_key(), {job.id: time.time() - 1})

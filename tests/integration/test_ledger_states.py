@@ -10,7 +10,15 @@ import pytest
 from redis import Redis
 
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, looked_key, running_key, waiting_key
+from cellama.tasks.contract.keys import (
+    due_key,
+    job_key,
+    journal_key,
+    last_restore_key,
+    leases_key,
+    running_key,
+    waiting_key,
+)
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Entry, Ledger
@@ -32,9 +40,9 @@ def test_resumed_job_is_running_everywhere_from_its_first_event(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     attempt = resumed(ledger, job_id)
-    assert ledger.place(job_id) is not None
+    assert ledger.num_ahead(job_id) is not None
     assert write(ledger, attempt, TOKEN, seq=2) == set()
-    assert ledger.place(job_id) is None
+    assert ledger.num_ahead(job_id) is None
     assert not redis_client.exists(waiting_key(queue))
     assert redis_client.zscore(running_key(), job_id)
     assert position_of(redis_client, job_id).state == "running"
@@ -119,7 +127,7 @@ def test_reaper_settles_the_end_of_a_job_whose_worker_died(
     taken = take(ledger, job_id)
     write(ledger, begin(ledger, job_id, token=taken.token), events.error("x", "y", False))
     redis_client.zadd(leases_key(), {job_id: 1})
-    redis_client.set(looked_key(), redis_client.time()[0])  # type: ignore[index]
+    redis_client.set(last_restore_key(), redis_client.time()[0])  # type: ignore[index]
     ledger.restore(LEASE_S)
     assert ids_in(redis_client, queue) == []  # it has ended, and does not run again
     assert float(redis_client.zscore(due_key(), job_id) or 0) <= float(redis_client.time()[0] + 1)  # type: ignore[index]

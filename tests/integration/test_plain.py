@@ -49,7 +49,7 @@ def test_plain_message_without_priority_waits_behind_jobs_of_the_default_one(
     assert last["headers"]["id"] == job.id
     assert json.loads(base64.b64decode(last["body"]))[:2] == [[unserved, "a secret"], {}]
     assert "a secret" not in json.dumps(last["headers"])
-    assert [Ledger(redis_client).place(job_id) for job_id in (before.id, job.id)] == [0, 1]
+    assert [Ledger(redis_client).num_ahead(job_id) for job_id in (before.id, job.id)] == [0, 1]
     connection.release()
 
 

@@ -17,7 +17,7 @@ from cellama.api.cli import app
 from cellama.api.machine.redis_server import RedisServer
 from cellama.config import ModelSettings
 from cellama.tasks.contract.errors import JobFailed, UnknownModel, UnknownWorker
-from cellama.tasks.contract.keys import wanted_key
+from cellama.tasks.contract.keys import desired_state_key
 from cellama.tasks.contract.shapes.workers import WantedThing
 from cellama.tasks.worker.desired_state import DesiredStateRecord, Override, field_of, model_key
 
@@ -130,7 +130,7 @@ def test_worker_applies_commands_sent_while_it_was_stopped(
     worker = start("one").wait_ready()
     client.load_model(big, "bundled://tiny", pool=name, default=True, timeout=PATIENCE_S, **OPTIONS)
     client.unload_model(own, pool=name, timeout=PATIENCE_S)  # of the settings
-    record = wanted_key("pool", name)
+    record = desired_state_key("pool", name)
     redis_client.hset(record, "x", "y")  # not an entry: it disturbs no other one
     missing = {"id": f"{name}-missing", "source": "/nowhere.gguf"}
     redis_client.hset(record, field_of(model_key(missing["id"])).decode(), json.dumps({"at": 1, "model": missing}))

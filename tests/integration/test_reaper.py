@@ -15,8 +15,8 @@ from cellama.tasks.contract.keys import (
     due_key,
     job_key,
     journal_key,
+    last_restore_key,
     leases_key,
-    looked_key,
     missing_key,
     queues_key,
     reaper_key,
@@ -111,13 +111,13 @@ def test_started_job_of_a_dead_worker_is_queued_again_once(world: World) -> None
     job_id = world.job(age_s=OLD_S, message=False)
     taken = take(world.ledger, job_id, lease_s=0)
     write(world.ledger, begin(world.ledger, job_id, token=taken.token), events.started("m", 1, "w", 1))
-    world.redis.delete(looked_key())
+    world.redis.delete(last_restore_key())
     world.look(times=6)  # the first finds that nobody has looked lately, and waits another half of a lease
     assert world.waiting() == []
     world.redis.zadd("cellama:leases", {job_id: 1})
     world.look(times=6)
     assert world.waiting() == [job_id]
-    assert (world.ledger.state(job_id), world.ledger.place(job_id)) == ("handed_back", 0)
+    assert (world.ledger.state(job_id), world.ledger.num_ahead(job_id)) == ("handed_back", 0)
 
 
 def test_job_without_worker_and_message_is_lost(world: World) -> None:

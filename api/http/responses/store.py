@@ -16,9 +16,9 @@ from cellama.api.openai.responses.record import ResponseRecord
 from cellama.api.webhooks import notify_on_end
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import (
+    announcement_key,
     context_key,
     due_key,
-    heeded_key,
     job_key,
     journal_key,
     response_key,
@@ -93,7 +93,7 @@ class ResponseStore:
     async def withdraw(self, record: ResponseRecord) -> None:
         """Delete the record of a response whose job was rejected."""
         with reaching_redis():
-            await self._redis.delete(response_key(record.id), heeded_key(record.job_id))
+            await self._redis.delete(response_key(record.id), announcement_key(record.job_id))
 
     async def delete(self, record: ResponseRecord) -> None:
         """Delete all data of a response whose job has ended.

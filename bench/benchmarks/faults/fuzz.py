@@ -28,7 +28,7 @@ from cellama.config import get_settings
 from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import journal_key, looked_key
+from cellama.tasks.contract.keys import journal_key, last_restore_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.state.registry import live_workers
 
@@ -115,7 +115,7 @@ def _lasting_keys(redis: Redis) -> frozenset[str]:
     for key in keys:
         pipeline.ttl(key)
     lasting = {key.decode() for key, ttl in zip(keys, pipeline.execute(), strict=True) if ttl == -1}
-    return frozenset(lasting - {looked_key()})
+    return frozenset(lasting - {last_restore_key()})
 
 
 @dataclass

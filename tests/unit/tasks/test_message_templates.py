@@ -18,8 +18,8 @@ PROMPTS = ["Hi", 'quoted "Hi"', "ünïcode \u2028 \U0001f600", "\\ @ \n"]
 
 
 def decoded(message: Message) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(message.payload)
-    return {**told, "body": json.loads(base64.b64decode(told["body"]))}
+    content: dict[str, Any] = json.loads(message.payload)
+    return {**content, "body": json.loads(base64.b64decode(content["body"]))}
 
 
 def body_of(prompt: str) -> str:
@@ -44,9 +44,9 @@ def test_message_from_a_template_contains_only_its_own_values(prompt: str) -> No
     message = template.message(
         "own", body_of(prompt), argsrepr=f"({prompt!r},)", kwargsrepr="{}", submitted_at=9.25, clock=8
     )
-    told, event = decoded(message), decoded(Message("", message.events[0][1]))["body"]
-    assert told["body"][:2] == [["tiny", prompt], {}]
-    assert told["headers"] == {
+    content, event = decoded(message), decoded(Message("", message.events[0][1]))["body"]
+    assert content["body"][:2] == [["tiny", prompt], {}]
+    assert content["headers"] == {
         "id": "own",
         "root_id": "own",
         "argsrepr": f"({prompt!r},)",
@@ -54,20 +54,20 @@ def test_message_from_a_template_contains_only_its_own_values(prompt: str) -> No
         "cellama_submitted_at": 9.25,
         "eta": None,
     }
-    assert told["properties"]["correlation_id"] == "own"
+    assert content["properties"]["correlation_id"] == "own"
     assert (event["uuid"], event["args"], event["clock"]) == ("own", f"({prompt!r},)", 8)
-    assert "secret" not in json.dumps(told)
-    tags = {told["properties"]["delivery_tag"], decoded(made("x", "y"))["properties"]["delivery_tag"]}
+    assert "secret" not in json.dumps(content)
+    tags = {content["properties"]["delivery_tag"], decoded(made("x", "y"))["properties"]["delivery_tag"]}
     assert len(tags) == 2
 
 
 @pytest.mark.parametrize("submitted_at", ["soon", float("nan"), 1e308, [[]]])
 def test_submission_time_set_by_a_caller_is_kept(submitted_at: Any) -> None:
     template = Template(made("Hi", "first"), body_of("Hi"))
-    told = decoded(
+    content = decoded(
         template.message("own", body_of("Hi"), argsrepr="a", kwargsrepr="k", submitted_at=submitted_at, clock=8)
     )["headers"]
-    assert repr(told["cellama_submitted_at"]) == repr(submitted_at)
+    assert repr(content["cellama_submitted_at"]) == repr(submitted_at)
 
 
 def test_message_that_a_template_would_not_reproduce_gets_no_template() -> None:

@@ -74,14 +74,18 @@ def test_terminate_job_interrupts_the_job_with_this_number(pool: TaskPool) -> No
 
 def test_hard_limit_is_reported_to_celery_and_the_later_result_dropped(pool: TaskPool) -> None:
     job = Job()
-    told: list[tuple[bool, float]] = []
-    arguments: dict[str, Any] = {"soft_timeout": 0.05, "timeout": 2.0, "timeout_callback": lambda *a: told.append(a)}
+    reported: list[tuple[bool, float]] = []
+    arguments: dict[str, Any] = {
+        "soft_timeout": 0.05,
+        "timeout": 2.0,
+        "timeout_callback": lambda *a: reported.append(a),
+    }
     job.end = Unstoppable()
     pool.on_apply(job, callback=job.results.append, **arguments)
     assert job.returned.wait(PATIENCE_S)
     pool.on_stop()
-    wait_until(lambda: len(told) == 2, "both limits")
-    assert told == [(True, 0.05), (False, 2.0)]
+    wait_until(lambda: len(reported) == 2, "both limits")
+    assert reported == [(True, 0.05), (False, 2.0)]
     assert job.interruption is Interruption.HARD_LIMIT
     assert job.results == []
 

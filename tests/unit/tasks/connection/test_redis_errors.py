@@ -26,9 +26,9 @@ def test_error_explains_that_the_server_is_not_the_redis_of_cellama_up(
 ) -> None:
     settings_environment(data_dir=str(tmp_path))
     redis_dir(tmp_path).mkdir()
-    kept = redis_dir(tmp_path) / URL_FILE
-    kept.write_text("redis://:secret@127.0.0.1:6379/0")
+    password_file = redis_dir(tmp_path) / URL_FILE
+    password_file.write_text("redis://:secret@127.0.0.1:6379/0")
     with pytest.raises(RedisRefused) as refused, reaching_redis():
         raise AuthenticationError("WRONGPASS")
-    assert f"not the Redis that `cellama up` last started, whose password is in {kept}" in str(refused.value)
+    assert f"not the Redis that `cellama up` last started, whose password is in {password_file}" in str(refused.value)
     assert "secret" not in str(refused.value)

@@ -66,10 +66,10 @@ def test_permanent_refusal_is_not_recognized_as_temporary(error: RedisError) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [("OOM", RedisFull), ("BUSY", RedisUnreachable), ("LOADING", RedisUnreachable)]
+    ("code", "expected"), [("OOM", RedisFull), ("BUSY", RedisUnreachable), ("LOADING", RedisUnreachable)]
 )
-def test_temporary_refusal_raises_a_retryable_error(code: str, told: type[RedisFull | RedisUnreachable]) -> None:
-    with pytest.raises(told) as raised, reaching_redis():
+def test_temporary_refusal_raises_a_retryable_error(code: str, expected: type[RedisFull | RedisUnreachable]) -> None:
+    with pytest.raises(expected) as raised, reaching_redis():
         raise RefusedForNow(code, "for some reason")
     assert raised.value.retryable
 

@@ -12,7 +12,7 @@ import pytest
 from cellama.config import ModelSettings, Settings
 from cellama.config.settings import AdapterSettings
 from cellama.engine import ModelLoadFailed
-from cellama.tasks.contract.keys import wanted_key
+from cellama.tasks.contract.keys import desired_state_key
 from cellama.tasks.worker.desired_state import (
     DEFAULT_KEY,
     MAX_CRASHED_LOADS,
@@ -37,7 +37,7 @@ OTHER = FIRST.model_copy(update={"source": "other.gguf"})
 SECOND = ModelSettings(id="second", source="second.gguf", n_parallel=2)
 SETTINGS = Settings(models=(FIRST,))
 GONE = Override(gone=True)
-POOL = wanted_key("pool", "p")
+POOL = desired_state_key("pool", "p")
 
 
 def of_pool(entries: dict[Key, Override]) -> Overrides:

@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-from cellama.tasks.broker.consumer import Places
+from cellama.tasks.broker.consumer import JobLimits
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 
 A, B, DEFAULT = queue_name("a"), queue_name("b"), queue_name(DEFAULT_MODEL)
 
 
 def with_capacity(capacity: dict[str, int]) -> list[str]:
-    return [queue for queue, left in capacity.items() if left]
+    return [queue for queue, remaining in capacity.items() if remaining]
 
 
-def places(look_ahead: int = 1, **jobs: int) -> Places:
-    return Places(jobs or {"a": 4, "b": 2}, look_ahead, lambda: "a")
+def limits(look_ahead: int = 1, **jobs: int) -> JobLimits:
+    return JobLimits(jobs or {"a": 4, "b": 2}, look_ahead, lambda: "a")
 
 
 def test_full_model_does_not_reduce_the_capacity_of_others() -> None:
     full = {A: [1] * 5}
-    assert with_capacity(places().capacity([A, B], full)) == [B]
-    assert with_capacity(places().capacity([A, B], {}, full)) == [B]
-    assert with_capacity(places().capacity([A, B], {A: [1] * 4, B: [1] * 3})) == [A]
+    assert with_capacity(limits().capacity([A, B], full)) == [B]
+    assert with_capacity(limits().capacity([A, B], {}, full)) == [B]
+    assert with_capacity(limits().capacity([A, B], {A: [1] * 4, B: [1] * 3})) == [A]
 
 
 def test_bulk_jobs_do_not_use_the_capacity_of_urgent_jobs_but_urgent_jobs_use_that_of_bulk_jobs() -> None:
-    assert with_capacity(places().capacity([A], {A: [1] * 4})) == [A]
-    assert with_capacity(places().capacity([A], {A: [1] * 4}, {A: [1]})) == []
+    assert with_capacity(limits().capacity([A], {A: [1] * 4})) == [A]
+    assert with_capacity(limits().capacity([A], {A: [1] * 4}, {A: [1]})) == []
 
 
 def test_limit_is_the_slots_and_the_look_ahead_for_urgent_and_for_bulk_jobs() -> None:
-    eight = places(look_ahead=4, a=8)
+    eight = limits(look_ahead=4, a=8)
     assert eight.capacity([A], {}, {}) == eight.capacity([A], {}) == {A: 12}
     assert eight.capacity([A], {A: [1] * 5}, {A: [1] * 7}) == {A: 0}
     assert eight.capacity([A], {A: [1] * 5}) == {A: 7}  # they preempt the bulk jobs, which stay held
 
 
 def test_default_queue_shares_the_capacity_of_its_model() -> None:
-    assert with_capacity(places().capacity([A, DEFAULT, B], {}, {DEFAULT: [1] * 3, A: [1] * 2})) == [B]
-    assert places().by_model([B, DEFAULT, A]) == [[B], [DEFAULT, A]]
+    assert with_capacity(limits().capacity([A, DEFAULT, B], {}, {DEFAULT: [1] * 3, A: [1] * 2})) == [B]
+    assert limits().by_model([B, DEFAULT, A]) == [[B], [DEFAULT, A]]
 
 
 def test_model_can_hold_two_chunks_of_any_weight() -> None:
-    assert with_capacity(places(look_ahead=2).capacity([A], {}, {A: [100]})) == [A]
-    assert with_capacity(places(look_ahead=2).capacity([A], {}, {A: [100, 100]})) == []
+    assert with_capacity(limits(look_ahead=2).capacity([A], {}, {A: [100]})) == [A]
+    assert with_capacity(limits(look_ahead=2).capacity([A], {}, {A: [100, 100]})) == []
 
 
 def test_capacity_changes_when_models_are_loaded_and_unloaded() -> None:
     jobs = {"a": 1}
-    some = Places(jobs, 0, lambda: None)
+    some = JobLimits(jobs, 0, lambda: None)
     assert with_capacity(some.capacity([B], {B: [1]})) == []  # the limit is at least 1
     jobs["b"] = 2
     assert with_capacity(some.capacity([B], {B: [1]})) == [B]

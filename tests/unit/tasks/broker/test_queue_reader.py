@@ -13,7 +13,7 @@ import pytest
 from kombu.utils.scheduling import round_robin_cycle
 from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissionError
 
-from cellama.tasks.broker.consumer import Places, QueueReader
+from cellama.tasks.broker.consumer import JobLimits, QueueReader
 from cellama.tasks.contract.names import PRIORITY_SEPARATOR, SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key, queue_name
 from cellama.tasks.state.ledger import Fetched, PageLimits, Taken
 
@@ -49,7 +49,7 @@ class Channel:
         self.client = SimpleNamespace(connection=self.connection, parse_response=self._parse_response)
         self.answer: Any = None
         self.held: dict[str, list[int]] = {}
-        self.places = Places({"a": 2, "b": 2}, 0, lambda: "a")
+        self.job_limits = JobLimits({"a": 2, "b": 2}, 0, lambda: "a")
         self.handlers: dict[str, Any] = {}
         self.sep = PRIORITY_SEPARATOR
         self.unblocked: list[int] = []
@@ -72,7 +72,7 @@ class Channel:
         self.unblocked.append(client_id)
         return True
 
-    def asked(self) -> list[str]:
+    def requested(self) -> list[str]:
         command = self.connection.commands[-1]
         assert (command[0], command[-1]) == ("BRPOP", 1)
         return list(command[1:-1])
@@ -102,7 +102,7 @@ def ledger() -> TakingLedger:
 
 @pytest.fixture
 def reader(channel: Channel, ledger: Any) -> QueueReader:
-    reader = QueueReader(channel, ledger, 10.0, places=lambda: channel.places, priorities=(0, 3))
+    reader = QueueReader(channel, ledger, 10.0, job_limits=lambda: channel.job_limits, priorities=(0, 3))
     channel._qos.held = lambda: channel.held
     return reader
 
@@ -129,24 +129,24 @@ def delivered(channel: Channel) -> list[tuple[str, str, str]]:
 
 def test_reader_requests_messages_model_by_model_the_most_urgent_first(channel: Channel, reader: QueueReader) -> None:
     channel._brpop_start()
-    assert channel.asked() == [A, queue_key(A, 3), B, queue_key(B, 3)]
+    assert channel.requested() == [A, queue_key(A, 3), B, queue_key(B, 3)]
     channel._queue_cycle.rotate(A)  # as kombu does with the queue of each message
     channel._brpop_start()
-    assert channel.asked() == [B, queue_key(B, 3), A, queue_key(A, 3)]
+    assert channel.requested() == [B, queue_key(B, 3), A, queue_key(A, 3)]
 
 
 def test_reader_sends_another_brpop_when_a_model_gains_capacity(channel: Channel, reader: QueueReader) -> None:
     channel.held = {A: [1, 1]}
     channel._brpop_start()
-    assert channel.asked() == [B, queue_key(B, 3)]
-    reader.ask_again()
+    assert channel.requested() == [B, queue_key(B, 3)]
+    reader.request_again()
     assert channel.unblocked == []
     channel.held = {A: [1], B: [1, 1]}
-    reader.ask_again()
-    reader.ask_again()
+    reader.request_again()
+    reader.request_again()
     assert channel.unblocked == [7]  # once, until the next one is sent
     channel._brpop_start()
-    assert channel.asked() == [A, queue_key(A, 3)]
+    assert channel.requested() == [A, queue_key(A, 3)]
 
 
 def test_reader_sends_no_brpop_without_capacity(channel: Channel, reader: QueueReader) -> None:
@@ -161,11 +161,11 @@ def test_reader_continues_without_permission_to_unblock(
     channel.held, channel.refuses = {A: [1, 1]}, True
     channel._brpop_start()
     channel.held = {}
-    reader.ask_again()
-    reader.ask_again()
+    reader.request_again()
+    reader.request_again()
     assert caplog.text.count("may wait up to 1 s") == 1
     channel._brpop_start()
-    assert A in channel.asked()
+    assert A in channel.requested()
 
 
 @pytest.mark.parametrize(
