@@ -146,7 +146,7 @@ def test_malformed_parent_key_is_rejected_before_queueing(key: Any) -> None:
 
 
 def test_system_message_after_a_conversation_is_rejected() -> None:
-    with pytest.raises(InvalidJob, match="parent_key has begun already"):
+    with pytest.raises(InvalidJob, match="parent_key has already started"):
         chat.delay("tiny", [{"role": "user", "content": "Hi"}], system="Be brief.", parent_key="ab" * 32)
 
 
@@ -186,7 +186,7 @@ def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
         client.cached_prefix("no such model", "Hi")
     with pytest.raises(InvalidJob, match="give either prompt"):
         client.cached_prefix("tiny")
-    with pytest.raises(JobFailed, match="100000 characters"):
+    with pytest.raises(JobFailed, match="limit 100000"):
         client.cached_prefix("tiny", "x" * 100_001)
     with pytest.raises(JobFailed, match="parent_key"):
         client.cached_prefix("tiny", "x", parent_key="ab" * 32)

@@ -87,12 +87,12 @@ def test_stream_with_after_beyond_the_end_stops_with_the_job(client: Client, uns
 
 
 def test_stream_rejects_an_invalid_after_immediately(client: Client, ended: str) -> None:
-    with pytest.raises(InvalidJob, match="after is -2"):
+    with pytest.raises(InvalidJob, match="after: -2 is not"):
         client.stream(ended, after=-2)
 
     async def ask() -> None:
         async with AsyncClient() as own:
-            with pytest.raises(InvalidJob, match="after is -2"):
+            with pytest.raises(InvalidJob, match="after: -2 is not"):
                 own.stream(ended, after=-2)
 
     asyncio.run(ask())
