@@ -117,7 +117,7 @@ def test_context_is_prefilled_again_when_the_kv_cache_type_differs(client: Clien
 
 def test_context_of_a_different_model_with_the_same_id_is_rejected(redis_client: Redis) -> None:
     key, _ = kept_elsewhere(redis_client, "cd" * 32)
-    with pytest.raises(JobFailed, match=r"another model than 'tiny'.*send the whole prompt") as failed:
+    with pytest.raises(JobFailed, match=r"earlier model 'tiny'.*send the whole prompt") as failed:
         run(generate, " and", parent_key=key)
     assert failed.value.code == "unknown_key"
 
