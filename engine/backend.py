@@ -19,7 +19,8 @@ NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch was
 class DecodeError(Exception):
     """A decode call failed with llama.cpp's return code (llama.h: llama_decode).
 
-    1: no room in the KV cache; 2: aborted; -1: invalid batch; below -1: fatal, part of the batch may be computed.
+    1 means no free KV cells, 2 aborted, and -1 an invalid batch. Below -1 the error is fatal, and a part of the batch may
+    have been computed.
     """
 
     def __init__(self, code: int) -> None:
@@ -225,7 +226,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop threads that wait for work, because there will be none for a while."""
+        """Stop threads that wait for work, because the context will be idle for a while."""
         ...
 
     @property
@@ -287,7 +288,7 @@ class EmbeddingBackend(Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop threads that wait for work, because there will be none for a while."""
+        """Stop threads that wait for work, because the context will be idle for a while."""
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:

@@ -1,27 +1,5 @@
 """The errors of the engine, and checks that raise them.
 
-    EngineError
-    ├── InvalidRequest          a parameter or a text is wrong
-    │   └── PromptTooLong       the prompt can never fit
-    ├── TemplateFailed          the chat template rejected the messages, or the model has none
-    ├── WrongCapability         the model is not loaded for this use
-    ├── ModelNotLoaded          no model has this id
-    ├── ModelLoadFailed         the source is missing, damaged or not supported
-    │   ├── IdTaken             another model has the id
-    │   └── InsufficientMemory  the model does not fit into the memory budget
-    ├── AdapterLoadFailed       the file is missing, damaged, not a LoRA adapter, or made for another model
-    ├── UnknownAdapter          the model has no adapter with this name
-    ├── UnknownKey              no context has this key, scope and adapters
-    ├── AdapterBusy             the adapter is in use and can't be unloaded now
-    ├── ManagerExists           this process already has a model manager
-    ├── ModelBusy               the model is in use and can't be unloaded now
-    ├── QueueFull               the waiting queue of the engine is at its limit
-    ├── DecodeFailed            llama.cpp rejected the tokens of this request
-    ├── RequestFailed           an unexpected error affected this request
-    ├── GrammarFailed           grammar, biases and ignore_eos together allow no token
-    ├── EmbeddingCancelled      an embedding was cancelled (a generation ends as `cancelled` instead)
-    └── EngineStopped           the engine was closed, or its thread failed
-
 Codes cross processes, objects don't. `tasks/contract/codes.py` describes each code for callers.
 """
 

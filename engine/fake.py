@@ -185,7 +185,7 @@ class FakeBackend:
     def load_adapter(self, path: Path) -> str:
         text = path.read_text()
         if not text.startswith("adapter"):
-            raise AdapterLoadFailed(f"{str(path)!r} is no adapter")
+            raise AdapterLoadFailed(f"{str(path)!r} is not an adapter")
         self.adapters.add(text)
         return text
 
@@ -196,9 +196,9 @@ class FakeBackend:
         self.batches.append(list(chunks))
         self.adapter_sets.append(adapters)
         if not {use.adapter.handle for use in adapters} <= self.adapters:
-            raise AssertionError("an adapter that is gone would kill the process")
+            raise AssertionError("decoding with a freed adapter would crash the process")
         if sum(len(chunk.tokens) for chunk in chunks) > self.n_batch:
-            raise AssertionError("more tokens than n_batch would kill the process")
+            raise AssertionError("more tokens than n_batch would crash the process")
         self._logits.clear()
         code = self.failures.popleft() if self.failures else 0
         if self._aborted:
@@ -213,7 +213,7 @@ class FakeBackend:
             self._compute(chunk, key_of(adapters))
 
     def _fail(self, chunks: Sequence[Chunk], code: int) -> None:
-        if code < -1:  # a fatal error leaves what was computed before it
+        if code < -1:  # a fatal error keeps the chunks computed before it
             self._compute(chunks[0], ())
         raise DecodeError(code)
 
@@ -222,7 +222,7 @@ class FakeBackend:
         if chunk.position != len(cells) or len(cells) + len(chunk.tokens) > self.ctx_per_slot:
             raise DecodeError(-1)
         if cells and len(cells) < self.first_cut(chunk.slot):
-            raise AssertionError(f"slot {chunk.slot} has lost what its window looks back on")
+            raise AssertionError(f"slot {chunk.slot} has lost cells inside its sliding window")
         if not self.partial_reuse and self.summaries[chunk.slot] != _summary(cells):
             raise AssertionError(f"slot {chunk.slot} has the recurrent state of other tokens than its cells")
         cells.extend(Cell((token, key) if key else token) for token in chunk.tokens)
@@ -256,7 +256,7 @@ class FakeBackend:
     def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
         first, num_rows = self._logits.get(slot, (0, 0))
         if row >= num_rows:
-            raise AssertionError(f"sampling row {row} of slot {slot} without logits would kill the process")
+            raise AssertionError(f"sampling row {row} of slot {slot} without logits would crash the process")
         seen = [cell.token for cell in self.cells[slot][: first + row]]
         value = zlib.crc32(repr((seen[-self.memory :], draw)).encode())
         if self.end_every and not ban_end and value % self.end_every == 0:
@@ -325,7 +325,7 @@ class FakeEmbeddingBackend:
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         self.calls.append([tuple(text) for text in texts])
         if sum(map(len, texts)) > self.max_tokens:
-            raise AssertionError("more tokens than max_tokens would kill the process")
+            raise AssertionError("more tokens than max_tokens would crash the process")
         if self.poison is not None and any(self.poison in text for text in texts):
             raise DecodeError(-1)
         if self.per_token:

@@ -58,8 +58,7 @@ class EngineOptions:
     logits_processors: tuple[str, ...] = ()
     speculation: Speculation = "off"  # "auto" drafts tokens while that is faster (docs/adr/015-speculation.md)
     draft: str | None = None  # source of a small model with the same vocabulary, which also drafts tokens
-    # Pooling of embeddings; auto = the model's own, or mean if it names none; none = a vector per token; rank = scores
-    # of the classification head, for a model that is loaded to rerank.
+    # Pooling of embeddings; auto = as the model says, or mean; none = a vector per token; rank = scores, to rerank.
     pooling: Pooling = "auto"
     control_tokens_in_text: bool = False  # parse control tokens in messages and in texts to rank
     # Defaults for SamplingParams by name, except logprobs; see `sampling_defaults`.

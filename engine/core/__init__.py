@@ -1,4 +1,4 @@
-"""The engine's thread and what callers hold of it: schedule → forward → update, and the embedder's thread beside it.
+"""The engine thread with its step: schedule → forward → update, and the embedder thread. Other threads hold handles.
 
-May use: `scheduling`, `text`, `system`, and what is above these; llama.cpp only through `backend`.
+May use: `scheduling`, `text`, `system`, and the packages above these. Only `backend` leads to llama.cpp.
 """

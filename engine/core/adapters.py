@@ -1,8 +1,10 @@
 """The LoRA adapters of one model, with their scales and the number of requests that use them. Safe from any thread.
 
+The states of an adapter:
+
 (nothing) ── load ──► loading ──► ready ── unload ──► unloading ──► (nothing)
                          │                                │
-                         └── failed: (nothing)            └── still in use at the timeout: back to ready
+                         └── failed → (nothing)           └── still in use at the timeout → ready
 """
 
 from __future__ import annotations

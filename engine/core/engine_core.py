@@ -216,7 +216,7 @@ class EngineCore:
             raise first_fault
         for sequence, fault in failed:
             self.requests.fail(sequence, fault)
-        self.output.flush()  # events of requests that ended here: there may be no other step
+        self.output.flush()  # requests may have ended here, and another step may never come
 
     def _step_alone(self, sequence: Sequence) -> Exception | None:
         """Run a step for one sequence, and return the error if it fails. Raises BackendBroken."""

@@ -1,4 +1,4 @@
-"""Which sequences wait, which have slots, and what the next step decodes.
+"""Scheduling: which sequences wait, which have slots, and the batch of the next step.
 
-May use: `kvcache`, and what is above it. Pure: no llama.cpp, no clock, no threads.
+May use: `kvcache`, and the packages above it. Pure: no llama.cpp, no clock, no threads.
 """

@@ -138,7 +138,7 @@ class Sequence:
 
     @property
     def note(self) -> StateNote:
-        """What the cache needs to know about its state when it finishes."""
+        """A note for the cache about the state of the sequence when it finishes."""
         pending = self.tokens[self.num_computed :]
         return StateNote(
             next_token=pending[0] if len(pending) == 1 else None,
@@ -188,7 +188,7 @@ class Sequence:
 
     @property
     def usage(self) -> RequestUsage:
-        """Its token counts until now, including reused tokens."""
+        """The token counts until now, including reused tokens."""
         return RequestUsage(
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_output,

@@ -10,7 +10,7 @@ admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk r
 prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its rate where
 interactive requests arrive often. Where rows cost little, as on a GPU, all bulk rows decode in every step.
 
-docs/adr/011-reading-beside-decoding.md has measurements. Everything here is pure and reads no clock.
+Measurements are in ADR 011. Everything here is pure and reads no clock.
 """
 
 from __future__ import annotations

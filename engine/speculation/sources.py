@@ -218,6 +218,6 @@ class AcceptanceRates:
             self._general._count(source, bucket, is_accepted=is_accepted)
 
     def recover(self, source: str, bucket: int) -> None:
-        """Reduce the weight of observations, so that a source with a low rate is tried again some day."""
+        """Reduce the weight of observations, so that a source with a low rate is eventually retried."""
         counts = self._counts[source, bucket]
         counts[0], counts[1] = counts[0] * RECOVERY, counts[1] * RECOVERY

@@ -139,7 +139,7 @@ class CoreSharing:
     """Owns a thread that observes the machine twice a second and sets the number of threads of each part."""
 
     def __init__(self, claims: Callable[[], Sequence[Claim]], own: Processors | None = None) -> None:
-        """`claims` returns the current claims. `own` are the processors of this process; None: detect them."""
+        """`claims` returns the current claims. `own` are the processors of this process; None detects them."""
         self._claims = claims
         self._processors = own or processors.own_limits()
         self._peers: Sequence[Peer] = ()
