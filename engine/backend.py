@@ -19,7 +19,7 @@ NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch was
 class DecodeError(Exception):
     """A decode call failed with llama.cpp's return code (llama.h: llama_decode).
 
-    1 means no free KV cells, 2 aborted, and -1 an invalid batch. Below -1 the error is fatal, and a part of the batch may
+    1 means no free KV cells, 2 aborted, and -1 an invalid batch. Codes below -1 are fatal, and a part of the batch may
     have been computed.
     """
 

@@ -1,4 +1,4 @@
-"""A folder of states."""
+"""A directory of KV states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that fails where a test says so."""
+"""A backend that fails where a test requests it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FaultySampler(FakeSampler):
 
 @dataclass
 class FaultyBackend(FakeBackend):
-    """A backend whose calls fail when `fault` raises; it is told the place, and whether a poisoned request is there."""
+    """A backend whose calls fail if `fault` raises. It gets the name of the call, and whether the call is poisoned."""
 
     fault: Fault = field(default=lambda place, what: None)
 

@@ -1,4 +1,4 @@
-"""Engines on the fake backend with a folder of states, and what they say."""
+"""Engines on the fake backend with a directory of states, and the texts that they should generate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STORY = "Once upon a time there was a fox who told a story, and this is how it b
 
 
 class Home:
-    """Engines that come and go on one folder."""
+    """Starts and closes engines that share one directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ def say(engine: Engine, prompt: str, count: int = 5, **params: Any) -> Any:
 
 
 def expected(context: Sequence[int], count: int, adapters: tuple[tuple[str, float], ...] = ()) -> str:
-    """What the fake says after these tokens, computed without an engine."""
+    """Return the text that the fake generates after these tokens, computed without an engine."""
     cells = [(token, adapters) if adapters else token for token in context]
     said = bytearray()
     for _ in range(count):

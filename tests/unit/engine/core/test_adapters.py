@@ -35,9 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_second_unload_of_an_adapter_is_no_error_and_that_of_an_unknown_one_is(
-    make_engine: MakeEngine, folder: Path
-) -> None:
+def test_unload_of_an_adapter_fails_only_if_it_was_never_loaded(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine()
     add(engine, folder, "p")
     for _ in range(2):
@@ -56,7 +54,7 @@ def text_of(engine: Engine, prompt: str = PREFIX, adapters: Choice | None = None
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_requests_with_different_adapters_get_what_they_get_alone(
+def test_requests_with_different_adapters_get_the_same_text_as_alone(
     make_engine: MakeEngine, folder: Path, unified: bool
 ) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=6, unified=unified))
@@ -71,7 +69,7 @@ def test_requests_with_different_adapters_get_what_they_get_alone(
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_preempted_requests_go_on_with_their_adapters(make_engine: MakeEngine, folder: Path, unified: bool) -> None:
+def test_preempted_requests_resume_with_their_adapters(make_engine: MakeEngine, folder: Path, unified: bool) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=2, unified=unified))
     alone, _ = make_engine(FakeBackend(n_slots=1))
     for name, one in itertools.product("pq", (engine, alone)):
@@ -89,7 +87,7 @@ def test_preempted_requests_go_on_with_their_adapters(make_engine: MakeEngine, f
     assert engine.snapshot().preemptions > 0
 
 
-def test_prefixes_are_shared_within_an_adapter_set_and_never_across(make_engine: MakeEngine, folder: Path) -> None:
+def test_prefixes_are_shared_within_an_adapter_set_and_not_across_sets(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=3))
     for name in "pq":
         add(engine, folder, name)
@@ -100,10 +98,10 @@ def test_prefixes_are_shared_within_an_adapter_set_and_never_across(make_engine:
     assert [cached(choice) for choice in CHOICES] == [0] * len(CHOICES)
     assert all(cached(choice) == len(PREFIX) - 1 for choice in reversed(CHOICES))  # from slots, or from RAM
     assert cached((("p", 0.25),)) == 0
-    assert cached((("p", 0.0),)) > 0  # the same as none
+    assert cached((("p", 0.0),)) > 0  # the same as no adapter
 
 
-def test_prefix_of_an_adapter_is_shared_again_only_if_its_file_is_the_same(
+def test_prefix_of_a_reloaded_adapter_is_reused_only_if_its_file_is_unchanged(
     make_engine: MakeEngine, folder: Path
 ) -> None:
     engine, _ = make_engine()
@@ -115,7 +113,9 @@ def test_prefix_of_an_adapter_is_shared_again_only_if_its_file_is_the_same(
     assert cached == [0, 0, len(PREFIX) - 1]
 
 
-def test_requests_that_do_not_choose_have_the_models_own_and_keep_it(make_engine: MakeEngine, folder: Path) -> None:
+def test_requests_without_a_choice_get_the_default_adapters_and_keep_them(
+    make_engine: MakeEngine, folder: Path
+) -> None:
     engine, backend = make_engine(cache_prompt=False)
     plain = text_of(engine)
     add(engine, folder, "p", scale=1.0)
@@ -150,7 +150,7 @@ def test_unload_waits_for_the_last_request_and_frees_the_adapter(make_engine: Ma
     assert backend.adapters == set()
 
 
-def test_unload_that_takes_too_long_leaves_the_adapter_as_it_was(make_engine: MakeEngine, folder: Path) -> None:
+def test_unload_that_times_out_leaves_the_adapter_loaded(make_engine: MakeEngine, folder: Path) -> None:
     engine, backend = make_engine()
     add(engine, folder, "p", scale=1.0)
     own, gate = text_of(engine), Gate(backend)
@@ -165,7 +165,7 @@ def test_unload_that_takes_too_long_leaves_the_adapter_as_it_was(make_engine: Ma
         text_of(engine, adapters=(("p", 1.0),))
 
 
-def test_failed_requests_and_closed_engines_give_their_adapters_back(make_engine: MakeEngine, folder: Path) -> None:
+def test_failed_requests_and_closed_engines_release_their_adapters(make_engine: MakeEngine, folder: Path) -> None:
     engine, backend = make_engine(FakeBackend(poison=ord("!")))
     add(engine, folder, "p", scale=1.0)
     handle = engine.submit(request("bad!"))
@@ -176,7 +176,7 @@ def test_failed_requests_and_closed_engines_give_their_adapters_back(make_engine
     assert backend.adapters == set()
 
 
-def test_mistakes_with_adapters_are_told_with_a_hint(make_engine: MakeEngine, folder: Path) -> None:
+def test_invalid_use_of_adapters_raises_errors_with_a_remedy(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine()
     add(engine, folder, "pirate")
     with pytest.raises(IdTaken, match="adapter 'pirate' already exists"):
@@ -202,7 +202,7 @@ SETS: list[AdapterSet] = [(), *((AdapterUse(Adapter(f, f, f), 1.0),) for f in "p
     strategy=st.sampled_from(sorted(STRATEGIES)),
     unified=st.booleans(),
 )
-def test_scheduler_serves_one_adapter_set_per_step_and_ends_everything(
+def test_scheduler_uses_one_adapter_set_per_step_and_finishes_all_sequences(
     sequences: list[tuple[int, int, int, int]], strategy: str, unified: bool
 ) -> None:
     backend = FakeBackend(n_slots=4, ctx_per_slot=40, unified=unified, n_cells=90 if unified else 0, adapters={*"pq"})

@@ -1,4 +1,4 @@
-"""Folders of states that do not do what they should: they cost time only."""
+"""Directories of states that malfunction cost time, and change no text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .homes import STORY, Home, expected, say
 
 
 def match_of(key: str, tokens: Sequence[int], num_bytes: int) -> StateMatch:
-    """A file with all of these tokens."""
+    """Return a match for a file with all of these tokens."""
     head = StateHead(
         key=key,
         seed=b"",
@@ -33,7 +33,7 @@ def match_of(key: str, tokens: Sequence[int], num_bytes: int) -> StateMatch:
 
 
 class BadStore:
-    """Has whatever is asked for, and never gives it as it should."""
+    """Reports a file for every request, and fails to deliver it in various ways."""
 
     is_idle, read_rate, used_bytes, quota_bytes = True, 1e9, 0, 0
     counters = StoreCounters()
@@ -75,7 +75,7 @@ class GivesRubbish(BadStore):
 
 
 @pytest.mark.parametrize("store", [BadStore, Raises, Loses, GivesRubbish])
-def test_store_that_fails_costs_time_only(
+def test_store_that_fails_costs_only_time(
     home: Home, store: type[BadStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: store())
@@ -88,15 +88,15 @@ def test_store_that_fails_costs_time_only(
     assert say(engine, STORY).text == expected(STORY.encode(), 5)
 
 
-def test_request_waits_no_longer_for_a_file_than_computing_takes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file never comes; before anything is measured, a prefill is taken to compute 1000 tokens/s."""
+def test_request_waits_for_a_file_no_longer_than_computing_takes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file never arrives. Before the first measurement, prefill is assumed to compute 1000 tokens per second."""
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: BadStore())
     done = say(home.open(), STORY)
     assert 0.9 * len(STORY) <= done.timings.prefix_wait_ms
     assert done.text == expected(STORY.encode(), 5)
 
 
-def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_being_read_count_towards_the_ram_quota(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[StateMatch] = []
 
     class Slow(BadStore):
@@ -110,5 +110,5 @@ def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyP
     engine = home.open(n_slots=4, cache_ram_bytes=1000)
     handles = [engine.submit(request(f"{i}" + STORY, max_tokens=3)) for i in range(3)]
     assert [len(handle.result(PATIENCE_S).tokens) for handle in handles] == [3, 3, 3]
-    assert len(asked) == 1  # for a second one there is no room
+    assert len(asked) == 1  # there is no room for a second one
     assert engine.snapshot().ram_used_bytes <= 400

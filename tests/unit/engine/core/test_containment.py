@@ -1,4 +1,4 @@
-"""What goes wrong for one request ends that one alone; what goes wrong for all ends the engine, and says so."""
+"""A failure that one request causes ends only this request. A failure of all requests ends the engine."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def texts_alone(prompts: list[str]) -> list[str]:
 
 
 def is_in_order(engine: Engine, backend: FakeBackend) -> bool:
-    """Every slot is free, and the cache knows what lies in it."""
+    """Return whether every slot is free, and the cache has the right tokens for each."""
     scheduler = engine._core.scheduler
     cells = [scheduler.cache.cells.of(slot) for slot in range(backend.n_slots)]
     return not scheduler.has_work and cells == [len(held) for held in backend.cells]
 
 
 @pytest.mark.parametrize("place", ["new_sampler", "sample", "decode"])
-def test_request_that_fails_in_an_unforeseen_way_ends_alone(make_engine: MakeEngine, place: str) -> None:
+def test_request_with_an_unexpected_error_ends_alone(make_engine: MakeEngine, place: str) -> None:
     engine, backend = make_engine(FaultyBackend(fault=at(place)))
     prompts = [f"good {i}" for i in range(6)]
     handles = [engine.submit(request(prompt)) for prompt in prompts]
@@ -58,7 +58,7 @@ def test_request_that_fails_in_an_unforeseen_way_ends_alone(make_engine: MakeEng
     wait_until(lambda: is_in_order(engine, backend), "all slots free")
 
 
-def test_request_whose_text_cannot_be_made_fails_also_when_it_is_cancelled(make_engine: MakeEngine) -> None:
+def test_request_whose_text_fails_also_fails_when_it_is_cancelled(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FaultyBackend(n_slots=1, ctx_per_slot=10**6))
     running = engine.submit(request(max_tokens=10**6))
     waiting = engine.submit(request("x"))
@@ -74,7 +74,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_cache_that_fails_costs_time_and_no_text(make_engine: MakeEngine, unified: bool) -> None:
+def test_cache_that_fails_costs_time_and_changes_no_text(make_engine: MakeEngine, unified: bool) -> None:
     def fault(place: str, _: Any) -> None:
         if place in ("save", "copy", "restore"):
             raise MemoryError
@@ -87,7 +87,7 @@ def test_cache_that_fails_costs_time_and_no_text(make_engine: MakeEngine, unifie
 
 
 class Failing(Strategy):
-    """A strategy of a user that fails after some batches, or chooses what can't be."""
+    """A user's strategy that fails after some batches, or returns invalid ones."""
 
     shares: list[TokenAllocation] | None = None
     where = "build_batch"
@@ -120,11 +120,11 @@ def test_strategy_that_fails_is_replaced_and_stops_no_request(
     assert [handle.result(PATIENCE_S).text for handle in handles] == texts_alone(prompts)
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert logged[0].startswith("batch strategy failed (strategy=Failing, num_failures=1): decode_maximal replaces it")
-    assert engine.snapshot().strategy_failures > 1  # it was tried again, and failed again
+    assert engine.snapshot().strategy_failures > 1  # it was called again, and failed again
 
 
 class Learning(Strategy):
-    """A strategy that notes what it is told."""
+    """A strategy that records its observations."""
 
     told: ClassVar[list[tuple[int, float]]] = []
 
@@ -137,12 +137,12 @@ class Learning(Strategy):
         self.told.append((num_tokens, seconds))
 
 
-def test_strategy_learns_from_what_was_computed_and_not_from_what_failed(make_engine: MakeEngine) -> None:
+def test_strategy_observes_computed_steps_and_not_failed_ones(make_engine: MakeEngine) -> None:
     Learning.told = []
     engine, backend = make_engine(batch_strategy=f"{__name__}:Learning")
     steps: list[int] = []
     engine.add_step_listener(lambda step: steps.append(step.batch_size))
-    backend.failures.extend([2, 0, -1, -1])  # aborted; computed; fails, and alone again
+    backend.failures.extend([2, 0, -1, -1])  # aborted; computed; fails, and fails again alone
     with pytest.raises(DecodeFailed):
         engine.submit(request("x" * 30)).result(PATIENCE_S)
     wait_until(lambda: len(Learning.told) == 4, "four steps")
@@ -151,7 +151,7 @@ def test_strategy_learns_from_what_was_computed_and_not_from_what_failed(make_en
     assert [seconds > 0 for _, seconds in Learning.told] == [False, True, False, False]
 
 
-def test_listeners_that_fail_cost_nobody_a_request(make_engine: MakeEngine) -> None:
+def test_listeners_that_fail_affect_no_request(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[Any] = []
     for add in (engine.add_listener, engine.add_step_listener, engine.add_request_listener):
@@ -162,7 +162,7 @@ def test_listeners_that_fail_cost_nobody_a_request(make_engine: MakeEngine) -> N
 
 
 class Breaking(FakeBackend):
-    """Works until it is broken: then every step fails, whoever is in it."""
+    """A backend that works until it is broken, and then fails in every step."""
 
     broken = False
 
@@ -177,7 +177,7 @@ class Breaking(FakeBackend):
         super().decode(*call)
 
 
-def test_engine_that_can_serve_nobody_fails_everything_and_says_that_it_stopped(make_engine: MakeEngine) -> None:
+def test_broken_engine_fails_all_requests_and_reports_that_it_stopped(make_engine: MakeEngine) -> None:
     backend = Breaking(ctx_per_slot=10**6)
     engine, _ = make_engine(backend)
     handles = [engine.submit(request(name, max_tokens=10**6)) for name in "abcdef"]
@@ -191,7 +191,7 @@ def test_engine_that_can_serve_nobody_fails_everything_and_says_that_it_stopped(
         engine.submit(request())
 
 
-def test_watched_engine_whose_backend_is_gone_ends_the_process_instead_of_failing_job_after_job(
+def test_watched_engine_with_a_broken_backend_ends_the_process(
     make_engine: MakeEngine,
 ) -> None:
     engine, backend = make_engine()
@@ -219,7 +219,7 @@ def test_watched_engine_whose_backend_is_gone_ends_the_process_instead_of_failin
         st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=16
     ),
 )
-def test_faults_at_random_places_end_requests_once_and_change_no_other(
+def test_random_faults_end_each_request_once_and_change_no_other(
     seed: int,
     trim_fails: bool,
     rate: float,
@@ -227,7 +227,7 @@ def test_faults_at_random_places_end_requests_once_and_change_no_other(
     partial_reuse: bool,
     specs: list[tuple[int, int, int, int]],
 ) -> None:
-    """When not even a slot can be emptied, the engine may stop; then, too, everybody is told once."""
+    """If not even a slot can be emptied, the engine may stop. Each request still gets exactly one terminal event."""
     rng = random.Random(seed)
     accepted: list[tuple[Request, Handle]] = []
 

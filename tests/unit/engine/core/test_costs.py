@@ -1,4 +1,4 @@
-"""What a step costs does not depend on how many wait, nor on how many states are saved.
+"""The cost of a step does not depend on the number of waiting requests and saved states.
 
 Costs are bytecode instructions, which are the same on any machine.
 """
@@ -26,13 +26,13 @@ OURS = str(Path(engine.__file__).parent)
 SLOTS, STEPS = 4, 12
 LETTER = 97
 FEW, MANY = 20, 600
-SAME = 1.25  # a search tree is a bit deeper with more in it
+SAME = 1.25  # a larger search tree is slightly deeper
 FAMILIES = [[family] * 70 for family in range(5)]
 IDS = count()
 
 
 class Weightless(FakeBackend):
-    """Computes nothing, and every next token is the same: what is left is the time of Python."""
+    """A backend that computes nothing and always samples the same token, so that only the time of Python counts."""
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         pass
@@ -51,7 +51,7 @@ class Weightless(FakeBackend):
 
 
 class World:
-    """A core on one thread, whose requests end one after another, and the next ones begin."""
+    """An engine core on one thread, whose requests finish one after another and are replaced by new ones."""
 
     def __init__(self, shares: bool = False, **params: Any) -> None:
         self.core = EngineCore(
@@ -86,7 +86,7 @@ class World:
             self.core.scheduler.cache.ram.save(0, tokens, self.params.get("cache_scope", ""))
 
     def cost_of_steps(self) -> int:
-        """Of STEPS steps, before which as many requests come as there were admitted."""
+        """Return the cost of STEPS steps. Before each step, as many requests arrive as were admitted."""
         waiting, cost = self.core.scheduler.num_waiting, 0
         for _ in range(STEPS):
             self.submit(waiting - self.core.scheduler.num_waiting)
@@ -95,12 +95,12 @@ class World:
 
 
 def operations(action: Callable[[], object]) -> int:
-    """Bytecode instructions of ours that this takes."""
+    """Return the number of bytecode instructions of cellama that an action executes."""
     number = 0
 
     def trace(frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
         nonlocal number
-        if not frame.f_code.co_filename.startswith(OURS):  # what the garbage collector calls, for instance
+        if not frame.f_code.co_filename.startswith(OURS):  # for example, callbacks of the garbage collector
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         number += event == "opcode"
@@ -117,7 +117,7 @@ def operations(action: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("params", [{}, {"cache_prompt": False}, {"timeout_s": 1e6}, {"n": 2}])
-def test_step_costs_no_more_when_many_wait(shares: bool, params: dict[str, Any]) -> None:
+def test_cost_of_a_step_does_not_grow_with_waiting_requests(shares: bool, params: dict[str, Any]) -> None:
     costs = []
     for number in (FEW, MANY):
         world = World(shares, **params)
@@ -132,7 +132,7 @@ def test_step_costs_no_more_when_many_wait(shares: bool, params: dict[str, Any])
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("params", [{}, {"cache_prompt": False}, {"priority": 9}])
-def test_step_costs_no_more_when_many_states_are_saved(shares: bool, params: dict[str, Any]) -> None:
+def test_cost_of_a_step_does_not_grow_with_saved_states(shares: bool, params: dict[str, Any]) -> None:
     costs = []
     for number in (FEW, MANY):
         world = World(shares, **params)
@@ -146,7 +146,9 @@ def test_step_costs_no_more_when_many_states_are_saved(shares: bool, params: dic
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("params", [{}, {"cache_prompt": False}])
-def test_end_of_one_that_waits_costs_no_more_when_many_wait(shares: bool, params: dict[str, Any]) -> None:
+def test_cost_of_ending_a_waiting_request_does_not_grow_with_waiting_requests(
+    shares: bool, params: dict[str, Any]
+) -> None:
     costs = []
     for number in (FEW, MANY):
         world = World(shares, max_tokens=100, **params)
@@ -160,7 +162,7 @@ def test_end_of_one_that_waits_costs_no_more_when_many_wait(shares: bool, params
     assert costs[1] <= SAME * costs[0]
 
 
-def test_step_serves_a_bounded_number_of_those_that_come_and_end_together() -> None:
+def test_step_handles_a_bounded_number_of_arriving_and_ending_requests() -> None:
     world = World(max_tokens=100, timeout_s=1e6)
     world.submit(SLOTS + 2 * MAX_COMMANDS_PER_STEP)
     waiting = []

@@ -1,4 +1,4 @@
-"""States in files, on the fake backend: texts are those of computing, whatever tier a prefix comes from."""
+"""States in files, on the fake backend: texts don't depend on the tier from which a prefix comes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ....conftest import EXAMPLES, wait_until
 from ...conftest import PATIENCE_S, request
 from .homes import STORY, Home, expected, say
 
-ENDLESS = 1_000_000  # tokens: more than any test waits for
+ENDLESS = 1_000_000  # more tokens than any test waits for
 MEMORIES: tuple[dict[str, Any], ...] = ({}, {"window": 20}, {"partial_reuse": False})
 
 
 @pytest.fixture
 def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
+    """Make prefill appear to take a second per token, so that requests wait for a file on any machine."""
     monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_RATE", 1.0)
     monkeypatch.setattr(disk_tier, "INITIAL_PREFILL_TOKENS", 10**100)
 
 
 def run_on(engine: Engine, prompt: str) -> Handle:
-    """A request that has begun, and goes on until it is cancelled."""
+    """Return a request that has started, and continues until it is cancelled."""
     streams, never = threading.Event(), threading.Event()
 
     def on_event(event: object) -> None:
         streams.set()
-        never.wait(0.001)  # leaves the interpreter to other threads, as a decode call of llama.cpp does
+        never.wait(0.001)  # yields the interpreter to other threads, as a decode call of llama.cpp does
 
     handle = engine.submit(request(prompt, max_tokens=ENDLESS, stream=True), on_event)
     assert streams.wait(PATIENCE_S)
@@ -43,7 +43,7 @@ def run_on(engine: Engine, prompt: str) -> Handle:
 
 @pytest.mark.usefixtures("dear_prefill")
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-def test_restarted_engine_goes_on_from_a_file(home: Home, memory: dict[str, Any]) -> None:
+def test_restarted_engine_continues_from_a_file(home: Home, memory: dict[str, Any]) -> None:
     first = say(home.open(n_slots=4, **memory), STORY)
     home.close()
     engine = home.open(n_slots=1, unified=True, **memory)
@@ -61,10 +61,10 @@ def test_restarted_engine_goes_on_from_a_file(home: Home, memory: dict[str, Any]
 
 @pytest.mark.parametrize("seed", range(2 * EXAMPLES))
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-def test_texts_from_any_tier_are_those_of_computing(
+def test_texts_do_not_depend_on_the_tier_of_their_prefixes(
     home: Home, tmp_path: Path, memory: dict[str, Any], seed: int
 ) -> None:
-    """Conversations that share beginnings, cut anywhere, over restarts, evictions, layouts, adapters and scopes."""
+    """Test conversations with shared prefixes over restarts, evictions, layouts, adapters and scopes."""
     chance, talks = random.Random(seed), [STORY[:60], STORY, "Another one. " + STORY]
     (tmp_path / "a.gguf").write_text("adapter a")
     engine, tiers = None, set()
@@ -93,7 +93,7 @@ def test_texts_from_any_tier_are_those_of_computing(
 
 
 @pytest.mark.usefixtures("dear_prefill")
-def test_nothing_of_one_scope_is_found_by_another(home: Home) -> None:
+def test_states_of_one_scope_are_not_found_by_another(home: Home) -> None:
     mine = say(home.open(), STORY, cache_scope="mine")
     home.close()
     engine = home.open()
@@ -120,11 +120,11 @@ def test_damaged_file_is_computed_again(home: Home) -> None:
 
 
 @pytest.mark.usefixtures("dear_prefill")
-def test_evict_leaves_what_runs_alone_and_takes_the_rest(home: Home) -> None:
+def test_evict_removes_idle_states_and_leaves_running_requests_alone(home: Home) -> None:
     engine = home.open(n_slots=3, ctx_per_slot=ENDLESS)
     done = say(engine, STORY)
     handle = run_on(engine, "Who runs? " + STORY)
-    assert engine.evict(PATIENCE_S) >= 1  # what runs may be copied to RAM again at any moment
+    assert engine.evict(PATIENCE_S) >= 1  # running requests may be copied to RAM again at any time
     left = engine.cached_prefix(tuple(STORY.encode()))
     assert left["device"] == left["ram"] == engine.snapshot().kv_cached_tokens == 0
     handle.cancel()
@@ -134,8 +134,8 @@ def test_evict_leaves_what_runs_alone_and_takes_the_rest(home: Home) -> None:
     assert (again.text, again.usage.cache_tier) == (expected((STORY + done.text + "And?").encode(), 5), "disk")
 
 
-def test_running_sequence_is_on_disk_before_it_ends(home: Home) -> None:
-    """After a crash, another process goes on from there."""
+def test_running_sequence_is_on_disk_before_it_finishes(home: Home) -> None:
+    """After a crash, another process continues from this state."""
     handle = run_on(home.open(ctx_per_slot=ENDLESS), STORY)
     other = home.open()
     wait_until(lambda: other.cached_prefix(tuple(STORY.encode()))["disk"] == len(STORY), "the prompt is kept")
@@ -160,7 +160,7 @@ def test_engine_thread_never_hashes(home: Home, monkeypatch: pytest.MonkeyPatch)
     assert engine.pulse.name not in hashed
 
 
-def test_probe_from_many_threads_disturbs_nothing(home: Home) -> None:
+def test_probe_from_many_threads_affects_no_request(home: Home) -> None:
     engine, stop, failed = home.open(n_slots=4), threading.Event(), []
 
     def look() -> None:

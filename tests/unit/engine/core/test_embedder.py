@@ -30,7 +30,7 @@ BLOCKER = [255]
 
 
 class GatedBackend(FakeEmbeddingBackend):
-    """Holds its first call until the test has submitted everything."""
+    """A backend that delays its first call until the test has submitted everything."""
 
     def __init__(self, **options: int) -> None:
         super().__init__(**options)
@@ -56,7 +56,7 @@ def embedder(backend: GatedBackend) -> Iterator[Embedder]:
 
 
 def occupy(embedder: Embedder, backend: GatedBackend) -> EmbeddingHandle:
-    """A text that is being computed until the gate opens: others arrive meanwhile."""
+    """Return a text that is being computed until the gate opens, so that other texts arrive in the meantime."""
     handle = embedder.submit([BLOCKER])
     assert backend.entered.wait(PATIENCE_S)
     return handle
@@ -66,9 +66,7 @@ def texts_of(caller: int, count: int, length: int = 4) -> list[list[int]]:
     return [[caller, number, *[7] * (length - 2)] for number in range(count)]
 
 
-def test_texts_of_several_callers_share_a_batch_and_none_waits_for_all_of_another(
-    embedder: Embedder, backend: GatedBackend
-) -> None:
+def test_texts_of_several_callers_share_batches_in_turns(embedder: Embedder, backend: GatedBackend) -> None:
     occupy(embedder, backend)
     many = embedder.submit(texts_of(1, 20))
     few = embedder.submit(texts_of(2, 2))
@@ -79,7 +77,7 @@ def test_texts_of_several_callers_share_a_batch_and_none_waits_for_all_of_anothe
     assert max(map(len, backend.calls)) == backend.max_texts
 
 
-def test_vectors_come_in_the_order_of_each_callers_texts(embedder: Embedder, backend: GatedBackend) -> None:
+def test_vectors_are_in_the_order_of_each_callers_texts(embedder: Embedder, backend: GatedBackend) -> None:
     backend.gate.set()
     handles = [embedder.submit(texts_of(caller, 13), normalize=False) for caller in range(5)]
     for caller, handle in enumerate(handles):
@@ -87,7 +85,7 @@ def test_vectors_come_in_the_order_of_each_callers_texts(embedder: Embedder, bac
         assert np.array_equal(handle.result(PATIENCE_S), expected)
 
 
-def test_batch_holds_no_more_tokens_than_pay_unless_one_text_does(embedder: Embedder, backend: GatedBackend) -> None:
+def test_batch_has_at_most_batch_tokens_unless_one_text_is_longer(embedder: Embedder, backend: GatedBackend) -> None:
     backend.batch_tokens = 10
     backend.gate.set()
     embedder.submit([*texts_of(1, 6), [1] * 64, *texts_of(2, 2)]).result(PATIENCE_S)
@@ -95,7 +93,7 @@ def test_batch_holds_no_more_tokens_than_pay_unless_one_text_does(embedder: Embe
     assert sizes == [[4, 4], [4, 4], [4, 4], [64], [4, 4]]
 
 
-def test_vectors_have_unit_length_and_the_dimensions_asked_for(embedder: Embedder, backend: GatedBackend) -> None:
+def test_vectors_have_unit_length_and_the_requested_dimensions(embedder: Embedder, backend: GatedBackend) -> None:
     backend.gate.set()
     raw = embedder.submit([[1, 2]], normalize=False).result(PATIENCE_S)[0]
     unit = embedder.submit([[1, 2]]).result(PATIENCE_S)[0]
@@ -105,7 +103,7 @@ def test_vectors_have_unit_length_and_the_dimensions_asked_for(embedder: Embedde
         embedder.submit([[1]], dimensions=3)
 
 
-def test_text_that_fails_alone_fails_its_caller_only(embedder: Embedder, backend: GatedBackend) -> None:
+def test_text_that_fails_alone_fails_only_its_caller(embedder: Embedder, backend: GatedBackend) -> None:
     occupy(embedder, backend)
     backend.poison = 99
     bad = embedder.submit([[1, 2], [99], [3]])
@@ -117,7 +115,7 @@ def test_text_that_fails_alone_fails_its_caller_only(embedder: Embedder, backend
 
 
 class RaisingBackend(GatedBackend):
-    """Fails in a way that nobody foresaw for a poisoned text, or for each."""
+    """A backend that fails with an unexpected error for a poisoned text, or for every text."""
 
     always = False
 
@@ -128,7 +126,7 @@ class RaisingBackend(GatedBackend):
         return vectors
 
 
-def test_text_that_fails_in_an_unforeseen_way_fails_its_caller_only() -> None:
+def test_text_with_an_unexpected_error_fails_only_its_caller() -> None:
     backend = RaisingBackend()
     embedder = Embedder(backend)
     occupy(embedder, backend)
@@ -141,7 +139,7 @@ def test_text_that_fails_in_an_unforeseen_way_fails_its_caller_only() -> None:
     assert embedder.close()
 
 
-def test_vectors_that_cannot_be_put_together_fail_their_caller_only(embedder: Embedder, backend: GatedBackend) -> None:
+def test_vectors_that_cannot_be_assembled_fail_only_their_caller(embedder: Embedder, backend: GatedBackend) -> None:
     occupy(embedder, backend)
     bad, good = embedder.submit(texts_of(1, 2)), embedder.submit(texts_of(2, 2))
     bad.vectors.append(np.zeros((3, 5), np.float32))
@@ -152,7 +150,7 @@ def test_vectors_that_cannot_be_put_together_fail_their_caller_only(embedder: Em
         bad.result(PATIENCE_S)
 
 
-def test_embedder_whose_backend_is_gone_ends_the_process_or_everything_with_a_reason() -> None:
+def test_embedder_with_a_broken_backend_ends_the_process_or_fails_all_requests() -> None:
     backend, reasons = RaisingBackend(), list[str]()
     embedder = Embedder(backend)
     Watchdog(end=reasons.append).watch(embedder.pulse)
@@ -178,7 +176,7 @@ def test_cancelled_texts_are_not_computed(embedder: Embedder, backend: GatedBack
     assert not any(text[0] == 1 for call in backend.calls for text in call)
 
 
-def test_texts_that_cannot_be_are_refused_with_the_limit_or_cut(embedder: Embedder, backend: GatedBackend) -> None:
+def test_invalid_texts_are_rejected_with_the_limit_or_truncated(embedder: Embedder, backend: GatedBackend) -> None:
     backend.gate.set()
     with pytest.raises(
         PromptTooLong, match=r"texts\.1 has 65 tokens, but the limit of the model is 64; split the text or set trunc"
@@ -190,20 +188,20 @@ def test_texts_that_cannot_be_are_refused_with_the_limit_or_cut(embedder: Embedd
     assert backend.calls[-1] == [(2,) * 64]
 
 
-def test_text_that_is_cut_keeps_the_tokens_that_end_every_text() -> None:
+def test_truncated_text_keeps_the_tokens_at_the_end_of_every_text() -> None:
     backend = FakeEmbeddingBackend()
     embedder = Embedder(backend, ending=(8, 9))
     texts = [[1] + [2] * 80 + [8, 9], [1] + [2] * 80, [1, 8, 9]]
     embedder.submit(texts, truncate=True).result(PATIENCE_S)
     assert [text for call in backend.calls for text in call] == [
         (1, *[2] * 61, 8, 9),
-        (1, *[2] * 63),  # it never had them: somebody's own token ids
+        (1, *[2] * 63),  # token ids of a caller, which never had them
         (1, 8, 9),
     ]
     assert embedder.close()
 
 
-def test_close_fails_what_waits_and_takes_no_more(backend: GatedBackend) -> None:
+def test_close_fails_waiting_requests_and_rejects_new_ones(backend: GatedBackend) -> None:
     embedder = Embedder(backend)
     running, waiting = occupy(embedder, backend), embedder.submit(texts_of(1, 2))
     closing = threading.Thread(target=embedder.close)
@@ -230,7 +228,7 @@ def test_threads_change_between_batches(embedder: Embedder, backend: GatedBacken
     assert backend.threads == 3
 
 
-def test_embedder_that_waits_keeps_nothing_of_the_last_texts(embedder: Embedder, backend: GatedBackend) -> None:
+def test_waiting_embedder_keeps_no_texts_in_memory(embedder: Embedder, backend: GatedBackend) -> None:
     backend.gate.set()
     handle = embedder.submit(texts_of(1, 3))
     handle.result(PATIENCE_S)

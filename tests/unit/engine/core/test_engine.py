@@ -1,4 +1,4 @@
-"""The engine thread on the fake backend: batching, ends, failures, telemetry."""
+"""The engine thread on the fake backend: batching, finish reasons, failures, telemetry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, request
 
 
-def test_engine_gives_each_request_the_text_it_gets_alone(make_engine: MakeEngine) -> None:
+def test_engine_gives_each_request_the_same_text_as_alone(make_engine: MakeEngine) -> None:
     prompts = [f"prompt number {i} " * (i % 7 + 1) for i in range(24)]
     alone, _ = make_engine(FakeBackend(n_slots=1))
     expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
@@ -56,7 +56,7 @@ def test_engine_mixes_decode_and_prefill_in_one_step(make_engine: MakeEngine) ->
     assert wait_until(lambda: engine.snapshot().mixed_steps == len(mixed), "a snapshot after the last step")
 
 
-def test_engine_events_are_started_then_text_then_one_end(make_engine: MakeEngine) -> None:
+def test_engine_emits_started_then_text_then_one_finished(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[tuple[Event, ...]] = []
     ended = threading.Event()
@@ -76,7 +76,7 @@ def _ends(events: tuple[Event, ...]) -> bool:
     return any(isinstance(event, Finished) for event in events)
 
 
-def test_engine_tells_no_text_when_the_request_does_not_stream(make_engine: MakeEngine) -> None:
+def test_engine_emits_no_text_events_when_the_request_does_not_stream(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     events: list[Event] = []
     completion = engine.submit(request(stream=False), events.append).result(PATIENCE_S)
@@ -84,7 +84,7 @@ def test_engine_tells_no_text_when_the_request_does_not_stream(make_engine: Make
     assert len(completion.text) == 20
 
 
-def test_engine_stops_at_a_stop_string_and_trims_it(make_engine: MakeEngine) -> None:
+def test_engine_stops_at_a_stop_string_and_removes_it(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     whole = engine.submit(request()).result(PATIENCE_S).text
     events: list[Event] = []
@@ -93,7 +93,7 @@ def test_engine_stops_at_a_stop_string_and_trims_it(make_engine: MakeEngine) -> 
     assert "".join(e.text for e in events if isinstance(e, Text)) == whole[:7]
 
 
-def test_engine_ends_at_the_end_token_unless_it_is_ignored(make_engine: MakeEngine) -> None:
+def test_engine_stops_at_the_end_token_unless_it_is_ignored(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(end_every=5))
     ended = engine.submit(request(max_tokens=200)).result(PATIENCE_S)
     assert ended.finish_reason == "stop"
@@ -102,7 +102,7 @@ def test_engine_ends_at_the_end_token_unless_it_is_ignored(make_engine: MakeEngi
     assert (ignoring.finish_reason, ignoring.usage.completion_tokens) == ("length", 200)
 
 
-def test_engine_ends_with_length_when_the_slot_is_full(make_engine: MakeEngine) -> None:
+def test_engine_finishes_with_length_when_the_slot_is_full(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=32))
     completion = engine.submit(request("x" * 20, max_tokens=500)).result(PATIENCE_S)
     assert completion.finish_reason == "length"
@@ -110,13 +110,13 @@ def test_engine_ends_with_length_when_the_slot_is_full(make_engine: MakeEngine) 
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_engine_same_seed_gives_the_same_text_and_another_does_not(make_engine: MakeEngine) -> None:
+def test_engine_gives_the_same_text_for_the_same_seed_only(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     texts = [engine.submit(request(sampling=SamplingParams(seed=seed))).result(PATIENCE_S).text for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_engine_cancel_frees_the_slot_and_says_so(make_engine: MakeEngine) -> None:
+def test_engine_cancel_frees_the_slot_and_reports_it(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
     running, waiting = [engine.submit(request(max_tokens=10**7, name=n)) for n in "ab"]
     gate = Gate(backend)
@@ -131,7 +131,7 @@ def test_engine_cancel_frees_the_slot_and_says_so(make_engine: MakeEngine) -> No
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_engine_timeout_keeps_the_text_so_far(make_engine: MakeEngine) -> None:
+def test_engine_timeout_keeps_the_text_generated_before(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
     started = time.monotonic()
     completion = engine.submit(request(max_tokens=10**7, timeout_s=3.0)).result(PATIENCE_S)
@@ -140,7 +140,7 @@ def test_engine_timeout_keeps_the_text_so_far(make_engine: MakeEngine) -> None:
     assert time.monotonic() - started >= 3.0
 
 
-def test_listeners_hear_of_a_request_whose_time_was_over_before_its_slot(make_engine: MakeEngine) -> None:
+def test_listeners_get_a_request_that_timed_out_before_it_had_a_slot(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[Event] = []
     engine.add_listener(told.extend)
@@ -170,7 +170,7 @@ def test_engine_loses_nothing_when_a_batch_fails_once(make_engine: MakeEngine, c
     assert not backend.failures
 
 
-def test_engine_tries_again_after_an_aborted_decode(make_engine: MakeEngine) -> None:
+def test_engine_retries_after_an_aborted_decode_call(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     expected = engine.submit(request()).result(PATIENCE_S).text
     backend.failures.extend([2, 0, 2])
@@ -188,7 +188,7 @@ def test_engine_fails_only_the_request_that_fails_alone(make_engine: MakeEngine)
     wait_until(lambda: engine.snapshot().requests_failed == 1, "the snapshot says so")
 
 
-def test_engine_lives_on_when_a_callback_fails(make_engine: MakeEngine) -> None:
+def test_engine_continues_when_a_callback_fails(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     calls: list[Event] = []
 
@@ -201,7 +201,7 @@ def test_engine_lives_on_when_a_callback_fails(make_engine: MakeEngine) -> None:
     assert not engine.submit(request()).future.cancel()
 
 
-def test_engine_close_ends_what_runs_and_what_waits(make_engine: MakeEngine) -> None:
+def test_engine_close_ends_running_and_waiting_requests(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
     handles = [engine.submit(request(max_tokens=10**7)) for _ in range(3)]
     assert engine.close()
@@ -211,7 +211,7 @@ def test_engine_close_ends_what_runs_and_what_waits(make_engine: MakeEngine) -> 
     assert backend.closed
 
 
-def test_engine_refuses_at_once_what_can_never_run(make_engine: MakeEngine) -> None:
+def test_engine_rejects_requests_that_can_never_run(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     with pytest.raises(InvalidRequest, match="a slot has room for 255"):
         engine.submit(request("x" * 256))
@@ -222,7 +222,7 @@ def test_engine_refuses_at_once_what_can_never_run(make_engine: MakeEngine) -> N
 
 
 @pytest.mark.parametrize(("completions", "accepted"), [((1,) * 7, 5), ((3,), 1), ((9,), 1), ((2, 2, 1, 1), 3)])
-def test_engine_counts_only_those_that_get_no_slot_at_once_for_max_queue(
+def test_engine_counts_only_requests_without_an_idle_slot_for_max_queue(
     make_engine: MakeEngine, completions: tuple[int, ...], accepted: int
 ) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=4), max_queue=1)
@@ -236,7 +236,7 @@ def test_engine_counts_only_those_that_get_no_slot_at_once_for_max_queue(
             handle.result(PATIENCE_S)
 
 
-def test_engine_stream_yields_the_text_in_pieces_and_cancels_when_left(make_engine: MakeEngine) -> None:
+def test_engine_stream_yields_chunks_and_cancels_when_the_loop_is_left(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
     whole = engine.generate("hello", temperature=0, max_tokens=20)
     assert "".join(engine.stream("hello", temperature=0, max_tokens=20)) == whole
@@ -264,7 +264,7 @@ def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine
     assert stats[0].prefix_cache_ratio == 0.0
 
 
-def test_resumed_tokens_that_the_model_does_not_have_are_refused(make_engine: MakeEngine) -> None:
+def test_resumed_tokens_outside_the_vocabulary_are_rejected(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     with pytest.raises(InvalidRequest, match="resume has token ids outside the range 0 to 256"):
         engine.submit(request(resume=(Resumed((1, backend.n_vocab)),)))
@@ -277,7 +277,7 @@ def test_threads_change_between_steps(make_engine: MakeEngine) -> None:
     handle = engine.submit(request())
     assert gate.reached.wait(PATIENCE_S)
     engine.use_threads(3)
-    assert (engine.threads, backend.threads) == (3, 1)  # this step goes on as it began
+    assert (engine.threads, backend.threads) == (3, 1)  # this step keeps its number of threads
     gate.open.set()
     handle.result(PATIENCE_S)
     assert backend.threads == 3

@@ -37,7 +37,7 @@ def test_second_request_computes_only_its_own_suffix(make_engine: MakeEngine, un
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_prefix_is_taken_over_from_a_slot_that_still_runs(make_engine: MakeEngine, unified: bool) -> None:
+def test_prefix_is_reused_from_a_slot_that_still_runs(make_engine: MakeEngine, unified: bool) -> None:
     engine, _ = make_engine(FakeBackend(unified=unified, ctx_per_slot=10**6))
     streams, running = threading.Event(), request(HEAD + "first", max_tokens=10**6, stream=True)
     first = engine.submit(running, lambda event: streams.set() if isinstance(event, Text) else None)
@@ -68,8 +68,8 @@ def test_requests_that_wait_for_one_prefix_compute_it_once(
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
-def test_prefix_stays_as_long_as_somebody_waits_for_it(make_engine: MakeEngine, unified: bool, order: str) -> None:
-    """Bulk requests, whose states are saved for nobody else."""
+def test_prefix_stays_while_a_request_waits_for_it(make_engine: MakeEngine, unified: bool, order: str) -> None:
+    """Bulk requests, whose states are saved only for waiting requests."""
     heads = [f"Family {name}. {HEAD}" for name in "abcd"]
     engine, backend = make_engine(FakeBackend(n_slots=6, unified=unified, ctx_per_slot=160), chunk_size=16)
     gate = Gate(backend)
@@ -85,7 +85,7 @@ def test_prefix_stays_as_long_as_somebody_waits_for_it(make_engine: MakeEngine, 
     assert computed(backend) <= 1.05 * optimum
 
 
-def test_cache_prompt_off_neither_takes_nor_leaves_anything(make_engine: MakeEngine) -> None:
+def test_cache_prompt_false_neither_reuses_nor_leaves_a_prefix(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
 
     def cached(prompt: str, **params: Any) -> int:
@@ -98,7 +98,7 @@ def test_cache_prompt_off_neither_takes_nor_leaves_anything(make_engine: MakeEng
     assert engine.snapshot().kv_cached_tokens > 0
 
 
-def test_cache_scope_keeps_tenants_apart(make_engine: MakeEngine) -> None:
+def test_cache_scope_separates_tenants(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     cached = [
         engine.submit(request(HEAD + text, cache_scope=scope, max_tokens=3)).result(PATIENCE_S).usage.cached_tokens
@@ -107,7 +107,7 @@ def test_cache_scope_keeps_tenants_apart(make_engine: MakeEngine) -> None:
     assert cached == [0, 0, len(HEAD), 0]
 
 
-def test_state_that_lost_its_slot_comes_back_from_ram(make_engine: MakeEngine) -> None:
+def test_state_that_lost_its_slot_is_restored_from_ram(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     talks = [f"Talk number {i}. " + HEAD for i in range(3)]
     for talk in talks:
@@ -118,7 +118,7 @@ def test_state_that_lost_its_slot_comes_back_from_ram(make_engine: MakeEngine) -
     assert engine.snapshot().ram_states >= 2
 
 
-def test_ram_keeps_the_last_turn_of_a_conversation_only(make_engine: MakeEngine) -> None:
+def test_ram_keeps_only_the_last_turn_of_a_conversation(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1, ctx_per_slot=2000))
     talk = HEAD
     for turn in range(4):
@@ -128,8 +128,8 @@ def test_ram_keeps_the_last_turn_of_a_conversation_only(make_engine: MakeEngine)
     assert engine.snapshot().ram_saves == 4 + 4
 
 
-def test_ram_keeps_to_its_quota_and_forgets_the_least_used(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have a byte per token
+def test_ram_respects_its_quota_and_evicts_the_least_recently_used(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have one byte per token
     for name in "abcd":
         engine.submit(request(name * 100, max_tokens=3)).result(PATIENCE_S)
         assert engine.snapshot().ram_used_bytes <= 250
@@ -142,7 +142,7 @@ def test_ram_keeps_to_its_quota_and_forgets_the_least_used(make_engine: MakeEngi
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
 @pytest.mark.parametrize("partial_reuse", [False, True])
 @pytest.mark.parametrize("unified", [False, True])
-def test_urgent_request_takes_the_slot_of_a_bulk_one_which_goes_on_later(
+def test_urgent_request_takes_the_slot_of_a_bulk_one_which_resumes_later(
     make_engine: MakeEngine, unified: bool, partial_reuse: bool, ram_bytes: int
 ) -> None:
     backend = FakeBackend(n_slots=2, unified=unified, partial_reuse=partial_reuse)
@@ -154,7 +154,8 @@ def test_urgent_request_takes_the_slot_of_a_bulk_one_which_goes_on_later(
     def watch(index: int, event: Event) -> None:
         events[index].append(event)
         if not gate and all(told and isinstance(told[-1], Text) for told in events):
-            gate.append(Gate(backend))  # on the engine's thread: nothing more is decoded until the urgent one is there
+            # This is the engine thread, so nothing more is decoded until the urgent request has arrived.
+            gate.append(Gate(backend))
             under_way.set()
 
     bulk = [
@@ -183,7 +184,7 @@ def test_bulk_request_does_not_take_the_slot_of_another(make_engine: MakeEngine)
 
 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
-def test_cells_that_run_out_cost_nobody_a_token(make_engine: MakeEngine, ram_bytes: int) -> None:
+def test_exhausted_cells_lose_no_token(make_engine: MakeEngine, ram_bytes: int) -> None:
     backend = FakeBackend(n_slots=6, unified=True, ctx_per_slot=256, n_cells=300)
     engine, _ = make_engine(backend, cache_ram_bytes=ram_bytes)
     gate = Gate(backend)
@@ -201,7 +202,7 @@ def test_cells_that_run_out_cost_nobody_a_token(make_engine: MakeEngine, ram_byt
 def test_storm_of_failures_loses_nothing(
     make_engine: MakeEngine, unified: bool, partial_reuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "ATTEMPTS_ALONE", 100)  # no request is to blame, however unlucky it is
+    monkeypatch.setattr(forward, "ATTEMPTS_ALONE", 100)  # no request fails by chance
     rng = random.Random(5)
     failures = deque(rng.choices([0, 1, 2, -1, -3], weights=[30, 1, 1, 1, 1], k=3000))
     backend = FakeBackend(n_slots=4, unified=unified, partial_reuse=partial_reuse, failures=failures)
@@ -213,7 +214,7 @@ def test_storm_of_failures_loses_nothing(
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_memory_that_cannot_be_cut_back_is_reused_whole_or_not_at_all_without_checkpoints(
+def test_memory_that_cannot_be_truncated_is_reused_whole_or_not_at_all_without_checkpoints(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False), cache_ram_bytes=0)
@@ -226,7 +227,7 @@ def test_memory_that_cannot_be_cut_back_is_reused_whole_or_not_at_all_without_ch
     assert other.text == cold(make_engine, HEAD + "other", max_tokens=5).text
 
 
-def test_third_request_takes_over_from_a_checkpoint_what_the_second_shared_with_the_first(
+def test_third_request_reuses_from_a_checkpoint_the_prefix_that_the_first_two_share(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False))

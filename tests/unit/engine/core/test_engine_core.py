@@ -1,4 +1,4 @@
-"""The engine without its thread, and the inbox that others reach it through."""
+"""The engine without its thread, and the inbox through which other threads reach it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def submitted(core: EngineCore, prompt: str, max_tokens: int = 3) -> Handle:
     return handle
 
 
-def test_core_makes_a_token_of_every_sequence_with_each_step() -> None:
+def test_core_generates_a_token_of_every_sequence_in_each_step() -> None:
     core, backend = new_core()
     handles = [submitted(core, "one"), submitted(core, "two", max_tokens=2)]
     assert not core.has_work
@@ -49,7 +49,7 @@ def test_core_without_work_computes_nothing() -> None:
     assert backend.batches == []
 
 
-def test_core_that_closes_ends_what_runs_and_what_was_only_put_in() -> None:
+def test_core_that_closes_ends_running_requests_and_those_in_the_inbox() -> None:
     core, backend = new_core()
     running = submitted(core, "one")
     core.step()
@@ -60,7 +60,7 @@ def test_core_that_closes_ends_what_runs_and_what_was_only_put_in() -> None:
     assert not core.inbox.put(Command("cancelled", late))
 
 
-def test_inbox_wakes_its_owner_for_a_command_and_for_the_end() -> None:
+def test_inbox_wakes_its_owner_for_a_command_and_when_it_closes() -> None:
     inbox: Inbox[str] = Inbox()
     taken: list[list[str]] = []
     first = threading.Event()
@@ -81,7 +81,7 @@ def test_inbox_wakes_its_owner_for_a_command_and_for_the_end() -> None:
     assert not inbox.close()
 
 
-def test_inbox_counts_what_is_open_and_takes_nothing_once_closed() -> None:
+def test_inbox_counts_unfinished_requests_and_accepts_none_after_closing() -> None:
     inbox: Inbox[str] = Inbox()
     assert inbox.submit("one")
     assert inbox.is_busy

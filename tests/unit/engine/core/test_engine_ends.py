@@ -1,4 +1,4 @@
-"""Passes that end early, and callers that go."""
+"""Aborted decode calls, and callers that disconnect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_cancel_of_the_request_that_fills_the_batch_aborts_the_decode_call(make_
 
 
 @pytest.mark.parametrize("priority", [9, 3])
-def test_interactive_request_ends_a_pass_of_bulk_ones(make_engine: MakeEngine, priority: int) -> None:
+def test_interactive_request_aborts_a_decode_call_of_bulk_requests(make_engine: MakeEngine, priority: int) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=2))
     gate = Gate(backend)
     bulk = engine.submit(request("x" * 40, max_tokens=4, priority=9))
@@ -43,10 +43,10 @@ def test_interactive_request_ends_a_pass_of_bulk_ones(make_engine: MakeEngine, p
 
 
 @pytest.mark.parametrize("deferred_share", [DEFERRED_SHARE, -1e9])
-def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(
+def test_no_bulk_decode_call_starts_after_an_interactive_request_has_arrived(
     make_engine: MakeEngine, deferred_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "DEFERRED_SHARE", deferred_share)  # below 0 none is left
+    monkeypatch.setattr(strategies, "DEFERRED_SHARE", deferred_share)  # below 0 no time is available
     engine, backend = make_engine(FakeBackend(n_slots=3), batch_strategy="decode_maximal")
     decode, handles, begun = backend.decode, [], threading.Event()
     coming = {1: request("b" * 40, max_tokens=4, priority=9), 40: request("c" * 5, max_tokens=4, priority=3)}
@@ -67,14 +67,14 @@ def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(
 
 
 class Long(DecodeMaximal):
-    """Every pass of so many tokens may be given up."""
+    """A strategy that lets an interactive request abort every decode call of this size."""
 
     def may_yield(self, num_tokens: int) -> bool:
         return num_tokens == 41
 
 
 @pytest.mark.parametrize("num_tokens", [40, 41])
-def test_short_passes_end_early_in_a_small_share_of_the_time_only(
+def test_short_decode_calls_are_aborted_only_for_a_small_share_of_the_time(
     make_engine: MakeEngine, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Interruptions, "are_affordable", False)
@@ -89,7 +89,7 @@ def test_short_passes_end_early_in_a_small_share_of_the_time_only(
     assert reads == (2 if num_tokens == 41 else 1)
 
 
-def test_steps_tell_what_python_took(make_engine: MakeEngine) -> None:
+def test_step_stats_have_the_time_spent_in_python(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     stats: list[StepStats] = []
     engine.add_step_listener(stats.append)

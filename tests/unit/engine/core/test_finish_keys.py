@@ -1,4 +1,4 @@
-"""Keys of contexts, and requests that go on from one, on the fake backend."""
+"""Keys of contexts, and requests that continue a context, on the fake backend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_alternatives_have_keys_of_their_own(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, {"unified": True}, {"window": 20}, {"partial_reuse": False}], ids=str)
-def test_conversation_by_parent_keys_says_what_it_says_as_a_whole(
+def test_conversation_by_parent_keys_has_the_same_text_as_a_whole_prompt(
     make_engine: MakeEngine, memory: dict[str, Any]
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, ctx_per_slot=4000, end_every=9, **memory))
@@ -70,7 +70,7 @@ def test_parent_key_of_another_scope_or_adapter_is_unknown(make_engine: MakeEngi
 
 
 @pytest.mark.parametrize("key", ["", "f" * 64, "F" * 64, "../" * 20, 7, "\ud800" * 64], ids=repr)
-def test_parent_key_that_names_nothing_is_an_error(make_engine: MakeEngine, key: Any) -> None:
+def test_unknown_parent_key_is_an_error(make_engine: MakeEngine, key: Any) -> None:
     engine, _ = make_engine()
     with pytest.raises(UnknownKey):
         engine.complete("go on", parent_key=key)
@@ -89,11 +89,11 @@ def test_recent_contexts_are_bounded(make_engine: MakeEngine, monkeypatch: pytes
             engine.context_of(key)
 
 
-# Reading a prompt, and nothing else
+# Prefill without sampling
 
 
 @pytest.mark.parametrize("memory", [{}, {"unified": True}, {"window": 20}, {"partial_reuse": False}], ids=str)
-def test_prefill_reads_the_prompt_and_samples_nothing(make_engine: MakeEngine, memory: dict[str, Any]) -> None:
+def test_prefill_computes_the_prompt_and_samples_nothing(make_engine: MakeEngine, memory: dict[str, Any]) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=2, **memory))
     read = engine.prefill(HEAD)
     assert (read.text, read.tokens, read.finish_reason) == ("", (), "length")
@@ -107,7 +107,7 @@ def test_prefill_reads_the_prompt_and_samples_nothing(make_engine: MakeEngine, m
     assert sum(len(chunk.tokens) for batch in backend.batches for chunk in batch) - before == len("Why?") + 4
 
 
-def test_prefill_of_bulk_priority_is_kept_in_ram(make_engine: MakeEngine) -> None:
+def test_prefill_of_bulk_priority_is_saved_in_ram(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     engine.prefill(HEAD, priority=9)
     engine.complete("somebody else " + HEAD, max_tokens=3, priority=9)
@@ -116,17 +116,17 @@ def test_prefill_of_bulk_priority_is_kept_in_ram(make_engine: MakeEngine) -> Non
     assert engine.last_cache_hit == CacheHit("partial", len(HEAD), "ram")
 
 
-def test_prefill_with_a_timeout_or_several_completions_ends_well(make_engine: MakeEngine) -> None:
+def test_prefill_with_a_timeout_or_several_completions_finishes(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     both = engine.submit(request(HEAD, max_tokens=0, n=2)).result(PATIENCE_S)
     assert [one.tokens for one in (both, *both.alternatives)] == [(), ()]
-    backend.failures.extend([2, 1])  # aborted, no cells: it is tried again
+    backend.failures.extend([2, 1])  # aborted, and no free cells: both are retried
     assert engine.prefill("another " + HEAD).finish_reason == "length"
     late = engine.submit(request(HEAD * 2, max_tokens=0, timeout_s=1e-9)).result(PATIENCE_S)
     assert late.finish_reason == "timeout"
 
 
-def test_prefill_that_loses_its_slot_goes_on_later(make_engine: MakeEngine) -> None:
+def test_prefill_that_loses_its_slot_resumes_later(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=2000), chunk_size=16)
     gate = Gate(backend)
     bulk = engine.submit(request(HEAD * 8, max_tokens=0, priority=9))
@@ -139,7 +139,7 @@ def test_prefill_that_loses_its_slot_goes_on_later(make_engine: MakeEngine) -> N
     assert engine.complete(HEAD * 8 + "Why?", max_tokens=2).usage.cached_tokens == len(HEAD * 8)
 
 
-def test_usage_says_from_which_tier_a_prefix_came(make_engine: MakeEngine) -> None:
+def test_usage_names_the_tier_of_a_reused_prefix(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     assert engine.last_cache_hit is None
     first = engine.submit(request(HEAD, sampling=GREEDY, max_tokens=3)).result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Options of an engine: each has its effect, or is refused."""
+"""Options of an engine: each has its effect, or is rejected."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...conftest import PATIENCE_S, MakeEngine, request
 
 
 @pytest.mark.parametrize("options", [{"n_ubatch": 7}, {"n_batch": 7}, {"n_ubatch": 300, "n_batch": 7}])
-def test_options_with_fewer_tokens_in_a_pass_than_slots_are_refused(options: dict[str, int]) -> None:
+def test_options_with_fewer_tokens_per_pass_than_slots_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match=r"(n_batch|n_ubatch) is 7; it must be at least n_parallel \(8\)"):
         EngineOptions(n_parallel=8, **options)
     assert EngineOptions(n_parallel=7, **options).pass_tokens == 7
 
 
-def test_chunk_size_has_its_effect_or_is_refused(make_engine: MakeEngine) -> None:
+def test_chunk_size_has_its_effect_or_is_rejected(make_engine: MakeEngine) -> None:
     assert (EngineOptions().chunk_tokens, EngineOptions().pass_tokens) == (512, 512)
     assert EngineOptions(n_ubatch=64).chunk_tokens == 64
-    wide = EngineOptions(chunk_size=1024)  # n_ubatch is left open
+    wide = EngineOptions(chunk_size=1024)  # n_ubatch is None
     assert (wide.chunk_tokens, wide.pass_tokens) == (1024, 1024)
     for options in ({"n_ubatch": 512}, {"n_batch": 512}):
         with pytest.raises(
@@ -32,7 +32,7 @@ def test_chunk_size_has_its_effect_or_is_refused(make_engine: MakeEngine) -> Non
     assert [len(chunk.tokens) for chunk in backend.batches[0]] == [1024]
 
 
-def test_completion_has_all_tokens_of_its_context_if_asked_and_says_what_the_cache_had(make_engine: MakeEngine) -> None:
+def test_completion_has_the_tokens_of_its_context_if_requested_and_the_cache_hit(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2))
     first = engine.submit(request("a long prompt", return_tokens=True, n=2)).result(PATIENCE_S)
     assert first.context_tokens == (*b"a long prompt", *first.tokens)

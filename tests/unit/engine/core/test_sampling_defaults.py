@@ -1,4 +1,4 @@
-"""A model's own defaults of sampling: for requests that do not say otherwise."""
+"""Sampling defaults of a model, for requests that don't set the parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cellama.engine.fake import FakeBackend
 from ...conftest import MakeEngine, request
 
 
-def test_defaults_of_a_model_are_taken_where_the_caller_says_nothing(make_engine: MakeEngine) -> None:
+def test_defaults_of_a_model_apply_to_parameters_that_the_caller_omits(make_engine: MakeEngine) -> None:
     plain, _ = make_engine(FakeBackend(n_slots=1))
     engine, _ = make_engine(FakeBackend(n_slots=1), sampling={"temperature": 0, "logit_bias": {"101": "-inf"}})
     free = plain.generate("Once", max_tokens=20, temperature=0)
     biased = plain.generate("Once", max_tokens=20, temperature=0, logit_bias=((101, -math.inf),))
     assert engine.generate("Once", max_tokens=20) == biased
     assert engine.generate("Once", max_tokens=20, logit_bias=()) == free
-    assert engine.submit(request("Once")).result().text == free  # a Request says all itself
+    assert engine.submit(request("Once")).result().text == free  # a Request sets all parameters itself
 
 
-def test_grammar_that_is_given_takes_the_place_of_the_defaults() -> None:
+def test_given_grammar_replaces_the_grammar_of_the_defaults() -> None:
     defaults = EngineOptions(sampling={"grammar": 'a ::= "x"', "grammar_root": "a", "top_k": 3}).sampling_defaults
     assert sampling_of({}, defaults) == SamplingParams(grammar='a ::= "x"', grammar_root="a", top_k=3)
     schema = sampling_of({"json_schema": "{}"}, defaults)
@@ -34,7 +34,7 @@ def test_grammar_that_is_given_takes_the_place_of_the_defaults() -> None:
     assert sampling_of({"grammar": 'a ::= "y"'}, {"grammar_root": "a"}).grammar_root == "a"
 
 
-def test_defaults_survive_the_way_through_json() -> None:
+def test_defaults_are_unchanged_after_json() -> None:
     given = {"logit_bias": {17: -math.inf}, "json_schema": {"type": "string"}, "dry_sequence_breakers": ("a", "b")}
     options = EngineOptions(sampling=given)
     again = EngineOptions(**json.loads(json.dumps(asdict(options), allow_nan=False)))
@@ -55,6 +55,6 @@ def test_defaults_survive_the_way_through_json() -> None:
         ({"grammar": "a", "json_schema": "{}"}, "json_schema and grammar are given together"),
     ],
 )
-def test_defaults_that_can_not_be_meant_are_refused(sampling: dict[str, Any], message: str) -> None:
+def test_invalid_defaults_are_rejected(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         EngineOptions(sampling=sampling)

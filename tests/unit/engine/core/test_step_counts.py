@@ -1,4 +1,4 @@
-"""What an engine counts of each step and token, for whoever wants histograms."""
+"""Step counts of an engine, for histograms of steps and tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...conftest import PATIENCE_S, Gate, MakeEngine, request
 
 
 class InTurns(Strategy):
-    """A slot per step."""
+    """A strategy that serves one slot per step."""
 
     def __init__(self) -> None:
         self._steps = count()
@@ -30,12 +30,12 @@ class InTurns(Strategy):
 
 
 def decode_s(completion: Completion) -> float:
-    """From its first token to its last."""
+    """Return the time from the first token to the last."""
     rate = completion.timings.generation_rate
     return (completion.usage.completion_tokens - 1) / rate if rate else 0.0
 
 
-def test_counts_lie_in_the_bucket_whose_bound_they_do_not_exceed() -> None:
+def test_values_are_counted_in_the_bucket_whose_bound_they_do_not_exceed() -> None:
     counts = StepCounts((0.01, 0.1), (1.0, 8.0))
     for gap_s in (0.01, 0.011, 0.2):
         counts.gap(gap_s)
@@ -46,7 +46,7 @@ def test_counts_lie_in_the_bucket_whose_bound_they_do_not_exceed() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["decode_maximal", f"{__name__}:InTurns"])
-def test_gap_is_since_the_last_token_of_its_sequence(make_engine: MakeEngine, strategy: str) -> None:
+def test_gap_is_measured_from_the_last_token_of_the_same_sequence(make_engine: MakeEngine, strategy: str) -> None:
     engine, backend = make_engine(batch_strategy=strategy)
     gate, counts = Gate(backend), StepCounts((1e9,), (1e9,))
     engine.count_steps(counts)

@@ -1,4 +1,4 @@
-"""What an engine says of itself: events of steps and requests, and snapshots that are right while a step runs."""
+"""Telemetry of an engine: events of steps and requests, and snapshots that are right during a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = "A prefix that is long enough to be worth keeping, which takes 64 tokens.
 
 @pytest.fixture
 def embedder() -> Iterator[tuple[Embedder, threading.Event]]:
-    """An embedder whose batches wait until the event is set."""
+    """Return an embedder whose batches wait until the event is set."""
     backend, gate = FakeEmbeddingBackend(max_texts=1), threading.Event()
     embed = backend.embed
     backend.embed = lambda texts: embed(texts) if gate.wait(PATIENCE_S) else []  # type: ignore[method-assign]
@@ -39,8 +39,8 @@ def embedder() -> Iterator[tuple[Embedder, threading.Event]]:
     assert embedder.close()
 
 
-def test_active_slots_are_those_that_are_busy_whatever_the_batch_holds(make_engine: MakeEngine) -> None:
-    """A batch of 8 has no room for prompts of 30 in every one of three slots."""
+def test_active_slots_counts_busy_slots_even_without_tokens_in_the_batch(make_engine: MakeEngine) -> None:
+    """A batch of 8 has no room for prompts of 30 tokens of all three slots."""
     engine, backend = make_engine(FakeBackend(n_batch=8), n_ubatch=8, batch_strategy="prefill_priority")
     gate, steps = Gate(backend), list[StepStats]()
     engine.add_step_listener(steps.append)
@@ -51,7 +51,7 @@ def test_active_slots_are_those_that_are_busy_whatever_the_batch_holds(make_engi
     assert engine.close()
     at_once = [step.active_slots for step in steps if step.prefill_tokens]
     assert at_once
-    assert set(at_once[1:]) == {3}  # the first one may have come before the others
+    assert set(at_once[1:]) == {3}  # the first request may have arrived before the others
     assert {step.model for step in steps} == {"engine"}
 
 
@@ -65,10 +65,10 @@ def test_queue_depth_counts_requests_without_a_slot(make_engine: MakeEngine) -> 
         handle.result(PATIENCE_S)
     assert engine.close()
     assert {step.active_slots for step in steps} == {1}
-    assert [step.queue_depth for step in steps][:4] == [2, 2, 1, 1]  # the last of a request has freed its slot
+    assert [step.queue_depth for step in steps][:4] == [2, 2, 1, 1]  # the last token of a request has freed its slot
 
 
-def test_request_events_name_the_model_and_how_the_text_was_asked_for() -> None:
+def test_request_events_name_the_model_and_the_mode() -> None:
     engine, ended = Engine(FakeBackend(), EngineOptions(n_parallel=4, n_batch=64), name="mine"), list[RequestStats]()
     engine.add_request_listener(ended.append)
     engine.generate(HEAD, max_tokens=3)
@@ -83,8 +83,8 @@ def test_request_events_name_the_model_and_how_the_text_was_asked_for() -> None:
     assert (completion.mode, completion.timings.prefix_cache_ratio) == ("generate", 0.0)
 
 
-def test_ratio_of_a_resumed_request_is_that_of_its_prompt(make_engine: MakeEngine) -> None:
-    """What it takes over from the cache has output, too, which is no part of the prompt."""
+def test_cache_ratio_of_a_resumed_request_refers_to_its_prompt(make_engine: MakeEngine) -> None:
+    """The reused tokens include output, which is not a part of the prompt."""
     engine, _ = make_engine(FakeBackend(n_slots=1))
     whole = engine.submit(request(HEAD, max_tokens=30)).result(PATIENCE_S)
     resume = (Resumed(whole.tokens[:20]),)
@@ -107,12 +107,12 @@ def test_snapshot_is_right_while_the_first_step_runs(make_engine: MakeEngine) ->
     idle = engine.snapshot()
     assert busy.phase == "prefilling"
     assert (busy.slots_busy, busy.requests_running + busy.requests_waiting) == (busy.requests_running, 10)
-    assert busy.requests_running >= 1  # those that had come when the step began
+    assert busy.requests_running >= 1  # the requests that had arrived when the step started
     assert (idle.phase, idle.slots_busy, idle.requests_running, idle.requests_waiting) == ("idle", 0, 0, 0)
     assert (idle.prompt_rate, idle.generation_rate, idle.requests_finished) == (0.0, 0.0, 11)
 
 
-def test_request_with_several_completions_runs_as_one(make_engine: MakeEngine) -> None:
+def test_request_with_several_completions_counts_as_one(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     gate = Gate(backend)
     handle = engine.submit(request(n=3))
@@ -123,8 +123,8 @@ def test_request_with_several_completions_runs_as_one(make_engine: MakeEngine) -
     assert (snapshot.requests_running, snapshot.requests_waiting) == (1, 0)
 
 
-def test_snapshot_tells_the_kinds_of_hits_the_saves_and_the_evictions(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have a byte per token
+def test_snapshot_counts_hits_by_kind_saves_and_evictions(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have one byte per token
     for prompt in (HEAD, HEAD + "More.", "other " * 15, HEAD + "More.", "third " * 15, "a fourth " * 10, "last " * 20):
         engine.submit(request(prompt, max_tokens=3)).result(PATIENCE_S)
     told = engine.snapshot()
@@ -142,7 +142,7 @@ def test_snapshot_tells_the_kinds_of_hits_the_saves_and_the_evictions(make_engin
     assert both.snapshot().cache_hits_copy == 1
 
 
-def test_rates_are_those_of_the_last_second_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_over_the_last_second_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
     rates = Rates(0, 0)
@@ -154,7 +154,7 @@ def test_rates_are_those_of_the_last_second_of_work(monkeypatch: pytest.MonkeyPa
     assert rates.per_s == (500.0, 20.0)
     rates.measure(1000, 40, idle=True)
     assert rates.per_s == (0.0, 0.0)
-    now = 500.0  # a long pause is no part of what comes then
+    now = 500.0  # a long pause does not count
     rates.measure(1100, 41, idle=False, took_s=0.25)
     assert rates.per_s == (0.0, 0.0)
     now = 501.75
@@ -162,7 +162,7 @@ def test_rates_are_those_of_the_last_second_of_work(monkeypatch: pytest.MonkeyPa
     assert rates.per_s == (500.0, 10.0)
 
 
-def test_first_step_after_a_pause_counts_only_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_after_a_pause_counts_only_if_its_duration_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
     rates = Rates(0)
@@ -173,11 +173,11 @@ def test_first_step_after_a_pause_counts_only_with_its_time(monkeypatch: pytest.
     assert rates.per_s == (100.0,)
 
 
-def test_prompt_rate_counts_what_is_computed(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_rate_counts_computed_tokens(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "RATE_WINDOW_S", 0.0)
     engine, backend = make_engine()
     rates: list[float] = []
-    engine.add_step_listener(lambda step: rates.append(engine.snapshot().prompt_rate))  # of the step before
+    engine.add_step_listener(lambda step: rates.append(engine.snapshot().prompt_rate))  # the rate of the previous step
     engine.submit(request("x" * 100, max_tokens=5)).result(PATIENCE_S)
     assert engine.close()
     assert rates[0] == 0.0
@@ -186,7 +186,7 @@ def test_prompt_rate_counts_what_is_computed(make_engine: MakeEngine, monkeypatc
     assert backend.closed
 
 
-def test_embedder_says_what_it_does_and_what_waits(embedder: tuple[Embedder, threading.Event]) -> None:
+def test_embedder_snapshot_counts_running_and_waiting_texts(embedder: tuple[Embedder, threading.Event]) -> None:
     reader, gate = embedder
     first = reader.submit([[1], [2], [3]])
     wait_until(lambda: reader.snapshot().requests_running, "its first batch")
@@ -204,7 +204,7 @@ def test_embedder_says_what_it_does_and_what_waits(embedder: tuple[Embedder, thr
     assert (done.requests_finished, done.requests_failed, done.texts, done.prompt_tokens) == (3, 0, 6, 6)
 
 
-def test_totals_are_over_all_engines_and_embedders(
+def test_manager_snapshot_is_the_sum_of_all_engines_and_embedders(
     make_engine: MakeEngine, embedder: tuple[Embedder, threading.Event]
 ) -> None:
     engine, backend = make_engine()

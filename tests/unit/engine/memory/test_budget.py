@@ -1,4 +1,4 @@
-"""The arithmetic of memory: what is left, who must go, which context fits. No model, no device."""
+"""The arithmetic of memory: available bytes, models to unload, and contexts that fit. No model, no device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cellama.engine.memory.open_sizes import KV_SHARE, choose_ctx, choose_quota,
 from cellama.engine.options import EngineOptions
 
 GIB = 1 << 30
-SMALL = 100  # devices so small that their margin is easy: 5 %
+SMALL = 100  # devices so small that their margin is a round number: 5 %
 
 
 def on_cpu(weights: int = 0, kv: int = 0, compute: int = 0, mapped: int = 0) -> Footprint:
@@ -35,7 +35,7 @@ def on_cpu(weights: int = 0, kv: int = 0, compute: int = 0, mapped: int = 0) -> 
 
 
 class Machine:
-    """A CPU and a GPU that report what they have free."""
+    """A CPU and a GPU that report their free memory."""
 
     def __init__(self, cpu: int = SMALL, gpu: int = SMALL) -> None:
         self.free = {"CPU": cpu, "CUDA0": gpu}
@@ -47,33 +47,33 @@ class Machine:
         return Budget(limit, self.devices)
 
 
-def test_auto_leaves_what_devices_have_free_less_a_margin() -> None:
+def test_auto_budget_is_the_free_memory_minus_a_margin() -> None:
     assert Machine(80, 60).budget().available() == AvailableMemory({"CPU": 75, "CUDA0": 55})
     assert margin(Device("CPU", "cpu", "", 1000 * GIB, 0)) == GIB
 
 
-def test_vram_is_the_sum_of_all_gpus_and_nothing_without_one() -> None:
+def test_vram_is_the_sum_of_all_gpus_and_none_without_any() -> None:
     cpu, gpus = Device("CPU", "cpu", "", 100, 50), [Device(f"CUDA{i}", "gpu", "", 24, 4 * i) for i in range(3)]
     assert vram_of([cpu, *gpus]) == Vram(72, 12, 60)
     assert vram_of([cpu]) is None
 
 
-def test_quota_of_saved_states_counts_once_whatever_of_it_is_in_use() -> None:
+def test_quota_of_saved_states_counts_once_however_much_is_used() -> None:
     machine, used = Machine(90), {"a": 0}
     budget = Budget("auto", machine.devices, used.__getitem__)
     model = with_quota(on_cpu(10), 30)
     assert model.total_bytes == 40
     budget.reserve("a", model)
     assert budget.available().free["CPU"] == 85 - 40
-    machine.free["CPU"] = 80  # the weights are there
+    machine.free["CPU"] = 80  # the weights have been loaded
     budget.settle("a", model)
     assert budget.available().free["CPU"] == 75 - 30
-    machine.free["CPU"], used["a"] = 55, 25  # and states are
+    machine.free["CPU"], used["a"] = 55, 25  # states have been saved
     assert budget.available().free["CPU"] == 50 - 5
     assert budget.available().plus([model]).free["CPU"] == 50 - 5 + 40
 
 
-def test_quota_of_saved_states_that_was_left_open_is_a_part_of_what_is_left() -> None:
+def test_open_quota_of_saved_states_is_a_share_of_the_available_memory() -> None:
     assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 100, "CUDA0": 1})) == 20
     assert choose_quota(None, on_cpu(20), AvailableMemory({ALL_DEVICES: 60})) == 10
     assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 10})) == 0
@@ -84,7 +84,7 @@ def test_quota_of_saved_states_that_was_left_open_is_a_part_of_what_is_left() ->
     assert AvailableMemory({ALL_DEVICES: 100}).minus(quota) == AvailableMemory({ALL_DEVICES: 70})
 
 
-def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
+def test_budget_in_bytes_limits_all_devices_and_models_together() -> None:
     budget = Machine().budget(50)
     budget.reserve("a", Footprint({"CPU": MemoryUse(10, 5), "CUDA0": MemoryUse(20)}))
     assert budget.available() == AvailableMemory({ALL_DEVICES: 15})
@@ -94,21 +94,21 @@ def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
     assert budget.available() == AvailableMemory({ALL_DEVICES: 50})
 
 
-def test_load_in_flight_counts_once_while_the_device_fills_up() -> None:
+def test_load_in_progress_counts_once_while_the_device_fills_up() -> None:
     machine = Machine()
     budget = machine.budget()
     budget.reserve("a", on_cpu(40))
-    for free in (100, 80, 60):  # as its pages come in
+    for free in (100, 80, 60):  # while its pages are loaded
         machine.free["CPU"] = free
         assert budget.available().free["CPU"] == 55
     budget.settle("a", on_cpu(40))
     assert budget.available().free["CPU"] == 55
-    machine.free["CPU"] = 20  # somebody else took memory, too
+    machine.free["CPU"] = 20  # another program has also taken memory
     budget.reserve("b", on_cpu(5))
     assert budget.available().free["CPU"] == 10
 
 
-def test_room_is_back_when_a_load_in_flight_fails_or_another_model_goes() -> None:
+def test_memory_is_available_again_after_a_failed_load_or_an_unload() -> None:
     machine = Machine()
     budget = machine.budget()
     budget.reserve("gone", on_cpu(30))
@@ -124,23 +124,23 @@ def test_room_is_back_when_a_load_in_flight_fails_or_another_model_goes() -> Non
     assert budget.available().free["CPU"] == 75
 
 
-def test_mapped_weights_count_although_the_system_calls_their_pages_free() -> None:
+def test_mapped_weights_count_although_the_system_reports_their_pages_as_free() -> None:
     machine = Machine()
     budget = machine.budget()
     budget.reserve("a", on_cpu(weights=40, kv=10, mapped=40))
-    machine.free["CPU"] = 90  # the cells alone
+    machine.free["CPU"] = 90  # only the cells take memory
     budget.settle("a", on_cpu(weights=40, kv=10, mapped=40))
     assert budget.available().free["CPU"] == 45
 
 
-def test_shortage_names_the_device_where_most_is_missing() -> None:
+def test_shortage_names_the_device_with_the_largest_shortage() -> None:
     room = AvailableMemory({"CPU": 10, "CUDA0": 10})
     footprint = Footprint({"CPU": MemoryUse(12), "CUDA0": MemoryUse(5, 30), "unknown": MemoryUse(99)})
     assert room.shortage(footprint) == Shortage("CUDA0", 35, 10)
     assert room.shortage(Footprint({"CUDA0": MemoryUse(10)})) is None
 
 
-def test_least_recently_used_models_go_and_no_more_than_needed() -> None:
+def test_least_recently_used_models_are_unloaded_and_no_more_than_needed() -> None:
     room = AvailableMemory({"CPU": 10})
     idle = [("oldest", on_cpu(5)), ("old", on_cpu(30)), ("new", on_cpu(30))]
     assert choose_victims(room, on_cpu(15), idle) == ["oldest"]
@@ -149,7 +149,7 @@ def test_least_recently_used_models_go_and_no_more_than_needed() -> None:
 
 
 @given(st.integers(0, 50), st.integers(1, 200), st.lists(st.integers(0, 40), max_size=6))
-def test_victims_suffice_and_the_last_of_them_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
+def test_victims_suffice_and_the_last_one_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
     room, idle = AvailableMemory({"CPU": free}), [(str(i), on_cpu(size)) for i, size in enumerate(sizes)]
     if room.shortage(on_cpu(wanted)) is None:
         return
@@ -162,8 +162,8 @@ def test_victims_suffice_and_the_last_of_them_is_needed(free: int, wanted: int, 
 
 
 @pytest.mark.parametrize("per_token", [1, 7, 1000])
-@pytest.mark.parametrize("bend", [0, 3000], ids=["line", "window"])  # a sliding window's cells grow no further
-def test_context_that_nobody_chose_is_the_largest_that_fits(per_token: int, bend: int) -> None:
+@pytest.mark.parametrize("bend", [0, 3000], ids=["line", "window"])  # the cells of a sliding window stop growing
+def test_open_context_is_the_largest_that_fits(per_token: int, bend: int) -> None:
     room = AvailableMemory({"CPU": 20_000_000})
 
     def measure(ctx: int) -> Footprint:
@@ -176,13 +176,13 @@ def test_context_that_nobody_chose_is_the_largest_that_fits(per_token: int, bend
     assert ctx == 131_072 or larger.on("CPU").kv_bytes > KV_SHARE * room.free["CPU"]
 
 
-def test_context_is_the_least_there_is_when_nothing_fits() -> None:
+def test_context_is_the_minimum_when_nothing_fits() -> None:
     ctx, footprint = choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 4096)
     assert (ctx, footprint) == (512, on_cpu(kv=512))
     assert choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 64)[0] == 64
 
 
-def test_limit_of_a_container_is_the_nearest_of_its_groups(tmp_path: Path) -> None:
+def test_limit_of_a_container_is_the_lowest_of_its_groups(tmp_path: Path) -> None:
     group = tmp_path / "outer" / "inner"
     group.mkdir(parents=True)
     own = tmp_path / "own"
@@ -195,7 +195,7 @@ def test_limit_of_a_container_is_the_nearest_of_its_groups(tmp_path: Path) -> No
     assert group_limit(tmp_path, own) == (1000, 100)
 
 
-def test_limit_of_the_older_kind_of_control_groups_counts(tmp_path: Path) -> None:
+def test_limit_of_control_groups_v1_counts(tmp_path: Path) -> None:
     folder = tmp_path / "memory"
     folder.mkdir()
     own = tmp_path / "own"

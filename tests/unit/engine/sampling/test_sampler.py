@@ -1,4 +1,4 @@
-"""Choosing tokens: distributions, filters, penalties, and going on after any number of draws."""
+"""The token sampler: distributions, filters, penalties, and resuming after any number of draws."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
 
 
 def sampler_of(params: SamplingParams, seed: int, tokens: Sequence[int] = (), **learned: Any) -> TokenSampler:
-    """A sampler with the built-in processors."""
+    """Return a sampler with the built-in processors."""
     start = SequenceStart(params, tokens, 0, n_vocab=len(LOGITS), end_tokens=frozenset())
     return TokenSampler(params, seed, make_processors(start), **learned)
 
 
 def draws(logits: NDArray[np.float32], count: int = 4000, **params: Any) -> NDArray[np.float64]:
-    """How often each token came, with one seed per draw."""
+    """Return the share of each token in draws with different seeds."""
     sampling = SamplingParams(**{**OFF, **params})
     chosen = [sampler_of(sampling, seed).sample(logits.copy())[0] for seed in range(count)]
     return np.bincount(chosen, minlength=len(logits)) / count
@@ -57,7 +57,7 @@ def test_temperature_sharpens_and_flattens() -> None:
         ({"top_p": 0.6}, [0, 1]),
         ({"top_p": 0.75}, [0, 1, 2]),
         ({"min_p": 0.3}, [0, 1, 2]),
-        ({"typical_p": 0.2}, [1]),  # its surprise is the nearest to the mean
+        ({"typical_p": 0.2}, [1]),  # its surprise is the closest to the mean
         ({"typical_p": 0.5}, [0, 1]),
         ({"xtc_probability": 1.0, "xtc_threshold": 0.12}, [2, 3, 4]),
         ({"xtc_probability": 1.0, "xtc_threshold": 0.5}, [0, 1, 2, 3, 4]),
@@ -67,25 +67,25 @@ def test_temperature_sharpens_and_flattens() -> None:
         ({"temperature": 0.0, "logit_bias": ((4, 100.0),)}, [4]),
     ],
 )
-def test_filter_keeps_these_tokens_and_no_others(params: dict[str, Any], kept: list[int]) -> None:
+def test_filter_keeps_exactly_the_expected_tokens(params: dict[str, Any], kept: list[int]) -> None:
     assert np.flatnonzero(draws(LOGITS, 600, **params)).tolist() == kept
 
 
-def test_xtc_applies_as_often_as_it_says() -> None:
+def test_xtc_applies_with_its_probability() -> None:
     share = draws(LOGITS, xtc_probability=0.5, xtc_threshold=0.12)[:2].sum()
-    assert share == pytest.approx(0.35, abs=0.04)  # half of the time the two top choices are left, 0.7
+    assert share == pytest.approx(0.35, abs=0.04)  # half of the time only the two top choices remain, which have 0.7
 
 
-def test_penalties_are_llama_cpps() -> None:
+def test_penalties_equal_those_of_llama_cpp() -> None:
     params = SamplingParams(repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, repeat_last_n=4)
-    penalties = Penalties(params, [9, 1, 1, 2, 0])  # 9 is out of the window
+    penalties = Penalties(params, [9, 1, 1, 2, 0])  # 9 is outside the window
     logits = np.array([2.0, 4.0, -1.0, 3.0] + [0.0] * 6, dtype=np.float32)
     penalties.apply(logits)
     assert logits[:4].tolist() == [2 / 2 - 0.75, 4 / 2 - 1.25, -1 * 2 - 0.75, 3.0]
     assert not logits[4:].any()
 
 
-def test_bans_hold_whatever_other_processors_add() -> None:
+def test_bans_hold_after_all_other_processors() -> None:
     class Wish:
         def apply(self, logits: NDArray[np.float32]) -> None:
             logits[:] += 100
@@ -100,7 +100,7 @@ def test_bans_hold_whatever_other_processors_add() -> None:
 
 
 @given(st.integers(0, 2**32 - 2), st.integers(0, 40), st.sampled_from([{}, {"mirostat": 1}, {"mirostat": 2}]))
-def test_a_sampler_goes_on_exactly_after_any_number_of_draws(seed: int, count: int, extra: dict[str, Any]) -> None:
+def test_sampler_resumes_exactly_after_any_number_of_draws(seed: int, count: int, extra: dict[str, Any]) -> None:
     params = SamplingParams(temperature=1.5, repeat_penalty=1.3, xtc_probability=0.3, **extra)
     steps = np.random.default_rng(3).normal(size=(60, 50)).astype(np.float32)
     whole = sampler_of(params, seed, [1, 2, 3])
@@ -111,7 +111,7 @@ def test_a_sampler_goes_on_exactly_after_any_number_of_draws(seed: int, count: i
     assert head + [second.sample(step.copy())[0] for step in steps[count:]] == tokens
 
 
-def test_small_changes_of_the_logits_do_not_change_what_is_drawn() -> None:
+def test_small_changes_of_logits_do_not_change_the_draw() -> None:
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)
     logits = rng.normal(size=2000).astype(np.float32)
@@ -123,7 +123,7 @@ def test_small_changes_of_the_logits_do_not_change_what_is_drawn() -> None:
     assert all(same)
 
 
-def test_mirostat_brings_the_surprise_near_tau() -> None:
+def test_mirostat_keeps_the_surprise_near_tau() -> None:
     rng = np.random.default_rng(2)
     for version in (1, 2):
         params = SamplingParams(temperature=1.0, mirostat=version, mirostat_tau=3.0)
@@ -157,7 +157,7 @@ class Only:
 
 
 class Masked(Only):
-    """The same with a mask of all tokens."""
+    """The same constraint with a mask of all tokens."""
 
     def mask(self) -> NDArray[np.bool_] | None:
         return self.allows(np.arange(3000))
@@ -177,7 +177,7 @@ def test_constraint_with_a_mask_gives_the_same_tokens(params: dict[str, Any], nu
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 3}, {"mirostat": 2}, {}])
-def test_constraint_is_kept_whatever_is_likely(params: dict[str, Any]) -> None:
+def test_constraint_holds_for_any_probabilities(params: dict[str, Any]) -> None:
     logits = np.random.default_rng(4).normal(size=3000).astype(np.float32) * 4
     unlikely = np.argsort(logits)[:3].tolist()
     constraint = Only(*unlikely)
@@ -188,18 +188,18 @@ def test_constraint_is_kept_whatever_is_likely(params: dict[str, Any]) -> None:
         assert set(tokens) == {unlikely[-1]}
 
 
-def test_constraint_does_not_change_what_it_allows_anyway() -> None:
+def test_constraint_does_not_change_allowed_draws() -> None:
     free = TokenSampler(SamplingParams(), 7)
     bound = TokenSampler(SamplingParams(), 7, constraint=Only(*range(5)))
     assert [free.sample(LOGITS.copy()) for _ in range(20)] == [bound.sample(LOGITS.copy()) for _ in range(20)]
 
 
-def test_constraint_that_allows_nothing_is_told() -> None:
+def test_constraint_that_allows_nothing_raises_an_error() -> None:
     with pytest.raises(NothingAllowed):
         TokenSampler(SamplingParams(), 1, constraint=Only()).sample(LOGITS.copy())
 
 
-def test_logprobs_are_of_the_models_own_distribution() -> None:
+def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
     params = SamplingParams(temperature=0.0, logprobs=2, logit_bias=((4, 100.0),))
     token, report = sampler_of(params, 0).sample(LOGITS.copy())
     assert report is not None
@@ -217,14 +217,16 @@ def test_top_ids_are_the_first_of_a_stable_sort(values: Sequence[int], count: in
 
 
 @given(st.lists(st.integers(-900, 5), min_size=1, max_size=400), st.sampled_from([1, 130]), st.floats(0.01, 0.999))
-def test_top_p_keeps_what_a_sort_of_the_whole_vocabulary_keeps(values: list[int], times: int, limit: float) -> None:
+def test_top_p_without_sorting_keeps_the_same_tokens_as_with_sorting(
+    values: list[int], times: int, limit: float
+) -> None:
     logits, params = np.array(values * times, np.float32) / 7, SamplingParams(**{**OFF, "top_p": limit})
     expected = top_p(*sorted_candidates(logits, 0), params)
     found = top_p_candidates(logits, params)
     assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
-def test_noise_is_uniform_and_differs_by_everything() -> None:
+def test_noise_is_uniform_and_depends_on_every_argument() -> None:
     ids = np.arange(50_000)
     noise = uniforms(1, 2, "draw", ids)
     assert abs(noise.mean() - 0.5) < 0.01
@@ -245,13 +247,13 @@ def test_noise_is_uniform_and_differs_by_everything() -> None:
         ({"dry_base": 0}, "dry_base is 0; it must be above 0"),
     ],
 )
-def test_wrong_parameters_are_refused(params: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_rejected(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**params)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-30, 1e-3])
-def test_temperature_next_to_zero_chooses_as_zero_does(temperature: float) -> None:
+def test_temperature_close_to_zero_is_greedy(temperature: float) -> None:
     logits = np.array([1.0, 3.0, -2.0, 2.99, -np.inf], dtype=np.float32)
     for filters in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"mirostat": 1}, {"mirostat": 2}):
         sampler = TokenSampler(SamplingParams(temperature=temperature, **filters), 7)
@@ -260,7 +262,7 @@ def test_temperature_next_to_zero_chooses_as_zero_does(temperature: float) -> No
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("mu", [-1e6, 0.0, 1023.0, 1e6, 1e300])
-def test_mirostat_goes_on_whatever_it_has_learned(version: int, mu: float) -> None:
+def test_mirostat_continues_with_any_state(version: int, mu: float) -> None:
     params = SamplingParams(mirostat=version, mirostat_tau=100, mirostat_eta=10)
     sampler = TokenSampler(params, 0, mirostat_mu=mu)
     rows = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32) * 5

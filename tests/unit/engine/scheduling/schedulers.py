@@ -1,4 +1,4 @@
-"""Schedulers on the fake backend, and steps of them."""
+"""Schedulers on the fake backend, and their steps."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def sequence(num_prompt: int = 5, priority: int = 3, timeout_s: float | None = N
 
 
 def run_step(scheduler: Scheduler, now: float = 0.0, *, pass_s: float = 1.0, row_s: float = 1.0) -> list[Chunk]:
-    """One step as the engine does it, in one decode call, each sampled token being 7; what was scheduled.
+    """Run one step as the engine does, in one decode call, and return its chunks. Each sampled token is 7.
 
-    Rows and passes take the times that are given, moves none.
+    Passes and rows take the given times, and moves take none.
     """
     scheduler.admit(now)
     scheduler.layout.execute(scheduler.layout.plan_moves(), lambda: now)
@@ -53,7 +53,7 @@ def run_step(scheduler: Scheduler, now: float = 0.0, *, pass_s: float = 1.0, row
 
 
 def decode(scheduler: Scheduler, works: list[SlotWork], pass_s: float, row_s: float) -> list[SlotWork]:
-    """A decode call with its holes filled; what it computed."""
+    """Run a decode call with its holes filled, and return the computed work."""
     backend, layout = scheduler.cache.memory, scheduler.layout
     assert isinstance(backend, FakeBackend)
     works, padding = layout.fill(works)
@@ -65,7 +65,7 @@ def decode(scheduler: Scheduler, works: list[SlotWork], pass_s: float, row_s: fl
 
 
 class Mine(Strategy):
-    """A strategy of a user: one slot at a time."""
+    """A user's strategy that serves one slot at a time."""
 
     def build_batch(
         self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int

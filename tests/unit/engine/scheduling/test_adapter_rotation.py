@@ -1,4 +1,4 @@
-"""Groups with different adapters take turns: nobody starves, turns last, and slots of a group stay together."""
+"""Groups with different adapters take turns: none starves, turns last, and slots of a group stay together."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arriva
         if turn is not None:
             assert turn in present
             served[str(turn)] = now
-        # What a group waits for: the turn that runs, then one of each other group that has waited longer.
+        # A group waits for the current turn, and for one turn of each other group that has waited longer.
         longest = BULK_EXTRA_S + (len(GROUPS) + 1) * (BULK_SLICE_S + MAX_STEP_S)
         assert all(now - at <= longest for at in served.values())
         now += seconds
 
 
 def turns(rotation: AdapterRotation, seconds: float, step_s: float = 0.01) -> list[str]:
-    """Who was served in each step."""
+    """Return the group of each step."""
     return [str(rotation.take_turn(step * step_s)) for step in range(round(seconds / step_s))]
 
 
@@ -58,7 +58,7 @@ def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
     assert switches <= 30.0 / SLICE_S
 
 
-def test_turns_are_longer_when_nobody_waits_for_each_token() -> None:
+def test_turns_are_longer_while_only_bulk_requests_have_slots() -> None:
     rotation = AdapterRotation()
     for key in "ab":
         rotation.add(key, interactive=False, now=0.0)
@@ -66,7 +66,7 @@ def test_turns_are_longer_when_nobody_waits_for_each_token() -> None:
     assert sum(a != b for a, b in itertools.pairwise(served)) <= 30.0 / BULK_SLICE_S
 
 
-def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often() -> None:
+def test_new_group_is_next_and_interactive_groups_get_more_turns_than_bulk_ones() -> None:
     rotation = AdapterRotation()
     rotation.add("bulk", interactive=False, now=0.0)
     rotation.add("chat", interactive=True, now=5.0)
@@ -75,10 +75,10 @@ def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often()
     assert 0.1 < served.count("bulk") / len(served) < 0.4
     assert "bulk bulk" in " ".join(map(str, served))
     longest = max(map(len, "".join("b" if s == "bulk" else " " for s in served).split()))
-    assert longest * 0.01 <= SLICE_S + 0.011  # so long an interactive request waits behind steps of 10 ms
+    assert longest * 0.01 <= SLICE_S + 0.011  # the longest wait of an interactive request with steps of 10 ms
 
 
-def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_turns() -> None:
+def test_single_group_yields_to_a_new_one_and_turns_change_with_a_stopped_clock() -> None:
     rotation = AdapterRotation()
     rotation.add("a", interactive=True, now=0.0)
     assert not rotation.is_needed

@@ -1,4 +1,4 @@
-"""Prefill stops where others share it, if they could not take it over otherwise: on the fake recurrent memory."""
+"""Prefill stops for checkpoints that other sequences need, on the fake recurrent memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def wait(scheduler: Scheduler, tokens: list[int], **params: Any) -> Sequence:
     return new
 
 
-def test_prefill_stops_where_waiting_prompts_part_from_it() -> None:
+def test_prefill_stops_where_waiting_prompts_diverge() -> None:
     scheduler = scheduler_of(n_slots=1)
     first = wait(scheduler, list(range(400)))
     for shared in (300, 180, 120, 30, 305):
         wait(scheduler, [*range(shared), -shared])
     chunks = [chunk for _ in range(10) for chunk in run_step(scheduler)]
-    assert first.cuts == (120, 300)  # 180 and 305 are so near that the tokens between are computed again
+    assert first.cuts == (120, 300)  # the cuts 180 and 305 would be so close that computing the tokens again is faster
     assert [len(chunk.tokens) for chunk in chunks] == [50, 50, 20, 50, 50, 50, 30, 50, 50, 1]
 
 
@@ -53,7 +53,7 @@ def test_many_branches_give_a_bounded_number_of_cuts() -> None:
     assert 1 < len(first.cuts) <= MAX_CUTS
 
 
-def test_sequence_that_comes_while_its_beginning_is_read_waits_for_a_cut_there() -> None:
+def test_sequence_that_arrives_while_its_prefix_is_computed_waits_for_a_cut_there() -> None:
     scheduler = scheduler_of()
     wait(scheduler, list(range(300)))
     run_step(scheduler)
@@ -65,19 +65,19 @@ def test_sequence_that_comes_while_its_beginning_is_read_waits_for_a_cut_there()
     assert (second.slot is not None, second.num_cached) == (True, 170)
 
 
-def test_sequence_that_comes_too_late_for_a_cut_does_not_wait() -> None:
+def test_sequence_that_arrives_too_late_for_a_cut_does_not_wait() -> None:
     scheduler = scheduler_of()
     wait(scheduler, list(range(300)))
     for _ in range(5):
         run_step(scheduler)
     second = wait(scheduler, [*range(170), -1])
-    third = wait(scheduler, [*range(170), -2])  # for this one the second is cut
+    third = wait(scheduler, [*range(170), -2])  # the second prompt is cut for this one
     scheduler.admit(0)
     assert (second.slot is not None, second.num_cached, third.slot) == (True, 0, None)
     assert second.cuts == (170,)
 
 
-def test_plain_memory_is_never_cut() -> None:
+def test_memory_that_can_be_truncated_has_no_cuts() -> None:
     scheduler = scheduler_of(partial_reuse=True)
     first, _ = wait(scheduler, list(range(300))), wait(scheduler, [*range(170), -1])
     scheduler.admit(0)

@@ -1,4 +1,4 @@
-"""What passes take is learnt, whatever machine it is."""
+"""The costs of passes are learned on any machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cellama.engine.backend import Chunk
 from cellama.engine.scheduling.decode_costs import TRUSTED, DecodeCosts, MoveCosts
 from cellama.engine.scheduling.slot_layout import pass_rows_of, runs_of
 
-CPU = {1: 6.9, 2: 17.2, 8: 25.8, 16: 28.7, 32: 57.8, 64: 99.9}  # ms, 174M on two cores
+CPU = {1: 6.9, 2: 17.2, 8: 25.8, 16: 28.7, 32: 57.8, 64: 99.9}  # milliseconds by rows of a 174M model on two cores
 
 
 def cpu(size: int) -> float:
@@ -26,18 +26,18 @@ def gpu(size: int) -> float:
 
 
 @pytest.mark.parametrize("machine", [cpu, gpu])
-def test_costs_are_learnt_from_sums_of_passes_and_in_noise(machine: Callable[[int], float]) -> None:
+def test_costs_are_learned_from_sums_of_passes_and_despite_noise(machine: Callable[[int], float]) -> None:
     rng, costs = random.Random(1), DecodeCosts()
     for step in range(400):
         sizes = [run.size for run in runs_of(sorted(rng.sample(range(64), rng.choice([1, 2, 8, 40, 60, 64]))))]
         sizes = sizes if step % 2 else [sum(sizes)]
-        busy = 8.0 if step % 50 == 49 else 1.0  # another process had the machine
+        busy = 8.0 if step % 50 == 49 else 1.0  # another process uses the machine
         costs.observe(sizes, busy * sum(map(machine, sizes)) * rng.uniform(0.9, 1.1))
     for size in (1, 2, 8, 40, 64):
         assert costs.expected(size) == pytest.approx(machine(size), rel=0.35)
 
 
-def test_one_measurement_tells_the_scale_of_all() -> None:
+def test_one_measurement_sets_the_scale_of_all_sizes() -> None:
     costs = DecodeCosts()
     before = costs.expected(1) / costs.expected(16)
     costs.observe([8], 0.024)
@@ -45,18 +45,18 @@ def test_one_measurement_tells_the_scale_of_all() -> None:
     assert costs.expected(1) / costs.expected(16) == pytest.approx(before)
 
 
-def test_passes_of_many_rows_change_nothing_that_is_known_of_one_row() -> None:
+def test_passes_of_many_rows_do_not_change_the_cost_of_one_row() -> None:
     costs = DecodeCosts()
     for _ in range(8):
         costs.observe([1], 0.007)
     for _ in range(500):
         costs.observe([16], 0.029)
     assert costs.expected(1) == pytest.approx(0.007)
-    assert costs.optimistic(1) < 0.007  # but it was measured long ago
+    assert costs.optimistic(1) < 0.007  # because it was measured long ago
     assert costs.optimistic(16) == pytest.approx(0.029)
 
 
-def test_size_is_known_after_some_measurements_of_it() -> None:
+def test_size_is_known_after_several_measurements() -> None:
     costs = DecodeCosts()
     for _ in range(TRUSTED):
         assert not costs.is_known(5)
@@ -66,7 +66,7 @@ def test_size_is_known_after_some_measurements_of_it() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 20), min_size=1), st.floats(0, 1e4)), max_size=30))
-def test_table_never_falls_with_rows_and_is_above_nothing(measured: list[tuple[list[int], float]]) -> None:
+def test_table_is_positive_and_never_falls_with_rows(measured: list[tuple[list[int], float]]) -> None:
     costs = DecodeCosts()
     for sizes, seconds in measured:
         costs.observe(sizes, seconds)
@@ -83,7 +83,7 @@ def test_pass_is_a_run_of_slots_with_equally_many_tokens(unified: bool, expected
     assert pass_rows_of(chunks, unified=unified) == expected
 
 
-def test_moves_cost_what_they_cost_of_late() -> None:
+def test_costs_of_moves_follow_recent_moves() -> None:
     costs = MoveCosts()
     for _ in range(40):
         costs.observe(436, 0.005)

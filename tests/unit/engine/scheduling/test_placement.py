@@ -1,4 +1,4 @@
-"""Interactive sequences come to lie side by side among bulk ones, and don't wait long for those that are old."""
+"""Interactive sequences get neighbouring slots among bulk ones, and don't wait long for older bulk requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGED_S = AGEING_S * (BULK - READER) + 1
 
 
 def new(scheduler: Scheduler, priority: int, now: float = 0.0, length: int = 70, **params: Any) -> Sequence:
-    """One more sequence that waits, with a prompt of its own."""
+    """Return one more waiting sequence with a prompt of its own."""
     draw = random.Random(scheduler.queue.num_waiting + 100 * scheduler.num_busy + int(now))
     request = Request("r", tuple(draw.choices(range(256), k=length)), priority=priority, max_tokens=400)
     made = Sequence(request, 0, now, list(request.prompt), **params)
@@ -33,7 +33,7 @@ def new(scheduler: Scheduler, priority: int, now: float = 0.0, length: int = 70,
 
 
 def full_of_bulk(**memory: Any) -> Scheduler:
-    """All slots decode for bulk requests, which came at 0; states can be saved."""
+    """Return a scheduler whose slots all decode for bulk requests, which arrived at 0. States can be saved."""
     scheduler = new_scheduler(limits=Limits(2000, 2000), **{"ram_bytes": 100_000, **MEMORY, **memory})
     for _ in range(MEMORY["n_slots"]):
         new(scheduler, BULK)
@@ -56,7 +56,7 @@ def assert_texts_hold(scheduler: Scheduler) -> None:
             assert [cell.token for cell in backend.cells[slot]] == s.tokens[: s.num_computed]
 
 
-def test_readers_take_slots_side_by_side_from_bulk_requests() -> None:
+def test_interactive_requests_take_neighbouring_slots_from_bulk_requests() -> None:
     scheduler = full_of_bulk()
     for now in range(1, 5):
         new(scheduler, READER, now)
@@ -67,13 +67,13 @@ def test_readers_take_slots_side_by_side_from_bulk_requests() -> None:
 
 
 @pytest.mark.parametrize("memory", [{"ram_bytes": 0}, {"unified": True, "n_cells": 4000}])
-def test_youngest_gives_way_where_work_would_be_lost_or_places_mean_nothing(memory: dict[str, Any]) -> None:
+def test_youngest_bulk_request_yields_where_its_work_would_be_lost_or_slots_are_equal(memory: dict[str, Any]) -> None:
     scheduler = full_of_bulk(**memory)
     victims = scheduler.finder.victims(new(scheduler, READER, 1), 1)
     assert [victim.order for victim in victims] == list(range(MEMORY["n_slots"]))[::-1]
 
 
-def test_reader_lies_beside_those_with_its_adapters() -> None:
+def test_interactive_request_gets_a_slot_next_to_those_with_its_adapters() -> None:
     scheduler = full_of_bulk()
     adapters = (AdapterUse(Adapter("a", "key", "handle"), 1.0),)
     new(scheduler, READER, 1)
@@ -90,7 +90,7 @@ def test_reader_lies_beside_those_with_its_adapters() -> None:
         assert scheduler.finder.victims(next_reader, 3)[0].slot in slots
 
 
-def test_reader_continues_where_its_prefix_lies_and_then_moves_to_the_others() -> None:
+def test_interactive_request_starts_at_its_prefix_and_moves_to_the_others() -> None:
     scheduler = full_of_bulk()
     ended = scheduler.slots[7]
     assert ended is not None
@@ -111,10 +111,10 @@ def test_reader_continues_where_its_prefix_lies_and_then_moves_to_the_others() -
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_readers_change_places_with_bulk_requests_that_run(partial_reuse: bool) -> None:
+def test_interactive_requests_swap_slots_with_running_bulk_requests(partial_reuse: bool) -> None:
     scheduler = full_of_bulk(partial_reuse=partial_reuse)
     sequences = [s for s in scheduler.slots if s is not None]
-    for slot in (0, 3, 6):  # as if these were readers
+    for slot in (0, 3, 6):  # treat these as interactive
         holder = scheduler.slots[slot]
         assert holder is not None
         holder.request = Request("s", holder.request.prompt, priority=READER, max_tokens=400)
@@ -127,7 +127,7 @@ def test_readers_change_places_with_bulk_requests_that_run(partial_reuse: bool) 
     assert scheduler.num_preemptions == 0
 
 
-def test_reader_does_not_wait_for_bulk_requests_that_are_older_and_they_come_to_their_end() -> None:
+def test_interactive_request_does_not_wait_for_older_bulk_requests_which_still_finish() -> None:
     scheduler = full_of_bulk(n_slots=8)
     waiting = [new(scheduler, BULK) for _ in range(100)]
     reader = new(scheduler, READER, AGED_S)
@@ -148,7 +148,7 @@ def test_reader_does_not_wait_for_bulk_requests_that_are_older_and_they_come_to_
     assert again in scheduler.finder.victims(next_reader, AGED_S + HOLD_S)
 
 
-def test_bulk_request_in_the_only_slot_ends_although_readers_come_all_the_time() -> None:
+def test_bulk_request_in_the_only_slot_finishes_although_interactive_requests_keep_arriving() -> None:
     scheduler = new_scheduler(n_slots=1, ctx_per_slot=200, n_batch=300, limits=Limits(200, 200), ram_bytes=0)
     bulk = new(scheduler, BULK, length=100)
     for step in range(2000):

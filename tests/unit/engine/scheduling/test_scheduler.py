@@ -1,4 +1,4 @@
-"""The scheduler conserves slots, keeps to the budget and starves nobody."""
+"""The scheduler loses no slot, respects the budget, and starves no request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .schedulers import new_scheduler, run_step, sequence
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of submitting, stepping, failing, preempting and ending, in every kind of memory."""
+    """Submits, steps, fails, preempts and ends in any order, in every kind of memory."""
 
     LIMITS = Limits(budget=64, chunk_size=40)
 
@@ -135,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             len(cells) for cells in backend.cells
         ]
         assert scheduler.cache.cells.used == backend.num_used() <= backend.n_cells
-        for s in held:  # what was taken over is what would have been computed
+        for s in held:  # the reused tokens equal those that would have been computed
             assert [cell.token for cell in backend.cells[s.slot or 0]] == s.tokens[: s.num_computed]
 
     @invariant()
@@ -154,14 +154,14 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=100 * EXAMPLES, stateful_step_count=30, deadline=None)
 
 
-def test_scheduler_refuses_a_prompt_that_no_slot_can_hold() -> None:
+def test_scheduler_rejects_a_prompt_that_fits_into_no_slot() -> None:
     scheduler = new_scheduler()
     scheduler.enqueue(sequence(39), 0)
     with pytest.raises(PromptTooLong, match=r"40 tokens, but a slot has room for 39 .* raise ctx_per_slot"):
         scheduler.enqueue(sequence(40), 0)
 
 
-def test_scheduler_refuses_more_than_max_queue_and_names_it() -> None:
+def test_scheduler_rejects_more_than_max_queue_requests() -> None:
     scheduler = new_scheduler(limits=Limits(8, 4, max_queue=2), n_slots=3)
     for _ in range(5):  # three of them get slots
         scheduler.enqueue(sequence(), 0)
@@ -169,7 +169,7 @@ def test_scheduler_refuses_more_than_max_queue_and_names_it() -> None:
         scheduler.enqueue(sequence(), 0)
 
 
-def test_scheduler_admits_the_urgent_first_but_lets_the_others_age() -> None:
+def test_scheduler_admits_urgent_sequences_first_but_ages_the_others() -> None:
     scheduler = new_scheduler(n_slots=1)
     old_bulk, bulk, urgent = sequence(priority=9), sequence(priority=9), sequence(priority=0)
     for waiting, at in ((bulk, 280), (urgent, 300), (old_bulk, 0)):
@@ -195,7 +195,7 @@ def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
 @pytest.mark.parametrize(
     "shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], [], [(0, 1.5)], [0], None]
 )
-def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: list[TokenAllocation]) -> None:
+def test_scheduler_replaces_an_invalid_batch_of_a_strategy(shares: list[TokenAllocation]) -> None:
     class Wrong(Strategy):
         def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[TokenAllocation]:
             return shares
@@ -207,7 +207,7 @@ def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: l
     assert scheduler.strategy.num_failures == 1
 
 
-def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_waited() -> None:
+def test_finished_sequences_are_forgotten_before_their_deadlines() -> None:
     scheduler = new_scheduler(n_slots=1)
     for index in range(200):
         ended = sequence(timeout_s=10**6, priority=index % 10)
@@ -223,7 +223,7 @@ def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_siblings_are_admitted_together_where_they_can_take_nothing_over(partial_reuse: bool) -> None:
+def test_siblings_are_admitted_together_where_they_can_reuse_nothing(partial_reuse: bool) -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=partial_reuse)
     siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
     for request in siblings:
@@ -231,7 +231,7 @@ def test_siblings_are_admitted_together_where_they_can_take_nothing_over(partial
     assert len(scheduler.admit(0)) == (1 if partial_reuse else 3)
 
 
-def test_sequence_tells_how_long_it_waited_for_a_prefix_and_how_long_for_a_slot() -> None:
+def test_sequence_records_its_waits_for_a_prefix_and_for_a_slot() -> None:
     scheduler = new_scheduler(n_slots=2, ctx_per_slot=250, n_batch=200, limits=Limits(200, 200))
     siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
     first, second, third = (Sequence(request, 0, 1.0, list(request.prompt), received_at=4.0) for request in siblings)
@@ -249,7 +249,7 @@ def test_sequence_tells_how_long_it_waited_for_a_prefix_and_how_long_for_a_slot(
     assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
 
 
-def test_prompt_that_goes_on_where_another_ends_waits_for_it_in_every_memory() -> None:
+def test_prompt_that_continues_another_one_waits_for_it_in_every_memory() -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, n_batch=200, limits=Limits(200, 200))
     for length in (100, 150):
         scheduler.enqueue(sequence(length), 0)
@@ -261,7 +261,7 @@ def test_prompt_that_goes_on_where_another_ends_waits_for_it_in_every_memory() -
     assert (second.num_prompt, second.num_cached) == (150, 100)
 
 
-def test_nobody_loses_the_slot_for_one_that_would_not_fit_all_the_same() -> None:
+def test_sequence_is_not_preempted_for_one_that_would_still_not_fit() -> None:
     scheduler = new_scheduler(
         n_slots=4, ctx_per_slot=200, unified=True, n_cells=220, n_batch=200, limits=Limits(200, 200)
     )
@@ -283,9 +283,7 @@ def test_nobody_loses_the_slot_for_one_that_would_not_fit_all_the_same() -> None
 
 
 @pytest.mark.parametrize(("later_s", "first"), [(1.0, 3), (BULK_PATIENCE_S + 1, 9)])
-def test_prompt_of_an_interactive_request_is_read_first_unless_bulk_ones_are_much_older(
-    later_s: float, first: int
-) -> None:
+def test_interactive_prompt_is_prefilled_first_unless_bulk_ones_are_much_older(later_s: float, first: int) -> None:
     scheduler = new_scheduler(limits=Limits(budget=MIN_CHUNK, chunk_size=MIN_CHUNK), n_slots=3, ctx_per_slot=500)
     for now, priority in ((0.0, 9), (0.1, 9), (later_s, 3)):
         scheduler.enqueue(sequence(400, priority=priority, cache_prompt=False), now)

@@ -1,4 +1,4 @@
-"""Slots that decode come to lie side by side, and what others have in theirs stays as it was."""
+"""Decoding slots become neighbours, and the content of other slots is unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N_SLOTS = 8
 
 
 def running(busy: list[int], num_prompt: int = 70, max_tokens: int = 1000, **memory: Any) -> Scheduler:
-    """A scheduler whose slots have all had a sequence; those of `busy` still decode, the others keep their cells."""
+    """Return a scheduler whose slots have all had a sequence. The `busy` ones still decode, others keep their cells."""
     scheduler = new_scheduler(
         limits=Limits(2000, 2000), **{"n_slots": N_SLOTS, "ctx_per_slot": 500, "n_batch": 4000, **memory}
     )
@@ -45,7 +45,7 @@ def busy_slots(scheduler: Scheduler) -> list[int]:
 
 
 def rows(scheduler: Scheduler) -> list[int]:
-    """The slots of the last decode call."""
+    """Return the slots of the last decode call."""
     return [chunk.slot for chunk in backend_of(scheduler).batches[-1]]
 
 
@@ -53,12 +53,12 @@ def contents(scheduler: Scheduler) -> list[list[object]]:
     return [[cell.token for cell in cells] for cells in backend_of(scheduler).cells]
 
 
-def test_holes_are_padded_where_a_pass_costs_more_than_rows_and_nothing_of_it_stays() -> None:
+def test_holes_are_padded_where_a_pass_costs_more_than_rows_and_no_padding_remains() -> None:
     scheduler = running([0, 2, 5], max_tokens=2)
     idle = {slot: cells for slot, cells in enumerate(contents(scheduler)) if slot not in (0, 2, 5)}
     padded = 0
     for _ in range(100):
-        run_step(scheduler, pass_s=1e-3, row_s=1e-9)  # a GPU; no steps are left for which a move would pay
+        run_step(scheduler, pass_s=1e-3, row_s=1e-9)  # a GPU, with too few remaining steps for a move to pay
         padded += rows(scheduler) == [0, 1, 2, 3, 4, 5]
     assert padded >= 90  # the others are tries
     assert {slot: contents(scheduler)[slot] for slot in idle} == idle
@@ -69,7 +69,7 @@ def test_holes_are_padded_where_a_pass_costs_more_than_rows_and_nothing_of_it_st
     assert (admitted.slot, admitted.num_cached) == (1, 70)
 
 
-def test_holes_are_left_where_rows_cost_more_than_passes() -> None:
+def test_holes_are_not_filled_where_rows_cost_more_than_passes() -> None:
     scheduler = running([0, 2, 5], max_tokens=2)
     plain = 0
     for _ in range(100):
@@ -79,16 +79,18 @@ def test_holes_are_left_where_rows_cost_more_than_passes() -> None:
     assert scheduler.layout.num_moves == 0
 
 
-def test_slot_without_a_free_cell_and_memory_that_cannot_be_cut_are_not_padded() -> None:
+def test_slot_without_a_free_cell_and_memory_that_cannot_be_truncated_are_not_padded() -> None:
     full = running([0, 2], num_prompt=70, ctx_per_slot=90, max_tokens=2)
-    full.cache.extend(1, 90 - full.cache.cells.of(1))  # of the accounts only: nothing may be computed there
+    full.cache.extend(
+        1, 90 - full.cache.cells.of(1)
+    )  # changes only the accounts, because nothing may be computed there
     for scheduler in (full, running([0, 2], partial_reuse=False, max_tokens=3)):
         works = scheduler.schedule(0)
         assert scheduler.layout.fill(works) == (works, [])
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_hole_is_filled_with_the_next_token_of_a_prompt_that_is_read(partial_reuse: bool) -> None:
+def test_hole_is_filled_with_the_next_token_of_a_prompt(partial_reuse: bool) -> None:
     scheduler = running([0, 2], partial_reuse=partial_reuse)
     scheduler.observe_decode([work.chunk for work in scheduler.schedule(0)], 1.0)
     reader = Request("reader", tuple(range(900, 1000)))
@@ -104,9 +106,7 @@ def test_hole_is_filled_with_the_next_token_of_a_prompt_that_is_read(partial_reu
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
 @pytest.mark.parametrize("busy", [[0, 2, 4, 6], [1, 7], [0, 3, 4, 7], [7, 0, 2, 3, 5]])
-def test_sequences_move_together_and_what_was_cached_there_moves_the_other_way(
-    busy: list[int], partial_reuse: bool
-) -> None:
+def test_sequences_move_together_and_cached_cells_move_the_other_way(busy: list[int], partial_reuse: bool) -> None:
     scheduler = running(busy, partial_reuse=partial_reuse)
     sequences = [holder for holder in scheduler.slots if holder is not None]
     cached = sorted(map(str, (cells for slot, cells in enumerate(contents(scheduler)) if slot not in busy)))
@@ -127,7 +127,7 @@ def test_sequences_move_together_and_what_was_cached_there_moves_the_other_way(
     assert admitted.num_cached == len(tokens) - 1
 
 
-def test_sequences_about_to_end_stay_where_they_are_while_a_move_costs_more() -> None:
+def test_sequences_about_to_finish_stay_where_they_are_while_a_move_costs_more() -> None:
     for max_tokens, moved in ((4, False), (1000, True)):
         scheduler = running([0, 2, 4, 6], max_tokens=max_tokens, partial_reuse=False)
         run_step(scheduler, pass_s=1e-3, row_s=1e-6)
@@ -138,7 +138,7 @@ def test_sequences_about_to_end_stay_where_they_are_while_a_move_costs_more() ->
 
 def test_moves_of_one_step_take_no_longer_than_its_decode_call() -> None:
     scheduler = running([0, 2, 4, 6])
-    times = iter(range(1000))  # each look at the clock is a second later
+    times = iter(range(1000))  # each read of the clock is a second later
     for _ in range(8):
         run_step(scheduler, pass_s=0.1, row_s=0.1)
         before = scheduler.layout.num_moves
@@ -147,7 +147,7 @@ def test_moves_of_one_step_take_no_longer_than_its_decode_call() -> None:
 
 
 @pytest.mark.parametrize("place", ["save", "restore", "copy", "trim"])
-def test_move_that_fails_costs_time_and_no_text(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_move_that_fails_costs_time_and_changes_no_text(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = running([0, 2])
     run_step(scheduler, pass_s=1.0, row_s=0.1)
     scheduler.layout.is_active = True
@@ -172,7 +172,7 @@ def test_move_that_fails_costs_time_and_no_text(place: str, monkeypatch: pytest.
     assert all(holder is None or holder.state is State.DECODING for holder in scheduler.slots)
 
 
-def test_move_that_cannot_be_made_is_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_move_is_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, tried = running([0, 2]), list[int]()
 
     def fail(slot: int) -> Any:

@@ -1,4 +1,4 @@
-"""How a step's budget is split."""
+"""Batch strategies: how the budget of a step is divided."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VIEWS = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.integers(0, 9)
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 @given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
-def test_strategy_keeps_to_the_budget_and_leaves_nothing_idle(
+def test_strategy_respects_the_budget_and_leaves_no_slot_idle(
     name: str, views: list[SlotView], budget: int, chunk_size: int
 ) -> None:
     shares = make_strategy(name).build_batch(views, budget, chunk_size, 0)
@@ -45,12 +45,12 @@ def test_strategy_keeps_to_the_budget_and_leaves_nothing_idle(
     if name in ("decode_maximal", "balanced") and any(view.decoding for view in views):
         num_decoding = sum(view.decoding for view in views)
         budget = min(budget, num_decoding + (MIN_CHUNK if name == "decode_maximal" else budget // 2))
-    # Equal chunks in whole tiles may leave a rest smaller than a tile for each slot that is served.
+    # Equal chunks in whole tiles may leave less than a tile for each served slot.
     assert total >= min(budget, sum(served)) - len(views) * (TILE if budget > TILE else 1)
 
 
 def without_waiting(views: list[SlotView]) -> list[SlotView]:
-    """All but the bulk prompts behind an interactive one, which wait until it is read."""
+    """Return all views except bulk prompts after an interactive one, which wait until that is prefilled."""
     prompts = [view for view in views if not view.decoding]
     interactive = [place for place, view in enumerate(prompts) if view.is_interactive]
     behind = prompts[interactive[-1] + 1 :] if interactive else []
@@ -58,12 +58,12 @@ def without_waiting(views: list[SlotView]) -> list[SlotView]:
 
 
 @given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
-def test_decode_maximal_takes_every_decode(views: list[SlotView], budget: int, chunk_size: int) -> None:
+def test_decode_maximal_includes_every_decoding_slot(views: list[SlotView], budget: int, chunk_size: int) -> None:
     shares = dict(DecodeMaximal().build_batch(views, budget, chunk_size, 0))
     assert all(shares.get(view.slot) == 1 for view in views if view.decoding)
 
 
-def test_strategies_split_a_tight_budget_as_they_say() -> None:
+def test_strategies_divide_a_tight_budget_as_documented() -> None:
     views = [SlotView(i, 1, True, 9) for i in range(8)] + [SlotView(8 + i, 500, False, 9) for i in range(2)]
 
     def tokens(name: str) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def test_strategies_split_a_tight_budget_as_they_say() -> None:
     assert tokens("adaptive") == tokens("decode_maximal")
 
 
-def test_gaps_of_those_that_decode_are_as_long_as_the_strategy_says() -> None:
+def test_gaps_of_decoding_slots_are_as_long_as_documented() -> None:
     views = [SlotView(i, 1, True) for i in range(8)] + [SlotView(8 + i, 500, False) for i in range(8)]
 
     def tokens(name: str, views: list[SlotView]) -> int:
@@ -86,47 +86,47 @@ def test_gaps_of_those_that_decode_are_as_long_as_the_strategy_says() -> None:
 
     assert tokens("decode_maximal", views) == 8 + MIN_CHUNK
     assert tokens("balanced", views) == 8 + 256
-    assert tokens("prefill_priority", views) == 512  # and nobody decodes
+    assert tokens("prefill_priority", views) == 512  # no slot decodes
     for name in STRATEGIES:
         assert tokens(name, views[8:]) == 512  # there is no gap
 
 
-def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactive_one() -> None:
+def test_adaptive_prefills_bulk_prompts_in_short_steps_and_not_with_an_interactive_one() -> None:
     adaptive = Adaptive()
     views = [SlotView(i, 500, False, 9) for i in range(4)]
 
     def num_tokens() -> int:
         return sum(count for _, count in adaptive.build_batch(views, 512, 512, 0))
 
-    assert num_tokens() == 512  # nobody else was here
-    assert not adaptive.may_yield(512)  # it is not known how long that takes
+    assert num_tokens() == 512  # there was no interactive request
+    assert not adaptive.may_yield(512)  # the duration is unknown
     adaptive.build_batch([SlotView(9, 1, True, 3)], 512, 512, 0)
     for _ in range(14):
         adaptive.observe(512, 0.75)
-        adaptive.observe(1, 1.0)  # decoding says nothing about prompts
+        adaptive.observe(1, 1.0)  # decoding measures no prefill rate
     assert num_tokens() == 2 * MIN_CHUNK
     assert [adaptive.may_yield(count) for count in (2 * MIN_CHUNK, 3 * MIN_CHUNK)] == [False, True]
     adaptive.observe(1, 6.0)
-    assert num_tokens() == 512  # nobody else came for 30 s
+    assert num_tokens() == 512  # no interactive request for 30 s
     views = [SlotView(0, 500, False, 9), SlotView(1, 100, False, 3), *views[2:], SlotView(4, 1, True, 9)]
     shares = dict(adaptive.build_batch(views, 512, 512, 0))
-    assert shares.keys() == {0, 1, 4}  # the older bulk prompt, the interactive one, and who decodes
+    assert shares.keys() == {0, 1, 4}  # the older bulk prompt, the interactive prompt, and the decoding slot
     assert shares[1] == 100
     streams = [SlotView(0, 1, True, 3), SlotView(1, 1, True, 9), *(SlotView(2 + i, 500, False, 9) for i in range(4))]
     assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
 
 
-def test_adaptive_reads_what_comes_seldom_with_no_bulk_row_beside_it() -> None:
+def test_adaptive_prefills_rare_interactive_prompts_without_bulk_rows() -> None:
     adaptive = Adaptive()
     views = [*(SlotView(i, 1, True, 9) for i in range(8)), SlotView(8, 100, False, 3), SlotView(9, 1, True, 3)]
     assert dict(adaptive.build_batch(views, 512, 512, 0)) == {8: 100, 9: 1}
-    for _ in range(20):  # more of them than seldom
+    for _ in range(20):  # more often than is affordable
         adaptive.build_batch(views, 512, 512, 0)
         adaptive.observe(101, 0.1)
     assert {8, 9} < dict(adaptive.build_batch(views, 512, 512, 0)).keys()
 
 
-def test_adaptive_reads_what_comes_seldom_in_short_steps_beside_a_stream() -> None:
+def test_adaptive_prefills_rare_prompts_in_short_steps_while_a_stream_decodes() -> None:
     adaptive = Adaptive()
     adaptive.observe(512, 1.0)
     views = [SlotView(0, 1, True, 9), SlotView(1, 500, False, 3), SlotView(2, 1, True, 3)]
@@ -150,7 +150,7 @@ def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> No
     short = [work(0, 2), work(1, 2)]
     assert micro_batches_of(short, unified=False) == [short]  # one pass for both
     shorter = work(1, 3)
-    assert micro_batches_of([short[0], shorter], unified=False) == [[shorter], [short[0]]]  # a pass each in any case
+    assert micro_batches_of([short[0], shorter], unified=False) == [[shorter], [short[0]]]  # two passes in any case
 
 
 def test_strategy_by_import_path_is_used() -> None:
@@ -179,7 +179,7 @@ class Sometimes(Strategy):
         return [(slots[0].slot, 1)]
 
 
-def test_strategy_that_fails_is_replaced_in_that_step_only_and_logged_ever_more_seldom(
+def test_strategy_that_fails_is_replaced_in_that_step_only_and_logged_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own, views = Sometimes(), [SlotView(0, 20, False)]
@@ -214,7 +214,7 @@ def test_default_strategy_that_fails_is_replaced_in_that_step_only(
     assert guarded.num_failures == 1
 
 
-def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
+def test_equal_chunks_are_equal_when_the_budget_suffices() -> None:
     views = [SlotView(i, 1000, False) for i in range(4)]
     assert equal_chunks(views, 512, 512) == [(0, 128), (1, 128), (2, 128), (3, 128)]
 
@@ -225,19 +225,19 @@ def test_equal_chunks_serve_the_first_when_the_budget_is_too_small_for_all() -> 
 
 
 @pytest.mark.parametrize(("left", "last"), [(4, []), (63, []), (64, [(4, 64)]), (100, [(4, 64)])])
-def test_rest_of_the_budget_is_no_crumb_of_a_long_prompt(left: int, last: list[TokenAllocation]) -> None:
+def test_remaining_budget_is_not_a_tiny_part_of_a_long_prompt(left: int, last: list[TokenAllocation]) -> None:
     lengths = [100, 100, 100, 212 - left, 500]
     chunks = equal_chunks([SlotView(i, length, False) for i, length in enumerate(lengths)], 512, 512)
     assert chunks == [*enumerate(lengths[:4]), *last]
 
 
-def test_rest_of_the_budget_ends_a_short_prompt() -> None:
+def test_remaining_budget_finishes_a_short_prompt() -> None:
     lengths = [100, 100, 100, 180, 20]
     assert equal_chunks([SlotView(i, n, False) for i, n in enumerate(lengths)], 512, 512) == list(enumerate(lengths))
 
 
 @pytest.mark.parametrize("name", [*sorted(STRATEGIES), "mine"])
-def test_nobody_starves_under_any_strategy(name: str) -> None:
+def test_no_slot_starves_under_any_strategy(name: str) -> None:
     strategy = Mine() if name == "mine" else make_strategy(name)
     scheduler = new_scheduler(strategy)
     waiting = [sequence(1 + i % 30, priority=i % 10) for i in range(12)]

@@ -1,4 +1,4 @@
-"""A small model guesses for a large one: a fake with the same cells says the same, one with less memory does not."""
+"""A draft model for a large one: a fake with the same cells predicts the same tokens, one with less memory does not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_texts_are_those_of_the_large_model(memory: int, least: float, greedy: b
     assert rejected > 0 or memory == 0
 
 
-def test_a_draft_model_that_fails_costs_no_text_and_is_not_asked_for_ever() -> None:
+def test_a_draft_model_that_fails_changes_no_text_and_is_disabled_eventually() -> None:
     plain = run(asked(), None)
     drafted = run(asked(), small(), failures=[0, 1, 0, 0, -1, -3, 0, 2] * 3)
     assert [done.text for done in drafted] == [done.text for done in plain]
@@ -87,7 +87,7 @@ def test_a_draft_model_that_fails_costs_no_text_and_is_not_asked_for_ever() -> N
     assert len(broken.batches) == MAX_FAILURES
 
 
-def test_a_draft_model_that_cannot_decode_is_no_draft_model() -> None:
+def test_a_draft_model_that_cannot_decode_is_rejected() -> None:
     draft = small()
     draft.failures.append(-1)
     with pytest.raises(ModelLoadFailed, match="remove the option draft"):
@@ -95,7 +95,7 @@ def test_a_draft_model_that_cannot_decode_is_no_draft_model() -> None:
 
 
 @pytest.mark.parametrize("short", [{"ctx_per_slot": 40}, {"n_cells": 90}])
-def test_a_draft_model_with_few_cells_guesses_as_far_as_they_go(short: dict[str, int]) -> None:
+def test_a_draft_model_with_few_cells_drafts_as_far_as_they_suffice(short: dict[str, int]) -> None:
     plain = run(asked(), None)
     draft = FakeBackend(**{"n_slots": SLOTS, "ctx_per_slot": 128, "n_batch": 128, "unified": True, **short})
     drafted = run(asked(), draft)
@@ -115,7 +115,7 @@ def test_a_draft_model_is_closed_with_its_engine_and_needs_speculation() -> None
 
 
 class Followed:
-    """A draft model on its own, with sequences as an engine would have them."""
+    """A draft model alone, with sequences like those of an engine."""
 
     def __init__(self, **values: int) -> None:
         self.backend = small(**values)
@@ -137,7 +137,7 @@ class Followed:
         return sum(len(chunk.tokens) for batch in self.backend.batches for chunk in batch)
 
 
-def test_slots_are_cut_back_to_what_was_chosen() -> None:
+def test_slots_are_truncated_to_the_chosen_tokens() -> None:
     followed = Followed()
     sequence = followed.sequence([1, 2, 3])
     guessed = followed.draft(sequence)[sequence]
@@ -148,7 +148,7 @@ def test_slots_are_cut_back_to_what_was_chosen() -> None:
     assert followed.num_read() - before == 1
 
 
-def test_what_was_not_read_is_read_in_batches_and_then_drafted_from() -> None:
+def test_unread_tokens_are_prefilled_in_batches_before_drafting() -> None:
     followed, random = Followed(), Random(1)
     long = followed.sequence([random.randrange(97, 123) for _ in range(100)])
     short = followed.sequence([1, 2], slot=1)
@@ -160,7 +160,7 @@ def test_what_was_not_read_is_read_in_batches_and_then_drafted_from() -> None:
     assert max(sum(len(chunk.tokens) for chunk in batch) for batch in followed.backend.batches) <= 64
 
 
-def test_several_slots_are_drafted_in_one_pass_each_token() -> None:
+def test_several_slots_are_drafted_in_one_pass_per_token() -> None:
     followed = Followed()
     sequences = [followed.sequence([number, 2, 3], slot=number) for number in range(SLOTS)]
     made = followed.draft(*sequences, most=4)
@@ -168,7 +168,7 @@ def test_several_slots_are_drafted_in_one_pass_each_token() -> None:
     assert [len(batch) for batch in followed.backend.batches] == [SLOTS] * 4
 
 
-def test_a_sequence_keeps_its_slot_while_it_waits_and_gives_it_up_where_none_is_free() -> None:
+def test_a_waiting_sequence_keeps_its_slot_unless_none_is_free() -> None:
     followed = Followed()
     sequences = [followed.sequence([number, 2, 3], slot=number) for number in range(SLOTS)]
     followed.draft(*sequences)
@@ -186,7 +186,7 @@ def test_a_sequence_keeps_its_slot_while_it_waits_and_gives_it_up_where_none_is_
     assert followed.draft(sequences[2])[sequences[2]]
 
 
-def test_what_one_scope_has_read_is_not_taken_over_by_another() -> None:
+def test_cells_of_one_scope_are_not_reused_by_another() -> None:
     followed = Followed()
     for scope, cached, expected in [("a", True, 40), ("a", True, 1), ("b", True, 40), ("b", False, 40), ("b", True, 1)]:
         sequence = followed.sequence(range(40), scope=scope, cache_prompt=cached)
@@ -198,14 +198,14 @@ def test_what_one_scope_has_read_is_not_taken_over_by_another() -> None:
     assert followed.held() == [[]] * SLOTS
 
 
-def test_tokens_that_it_does_not_know_are_not_read() -> None:
+def test_unknown_tokens_are_not_prefilled() -> None:
     followed = Followed()
     followed.backend.n_vocab = 200
     strange, known = followed.sequence([1, 256, 2]), followed.sequence([1, 2], slot=1)
     assert set(followed.draft(strange, known)) == {known}
 
 
-def test_errors_of_decode_calls_leave_nothing_behind() -> None:
+def test_failed_decode_calls_leave_no_cells() -> None:
     followed = Followed()
     sequence = followed.sequence([1, 2, 3], slot=1)
     followed.backend.failures.extend([0, -3])

@@ -1,4 +1,4 @@
-"""How many drafts are decoded, with simulated machines."""
+"""The number of drafts to decode, on simulated machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.speculation.gate import MAX_DRAFTS, Candidate, Gate
 
 Seconds = Callable[[int], float]
-ROWS = {1: 6.6, 2: 17.0, 4: 21.0, 8: 26.0, 16: 29.0, 32: 58.0, 64: 100.0, 256: 400.0}  # ms; the CPU of the notes
+ROWS = {
+    1: 6.6,
+    2: 17.0,
+    4: 21.0,
+    8: 26.0,
+    16: 29.0,
+    32: 58.0,
+    64: 100.0,
+    256: 400.0,
+}  # milliseconds by rows on a CPU (ADR 015)
 
 
 def cpu(rows: int) -> float:
@@ -66,7 +75,7 @@ class Machine:
             self.gate.account(int(self.tokens - before), spent)
 
     def gain(self, steps: int = 3000) -> float:
-        """Tokens per second over those without drafts."""
+        """Return the tokens per second relative to those without drafts."""
         for _ in range(steps):
             self.step()
         return self.tokens / self.seconds * self.curve(self.streams) / self.streams
@@ -77,7 +86,7 @@ class Machine:
 @pytest.mark.parametrize("streams", [1, 4, 16, 64])
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8, 0.97])
 def test_speculation_is_never_slower(curve: Seconds, streams: int, right: float, unified: bool) -> None:
-    steps = 3000 if streams < 16 else 1000  # which take longer the more streams there are
+    steps = 3000 if streams < 16 else 1000  # more streams take longer
     assert Machine(curve, streams, right, unified=unified).gain(steps) >= 0.985
 
 
@@ -88,37 +97,37 @@ def test_right_drafts_make_few_streams_faster(curve: Seconds, streams: int, leas
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
-def test_hardly_a_row_goes_to_drafts_at_saturation() -> None:
+def test_hardly_any_rows_are_drafts_at_saturation() -> None:
     machine = Machine(lambda rows: 0.0016 * rows, 64, 0.9)
     for _ in range(100):
         machine.step()
     tokens = machine.tokens
     for _ in range(100):
         machine.step()
-    assert machine.tokens - tokens <= 64 * 103.0  # old measurements are tried again, one slot or a few at a time
+    assert machine.tokens - tokens <= 64 * 103.0  # old measurements are repeated with one slot or a few
 
 
-def test_gate_does_not_flap_where_drafts_are_worth_about_nothing() -> None:
+def test_gate_does_not_flap_where_drafts_hardly_pay() -> None:
     machine = Machine(cpu, 16, 0.83, noise=0.2)
     machine.gain(2000)
     assert machine.switches < 200
 
 
-def test_gate_finds_out_when_drafts_begin_to_pay() -> None:
+def test_gate_detects_when_drafts_start_to_pay() -> None:
     machine = Machine(cpu, 1, 0.05)
     machine.gain(500)
     machine.right, machine.tokens, machine.seconds = 0.97, 0.0, 0.0
     assert machine.gain(500) > 2.0
 
 
-def test_gate_finds_out_when_the_machine_has_changed() -> None:
+def test_gate_detects_when_the_machine_has_changed() -> None:
     machine = Machine(lambda rows: 0.002 * rows, 4, 0.9)
     machine.gain(1000)
     machine.curve, machine.tokens, machine.seconds = gpu, 0.0, 0.0
     assert machine.gain(4000) > 2.0
 
 
-def test_drafts_lengthen_no_call_beyond_what_is_promised() -> None:
+def test_drafts_lengthen_no_call_beyond_the_limit() -> None:
     machine = Machine(lambda rows: 0.1 + 0.02 * rows, 1, 0.99)
     machine.gain(50)
     machine.longest_s = 0.0
@@ -127,7 +136,7 @@ def test_drafts_lengthen_no_call_beyond_what_is_promised() -> None:
 
 
 def knowing_gate(seconds: Seconds) -> Gate:
-    """A gate on a machine that was measured, with room for 64 rows."""
+    """Return a gate for a measured machine, with room for 64 rows."""
     costs = DecodeCosts()
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
         for _ in range(9):
@@ -135,7 +144,7 @@ def knowing_gate(seconds: Seconds) -> Gate:
     return Gate(costs, 64, unified=False)
 
 
-def test_slots_without_a_draft_are_decoded_apart_and_weighed() -> None:
+def test_slots_without_a_draft_are_decoded_separately_and_considered() -> None:
     gate = knowing_gate(gpu)
     candidates = [Candidate(slot, [0.95] * 15 if slot < 4 else []) for slot in range(8)]
     gate.begin_step(8)
@@ -147,19 +156,19 @@ def test_slots_without_a_draft_are_decoded_apart_and_weighed() -> None:
 
 
 @pytest.mark.parametrize("can_pad", [True, False])
-def test_a_slot_without_a_draft_is_padded_where_it_would_part_the_others(can_pad: bool) -> None:
+def test_a_slot_without_a_draft_is_padded_where_it_would_separate_the_others(can_pad: bool) -> None:
     gate = knowing_gate(cpu)
     gate.begin_step(4)
     candidates = [Candidate(slot, [0.95] * 15 if slot != 1 else [], can_pad=can_pad) for slot in range(4)]
     assert (1 in gate.choose(candidates, 1.0)) == can_pad
     gate.begin_step(4)
-    candidates[2] = Candidate(2, [], can_pad=can_pad)  # while the choice holds
+    candidates[2] = Candidate(2, [], can_pad=can_pad)  # while the choice is kept
     lengths = gate.choose(candidates, 1.0)
     assert {1, 2} <= lengths.keys() if can_pad else not {1, 2} & lengths.keys()
 
 
-def test_a_choice_holds_only_as_long_as_it_is_as_many_passes() -> None:
-    gate = knowing_gate(lambda rows: 0.01 + 0.0001 * rows)  # a pass is what costs
+def test_a_choice_is_kept_only_while_it_needs_the_same_number_of_passes() -> None:
+    gate = knowing_gate(lambda rows: 0.01 + 0.0001 * rows)  # the pass is most of the cost
     gate.begin_step(4)
     candidates = [Candidate(slot, [0.95]) for slot in range(4)]
     assert len(gate.choose(candidates, 1.0)) == 4
@@ -167,13 +176,13 @@ def test_a_choice_holds_only_as_long_as_it_is_as_many_passes() -> None:
     assert gate.choose([*candidates[:1], Candidate(1, []), *candidates[2:]], 1.0) == {}
 
 
-def test_gate_crosses_a_step_of_the_curve_on_which_few_drafts_do_not_pay() -> None:
+def test_gate_crosses_a_step_of_the_curve_at_which_few_drafts_do_not_pay() -> None:
     machine = Machine(lambda rows: 0.010 if rows <= 4 else 0.035, 4, 0.97)  # 8 rows: 0.9 times as fast as 4; 20: 1.4
     assert machine.gain() >= 1.25
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_no_call_has_more_rows_than_there_are_logits_for(unified: bool) -> None:
+def test_no_call_has_more_rows_than_logits(unified: bool) -> None:
     random, costs = Random(2), DecodeCosts()
     gate = Gate(costs, 20, unified=unified)
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Drafts from texts, against a search of the whole text."""
+"""Drafts from texts, compared with a search of the whole text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def found(text: list[int], most: int = 4) -> list[int] | None:
 
 @settings(max_examples=60 * EXAMPLES, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60))
-def test_a_draft_is_what_followed_the_longest_run_last(text: list[int]) -> None:
+def test_a_draft_is_the_last_continuation_of_the_longest_run(text: list[int]) -> None:
     expected = None
     for length in RUNS:
         tail = text[len(text) - length :]
@@ -43,7 +43,7 @@ def test_a_draft_is_what_followed_the_longest_run_last(text: list[int]) -> None:
 
 @settings(max_examples=40 * EXAMPLES, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 79))
-def test_following_a_growing_text_finds_what_is_there(text: list[int], begin: int) -> None:
+def test_following_a_growing_text_finds_all_matches(text: list[int], begin: int) -> None:
     growing = text[:begin]
     follower = Follower("prompt", Index(growing), growing)
     for token in text[begin:]:
@@ -54,7 +54,7 @@ def test_following_a_growing_text_finds_what_is_there(text: list[int], begin: in
         growing.append(token)
 
 
-def test_a_followed_text_rises_in_confidence_and_a_broken_one_loses_them() -> None:
+def test_confidence_grows_while_a_text_is_followed_and_is_lost_when_it_diverges() -> None:
     random = Random(1)
     text = [random.randrange(1000) for _ in range(100)]
     growing = [*text, *text[:3]]
@@ -72,7 +72,7 @@ def test_a_followed_text_rises_in_confidence_and_a_broken_one_loses_them() -> No
     assert follower.draft(1) is None
 
 
-def test_a_long_prompt_is_read_piece_by_piece_to_its_end() -> None:
+def test_a_long_prompt_is_indexed_in_parts_to_its_end() -> None:
     text = [*range(5000), 4990, 4991, 4992]
     follower = Follower("prompt", Index(text), text)
     drafts = [follower.draft(2) for _ in range(6)]
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_read_piece_by_piece_to_its_end() -> None:
     assert drafts[-1].tokens == [4993, 4994]
 
 
-def test_a_pool_is_bounded_and_forgets_the_oldest() -> None:
+def test_a_pool_is_bounded_and_drops_the_oldest_texts() -> None:
     pool = Pool()
     for number in range(40):
         pool.add([number * 1000 + i for i in range(1000)])
@@ -92,7 +92,7 @@ def test_a_pool_is_bounded_and_forgets_the_oldest() -> None:
         assert (pool.index.find(text) is not None) == is_known
 
 
-def test_a_draft_of_a_pool_ends_with_the_text_that_it_follows() -> None:
+def test_a_draft_from_a_pool_ends_with_its_text() -> None:
     pool = Pool()
     pool.add([1, 2, 3, 4, 5])
     pool.add([6, 7, 8])
@@ -103,7 +103,7 @@ def test_a_draft_of_a_pool_ends_with_the_text_that_it_follows() -> None:
     assert BREAK not in draft.tokens
 
 
-def test_scopes_have_pools_of_their_own_which_are_bounded_together() -> None:
+def test_scopes_have_separate_pools_which_are_bounded_together() -> None:
     pools = Pools()
     for scope in range(20):
         pools.of(scope).add([scope * 10000 + i for i in range(8000)])
@@ -111,21 +111,21 @@ def test_scopes_have_pools_of_their_own_which_are_bounded_together() -> None:
     assert pools.of("new").index.find([190000, 190001, 190002]) is None
 
 
-def test_scopes_that_say_next_to_nothing_are_bounded_in_number() -> None:
+def test_pools_of_scopes_with_little_text_are_bounded_in_number() -> None:
     pools = Pools()
     for scope in range(2 * MAX_POOLS):
         pools.of(scope).add([1])
-    assert pools.num_tokens == 2 * MAX_POOLS  # of each one token, and a break
+    assert pools.num_tokens == 2 * MAX_POOLS  # each has one token and a break
     assert pools.of(2 * MAX_POOLS - 1).index.tokens
     assert not pools.of(0).index.tokens
 
 
-def test_acceptance_rates_follow_what_was_accepted_and_one_sequence_may_differ() -> None:
+def test_acceptance_rates_follow_observations_and_may_differ_for_one_sequence() -> None:
     general = AcceptanceRates()
     lucky, unlucky = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):
         lucky.observe(DraftTokens("pool", [1, 2], [0, 1]), [1, 2, 3])
         unlucky.observe(DraftTokens("pool", [1, 2], [0, 1]), [7])
     assert lucky.of("pool", 0) > 0.9 > 0.5 > general.of("pool", 0) * 0.9 > unlucky.of("pool", 0)
-    assert unlucky.of("pool", 1) > 0.9  # it never came so far
+    assert unlucky.of("pool", 1) > 0.9  # it was never reached
     assert abs(lucky.of("prompt", 0) - AcceptanceRates().of("prompt", 0)) < 1e-9

@@ -1,4 +1,4 @@
-"""Texts are the same with drafts and without, whatever is guessed: right, wrong, and both."""
+"""Texts are the same with and without drafts, for right and wrong predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOTS = 4
 
 
 def run(requests: Sequence[Request], *, eager: int | None, unified: bool = False, **backend: int) -> list[Completion]:
-    """All requests at once; with `eager`, a seed, drafts are decoded."""
+    """Run all requests together. With `eager`, a seed, drafts are decoded."""
     fake = FakeBackend(n_slots=SLOTS, unified=unified, ctx_per_slot=96, **backend)
     options = EngineOptions(n_parallel=SLOTS, n_batch=64, speculation="off" if eager is None else "auto")
     core = EngineCore(fake, options, Pulse("test"))
@@ -42,7 +42,7 @@ def check_conserved(core: EngineCore, fake: FakeBackend) -> None:
 
 
 def wrongly(tokens: Sequence[int], random: Random) -> tuple[int, ...]:
-    """The tokens as a caller may guess them: some are wrong, missing, or too many."""
+    """Return the tokens as a caller may predict them: some are wrong, missing or superfluous."""
     guess = [token if random.random() < 0.8 else random.randrange(97, 123) for token in tokens]
     if guess and random.random() < 0.5:
         del guess[random.randrange(len(guess))]
@@ -111,7 +111,7 @@ def test_a_wrong_prediction_costs_no_token() -> None:
 
 
 @pytest.mark.parametrize("half", [1, 13])
-def test_a_resumed_request_goes_on_with_its_prediction(half: int) -> None:
+def test_a_resumed_request_continues_with_its_prediction(half: int) -> None:
     request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=1, seed=3), max_tokens=40, ignore_eos=True)
     (plain,) = run([request], eager=None)
     resumed = replace(request, prediction=plain.tokens, resume=(Resumed(plain.tokens[:half]),))

@@ -1,4 +1,4 @@
-"""Candidates of the caller's own: drafts for another model, and what this one says to such."""
+"""Candidates from callers: drafting for another model, and verifying the drafts of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cellama.engine.core.engine import Verdict
 from cellama.engine.fake import FakeBackend
 
 from ...conftest import MakeEngine
-from .test_beside import guessing_core, predicted, submit
+from .test_mixed_work import drafting_core, predicted, submit
 from .test_texts import run
 
 PREFIX = list(b"a prefix")
@@ -22,31 +22,31 @@ def engine(make_engine: MakeEngine, request: pytest.FixtureRequest) -> Engine:
     return make_engine(FakeBackend(n_slots=2, ctx_per_slot=64, end_every=30), speculation=request.param)[0]
 
 
-def test_all_that_a_model_drafts_it_accepts(engine: Engine) -> None:
+def test_a_model_accepts_its_own_drafts(engine: Engine) -> None:
     *drafted, following = engine.draft_tokens(PREFIX, 9)
     assert engine.verify(PREFIX, drafted) == Verdict(len(drafted), following)
 
 
 @pytest.mark.parametrize("wrong", range(6))
-def test_candidates_are_accepted_up_to_the_first_that_is_wrong(engine: Engine, wrong: int) -> None:
+def test_candidates_are_accepted_up_to_the_first_wrong_one(engine: Engine, wrong: int) -> None:
     drafted = list(engine.draft_tokens(PREFIX, 6))
     candidates = [*drafted[:wrong], ord("~"), *drafted[wrong + 1 :]]
     assert engine.verify(PREFIX, candidates) == Verdict(wrong, drafted[wrong])
     assert engine.verify(PREFIX, candidates, most=3) == Verdict(min(wrong, 3), drafted[min(wrong, 3)])
 
 
-def test_no_candidates_get_the_next_token(engine: Engine) -> None:
+def test_verify_without_candidates_returns_the_next_token(engine: Engine) -> None:
     assert engine.verify(PREFIX, []) == Verdict(0, engine.draft_tokens(PREFIX, 1)[0])
 
 
-def test_the_end_of_a_text_is_no_token(engine: Engine) -> None:
+def test_the_end_of_a_text_is_not_a_token(engine: Engine) -> None:
     ending = next(p for p in ([*PREFIX, i] for i in range(97, 123)) if len(engine.draft_tokens(p, 40)) < 40)
     drafted = list(engine.draft_tokens(ending, 40))
     assert engine.verify(ending, drafted) == Verdict(len(drafted), None)
     assert engine.verify(ending, [*drafted, 97, 98]) == Verdict(len(drafted), None)
 
 
-def test_bad_candidates_are_refused(engine: Engine) -> None:
+def test_invalid_candidates_are_rejected(engine: Engine) -> None:
     with pytest.raises(PromptTooLong):
         engine.verify(PREFIX, [97] * 64)
     with pytest.raises(InvalidRequest, match="prediction has token ids outside"):
@@ -55,7 +55,7 @@ def test_bad_candidates_are_refused(engine: Engine) -> None:
         engine.verify(PREFIX, [97], most=-1)
 
 
-def test_defaults_of_the_model_change_no_verdict() -> None:
+def test_sampling_defaults_of_the_model_do_not_change_verify() -> None:
     options = EngineOptions(n_parallel=1, n_batch=64, sampling={"temperature": 1.5, "seed": 3})
     drawn, greedy = (
         Engine(FakeBackend(n_slots=1), chosen) for chosen in (options, EngineOptions(n_parallel=1, n_batch=64))
@@ -77,13 +77,13 @@ def test_candidates_are_decoded_in_one_pass(mode: str, unified: bool) -> None:
         before = len(fake.batches)
         assert with_thread.verify(PREFIX, drafted[:11]) == Verdict(11, drafted[11])
         assert len(fake.batches) == before + 2
-        assert [chunk.num_drafts for chunk in fake.batches[-1]] == [10]  # the first is what follows the prefix
+        assert [chunk.num_drafts for chunk in fake.batches[-1]] == [10]  # the first token follows the prefix
     finally:
         assert with_thread.close()
 
 
-def test_candidates_beside_other_work_are_decoded_in_one_pass_and_hold_up_nobody() -> None:
-    core, fake = guessing_core(num_slots=2)
+def test_candidates_are_decoded_in_one_pass_without_delaying_other_requests() -> None:
+    core, fake = drafting_core(num_slots=2)
     plain = Request("plain", tuple(PREFIX), SamplingParams(temperature=0), max_tokens=10, ignore_eos=True)
     (told,) = run([plain], eager=None)
     stream = submit(core, predicted("stream", 9))
@@ -97,7 +97,7 @@ def test_candidates_beside_other_work_are_decoded_in_one_pass_and_hold_up_nobody
     assert not stream.done
 
 
-def test_memory_that_can_not_be_cut_back_verifies_step_by_step() -> None:
+def test_memory_that_cannot_be_truncated_verifies_step_by_step() -> None:
     fake = FakeBackend(n_slots=1, ctx_per_slot=64, partial_reuse=False)
     engine = Engine(fake, EngineOptions(n_parallel=1, n_batch=64))
     try:

@@ -1,4 +1,4 @@
-"""How cores are shared out: among workers, among the models of one, beside other programs. No test takes time."""
+"""Core sharing among workers, among the models of one, and with other programs. No test takes time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cellama.tasks.worker.neighbours import Neighbour, peers_of
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 64), min_size=1, max_size=12))
-def test_fair_shares_are_at_least_one_and_never_more_than_wanted_or_there(total: int, wants: list[int]) -> None:
+def test_fair_shares_are_at_least_one_and_never_more_than_wanted_or_available(total: int, wants: list[int]) -> None:
     shares = fair_shares(total, wants)
     assert all(1 <= share <= want for share, want in zip(shares, wants, strict=True))
     assert sum(shares) <= max(total, len(wants))
@@ -38,7 +38,7 @@ def test_fair_shares_are_at_least_one_and_never_more_than_wanted_or_there(total:
     assert all(share == want or share >= full - 1 for share, want in zip(shares, wants, strict=True))
 
 
-def test_fair_shares_give_what_one_leaves_to_the_others_and_the_odd_core_to_the_first() -> None:
+def test_fair_shares_divide_unused_cores_and_give_the_odd_one_to_the_first() -> None:
     assert fair_shares(16, [16, 1, 16]) == [8, 1, 7]
     assert fair_shares(2, [2, 2, 2]) == [1, 1, 1]
 
@@ -46,11 +46,11 @@ def test_fair_shares_give_what_one_leaves_to_the_others_and_the_odd_core_to_the_
 @pytest.mark.parametrize(
     ("cores", "others", "left"), [(2, 0.0, 2), (2, 0.3, 2), (2, 0.4, 1), (2, 5.0, 1), (16, 0.1, 16), (16, 1.0, 15)]
 )
-def test_cores_beside_other_programs_tolerate_a_little(cores: int, others: float, left: int) -> None:
+def test_little_use_by_other_programs_is_tolerated(cores: int, others: float, left: int) -> None:
     assert available_beyond_others(cores, others) == left
 
 
-def test_peers_divide_the_cores_the_same_way_each_for_itself() -> None:
+def test_peers_compute_the_same_division() -> None:
     place, peers = Processors(3), [Peer(3, 1.0, goes_first=True), Peer(3, 1.0)]
     first = num_threads(place, [Peer(3, 1.0)], 0.0)
     second = num_threads(place, [Peer(3, 1.0, goes_first=True)], 0.0)
@@ -62,36 +62,36 @@ def test_idle_peer_leaves_its_share() -> None:
     assert num_threads(Processors(8), [Peer(8, 0.05)], 0.0) == 8
 
 
-def test_quota_of_a_container_is_shared_by_those_in_it_only() -> None:
+def test_quota_of_a_container_is_shared_only_within_it() -> None:
     place = Processors(64, quota=4.5)
     assert place.available == 4
     assert num_threads(place, [Peer(4, 4.0)], 0.0) == 4
     assert num_threads(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
 
 
-def test_others_are_what_neither_this_process_nor_its_peers_use() -> None:
+def test_others_are_programs_other_than_this_process_and_its_peers() -> None:
     assert others_of(3.5, 1.0, [Peer(4, 1.5), Peer(4, 0.1)]) == 1.0
     assert others_of(1.0, 1.2, []) == 0.0
 
 
-def test_threads_fall_within_a_second_and_rise_only_when_quiet_lasts() -> None:
+def test_threads_fall_within_a_second_and_rise_only_when_cores_stay_free() -> None:
     steady = SteadyThreads(4)
     seen = {at: steady.follow(at, 4 if at < 10 else 2) for at in (0.0, 0.5, 9.5, 10.0, 10.5, 11.0)}
     assert seen == {0.0: 4, 0.5: 4, 9.5: 4, 10.0: 4, 10.5: 4, 11.0: 2}
     assert steady.follow(13.0, 4) == 2
     assert steady.follow(13.5, 3) == 2
-    assert steady.follow(13.0 + RAISE_S, 4) == 3  # as the least of the last seconds
+    assert steady.follow(13.0 + RAISE_S, 4) == 3  # the minimum of the last seconds
     assert steady.follow(13.6 + RAISE_S, 4) == 4
 
 
-def test_threads_hold_while_a_program_comes_and_goes() -> None:
+def test_threads_stay_low_while_a_program_comes_and_goes() -> None:
     steady = SteadyThreads(4)
     calls = [(number / 2, 3 if number % 4 == 0 else 4) for number in range(40)]
     assert {steady.follow(at, call) for at, call in calls} == {4}
 
 
 class StubPart:
-    """An engine that is told how many threads it has."""
+    """An engine that records its number of threads."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
         self.is_busy = is_busy
@@ -103,7 +103,7 @@ class StubPart:
 
 
 class Machine:
-    """Simulated: a process that computes, and others, on some cores."""
+    """A simulated machine with a process that computes, and other programs."""
 
     def __init__(self, cores: int, *claims: Claim) -> None:
         self.sharing = CoreSharing(lambda: claims, Processors(cores))
@@ -112,7 +112,7 @@ class Machine:
         self.sharing.look(0.0, ProcessorTimes(0.0, 0.0))
 
     def run(self, seconds: float, *, own: float, others: float) -> None:
-        """Both use so many cores meanwhile."""
+        """Let both use these numbers of cores for some time."""
         for _ in range(round(seconds / LOOK_S)):
             self.now += LOOK_S
             self.own_s += own * LOOK_S
@@ -120,7 +120,7 @@ class Machine:
             self.sharing.look(self.now, ProcessorTimes(self.busy_s, self.own_s))
 
 
-def test_engine_gives_a_core_to_another_program_and_takes_it_back() -> None:
+def test_engine_yields_a_core_to_another_program_and_takes_it_back() -> None:
     engine = StubPart()
     machine = Machine(2, Claim(engine, 2))
     machine.run(10, own=2.0, others=0.0)
@@ -133,10 +133,10 @@ def test_engine_gives_a_core_to_another_program_and_takes_it_back() -> None:
     assert engine.threads == 2
 
 
-def test_two_workers_come_to_equal_shares_and_the_one_that_stays_gets_all() -> None:
+def test_two_workers_get_equal_shares_and_the_remaining_one_gets_all() -> None:
     engine = StubPart()
     machine = Machine(16, Claim(engine, 16))
-    machine.sharing.meet([Peer(16, 0.0)])  # it begins, and its entry does not tell of it yet
+    machine.sharing.meet([Peer(16, 0.0)])  # it has just started, and its entry reports no use yet
     machine.run(2, own=8.0, others=8.0)
     assert engine.threads == 8
     machine.sharing.meet([Peer(16, 8.0)])
@@ -147,7 +147,7 @@ def test_two_workers_come_to_equal_shares_and_the_one_that_stays_gets_all() -> N
     assert engine.threads == 16
 
 
-def test_models_of_one_worker_share_while_both_are_in_use() -> None:
+def test_models_of_one_worker_share_cores_while_both_are_in_use() -> None:
     first, second, idle = StubPart(), StubPart(), StubPart(is_busy=False)
     machine = Machine(4, Claim(first, 4), Claim(second, 4), Claim(idle, 4))
     machine.run(1, own=4.0, others=0.0)
@@ -157,7 +157,7 @@ def test_models_of_one_worker_share_while_both_are_in_use() -> None:
     assert (first.threads, second.threads, idle.threads) == (4, 2, 2)
 
 
-def test_part_counts_as_in_use_a_moment_after_its_last_request() -> None:
+def test_part_counts_as_in_use_shortly_after_its_last_request() -> None:
     first, second = StubPart(), StubPart(is_busy=False)
     second.last_submit = time.time() + 60
     machine = Machine(4, Claim(first, 4), Claim(second, 4))
@@ -165,7 +165,7 @@ def test_part_counts_as_in_use_a_moment_after_its_last_request() -> None:
     assert first.threads == 2
 
 
-def test_chosen_threads_stay_and_the_others_have_the_rest() -> None:
+def test_fixed_threads_stay_and_the_other_parts_share_the_rest() -> None:
     chosen, engine = StubPart(), StubPart()
     machine = Machine(4, Claim(chosen, 3, fixed=True), Claim(engine, 4))
     machine.run(1, own=4.0, others=0.0)
@@ -175,7 +175,7 @@ def test_chosen_threads_stay_and_the_others_have_the_rest() -> None:
     assert engine.threads == 4
 
 
-def test_lasting_other_programs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_lasting_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(2, Claim(StubPart(), 2))
     with caplog.at_level(logging.WARNING):
         machine.run(WARN_S - 1, own=1.0, others=1.0)
@@ -187,7 +187,7 @@ def test_lasting_other_programs_are_told_once(caplog: pytest.LogCaptureFixture) 
     assert "other programs use cores (used=1.0, cores=2, threads=1, wanted=2)" in told
 
 
-def test_without_figures_of_the_system_only_peers_count() -> None:
+def test_only_peers_count_when_the_system_reports_no_times() -> None:
     engine = StubPart()
     sharing = CoreSharing(lambda: [Claim(engine, 4)], Processors(4))
     sharing.meet([Peer(4, 2.0)])
@@ -196,7 +196,7 @@ def test_without_figures_of_the_system_only_peers_count() -> None:
     assert engine.threads == 2
 
 
-def test_report_tells_peers_what_is_wanted_and_used() -> None:
+def test_report_has_wanted_threads_and_used_cores() -> None:
     machine = Machine(4, Claim(StubPart(), 4), Claim(StubPart(is_busy=False), 1, fixed=True))
     machine.run(10, own=4.0, others=0.0)
     report = machine.sharing.report()
@@ -205,7 +205,7 @@ def test_report_tells_peers_what_is_wanted_and_used() -> None:
     assert report["uses"] == pytest.approx(4.0, abs=0.1)
 
 
-def test_thread_of_the_sharing_ends_with_it() -> None:
+def test_thread_of_core_sharing_ends_with_it() -> None:
     sharing = CoreSharing(list, Processors(2))
     sharing.start()
     sharing.close()
@@ -213,7 +213,7 @@ def test_thread_of_the_sharing_ends_with_it() -> None:
     assert not sharing._thread.is_alive()
 
 
-def test_reading_grows_with_the_work_of_this_process() -> None:
+def test_processor_times_grow_with_the_work_of_this_process() -> None:
     before = read()
     assert before is not None
     while (after := read()) is not None and after.own_s < before.own_s + 0.05:

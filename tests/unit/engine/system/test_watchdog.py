@@ -1,4 +1,4 @@
-"""The watchdog ends a process whose threads hang or die, and no other."""
+"""The watchdog ends a process whose threads hang or fail, and no other process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANG_S = 10.0
 
 
 class World:
-    """A clock, a watchdog that looks every second, and a pulse."""
+    """A simulated clock, a watchdog that checks every second, and a pulse."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -48,7 +48,7 @@ def world() -> World:
     return World()
 
 
-def test_thread_that_hangs_is_told_with_its_step_and_its_requests(world: World) -> None:
+def test_hanging_thread_is_reported_with_its_step_and_its_requests(world: World) -> None:
     world.pulse.beat("sample", ("job-1#2",))
     world.passes(HANG_S)
     assert world.ended == []
@@ -57,19 +57,19 @@ def test_thread_that_hangs_is_told_with_its_step_and_its_requests(world: World) 
     assert "working for: job-1#2" in world.ended[0]
 
 
-def test_suspect_of_a_step_for_many_is_the_one_that_it_was_at(world: World) -> None:
+def test_suspect_is_the_request_that_the_step_was_working_for(world: World) -> None:
     world.pulse.beat("sample", ("a", "b", "c"))
     world.pulse.suspect = "b"
     world.passes(HANG_S + 3)
     assert world.ended[0].endswith("working for: b")
     other = World()
-    other.pulse.suspect = "x"  # of the step before
+    other.pulse.suspect = "x"  # suspect of the previous step
     other.pulse.beat("sample", ("a", "b"))
     other.passes(HANG_S + 3)
     assert other.ended[0].endswith("working for: a, b")
 
 
-def test_thread_that_rests_or_makes_steps_goes_on(world: World) -> None:
+def test_thread_that_rests_or_makes_steps_is_not_reported(world: World) -> None:
     for _ in range(5):
         world.pulse.rest()
         world.passes(1000)
@@ -86,10 +86,10 @@ def test_thread_that_rests_or_makes_steps_goes_on(world: World) -> None:
         ({1: 0.5, 500: 2.0}, 1, 0.5),
         ({1: 0.5, 500: 2.0}, 400, 2.0),
         ({1: 0.5, 500: 2.0}, 10, 2.0),  # the next larger one
-        ({1: 0.5}, 10, 0.5 * 16),  # none was larger
+        ({1: 0.5}, 10, 0.5 * 16),  # none is larger
     ],
 )
-def test_step_may_take_many_times_what_its_size_took_before(
+def test_step_may_take_many_times_as_long_as_earlier_ones_of_its_size(
     world: World, seen: dict[int, float], size: int, expected_s: float
 ) -> None:
     for each, seconds in seen.items():
@@ -101,16 +101,16 @@ def test_step_may_take_many_times_what_its_size_took_before(
     assert world.ended
 
 
-def test_first_step_of_a_long_kind_may_take_long_and_no_other(world: World) -> None:
+def test_first_step_of_a_slow_kind_may_take_long_and_no_other(world: World) -> None:
     world.pulse.beat("decode", size=512, first_s=FIRST_S)
     world.passes(FIRST_S)
     assert world.ended == []
     world.pulse.beat("decode", size=512, first_s=FIRST_S)
-    world.passes(FIRST_S + 3)  # however long the one before took
+    world.passes(FIRST_S + 3)  # independent of the previous duration
     assert world.ended
 
 
-def test_limit_comes_down_again_after_a_slow_step(world: World) -> None:
+def test_limit_falls_again_after_a_slow_step(world: World) -> None:
     world.step("decode", 500.0)
     for _ in range(10_000):
         world.step("decode", 0.1)
@@ -128,7 +128,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count(world: World) ->
     assert world.ended == []
 
 
-def test_thread_that_waits_for_pages_from_disk_goes_on(world: World) -> None:
+def test_thread_that_waits_for_pages_from_disk_is_not_reported(world: World) -> None:
     world.pulse.beat("sample")
     world.passes(100, paged_per_s=PAGING)
     assert world.ended == []
@@ -136,7 +136,7 @@ def test_thread_that_waits_for_pages_from_disk_goes_on(world: World) -> None:
     assert world.ended
 
 
-def test_thread_that_died_is_told_at_once_unless_it_is_not_watched_any_more(world: World) -> None:
+def test_failed_thread_is_reported_at_once_while_it_is_watched(world: World) -> None:
     world.pulse.die("KeyError('x')")
     assert world.ended == ["thread 'engine' failed: KeyError('x')"]
     other = World()
@@ -180,9 +180,9 @@ engine.submit(Request("the-job#1", (1, 2, 3))).result(60)
         ("raise SystemExit", "failed: "),
     ],
 )
-def test_process_ends_with_its_own_code_and_tells_where_it_hangs(hang: str, told: str) -> None:
+def test_process_exits_with_its_own_code_and_logs_where_it_hangs(hang: str, told: str) -> None:
     script = HANGING.replace("{hang}", hang)
-    if told == "Timeout":  # the others can be told, however long that takes
+    if told == "Timeout":  # the others are logged, however long that takes
         script = script.replace("watchdog.LOOK_S", "watchdog.REPORT_S = 0.5\nwatchdog.LOOK_S")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert told in done.stderr
@@ -192,10 +192,10 @@ def test_process_ends_with_its_own_code_and_tells_where_it_hangs(hang: str, told
         assert "working for: the-job#1" in done.stderr
 
 
-KEEPS_GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"  # PyDLL: unlike CDLL it keeps the GIL during the call
+KEEPS_GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"  # PyDLL, unlike CDLL, keeps the GIL during the call
 
 
-def test_process_ends_when_a_thread_keeps_the_gil() -> None:
+def test_process_exits_when_a_thread_keeps_the_gil() -> None:
     script = HANGING.replace("{hang}", KEEPS_GIL).replace(
         "watchdog.LOOK_S", "watchdog.LAST_RESORT_S = 3\nwatchdog.LOOK_S"
     )
@@ -221,7 +221,7 @@ sys.stdin.readline()
 """
 
 
-def test_process_ends_when_it_was_suspended_for_longer_than_the_last_resort_and_not_before() -> None:
+def test_process_exits_when_it_was_suspended_for_longer_than_the_last_resort_and_not_before() -> None:
     argv = [sys.executable, "-c", SUSPENDED]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -232,14 +232,14 @@ def test_process_ends_when_it_was_suspended_for_longer_than_the_last_resort_and_
         process.send_signal(signal.SIGCONT)
         errors = process.stderr.read() if process.stderr else b""
         code = process.wait(60)
-    # faulthandler reads the stacks without the GIL. A thread that runs meanwhile can make it crash, which ends the
-    # process too.
+    # faulthandler reads the stacks without the GIL. A thread that runs at the same time can make it crash, which also
+    # ends the process.
     assert code in (1, -signal.SIGSEGV), errors
     assert b"Timeout (0:00:02)!" in errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pthread_getattr_np is the GNU C library's")
-def test_threads_that_run_recursive_code_have_deep_stacks_and_others_as_before() -> None:
+def test_threads_with_recursive_code_have_deep_stacks_and_others_do_not() -> None:
     sizes: list[int] = []
 
     def note() -> None:

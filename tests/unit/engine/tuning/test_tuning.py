@@ -1,4 +1,4 @@
-"""Tuning: the sweep over setups, and the results that are kept. Nothing here loads a model."""
+"""Tuning: the sweep over setups, and stored results. Nothing here loads a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETUP = Setup(threads=2, n_parallel=16, kv_layout="partitioned", n_ubatch=256)
 
 
 class SimulatedMachine:
-    """Measures setups by a formula; every measurement takes `seconds` of its own clock."""
+    """Measures setups by a formula. Every measurement takes `seconds` of its own clock."""
 
     def __init__(self, rate: Callable[[Setup], float], seconds: float = 1.0) -> None:
         self.now = 0.0
@@ -41,12 +41,12 @@ class SimulatedMachine:
 
 
 def hills(setup: Setup, threads: float = 4, slots: float = 32, unified: float = 1.1, ubatch: float = 256) -> float:
-    """The tokens per second of a machine that is best with these values."""
+    """Return the tokens per second of a machine that is fastest with these values."""
     rate = 100 / (1 + abs(setup.threads - threads) / 4) / (1 + abs((setup.n_parallel or 1) - slots) / 32)
     return rate * (unified if setup.kv_layout == "unified" else 1.0) / (1 + abs((setup.n_ubatch or 0) - ubatch) / 1000)
 
 
-def test_sweep_finds_the_best_of_every_option() -> None:
+def test_sweep_finds_the_best_value_of_every_option() -> None:
     chosen = SimulatedMachine(hills).sweep().run()
     assert chosen is not None
     assert chosen.setup == Setup(threads=4, n_parallel=32, kv_layout="unified", n_ubatch=256)
@@ -89,7 +89,7 @@ def test_sweep_stays_within_its_limits() -> None:
     assert max(row.setup.n_parallel or 0 for row in sweep.rows) <= 12
 
 
-def test_sweep_starts_nothing_that_would_not_end_in_time() -> None:
+def test_sweep_starts_no_measurement_that_would_not_end_in_time() -> None:
     machine = SimulatedMachine(hills, seconds=10.0)
     sweep = machine.sweep(deadline=45.0)
     chosen = sweep.run()
@@ -99,7 +99,7 @@ def test_sweep_starts_nothing_that_would_not_end_in_time() -> None:
     assert chosen == choose(sweep.rows)
 
 
-def test_sweep_repeats_a_measurement_that_was_disturbed() -> None:
+def test_sweep_repeats_a_disturbed_measurement() -> None:
     disturbed = {Setup(threads=8, n_parallel=16, kv_layout="partitioned", n_ubatch=512)}
 
     def rate(setup: Setup) -> float:
@@ -114,8 +114,8 @@ def test_sweep_repeats_a_measurement_that_was_disturbed() -> None:
     assert len({row.setup for row in sweep.rows}) == len(sweep.rows)
 
 
-def test_sweep_passes_over_what_can_not_be_measured() -> None:
-    """As with slots whose cells don't fit into memory."""
+def test_sweep_skips_setups_that_cannot_be_measured() -> None:
+    """Some setups fail, as when the cells of many slots don't fit into memory."""
     chosen = SimulatedMachine(lambda setup: 0.0 if (setup.n_parallel or 0) > 8 else hills(setup)).sweep().run()
     assert chosen is not None
     assert chosen.setup.n_parallel == 8
@@ -139,13 +139,13 @@ def test_choice_prefers_fewer_slots_then_fewer_threads_within_two_percent() -> N
     assert choose([]) is None
 
 
-def test_thread_counts_are_halves_of_all_and_the_middles_between_them() -> None:
+def test_thread_counts_are_repeated_halves_and_the_middles_between_them() -> None:
     assert [thread_counts(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 3, 4, 6], [1, 2, 3, 4, 6, 8, 12, 16]]
 
 
 @pytest.fixture
 def kept_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of this test's results."""
+    """Return the directory of this test's results."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "cellama" / "tuned"
 
@@ -154,7 +154,7 @@ def keep(setup: Setup, name: str = "abc", **changed: object) -> Path:
     return tuned.store_result(name, {**CONDITIONS, **changed}, setup)
 
 
-def test_kept_result_is_recalled_for_its_model_and_machine_only(kept_in: Path) -> None:
+def test_stored_result_is_used_only_for_its_model_and_machine(kept_in: Path) -> None:
     keep(SETUP)
     path = keep(replace(SETUP, threads=1), cores=1)
     assert path.parent == kept_in
@@ -165,7 +165,7 @@ def test_kept_result_is_recalled_for_its_model_and_machine_only(kept_in: Path) -
     assert tuned.find_result("another", CONDITIONS) is None
 
 
-def test_kept_result_takes_the_place_of_an_earlier_one(kept_in: Path) -> None:
+def test_stored_result_replaces_an_earlier_one(kept_in: Path) -> None:
     keep(SETUP)
     path = keep(replace(SETUP, n_parallel=4))
     assert tuned.find_result("abc", CONDITIONS) == replace(SETUP, n_parallel=4)
@@ -187,15 +187,13 @@ def test_kept_result_takes_the_place_of_an_earlier_one(kept_in: Path) -> None:
         '"kv_layout": "unified", "n_ubatch": 1}}]}',
     ],
 )
-def test_damaged_result_is_ignored_with_a_line_in_the_log(
-    kept_in: Path, caplog: pytest.LogCaptureFixture, content: str
-) -> None:
+def test_damaged_result_is_ignored_and_logged(kept_in: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
     path = keep(SETUP)
     path.write_text(content.replace("CONDITIONS", json.dumps(CONDITIONS)))
     with caplog.at_level(logging.WARNING):
         assert tuned.find_result("abc", CONDITIONS) is None
     assert str(path) in caplog.text
-    keep(SETUP)  # which takes its place
+    keep(SETUP)  # replaces the damaged one
     assert tuned.find_result("abc", CONDITIONS) == SETUP
 
 
@@ -203,7 +201,7 @@ def keep_for_tiny(options: EngineOptions) -> None:
     tuned.store_result(fingerprint(TINY_PATH), tuned.conditions(options), SETUP)
 
 
-def test_options_left_open_are_the_tuned_ones(kept_in: Path) -> None:
+def test_open_options_are_the_tuned_ones(kept_in: Path) -> None:
     assert tuned.apply(EngineOptions(), TINY_PATH) == (EngineOptions(), ())
     keep_for_tiny(EngineOptions())
     options, names = tuned.apply(EngineOptions(), TINY_PATH)
@@ -218,7 +216,7 @@ def test_options_left_open_are_the_tuned_ones(kept_in: Path) -> None:
         (EngineOptions(n_parallel=2), {"threads", "n_ubatch"}),  # a layout suits a number of slots
         (EngineOptions(n_ctx=4096), {"threads", "n_ubatch"}),  # the context of each slot would change
         (EngineOptions(n_batch=8), {"threads", "n_ubatch"}),  # 16 slots need 16 tokens
-        (EngineOptions(n_ubatch=8), {"threads"}),  # of one pass
+        (EngineOptions(n_ubatch=8), {"threads"}),  # tokens of one pass
         (EngineOptions(n_parallel=8, chunk_size=512), {"threads"}),  # chunks need a pass of 512
         (EngineOptions(n_parallel=250, n_batch=256), {"threads", "n_ubatch"}),
         (EngineOptions(n_gpu_layers=0), set()),  # other conditions
@@ -226,7 +224,7 @@ def test_options_left_open_are_the_tuned_ones(kept_in: Path) -> None:
         (EngineOptions(n_parallel=8, threads=1, n_ubatch=512), set()),
     ],
 )
-def test_options_that_somebody_chose_stay(kept_in: Path, given: EngineOptions, taken: set[str]) -> None:
+def test_given_options_are_not_replaced_by_tuned_ones(kept_in: Path, given: EngineOptions, taken: set[str]) -> None:
     keep_for_tiny(EngineOptions())
     options, names = tuned.apply(given, TINY_PATH)
     assert set(names) == taken

@@ -1,4 +1,4 @@
-"""The work of a measurement."""
+"""The workload of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cellama.engine.tuning.workload import MIN_REQUESTS, NUM_HEADS, RequestLengt
 LENGTHS = RequestLengths(64, 32)
 
 
-def test_half_of_the_requests_have_one_length_and_the_others_are_about_as_long_and_mixed() -> None:
+def test_half_of_the_requests_have_one_length_and_the_others_similar_mixed_lengths() -> None:
     asked = requests(LENGTHS, 400, 30_000)
     uniform, mixed = asked[::2], asked[1::2]
     assert {(len(prompt), new) for prompt, new in uniform} == {(64, 32)}
@@ -22,13 +22,13 @@ def test_half_of_the_requests_have_one_length_and_the_others_are_about_as_long_a
     assert max(len(prompt) + new for prompt, new in asked) <= LENGTHS.max_tokens
 
 
-def test_a_third_of_the_mixed_requests_shares_a_few_heads() -> None:
+def test_a_third_of_the_mixed_requests_shares_a_few_prefixes() -> None:
     heads = Counter(prompt[:64] for prompt, _ in requests(LENGTHS, 180, 30_000) if len(prompt) >= 64)
     shared = {head: count for head, count in heads.items() if count > 1}
     assert list(shared.values()) == [10] * NUM_HEADS
 
 
-def test_work_is_the_same_each_time_and_rounds_share_nothing() -> None:
+def test_workload_is_reproducible_and_rounds_share_no_prefix() -> None:
     assert requests(LENGTHS, 20, 1000) == requests(LENGTHS, 20, 1000)
     one, other = ({prompt[:8] for prompt, _ in requests(LENGTHS, 20, 1000, round_)} for round_ in (1, 2))
     assert not one & other
@@ -38,7 +38,7 @@ def test_every_slot_is_filled_a_second_time() -> None:
     assert [num_requests(slots) for slots in (1, 16, 64)] == [MIN_REQUESTS, 32, 128]
 
 
-def test_the_smallest_work_has_a_token_at_least_and_a_small_vocabulary_is_enough() -> None:
+def test_smallest_workload_has_at_least_one_token_and_needs_only_a_small_vocabulary() -> None:
     asked = requests(RequestLengths(1, 1), 60, 8)
     assert min(min(len(prompt), new) for prompt, new in asked) == 1
     assert all(4 <= token < 8 for prompt, _ in asked for token in prompt)

@@ -1,4 +1,4 @@
-"""Which holes are filled, and who moves where."""
+"""Filling holes between slots, and moving sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from cellama.engine.scheduling.slot_layout import adjacent_slot, cheapest_cover, compacting_moves, runs_of
 
 SLOTS = st.sets(st.integers(0, 15), min_size=1).map(sorted)
-# seconds of a pass of 0 to 16 rows that never fall
+# seconds of passes of 0 to 16 rows, which never fall
 COSTS = st.lists(st.integers(0, 20), min_size=16, max_size=16).map(lambda steps: [0, *(5 + s for s in sorted(steps))])
 
 
@@ -18,7 +18,7 @@ def seconds(slots: list[int], cost: list[int]) -> int:
 
 
 @given(SLOTS)
-def test_runs_are_the_slots_in_as_few_pieces_as_there_are(slots: list[int]) -> None:
+def test_runs_are_the_fewest_runs_of_these_slots(slots: list[int]) -> None:
     runs = runs_of(slots)
     assert [slot for run in runs for slot in range(run.first, run.end)] == slots
     assert all(before.end < after.first for before, after in pairwise(runs))
@@ -26,7 +26,7 @@ def test_runs_are_the_slots_in_as_few_pieces_as_there_are(slots: list[int]) -> N
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 9), min_size=1).map(sorted), st.sets(st.integers(0, 9)), COSTS)
-def test_cover_is_the_cheapest_of_all_and_fills_allowed_holes_only(
+def test_cover_is_the_cheapest_of_all_and_fills_only_allowed_holes(
     slots: list[int], fillable: set[int], cost: list[int]
 ) -> None:
     cover = cheapest_cover(slots, fillable.__contains__, cost)
@@ -53,14 +53,14 @@ def test_moves_go_to_idle_slots_and_leave_no_more_runs_than_before(
     assert compacting_moves(after, sorted(({*own} | idle) - {*after}), dict.fromkeys(range(16), 1)) == []
 
 
-def test_moves_leave_what_is_heavy_where_it_is() -> None:
+def test_moves_leave_heavy_slots_where_they_are() -> None:
     weight = {0: 10, 1: 0, 2: 0, 3: 900, 4: 0}
     assert compacting_moves([0, 3], [1, 2, 4], weight) == [(0, 2)]
     assert compacting_moves([0, 3], [1, 2, 4], weight | {2: 50}) == [(0, 4)]
     assert compacting_moves([0, 3], [1, 2, 4], weight | {0: 2000}) == [(3, 1)]
 
 
-def test_another_one_comes_into_a_hole_else_beside_those_that_run() -> None:
+def test_new_sequence_gets_a_hole_or_a_slot_next_to_running_ones() -> None:
     assert adjacent_slot([0, 1, 3, 4], [2, 5]) == 2
     assert adjacent_slot([4, 5], [0, 1, 6, 7]) == 6
     assert adjacent_slot([4, 5], [0, 3]) == 3

@@ -1,4 +1,4 @@
-"""A draft model is asked where that pays, with what it takes itself: on simulated machines, with a clock of theirs."""
+"""A draft model is used where that pays, including its own time: on simulated machines with a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Costs = Callable[[int], float]
 
 
 class Clock:
-    """Goes on by what is computed."""
+    """A clock that advances with the computed work."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Clock:
 
 @dataclass
 class Timed(FakeBackend):
-    """A fake that takes its time."""
+    """A fake backend whose calls take simulated time."""
 
     clock: Clock = None  # type: ignore[assignment]
     costs: Costs = cpu
@@ -52,7 +52,7 @@ def seconds(
     new: int = 700,
     requests: int = 2,
 ) -> float:
-    """What requests take one after another, `streams` at once; with a draft model that has these costs."""
+    """Return the duration of consecutive requests, `streams` at a time, with a draft model that has these costs."""
     clock = Clock()
     for module in (forward, draft_model):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
@@ -78,7 +78,7 @@ def twentieth(rows: int) -> float:
 
 
 @pytest.mark.parametrize(("streams", "least"), [(1, 2.0), (4, 1.5)])
-def test_a_cheap_draft_model_that_is_right_makes_streams_faster(
+def test_a_cheap_accurate_draft_model_makes_streams_faster(
     monkeypatch: pytest.MonkeyPatch, streams: int, least: float
 ) -> None:
     assert seconds(monkeypatch, streams, None) >= least * seconds(monkeypatch, streams, twentieth)
@@ -92,7 +92,9 @@ def test_a_draft_model_that_does_not_pay_costs_nothing(
     assert seconds(monkeypatch, streams, costs, memory=memory) <= 1.02 * seconds(monkeypatch, streams, None)
 
 
-def test_a_prompt_is_read_only_for_answers_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_prefilled_by_the_draft_model_only_if_its_answer_is_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     short, long = {"prompt": 500, "new": 8, "requests": 40}, {"prompt": 500, "new": 400}
     assert seconds(monkeypatch, 1, twentieth, **short) <= 1.02 * seconds(monkeypatch, 1, None, **short)
     assert seconds(monkeypatch, 1, None, **long) >= 1.5 * seconds(monkeypatch, 1, twentieth, **long)

@@ -1,4 +1,4 @@
-"""Bulk work beside streams: how many rows, which ones, and when prompts are prefilled."""
+"""Bulk work while streams decode: the number of rows, their choice, and when prompts are prefilled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cellama.engine.scheduling.strategies import (
 
 
 def settled(row_s: float, alone_s: float) -> list[int]:
-    """Rows of each of the last 100 steps, where one takes so long alone and so much longer with each row."""
+    """Return the rows of each of the last 100 steps, if a step takes `alone_s` and `row_s` more for each row."""
     rows, counts = BulkRows(), []
     for _ in range(300):
         counts.append(len(rows.take(range(64))))
@@ -31,22 +31,22 @@ def settled(row_s: float, alone_s: float) -> list[int]:
 
 
 @pytest.mark.parametrize("row_s", [0.001, 0.002, 0.004])
-def test_as_many_rows_are_taken_as_a_fluent_step_has_time_for(row_s: float) -> None:
+def test_bulk_rows_fill_the_time_of_a_fluent_step(row_s: float) -> None:
     counts = settled(row_s, 0.01)
     most, most_far = (FLUENT_S - 0.01) / row_s, (FAR_STRETCH * FLUENT_S - 0.01) / row_s
     assert 0.7 * most <= sum(counts) / len(counts) <= 1.1 * most_far
 
 
-def test_all_rows_are_taken_where_they_cost_little() -> None:
+def test_all_bulk_rows_decode_where_they_cost_little() -> None:
     assert settled(0.0001, 0.02)[-1] == 64
 
 
-def test_steps_of_a_slow_model_are_stretched_a_little() -> None:
+def test_steps_of_a_slow_model_become_slightly_longer() -> None:
     counts = settled(0.01, 0.2)
     assert 0.2 * 1.1 <= 0.2 + 0.01 * sum(counts) / len(counts) <= 0.2 * STRETCH * FAR_STRETCH
 
 
-def test_each_row_gets_its_turn_but_those_next_to_streams_most_often() -> None:
+def test_each_bulk_row_gets_its_turn_and_those_next_to_streams_most_often() -> None:
     rows, seen = BulkRows(), Counter[int]()
     for _ in range(FAR_EVERY * 64):
         taken = rows.take(range(3, 64), [0, 1, 2])
@@ -58,7 +58,7 @@ def test_each_row_gets_its_turn_but_those_next_to_streams_most_often() -> None:
     assert max(others) - min(others) <= 1
 
 
-def test_rows_between_streams_are_taken_first() -> None:
+def test_bulk_rows_between_streams_come_first() -> None:
     assert sorted(BulkRows().take([3, 11, 20, 21, *range(40, 60)], [2, 4, 10, 12]))[:3] == [3, 11, 20]
 
 
@@ -71,7 +71,7 @@ def test_bulk_prefill_takes_its_share_of_the_time() -> None:
     assert 0.9 * PREFILL_SHARE <= prefill_s / all_s <= 1.1 * PREFILL_SHARE
 
 
-def test_bulk_prefill_is_always_due_where_it_is_quick() -> None:
+def test_bulk_prefill_is_always_due_where_it_is_fast() -> None:
     prefill = BulkPrefill()
     for _ in range(100):
         prefill.observe(PREFILL_S, has_bulk=True)
@@ -86,7 +86,7 @@ def test_bulk_prefill_is_due_again_soon_after_one_very_long_step() -> None:
     assert prefill.is_due
 
 
-def test_time_budget_is_a_share_of_the_time_and_what_was_saved_up() -> None:
+def test_time_budget_is_a_share_of_the_time_and_can_be_saved() -> None:
     budget, spent_s, all_s = TimeBudget(0.02), 0.0, 0.0
     while all_s < 100.0:
         budget.observe(0.1)

@@ -1,4 +1,4 @@
-"""When there are no drafts, and who learns nothing from steps that have some."""
+"""Situations without drafts, and costs that are not learned from steps with drafts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.scheduling.strategies import Adaptive, SlotView
 
 from ....eager_gate import Eager
-from .test_asking import Clock
+from .test_draft_model_gain import Clock
 from .test_texts import run
 
 PREDICTED = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=60, ignore_eos=True)
 
 
-def guessing_core(num_slots: int = 4, **backend: bool) -> tuple[EngineCore, FakeBackend]:
+def drafting_core(num_slots: int = 4, **backend: bool) -> tuple[EngineCore, FakeBackend]:
     fake = FakeBackend(n_slots=num_slots, ctx_per_slot=96, **backend)
     core = EngineCore(fake, EngineOptions(n_parallel=num_slots, n_batch=64, speculation="auto"), Pulse("test"))
     core.drafting.gate = Eager(1)  # type: ignore[assignment]
@@ -40,8 +40,8 @@ def predicted(name: str, priority: int) -> Request:
 
 
 @pytest.mark.parametrize("priorities", [(3, 3), (9, 9), (3, 9)])
-def test_bulk_requests_and_interactive_ones_together_get_no_drafts(priorities: tuple[int, int]) -> None:
-    core, fake = guessing_core()
+def test_mixed_bulk_and_interactive_requests_get_no_drafts(priorities: tuple[int, int]) -> None:
+    core, fake = drafting_core()
     for name, priority in zip(("one", "two"), priorities, strict=True):
         submit(core, predicted(name, priority))
     for _ in range(20):
@@ -50,8 +50,8 @@ def test_bulk_requests_and_interactive_ones_together_get_no_drafts(priorities: t
     assert has_drafts == (priorities[0] == priorities[1])
 
 
-def test_a_slot_that_is_padded_says_what_it_says_alone() -> None:
-    core, fake = guessing_core()
+def test_a_padded_slot_has_the_same_text_as_alone() -> None:
+    core, fake = drafting_core()
     requests = [
         predicted("one", 9),
         replace(PREDICTED, id="other", prompt=tuple(b"other"), priority=9),
@@ -65,8 +65,8 @@ def test_a_slot_that_is_padded_says_what_it_says_alone() -> None:
         assert handle.result().tokens == run([replace(request, prediction=())], eager=None)[0].tokens
 
 
-def test_drafts_come_back_when_the_stream_has_ended() -> None:
-    core, fake = guessing_core()
+def test_drafts_resume_when_the_stream_has_finished() -> None:
+    core, fake = drafting_core()
     submit(core, replace(predicted("short", 3), max_tokens=5))
     submit(core, predicted("bulk", 9))
     while core.telemetry.snapshot.requests_finished < 2:
@@ -75,8 +75,8 @@ def test_drafts_come_back_when_the_stream_has_ended() -> None:
     assert set(counts) == {1}
 
 
-def test_a_prompt_that_waits_for_its_turn_gets_it_before_drafts() -> None:
-    core, fake = guessing_core()
+def test_a_waiting_prompt_is_admitted_before_drafts() -> None:
+    core, fake = drafting_core()
     submit(core, predicted("reader", 3))
     core.step()
     core.scheduler.strategy.strategy.build_batch = lambda views, *_: [  # type: ignore[method-assign]
@@ -90,7 +90,7 @@ def test_a_prompt_that_waits_for_its_turn_gets_it_before_drafts() -> None:
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, fake = guessing_core(unified=unified)
+    core, fake = drafting_core(unified=unified)
     clock, told = Clock(), list[float]()
     monkeypatch.setattr(forward, "time", SimpleNamespace(monotonic=clock.monotonic))
     monkeypatch.setattr(core.drafting.gate, "account", lambda tokens, seconds: told.append(seconds))
@@ -104,7 +104,7 @@ def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest
     submit(core, predicted("bulk", 9))
     while not fake.batches or not fake.batches[-1][0].num_drafts:
         core.step()
-    stream = submit(core, replace(PREDICTED, id="stream", max_tokens=20))  # beside which there are no drafts
+    stream = submit(core, replace(PREDICTED, id="stream", max_tokens=20))  # there are no drafts while it runs
     while core.has_work:
         core.step()
     assert stream.done
@@ -112,8 +112,8 @@ def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest
     assert max(told) == 1.0
 
 
-def test_the_strategy_is_told_no_tokens_of_steps_with_drafts() -> None:
-    core, fake = guessing_core()
+def test_the_strategy_observes_no_tokens_in_steps_with_drafts() -> None:
+    core, fake = drafting_core()
     told: list[int] = []
     core.scheduler.strategy.strategy.observe = lambda tokens, seconds: told.append(tokens)  # type: ignore[method-assign]
     submit(core, predicted("one", 3))
@@ -130,4 +130,4 @@ def test_adaptive_learns_no_costs_from_steps_with_drafts() -> None:
         strategy.build_batch([view], 512, 512, 0)
         strategy.observe(tokens, seconds)
     assert strategy._rows.alone_s == 0.01
-    assert not strategy.may_yield(10_000)  # nothing is known about reading prompts
+    assert not strategy.may_yield(10_000)  # the prefill rate is unknown
