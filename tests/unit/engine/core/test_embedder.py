@@ -159,7 +159,7 @@ def test_embedder_with_a_broken_backend_ends_the_process_or_fails_all_requests()
     backend.gate.set()
     errors = [type(handle.future.exception(PATIENCE_S)) for handle in handles]
     assert len(reasons) == 1
-    assert "died: OverflowError" in reasons[0]
+    assert "failed: OverflowError" in reasons[0]
     assert errors.count(DecodeFailed) == 2
     assert errors.count(EngineStopped) == 2
     wait_until(lambda: not embedder.is_busy, "the end of all")
