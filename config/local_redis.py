@@ -17,18 +17,18 @@ def redis_dir(data_dir: Path) -> Path:
     return data_dir / "redis"
 
 
-def kept_url(directory: Path) -> RedisUrl | None:
+def stored_url(directory: Path) -> RedisUrl | None:
     """Return the URL of the server that last ran in this directory, or None if the file is missing or invalid."""
     with contextlib.suppress(OSError, ValueError):
         return parse_redis_url((directory / URL_FILE).read_text(encoding="utf-8").strip())
     return None
 
 
-def with_kept_password(where: RedisUrl, data_dir: Path) -> RedisUrl:
+def with_stored_password(where: RedisUrl, data_dir: Path) -> RedisUrl:
     """Return the URL with the password of the embedded Redis if it names that server and has no credentials."""
     if where.kind != "server" or where.credentials or where.hosts[0][0] not in LOOPBACK_HOSTS:
         return where
-    kept = kept_url(redis_dir(data_dir))
-    if kept is None or kept.hosts[0][1] != where.hosts[0][1]:
+    stored = stored_url(redis_dir(data_dir))
+    if stored is None or stored.hosts[0][1] != where.hosts[0][1]:
         return where
-    return replace(where, username=kept.username, password=kept.password)
+    return replace(where, username=stored.username, password=stored.password)

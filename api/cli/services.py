@@ -28,7 +28,7 @@ from rich.table import Table
 from cellama.api.machine.redis_server import LOOPBACK, PortTaken, RedisServer, RedisServerError, check_port_free
 from cellama.api.machine.supervisor import Child, Supervisor, flower_child, gateway_child, worker_child
 from cellama.config import ModelSettings, Settings, SettingsError, get_settings
-from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_kept_password
+from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_stored_password
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import credentials_refused
@@ -188,7 +188,7 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
     is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)
-    if with_kept_password(where, settings.data_dir) != where and _answers_without_password(host, port):
+    if with_stored_password(where, settings.data_dir) != where and _answers_without_password(host, port):
         (directory / URL_FILE).unlink()  # another server uses the port: the embedded one requires a password
     try:
         is_there = is_reachable(settings.redis_url)

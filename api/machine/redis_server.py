@@ -26,7 +26,7 @@ from urllib.parse import quote
 from redis import Redis
 from redis.exceptions import RedisError
 
-from cellama.config.local_redis import URL_FILE, kept_url
+from cellama.config.local_redis import URL_FILE, stored_url
 from cellama.config.logging import event_logger
 
 log = event_logger(__name__)
@@ -114,7 +114,7 @@ class RedisServer:
 
     def __post_init__(self) -> None:
         if not self.password:
-            last = kept_url(self.data_dir)
+            last = stored_url(self.data_dir)
             self.password = (last and last.password) or secrets.token_urlsafe(24)
 
     @classmethod

@@ -16,7 +16,7 @@ from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.sentinel import Sentinel
 
 from cellama.config import get_settings
-from cellama.config.local_redis import with_kept_password
+from cellama.config.local_redis import with_stored_password
 from cellama.config.redis_url import RedisUrl, parse_redis_url
 
 from .redis_errors import convert_refusals, convert_refusals_async
@@ -110,7 +110,7 @@ def transport_options(url: str) -> dict[str, Any]:
 def _where(url: str | None) -> RedisUrl:
     """Return the parts of this URL, or of that of the settings, with the password of the Redis of `cellama up`."""
     settings = get_settings()
-    return with_kept_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
+    return with_stored_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 
 
 def _fitting(where: RedisUrl, options: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from redis.exceptions import (
 )
 
 from cellama.config import get_settings, mask_url
-from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_kept_password
+from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_stored_password
 from cellama.config.logging import event_logger
 from cellama.config.redis_url import RedisUrl, parse_redis_url
 from cellama.tasks.contract.errors import RedisFull, RedisRefused, RedisUnreachable
@@ -163,7 +163,7 @@ class LocalPassword(CredentialProvider):
 
     def get_credentials(self) -> Any:
         """Return a tuple with the password. It is empty if `cellama up` has not started a server on this port."""
-        password = with_kept_password(self._server, get_settings().data_dir).password
+        password = with_stored_password(self._server, get_settings().data_dir).password
         return () if password is None else (password,)
 
     async def get_credentials_async(self) -> Any:
@@ -270,7 +270,7 @@ def credentials_refused(error: AuthenticationError, url: str | None = None) -> R
     where = parse_redis_url(settings.redis_url if url is None else url)
     if where.credentials:
         return RedisRefused(f"{refused} ({error}): the credentials in {source} are wrong; correct them: {forms}")
-    if with_kept_password(where, settings.data_dir) != where:
+    if with_stored_password(where, settings.data_dir) != where:
         password_file = redis_dir(settings.data_dir) / URL_FILE
         return RedisRefused(
             f"{refused} ({error}): it is not the Redis that `cellama up` last started, whose password is in "

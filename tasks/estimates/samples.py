@@ -51,13 +51,13 @@ class SampleWriter:
         self._redis = redis
         self._unsaved: deque[tuple[str, str]] = deque(maxlen=MAX_UNSAVED)
 
-    def note(self, kind: JobClass, *, asked: int, amount: float, speed: float = 1.0) -> None:
-        """Note the amount of work of a job that requested `asked` tokens or texts.
+    def note(self, kind: JobClass, *, size: int, amount: float, speed: float = 1.0) -> None:
+        """Note the amount of work of a job that requested `size` tokens or texts.
 
         `speed` is in tokens per second and slot, or 1 for work that is counted in seconds.
         """
         if 0 < amount < math.inf and 0 < speed < math.inf:
-            self._unsaved.append((kind.key, f"{asked} {amount:.6g} {speed:.6g}"))
+            self._unsaved.append((kind.key, f"{size} {amount:.6g} {speed:.6g}"))
 
     def flush(self) -> None:
         """Write the new samples. They are lost if it raises RedisError, which only makes estimates less precise."""
@@ -74,7 +74,7 @@ class SampleWriter:
 class Sample:
     """The size, work and speed of a finished job."""
 
-    asked: float  # requested tokens or texts
+    size: float  # requested tokens or texts
     amount: float  # tokens or seconds of work
     speed: float  # tokens per second and slot, or 1
 
@@ -85,12 +85,12 @@ class Samples:
 
     by_class: Mapping[JobClass, Sequence[Sample]]
 
-    def amounts(self, kind: JobClass, asked: int) -> list[float]:
+    def amounts(self, kind: JobClass, size: int) -> list[float]:
         """Return equally likely amounts of work of such a job; empty if no job of its class has finished."""
         other = JobClass(kind.queue, kind.kind, not kind.is_bulk)
         samples = self.by_class.get(kind) or self.by_class.get(other) or ()
-        nearest = sorted(samples, key=lambda sample: abs(math.log(sample.asked / asked)))[:NUM_NEAREST]
-        return [sample.amount * asked / sample.asked for sample in nearest]
+        nearest = sorted(samples, key=lambda sample: abs(math.log(sample.size / size)))[:NUM_NEAREST]
+        return [sample.amount * size / sample.size for sample in nearest]
 
     @property
     def speed(self) -> float | None:
@@ -121,9 +121,9 @@ def _valid(entries: Any) -> list[Sample]:
     samples = []
     for entry in entries if isinstance(entries, list) else ():
         try:
-            asked, amount, speed = map(float, entry.split())
+            size, amount, speed = map(float, entry.split())
         except (ValueError, AttributeError):
             continue
-        if all(0 < value < math.inf for value in (asked, amount, speed)):
-            samples.append(Sample(asked, amount, speed))
+        if all(0 < value < math.inf for value in (size, amount, speed)):
+            samples.append(Sample(size, amount, speed))
     return samples

@@ -30,7 +30,7 @@ from cellama.tasks.state.reader import (
     request_page,
 )
 
-from .subscriptions import Mailbox, RedisWire, Sign, Subscriptions, Wire
+from .subscriptions import Mailbox, RedisWire, Signal, Subscriptions, Wire
 
 MAX_READS = 32  # per round trip, whose replies are in memory at the same time
 MAX_QUIET_S = 8.0  # seconds between two reads of the journal of a known job without new events
@@ -141,11 +141,11 @@ class Streams:
         """Return the next events, if any, from the mailbox or from the journal."""
         if not cursor.needs_journal:
             found = await box.get(timer.wait_s())
-            if not isinstance(found, Sign):
+            if not isinstance(found, Signal):
                 return (event for message in found for event in cursor.from_published(message))
-            if found is Sign.SUBSCRIBED:
+            if found is Signal.SUBSCRIBED:
                 cursor.reconnected()
-            elif found is Sign.SILENCE and not timer.take_journal_turn():
+            elif found is Signal.SILENCE and not timer.take_journal_turn():
                 return ()
         page = await self._journals.read(cursor.job_id, cursor.journal_start)
         timer.journal_read(page.is_known)

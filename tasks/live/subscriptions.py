@@ -33,7 +33,7 @@ PAGE = 500  # channels per command, during which Redis serves no other client
 _NOTHING = object()
 
 
-class Sign(enum.Enum):
+class Signal(enum.Enum):
     """A notification that a reader gets instead of messages."""
 
     SUBSCRIBED = "subscribed: no later message is missing, and older ones are in the journal"
@@ -47,13 +47,13 @@ class Mailbox:
     Messages are discarded before the channel is subscribed, and from an overflow until the reader is notified of it.
     """
 
-    __slots__ = ("_deadline", "_failure", "_loop", "_messages", "_num_bytes", "_sign", "_timer", "_waiter", "channel")
+    __slots__ = ("_deadline", "_failure", "_loop", "_messages", "_num_bytes", "_signal", "_timer", "_waiter", "channel")
 
     def __init__(self, channel: bytes) -> None:
         self.channel = channel
         self._messages: list[bytes] = []
         self._num_bytes = 0
-        self._sign: Sign | None = None  # delivered before the messages
+        self._signal: Signal | None = None  # delivered before the messages
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -62,12 +62,12 @@ class Mailbox:
 
     def put(self, message: bytes) -> None:
         """Add a message, or drop all messages if they exceed the limit, because the journal has them."""
-        if self._sign is Sign.LAGGED:
+        if self._signal is Signal.LAGGED:
             return
         self._num_bytes += len(message)
         if self._num_bytes > MAX_UNREAD_BYTES:
             self._drop()
-            self._sign = self._sign or Sign.LAGGED
+            self._signal = self._signal or Signal.LAGGED
         else:
             self._messages.append(message)
         self._wake()
@@ -75,7 +75,7 @@ class Mailbox:
     def subscribed(self) -> None:
         """Notify the reader that the channel is subscribed, initially or after a lost connection."""
         self._drop()
-        self._sign = Sign.SUBSCRIBED
+        self._signal = Signal.SUBSCRIBED
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -83,21 +83,21 @@ class Mailbox:
         self._failure = error
         self._wake()
 
-    async def get(self, timeout_s: float) -> list[bytes] | Sign:
-        """Return the unread messages, or wait for the next ones or for a sign. Raises the error of `fail`."""
+    async def get(self, timeout_s: float) -> list[bytes] | Signal:
+        """Return the unread messages, or wait for the next ones or for a signal. Raises the error of `fail`."""
         if not self._has_news():
             await self._wait(timeout_s)
         if self._failure is not None:
             raise self._failure
-        if self._sign is not None:
-            sign, self._sign = self._sign, None
-            return sign
+        if self._signal is not None:
+            signal, self._signal = self._signal, None
+            return signal
         messages = self._messages
         self._drop()
-        return messages or Sign.SILENCE
+        return messages or Signal.SILENCE
 
     def _has_news(self) -> bool:
-        return bool(self._messages) or self._sign is not None or self._failure is not None
+        return bool(self._messages) or self._signal is not None or self._failure is not None
 
     async def _wait(self, timeout_s: float) -> None:
         self._deadline = self._loop.time() + timeout_s

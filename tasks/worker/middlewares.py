@@ -79,15 +79,15 @@ class ServiceTimes(Middleware):
         if not work.counts_tokens:
             seconds = time.monotonic() - attempt.began_at
             num_slots = min(work.num_parts, self._num_slots(str(result.get("model"))))
-            self._samples.note(kind, asked=work.num_units, amount=seconds * num_slots)
+            self._samples.note(kind, size=work.num_units, amount=seconds * num_slots)
         elif result["finish_reason"] in ("stop", "length"):
             generated, timings = result["usage"]["completion_tokens"], result["timings"]
             slot_s = (timings["duration_ms"] - timings["queue_ms"]) / 1e3
             if work.num_parts == 1 and (rate := timings.get("generation_rate")):
-                self._samples.note(kind, asked=work.num_units, amount=slot_s * rate, speed=rate)
+                self._samples.note(kind, size=work.num_units, amount=slot_s * rate, speed=rate)
             elif slot_s > 0:  # several completions or a single token, for which the timings give no rate
                 amount = max(1, generated)
-                self._samples.note(kind, asked=work.num_units, amount=amount, speed=amount / work.num_parts / slot_s)
+                self._samples.note(kind, size=work.num_units, amount=amount, speed=amount / work.num_parts / slot_s)
 
     def _num_slots(self, model_id: str) -> int:
         """Return the number of slots of a model that generates, or 1 for other models."""

@@ -33,7 +33,7 @@ class Neighbour:
 class Neighbours:
     """Passes the reports of the machine's other workers to CoreSharing. The registry thread calls `share_cores`.
 
-    Each machine has a key of its own, so the cost does not grow with the number of machines.
+    Each machine has a key of its report, so the cost does not grow with the number of machines.
     """
 
     def __init__(self, redis: Redis, worker: str, cores: CoreSharing) -> None:
@@ -44,9 +44,9 @@ class Neighbours:
 
     def share_cores(self) -> None:
         """Write the report of this worker and read those of the others. Raises RedisError."""
-        own, now = self._cores.report(), redis_time(self._redis)
-        self._key = machine_key(own["machine"])
-        entry = Neighbour(self._worker, socket.gethostname(), now, own)
+        report, now = self._cores.report(), redis_time(self._redis)
+        self._key = machine_key(report["machine"])
+        entry = Neighbour(self._worker, socket.gethostname(), now, report)
         with self._redis.pipeline() as pipeline:
             pipeline.hset(self._key, self._worker, json.dumps(asdict(entry)))
             pipeline.expire(self._key, int(ENTRY_TTL_S))
@@ -57,7 +57,7 @@ class Neighbours:
         if gone:
             self._redis.hdel(self._key, *gone)
         others = [other for name, other in found.items() if other and name not in gone and other.name != self._worker]
-        self._cores.meet(peers_of(self._worker, own, others))
+        self._cores.meet(peers_of(self._worker, report, others))
 
     def close(self) -> None:
         """Remove this worker's report, so that the others can use its cores immediately."""
@@ -76,7 +76,7 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
         return None
 
 
-def peers_of(worker: str, own: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
+def peers_of(worker: str, report: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
     """Return the workers that share a processor with this one. The order of names decides who gets a remainder."""
     host = socket.gethostname()  # workers of the same container share its CPU limit
     return [
@@ -87,5 +87,5 @@ def peers_of(worker: str, own: dict[str, Any], others: Iterable[Neighbour]) -> l
             goes_first=other.name < worker,
         )
         for other in others
-        if set(other.cores["processors"]) & set(own["processors"])
+        if set(other.cores["processors"]) & set(report["processors"])
     ]

@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
-from cellama.config.local_redis import kept_url, redis_dir
+from cellama.config.local_redis import redis_dir, stored_url
 
 from ..conftest import PATIENCE_S, descendants, wait_until
 from .machines import CELLAMA, Machine, up
@@ -61,7 +61,7 @@ def test_redis_password_is_found_by_programs_of_the_same_user_and_never_printed(
     options: dict[str, Any] = {"cwd": machine.folder, "env": machine.environment, "text": True}
     produced = subprocess.run(argv, **options, capture_output=True, timeout=PATIENCE_S)
     assert produced.stdout.strip() == ", there was a", produced.stderr
-    url = kept_url(redis_dir(machine.folder / "data"))
+    url = stored_url(redis_dir(machine.folder / "data"))
     assert url is not None
     assert url.password is not None
     with (

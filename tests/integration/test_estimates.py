@@ -173,7 +173,7 @@ class Cluster:
         self.write(job, 1, events.done("stop", usage_of(prompt_tokens=1, completion_tokens=1)))
         work = work_of("cellama.generate", [], {"max_tokens": job.asked})
         kind = class_of(QUEUE, work, job.priority)
-        self.samples.note(kind, asked=job.asked, amount=job.tokens, speed=self.speeds[worker])
+        self.samples.note(kind, size=job.asked, amount=job.tokens, speed=self.speeds[worker])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cellama.config.local_redis import URL_FILE, redis_dir, with_kept_password
+from cellama.config.local_redis import URL_FILE, redis_dir, with_stored_password
 from cellama.config.redis_url import parse_redis_url
 
 
@@ -21,7 +21,7 @@ def data_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:6379/0", "redis://localhost/3"])
 def test_local_redis_url_gets_the_stored_password(data_dir: Path, url: str) -> None:
     plain = parse_redis_url(url)
-    assert with_kept_password(plain, data_dir) == replace(plain, password="s/cret")
+    assert with_stored_password(plain, data_dir) == replace(plain, password="s/cret")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_local_redis_url_gets_the_stored_password(data_dir: Path, url: str) -> N
     ],
 )
 def test_other_redis_urls_are_unchanged(data_dir: Path, url: str) -> None:
-    assert with_kept_password(parse_redis_url(url), data_dir) == parse_redis_url(url)
+    assert with_stored_password(parse_redis_url(url), data_dir) == parse_redis_url(url)
 
 
 @pytest.mark.parametrize("text", [None, "", "nonsense", "redis://127.0.0.1:6379/0", "\udcff"])
@@ -46,4 +46,4 @@ def test_local_redis_url_is_unchanged_when_no_password_is_stored(tmp_path: Path,
     if text is not None:
         redis_dir(tmp_path).mkdir()
         (redis_dir(tmp_path) / URL_FILE).write_bytes(text.encode(errors="surrogateescape"))
-    assert with_kept_password(where, tmp_path) == where
+    assert with_stored_password(where, tmp_path) == where

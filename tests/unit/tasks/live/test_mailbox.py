@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from cellama.tasks.live.subscriptions import MAX_UNREAD_BYTES, Mailbox, Sign
+from cellama.tasks.live.subscriptions import MAX_UNREAD_BYTES, Mailbox, Signal
 
 SOON_S, LATE_S = 0.001, 60.0
 
@@ -24,14 +24,14 @@ def test_mailbox_returns_all_messages_in_order() -> None:
         box.put(b"a")
         box.put(b"b")
         assert await box.get(LATE_S) == [b"a", b"b"]
-        assert await box.get(SOON_S) is Sign.SILENCE
+        assert await box.get(SOON_S) is Signal.SILENCE
 
     with_mailbox(body)
 
 
 def test_mailbox_wakes_its_reader_for_messages_and_signs() -> None:
     async def body(box: Mailbox) -> None:
-        for come, found in ((lambda: box.put(b"a"), [b"a"]), (box.subscribed, Sign.SUBSCRIBED)):
+        for come, found in ((lambda: box.put(b"a"), [b"a"]), (box.subscribed, Signal.SUBSCRIBED)):
             reading = asyncio.ensure_future(box.get(LATE_S))
             await asyncio.sleep(0)
             come()
@@ -45,7 +45,7 @@ def test_full_mailbox_drops_all_messages_and_reports_it_once() -> None:
         for _ in range(MAX_UNREAD_BYTES // 1000 + 1):
             box.put(b"x" * 1000)
         box.put(b"later")
-        assert await box.get(LATE_S) is Sign.LAGGED
+        assert await box.get(LATE_S) is Signal.LAGGED
         box.put(b"new")
         assert await box.get(LATE_S) == [b"new"]
 
@@ -55,7 +55,7 @@ def test_full_mailbox_drops_all_messages_and_reports_it_once() -> None:
 def test_mailbox_drops_a_message_larger_than_its_limit() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"x" * (MAX_UNREAD_BYTES + 1))
-        assert await box.get(LATE_S) is Sign.LAGGED
+        assert await box.get(LATE_S) is Signal.LAGGED
 
     with_mailbox(body)
 
@@ -67,7 +67,7 @@ def test_mailbox_reports_a_new_subscription_before_any_message() -> None:
         for _ in range(MAX_UNREAD_BYTES // 1000 + 1):
             box.put(b"x" * 1000)
         box.put(b"new")
-        assert await box.get(LATE_S) is Sign.SUBSCRIBED
+        assert await box.get(LATE_S) is Signal.SUBSCRIBED
         assert await box.get(LATE_S) == [b"new"]
 
     with_mailbox(body)

@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import AuthenticationError, ConnectionError as RedisConnectionError, NoPermissionError
 
 from cellama.tasks.live import subscriptions as module
-from cellama.tasks.live.subscriptions import Mailbox, Sign, Subscriptions
+from cellama.tasks.live.subscriptions import Mailbox, Signal, Subscriptions
 
 from .wires import ScriptedWire, Wires, settle
 
@@ -33,7 +33,7 @@ def with_wires(*script: ScriptedWire | Exception) -> Callable[[Callable[[Subscri
     return run
 
 
-async def news(box: Mailbox) -> list[bytes] | Sign:
+async def news(box: Mailbox) -> list[bytes] | Signal:
     return await box.get(LATE_S)
 
 
@@ -44,9 +44,9 @@ def test_readers_that_join_together_are_subscribed_with_one_command() -> None:
     async def _(subscriptions: Subscriptions) -> None:
         with ExitStack() as stack:
             boxes = [stack.enter_context(subscriptions.mailbox(f"c{n % 10}")) for n in range(20)]
-            assert [await news(box) for box in boxes] == [Sign.SUBSCRIBED] * 20
+            assert [await news(box) for box in boxes] == [Signal.SUBSCRIBED] * 20
             late = stack.enter_context(subscriptions.mailbox("late"))
-            assert await news(late) is Sign.SUBSCRIBED
+            assert await news(late) is Signal.SUBSCRIBED
         assert wire.commands(b"SUBSCRIBE") == [{b"c%d" % n for n in range(10)}, {b"late"}]
 
 
@@ -56,13 +56,13 @@ def test_message_reaches_all_readers_of_its_channel_and_no_other() -> None:
     @with_wires(wire)
     async def _(subscriptions: Subscriptions) -> None:
         with subscriptions.mailbox("a") as one, subscriptions.mailbox("a") as two, subscriptions.mailbox("b") as other:
-            assert [await news(box) for box in (one, two, other)] == [Sign.SUBSCRIBED] * 3
+            assert [await news(box) for box in (one, two, other)] == [Signal.SUBSCRIBED] * 3
             wire.publish(b"a", b"1")
             wire.publish(b"b", b"2")
             wire.publish(b"a", b"3")
             assert [await news(box) for box in (one, two, other)] == [[b"1", b"3"], [b"1", b"3"], [b"2"]]
             with subscriptions.mailbox("a") as third:  # subscribed already
-                assert await news(third) is Sign.SUBSCRIBED
+                assert await news(third) is Signal.SUBSCRIBED
 
 
 def test_channel_is_unsubscribed_when_its_last_reader_leaves() -> None:
@@ -97,9 +97,9 @@ def test_reader_that_joins_after_the_last_one_left_waits_for_a_new_subscription(
             await settle(lambda: len(wire.commands(b"SUBSCRIBE")) == 2)
             wire.confirm([b"SUBSCRIBE", b"a"])
             wire.confirm([b"UNSUBSCRIBE", b"a"])
-            assert await box.get(0.001) is Sign.SILENCE
+            assert await box.get(0.001) is Signal.SILENCE
             wire.confirm([b"SUBSCRIBE", b"a"])
-            assert await news(box) is Sign.SUBSCRIBED
+            assert await news(box) is Signal.SUBSCRIBED
 
 
 def test_lost_connection_is_reopened_and_every_reader_is_notified() -> None:
@@ -109,7 +109,7 @@ def test_lost_connection_is_reopened_and_every_reader_is_notified() -> None:
     async def _(subscriptions: Subscriptions) -> None:
         with subscriptions.mailbox("a") as one, subscriptions.mailbox("b") as two:
             for wire in (first, second):
-                assert [await news(box) for box in (one, two)] == [Sign.SUBSCRIBED] * 2
+                assert [await news(box) for box in (one, two)] == [Signal.SUBSCRIBED] * 2
                 assert wire.commands(b"SUBSCRIBE") == [{b"a", b"b"}]
                 wire.publish(b"a", b"1")
                 assert await news(one) == [b"1"]
@@ -129,9 +129,9 @@ def test_reader_that_joins_during_a_reconnect_is_subscribed_with_the_others() ->
             await settle(lambda: first.is_closed)
             with subscriptions.mailbox("a") as two:
                 await settle(lambda: second.sent)
-                assert await two.get(0.001) is Sign.SILENCE
+                assert await two.get(0.001) is Signal.SILENCE
                 second.confirm([b"SUBSCRIBE", b"a"])
-                assert [await news(box) for box in (one, two)] == [Sign.SUBSCRIBED] * 2
+                assert [await news(box) for box in (one, two)] == [Signal.SUBSCRIBED] * 2
 
 
 @pytest.mark.parametrize("error", [RedisConnectionError("refused"), AuthenticationError("no"), NoPermissionError("no")])
@@ -147,7 +147,7 @@ def test_connection_error_reaches_every_reader_and_the_next_one_reconnects(error
                 with pytest.raises(type(error)):
                     await news(box)
             with subscriptions.mailbox("a") as three:
-                assert await news(three) is Sign.SUBSCRIBED
+                assert await news(three) is Signal.SUBSCRIBED
         assert last.commands(b"SUBSCRIBE") == [{b"a"}]
 
 
@@ -177,7 +177,7 @@ def test_connection_is_reopened_when_pings_get_no_reply(monkeypatch: pytest.Monk
     @with_wires(first, second)
     async def _(subscriptions: Subscriptions) -> None:
         with subscriptions.mailbox("a") as box:
-            assert [await news(box), await news(box)] == [Sign.SUBSCRIBED] * 2
+            assert [await news(box), await news(box)] == [Signal.SUBSCRIBED] * 2
             assert (b"PING",) in map(tuple, first.sent)
             assert first.is_closed
             monkeypatch.setattr(module, "TICK_S", 60.0)
@@ -197,6 +197,6 @@ def test_connection_without_readers_is_closed(
             first.reply(b"PONG")
         await asyncio.wait_for(first.closed.wait(), LATE_S)
         with subscriptions.mailbox("b") as box:
-            assert await news(box) is Sign.SUBSCRIBED
+            assert await news(box) is Signal.SUBSCRIBED
         assert second.commands(b"SUBSCRIBE") == [{b"b"}]
         assert caplog.messages == []  # no message was lost
