@@ -183,7 +183,7 @@ def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool =
 
 
 class DesiredStateRecord:
-    """The records of a worker and of its pool in Redis. Any thread may use it. Each method may raise RedisError."""
+    """The records of a worker and of its pool in Redis. Any thread may call its methods, which raise RedisError."""
 
     def __init__(self, redis: Redis, pool: str, worker: str) -> None:
         self._redis = redis

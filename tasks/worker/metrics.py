@@ -29,7 +29,7 @@ from cellama.tasks.middleware import AttemptContext, Middleware
 
 from .telemetry import TelemetryRelay
 
-CELERY_STATES = {"success": "SUCCESS", "failure": "FAILURE", "revoked": "REVOKED"}  # by the ends that end the job
+CELERY_STATES = {"success": "SUCCESS", "failure": "FAILURE", "revoked": "REVOKED"}  # by attempt.end
 VLLM_REASONS = {"cancelled": "abort", "timeout": "abort"}  # vLLM only has stop, length, abort and error
 ENGINE = "0"  # vLLM's index of the only engine of a model
 SNAPSHOT_ROWS = [row for row in TABLE.values() if row.field]
