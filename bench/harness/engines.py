@@ -33,17 +33,17 @@ FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in ev
 
 
 def model_path(given: Path | None) -> Path:
-    """The model of a benchmark: the given file, else the 174M one with random weights, written once."""
+    """Return the model of a benchmark: the given file, or the 174M model with random weights, written once."""
     return given.absolute() if given else cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
 
 
 def cached_model(name: str, shape: Shape, file_type: str) -> Path:
-    """A file with random weights in the cache folder, written if it is not there."""
+    """Return a file with random weights in the cache directory, written if it is missing."""
     return _cached(name, lambda path: write_model(path, shape, file_type=file_type))
 
 
 def padded_model() -> Path:
-    """The bundled model at the cost of one with 160M parameters, written once."""
+    """Return the bundled model at the cost of one with 160M parameters, written once."""
     return _cached("padded-160m-q8_0.gguf", lambda path: write_padded(path, 160.0))
 
 
@@ -59,20 +59,20 @@ def _cached(name: str, write: Callable[[Path], None]) -> Path:
 
 
 def context(slots: int, prompt: int, new: int) -> int:
-    """Tokens of all KV streams for requests of these lengths, each stream padded as llama.cpp pads it."""
+    """Return tokens of all KV streams for requests of these lengths, each stream padded as llama.cpp pads it."""
     return -(-(prompt + new) // STREAM_PADDING) * STREAM_PADDING * slots
 
 
 @contextlib.contextmanager
 def loaded(path: Path, **options: Any) -> Iterator[Model]:
-    """The model in an engine with these options, on all cores unless they say otherwise."""
+    """Load the model into an engine with these options, by default on all cores."""
     with loaded_each(path, bench=options) as models:
         yield models["bench"]
 
 
 @contextlib.contextmanager
 def loaded_each(path: Path, **options: Mapping[str, Any]) -> Iterator[dict[str, Model]]:
-    """The model in several engines, by name, each with its options."""
+    """Load the model into several engines, by name, each with its options."""
     manager = ModelManager()
     try:
         yield {
@@ -86,7 +86,7 @@ def loaded_each(path: Path, **options: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def random_prompts(count: int, length: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
-    """Prompts of `length` random tokens, the first `shared` of which are the same in all."""
+    """Return prompts of `length` random tokens, of which the first `shared` are the same in all."""
     rng = random.Random(seed)
 
     def words(number: int) -> list[int]:
@@ -99,7 +99,10 @@ def random_prompts(count: int, length: int, *, shared: int = 0, seed: int = 0) -
 def run_all(
     model: Model, prompts: Sequence[Sequence[int]], num_new: int | Sequence[int], **params: Any
 ) -> tuple[float, list[Completion]]:
-    """All prompts at once, greedy, exactly `num_new` tokens each; seconds until the last, and the completions."""
+    """Run all prompts concurrently for exactly `num_new` greedy tokens.
+
+    Return the seconds until the last and the completions.
+    """
     lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
     requests = [
         Request(str(i), tuple(prompt), **{"sampling": GREEDY, "max_tokens": length, "ignore_eos": True, **params})
@@ -114,7 +117,7 @@ def run_all(
 def submit_together(
     model: Model, requests: Iterable[Request], new_listener: Callable[[], Callable[[Event], None] | None] = lambda: None
 ) -> list[Handle]:
-    """Submits requests so that the engine finds all of them at its next step, however slow this thread is."""
+    """Submit requests together, so that the engine receives all of them before its next step."""
     with model.engine._inbox._changed:
         return [model.engine.submit(request, new_listener()) for request in requests]
 
@@ -129,22 +132,22 @@ class Together:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Return the tokens per second."""
         return self.num_tokens / self.seconds
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that were right."""
+        """Return the number of accepted draft tokens."""
         return sum(completion.usage.accepted_prediction_tokens for completion in self.completions)
 
     @property
     def num_rejected(self) -> int:
-        """Draft tokens that were wrong."""
+        """Return the number of rejected draft tokens."""
         return sum(completion.usage.rejected_prediction_tokens for completion in self.completions)
 
 
 def run_together(model: Model, requests: Sequence[Request]) -> Together:
-    """Runs requests at once, to their ends."""
+    """Run requests concurrently until all have finished."""
     came: list[list[tuple[float, int]]] = [[] for _ in requests]  # when how many tokens of a request came
     listeners = iter([_listener(entries) for entries in came])
     handles = submit_together(model, requests, listeners.__next__)
@@ -163,13 +166,13 @@ def _listener(entries: list[tuple[float, int]]) -> Callable[[Event], None]:
 
 
 def warm_up(model: Model) -> None:
-    """Pages in weights and cells."""
+    """Page in weights and cells."""
     run_all(model, [[FIRST_WORD + i for i in range(16)]], 4, cache_prompt=False)
 
 
 @contextlib.contextmanager
 def steps_of(model: Model) -> Iterator[list[StepStats]]:
-    """The steps that an engine does within the block."""
+    """Collect the steps of an engine within the block."""
     steps: list[StepStats] = []
     on_step = model.engine._core.telemetry.on_step
     on_step.append(steps.append)
@@ -180,6 +183,6 @@ def steps_of(model: Model) -> Iterator[list[StepStats]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of all lie (nearest rank)."""
+    """Return the quantile of the values for `share`, by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

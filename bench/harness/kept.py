@@ -52,7 +52,7 @@ class Figure:
     factor: float
 
     def source(self, results: Results) -> dict[str, Any]:
-        """The line that it is from. Raises LookupError if there is none."""
+        """Return the kept result of a figure. Raises LookupError if there is none."""
         for line in reversed(results.lines(self.name)):
             if self.model in str(line.get("model", "")) and self._of(line) is not None:
                 return dict(line)
@@ -70,7 +70,7 @@ class Figure:
         return f"{value:.{len(self.shown.partition('.')[2])}f}"
 
     def _of(self, line: Mapping[str, Any]) -> Any:
-        """A number, or None."""
+        """Return a number, or None."""
         if not self.where:
             return line.get("ratios", {}).get(self.what)
         fitting = [
@@ -80,12 +80,12 @@ class Figure:
 
 
 def figures(text: str) -> Iterator[Figure]:
-    """The figures of a page."""
+    """Yield the figures of a page."""
     return map(_figure, _FIGURE.finditer(text))
 
 
 def refreshed(text: str, results: Results) -> str:
-    """The page with what was measured."""
+    """Return the page with the measured figures."""
     return _FIGURE.sub(lambda found: _figure(found).measured(results) + found[0][len(found["shown"]) :], text)
 
 

@@ -47,7 +47,7 @@ class LoadShape:
 
 
 def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
-    """Shuffled conversations with `shape.num_requests` turns in all; other seeds share nothing, heads neither.
+    """Return shuffled conversations with `shape.num_requests` turns in total. Different seeds share no prefix.
 
     A chat's prompt has the turns before, those of the assistant drawn like the others: what is generated is not the
     same with all peers, because they round differently.
@@ -61,7 +61,7 @@ def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
 
 
 def flat(found: Iterable[Conversation]) -> list[Line]:
-    """All turns in order, for those who get everything at once."""
+    """Return all turns in order, for servers that get all requests at once."""
     return [line for conversation in found for line in conversation]
 
 

@@ -37,7 +37,7 @@ class Paced(Adaptive):
 
 @contextlib.contextmanager
 def slowed(path: Path, seconds: float = SLOW_S) -> Iterator[None]:
-    """Workers that look at this file take so long for a step, for the length of a `with` block."""
+    """Slow down the steps of workers that read this file, within the `with` block."""
     writing = path.with_suffix(".new")
     writing.write_text(str(seconds))
     writing.rename(path)  # no reader finds half of it

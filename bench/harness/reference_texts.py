@@ -25,20 +25,20 @@ class ReferenceText(NamedTuple):
     ties: Sequence[tuple[int, int]]  # characters among which a text that goes another way at the tie first differs
 
     def compare(self, text: str) -> Literal["same", "tied", "other"]:
-        """Whether the text is the same, goes another way at a near tie, or is wrong."""
+        """Return whether the text is the same, differs at a near tie, or is wrong."""
         if text == self.text:
             return "same"
         place = self.place_of_difference(text)
         return "tied" if any(start <= place < end for start, end in self.ties) else "other"
 
     def place_of_difference(self, text: str) -> int:
-        """The first character in which another text differs."""
+        """Return the index of the first character that differs from another text."""
         pairs = zip(self.text, text, strict=False)
         return next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(self.text), len(text)))
 
 
 def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
-    """The texts of jobs that asked for LOGPROBS, with the vocabulary of the model at `source`."""
+    """Return the texts of jobs that asked for LOGPROBS, with the vocabulary of the model at `source`."""
     with Tokenizer(source) as tokenizer:
         return [_reference_text(result, tokenizer) for result in results]
 
@@ -54,6 +54,6 @@ def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
 
 
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:
-    """To the next one. What is likelier than a greedy choice could not be chosen: after a story that is its end."""
+    """Return the margin to the next likely token. Likelier tokens could not be chosen, such as the end of a story."""
     allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
     return chosen - allowed[1] if len(allowed) > 1 else math.inf

@@ -35,7 +35,7 @@ class Report:
 
 
 def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool = False) -> None:
-    """Prints a report; with `save` its JSON line is appended to the results of this benchmark."""
+    """Print a report. With `save`, append its JSON line to the results of this benchmark."""
     console = Console(width=max(100, Console().width))
     title: str | None = f"{name}: " + ", ".join(f"{key} {value}" for key, value in workload.items())
     for _, rows in itertools.groupby(report.rows, key=tuple):
@@ -78,7 +78,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def where() -> dict[str, str]:
-    """Hardware and commit, which is marked if files differ from it; kept results don't count."""
+    """Return hardware and commit. The commit is marked if files differ from it, except kept results."""
     commit = _git("describe", "--always") + "-dirty" * bool(_git("diff", "HEAD", "--name-only", "--", *_SOURCES))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{platform.machine()}, {_cpu_name()}, {cores} cores, Python {platform.python_version()}"

@@ -74,13 +74,13 @@ class CountingStrategy(Paced):
 
 @functools.cache
 def _redis_port() -> int:
-    """One for all services of this process: Celery reads its configuration once."""
+    """Return the port for all services of this process, because Celery reads its configuration once."""
     return free_port()
 
 
 @functools.cache
 def _redis_password() -> str:
-    """The same for all of them, for the same reason."""
+    """Return the password for all services of this process, for the same reason."""
     return secrets.token_urlsafe(24)
 
 
@@ -166,11 +166,11 @@ class Service:
         return self.folder / "pace"
 
     def slowed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Every step takes so long, for the length of a `with` block: work that lasts on a fast machine."""
+        """Slow down every step within a `with` block, so that work lasts long enough on a fast machine."""
         return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
     def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
-        """Starts a worker, under a new name or that of one which ended; returns the name. Its clock may be ahead."""
+        """Start a worker with a new name or that of a stopped one, and return the name. Its clock can be ahead."""
         name = name or next(self._names)
         self._ahead_s.setdefault(name, ahead_s)
         self.processes[name] = self._starter.submit(self._start, name).result()
@@ -194,7 +194,7 @@ class Service:
             )
 
     def wait_ready(self) -> None:
-        """Until every worker is in the registry. Raises RuntimeError with the end of a log."""
+        """Wait until every worker is in the registry. Raises RuntimeError with the end of a log."""
         pids = {process.pid for process in self.processes.values()}
 
         def registered() -> bool:
@@ -210,7 +210,7 @@ class Service:
         self.processes[name].wait()
 
     def end_workers(self, signum: int = signal.SIGTERM) -> None:
-        """Ask all workers to end, wait until they have, and forget them."""
+        """Stop all workers and wait until they have exited."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -232,7 +232,7 @@ class Service:
         self.redis_server.load_delay_us = 0
 
     def roll_back_redis(self, lost_s: float = 1.0) -> None:
-        """Kills Redis, and starts it again without what it has written in the last second."""
+        """Kill Redis and restart it without the writes of the last second."""
         self.redis.config_set("auto-aof-rewrite-percentage", 0)  # so that the file only grows meanwhile
         data = self.folder / "redis"
         [growing] = [*data.glob("appendonly.aof"), *data.glob("appendonlydir/*.incr.aof")]  # Redis 6, Redis 7
@@ -244,7 +244,7 @@ class Service:
         self._starter.submit(self.redis_server.run).result()
 
     def num_sampled(self) -> int:
-        """Tokens sampled by all workers that ever were, dead ones too."""
+        """Return the number of tokens sampled by all workers, including dead ones."""
         return sum(_COUNT.unpack(path.read_bytes())[0] for path in (self.folder / "counters").iterdir())
 
     def log(self, name: str) -> str:
@@ -252,7 +252,7 @@ class Service:
 
     @contextlib.contextmanager
     def counting_results(self) -> Iterator[StoredStates]:
-        """The final states that are stored, as Celery announces them."""
+        """Collect the final states that Celery stores."""
         stored = StoredStates()
         pubsub = self.redis.pubsub()  # type: ignore[no-untyped-call]
 
@@ -275,7 +275,7 @@ class Service:
 def serving(
     model: Mapping[str, Any], *, workers: int = 1, settings: Mapping[str, str] | None = None
 ) -> Iterator[Service]:
-    """A service in a temporary folder with one model, called "bench" unless it says otherwise, and ready workers."""
+    """Run a service in a temporary directory with one model, by default called "bench", and ready workers."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Service(Path(folder), [{"id": "bench", "default": True, **model}], **(settings or {})) as service,
@@ -288,7 +288,7 @@ def serving(
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Polls until the condition gives something true, and returns that. Raises RuntimeError."""
+    """Poll until the condition returns a true value, and return it. Raises RuntimeError."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if value := condition():

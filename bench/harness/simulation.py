@@ -38,7 +38,7 @@ class Costs:
     decode_ms: Mapping[int, float] = field(default_factory=dict)  # of passes of single tokens, by rows, where measured
 
     def of(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a decode call."""
+        """Return the seconds of a decode call."""
         return sum(self._of_pass(length, rows) for length, rows in passes_of(chunks)) / 1e3
 
     def _of_pass(self, length: int, rows: int) -> float:
@@ -50,7 +50,7 @@ class Costs:
 
 
 def passes_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Length and number of the chunks of each pass: those of equal length in consecutive slots (docs/adr/008, 011)."""
+    """Return length and number of the chunks of each pass. A pass has chunks of equal length in consecutive slots."""
     slots: dict[int, list[int]] = {}
     for chunk in chunks:
         slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
@@ -81,7 +81,7 @@ class Simulated:
         return self.gaps_of(self.texts_s)
 
     def gaps_of(self, names: Iterable[str]) -> list[float]:
-        """Milliseconds between the tokens of these requests."""
+        """Return the milliseconds between the tokens of these requests."""
         pairs = (pair for name in names for pair in pairwise(self.texts_s[name]))
         return [(after - before) * 1e3 for before, after in pairs]
 
@@ -94,7 +94,7 @@ def simulate(
     costs: Costs,
     arriving: Sequence[tuple[float, Line]] = (),
 ) -> Simulated:
-    """All lines at once, and interactive ones of other names at their times, in seconds."""
+    """Simulate all lines at once, and interactive ones at the given times in seconds."""
     context = max(len(line.prompt) + line.num_new for line in [*lines, *(line for _, line in arriving)]) + 1
     backend = FakeBackend(n_slots=slots, ctx_per_slot=context, n_batch=2048)
     scheduler, found = Scheduler(Limits(512, 512), strategy, backend, SAVED_BYTES), Simulated()
@@ -126,7 +126,7 @@ def _move(scheduler: Scheduler, found: Simulated) -> None:
 
 
 def _decode(scheduler: Scheduler, works: list[SlotWork], costs: Costs, found: Simulated) -> int:
-    """A decode call as the engine makes it; the number of its tokens."""
+    """Simulate a decode call of the engine, and return the number of its tokens."""
     layout, backend = scheduler.layout, scheduler.cache.memory
     assert isinstance(backend, FakeBackend)
     works, padding = layout.fill(works)

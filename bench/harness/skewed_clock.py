@@ -18,7 +18,7 @@ VARIABLE = "CLOCK_AHEAD_S"
 
 
 def environment_of(ahead_s: float, folder: Path) -> dict[str, str]:
-    """Environment variables of a process whose clock is so far ahead; `folder` gets the module that it imports."""
+    """Return the environment of a process whose clock is ahead. Its module is copied to `folder`."""
     folder.mkdir(exist_ok=True)
     shutil.copy(__file__, folder / "sitecustomize.py")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))

@@ -24,12 +24,15 @@ class Line:
 
 
 def independent(count: int, length: int, num_new: int, *, seed: int = 0) -> list[Line]:
-    """Lines whose prompts share nothing."""
+    """Return lines whose prompts share no prefix."""
     return _lines(random_prompts(count, length, seed=seed), num_new)
 
 
 def families(count: int, length: int, num_new: int, *, shared: int, num_families: int, seed: int = 0) -> list[Line]:
-    """Shuffled lines; those of one family share their first `shared` tokens. Families differ in size by one at most."""
+    """Return shuffled lines.
+
+    Lines of a family share their first `shared` tokens, and families have about the same size.
+    """
     prompts: list[list[int]] = []
     for family in range(num_families):
         size = (count - family + num_families - 1) // num_families
@@ -43,7 +46,7 @@ def _lines(prompts: Iterable[Sequence[int]], num_new: int) -> list[Line]:
 
 
 def write_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Writes them as JSONL."""
+    """Write lines as JSONL."""
     with path.open("w", encoding="utf-8") as file:
         for line in lines:
             body = {"max_tokens": line.num_new, "temperature": 0, "ignore_eos": True}
@@ -51,7 +54,7 @@ def write_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that `write_lines` wrote, one at a time."""
+    """Yield the lines of a file that `write_lines` wrote, one at a time."""
     with path.open(encoding="utf-8") as file:
         for text in file:
             found = json.loads(text)
@@ -59,7 +62,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
-    """The least number of prompt tokens to compute: each different prefix once."""
+    """Return the minimum number of prompt tokens to compute: each distinct prefix once."""
     num_tokens = 0
     last: Sequence[int] = ()
     for prompt in sorted(map(tuple, prompts)):
@@ -69,6 +72,6 @@ def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     differing = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))

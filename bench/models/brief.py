@@ -21,7 +21,7 @@ _FREQUENCY_PENALTY = 1.5  # a list of one number, or a text of one word, ends af
 
 
 def brief_sampling() -> dict[str, Any]:
-    """The `sampling` of a model's settings: greedy, without repetitions, with a bias towards tokens that close."""
+    """Return `sampling` settings: greedy, without repetitions, with a bias towards closing tokens."""
     tokens = GGUFReader(str(TINY_PATH)).fields["tokenizer.ggml.tokens"]
     texts = [bytes(tokens.parts[index]).decode().replace("Ġ", " ") for index in tokens.data]
     bias = {str(token): _BIAS[text] for token, text in enumerate(texts) if text in _BIAS}

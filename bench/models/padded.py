@@ -25,7 +25,7 @@ Array = NDArray[np.float16]
 
 
 def write_padded(path: Path, params_m: float, *, seed: int = 0) -> None:
-    """Writes the bundled model padded to about `params_m` million parameters, matrices in Q8_0."""
+    """Write the bundled model padded to about `params_m` million parameters, matrices in Q8_0."""
     reader = gguf.GGUFReader(TINY_PATH)
     n_embd, n_layer = _value(reader, "embedding_length"), _value(reader, "block_count")
     total = max(n_layer, round(params_m * 1e6 / (3 * n_embd * N_FF)))
@@ -65,7 +65,7 @@ def _value(reader: gguf.GGUFReader, key: str) -> int:
 
 
 def _widen(name: str, data: Array, rng: np.random.Generator) -> Array:
-    """A feed-forward matrix at the new width: random rows lead in, zero columns lead out."""
+    """Return a feed-forward matrix at the new width: random rows lead in, zero columns lead out."""
     if "ffn_gate" in name or "ffn_up" in name:
         more = rng.standard_normal((N_FF - data.shape[0], data.shape[1]), dtype=np.float32)
         return np.concatenate([data, (more / np.sqrt(data.shape[1])).astype(np.float16)])
@@ -75,7 +75,7 @@ def _widen(name: str, data: Array, rng: np.random.Generator) -> Array:
 
 
 def _silent(name: str, data: Array) -> Array:
-    """Zeros for what leads out of an added layer."""
+    """Return zeros for the output of an added layer."""
     return np.zeros_like(data) if "attn_output" in name or "ffn_down" in name else data
 
 

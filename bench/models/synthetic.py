@@ -45,7 +45,7 @@ class Shape:
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {NUM_BYTES + len(CONTROL) + 1} or more")
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """Everything about the shape that goes into the head of a file."""
+        """Add the metadata of the shape to the header of a file."""
         writer.add_context_length(self.n_ctx)
         writer.add_embedding_length(self.n_embd)
         writer.add_block_count(self.n_layer)
@@ -62,7 +62,7 @@ class Shape:
         return sum(int(np.prod(dims)) for _, dims in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Name and dimensions (rows, columns) of every tensor, in the order of the file."""
+        """Yield name and dimensions (rows, columns) of every tensor, in the order of the file."""
         yield "token_embd.weight", (self.n_vocab, self.n_embd)
         for i in range(self.n_layer):
             yield f"blk.{i}.attn_norm.weight", (self.n_embd,)
@@ -72,15 +72,15 @@ class Shape:
         yield "output.weight", (self.n_vocab, self.n_embd)
 
     def kind_of(self, name: str, dims: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-        """How a tensor is stored in a file whose matrices are of the wanted kind."""
+        """Return the type of a tensor in a file with this type of matrices."""
         return wanted if len(dims) == 2 else gguf.GGMLQuantizationType.F32
 
     def vector(self, rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> NDArray[np.float32]:
-        """Norms, and biases that do no harm; what follows attention must outweigh the last token."""
+        """Return values for norms and biases, so that attention outweighs the last token."""
         return np.full(dims, 4.0 if "post_" in name else 1.0, dtype=np.float32)
 
     def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
-        """Byte-level BPE with one merge (llama.cpp wants some); words fill the vocabulary."""
+        """Add byte-level BPE with one merge, which llama.cpp requires, and words that fill the vocabulary."""
         tokens = [*CONTROL, *_byte_alphabet(), "Ġt"]
         tokens += [f"w{i}" for i in range(self.n_vocab - len(tokens))]
         writer.add_tokenizer_model("gpt2")
@@ -94,7 +94,7 @@ class Shape:
         writer.add_add_bos_token(False)
 
     def attention(self, i: int) -> Iterator[Tensor]:
-        """The tensors of layer i's attention."""
+        """Yield the tensors of layer i's attention."""
         d_kv = self.n_embd // self.n_head * self.n_head_kv
         yield f"blk.{i}.attn_q.weight", (self.n_embd, self.n_embd)
         yield f"blk.{i}.attn_k.weight", (d_kv, self.n_embd)
@@ -102,7 +102,7 @@ class Shape:
         yield f"blk.{i}.attn_output.weight", (self.n_embd, self.n_embd)
 
     def feed_forward(self, i: int) -> Iterator[Tensor]:
-        """The tensors of layer i's feed-forward part."""
+        """Yield the tensors of layer i's feed-forward part."""
         yield f"blk.{i}.ffn_norm.weight", (self.n_embd,)
         yield f"blk.{i}.ffn_gate.weight", (self.n_ff, self.n_embd)
         yield f"blk.{i}.ffn_up.weight", (self.n_ff, self.n_embd)
@@ -110,7 +110,7 @@ class Shape:
 
 
 def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_0", seed: int = 0) -> None:
-    """Writes the file tensor by tensor: one is in memory at a time."""
+    """Write the file tensor by tensor, so that one is in memory at a time."""
     shape = shape or Shape()
     kind, label = FILE_TYPES[file_type]
     writer = gguf.GGUFWriter(path, shape.architecture)
@@ -153,7 +153,7 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, label: gguf.LlamaFileTy
 
 
 def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself if it is printable, else one above 255."""
+    """Return the character for each byte in byte-level BPE: the byte if it is printable, otherwise one above 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(NUM_BYTES) if byte not in printable)
     moved = {byte: NUM_BYTES + index for index, byte in enumerate(others)}

@@ -15,7 +15,7 @@ _WORDS = 0.85  # the share of words in Latin letters
 
 
 def vocabulary(size: int, seed: int = 0) -> list[bytes]:
-    """Tokens that all differ: bytes, numbers, blanks, parts of JSON and code, words, letters of other scripts."""
+    """Return unique tokens: bytes, numbers, blanks, parts of JSON and code, words, and letters of other scripts."""
     random = Random(seed)
     tokens = {bytes([byte]): None for byte in range(256)}
     for part in (*JSON_PARTS, *CODE_PARTS, *(str(number) for number in range(1000))):
@@ -44,7 +44,7 @@ def _letter(random: Random) -> str:
 
 
 def greedy_spelling(tokens: Sequence[bytes]) -> Callable[[bytes], list[int]]:
-    """Texts as tokens of a vocabulary that has every byte: the longest that fits, again and again."""
+    """Return texts as tokens of a vocabulary with every byte, by greedy longest match."""
     ids = {token: number for number, token in enumerate(tokens)}
     longest = max(map(len, tokens))
 

@@ -18,7 +18,7 @@ END_S = 60.0
 def celery_worker(
     app: str, name: str, folder: Path, *options: str, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker of the app in a module, ended with the block; its log is in the folder."""
+    """Run a worker for the app of a module until the block ends. Its log is in the directory."""
     argv = [sys.executable, "-m", "celery", "-A", app, "worker", "-n", f"{name}@bench", *options]
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(

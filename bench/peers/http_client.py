@@ -16,7 +16,7 @@ _LONGEST_LINE = 1 << 24  # bytes; an event of a long prompt's end repeats its se
 
 @contextlib.asynccontextmanager
 async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """The answer behind its headers. Raises RuntimeError when the server refuses."""
+    """Send a request and yield the response after its headers. Raises RuntimeError if the server refuses it."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LONGEST_LINE)
@@ -36,8 +36,10 @@ async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asy
 async def complete(
     port: int, prompt: Sequence[int], num_new: int, note: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """llama-server's last message for a greedy completion past any end mark; with `note` it streams, and `note` is
-    called with each event that has tokens. Raises RuntimeError when the server refuses, or ends early."""
+    """Return llama-server's last message for a greedy completion that ignores end-of-text tokens.
+
+    With `note`, the completion streams, and `note` is called with each event that has tokens. Raises RuntimeError if the
+    server refuses the request or stops early."""
     body = {"prompt": list(prompt), "n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
     last: dict[str, Any] = {}
     async with _post(port, "/completion", {**body, "stream": note is not None}) as reader:
@@ -57,7 +59,7 @@ async def complete(
 async def complete_openai(
     port: int, model: str, prompt: str, num_new: int, note: Callable[[], None]
 ) -> tuple[str, str]:
-    """The id and the text of a streamed greedy completion; `note` is called with each piece of text.
+    """Return the id and the text of a streamed greedy completion; `note` is called with each piece of text.
 
     Raises RuntimeError when the server refuses, or ends early.
     """

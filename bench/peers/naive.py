@@ -37,7 +37,10 @@ def _llama() -> Any:
 
 @app.task(name=TASK)  # type: ignore[untyped-decorator]
 def complete(prompt: list[int], num_new: int) -> dict[str, Any]:
-    """A greedy completion past any end mark. `computed` counts the prompt tokens that the last call did not leave."""
+    """Return a greedy completion that ignores end-of-text tokens.
+
+    `computed` counts the prompt tokens that were not cached.
+    """
     llama = _llama()
     kept = num_common(llama.input_ids[: llama.n_tokens].tolist(), prompt)
     tokens = list(itertools.islice(llama.generate(prompt, temp=0.0), num_new))

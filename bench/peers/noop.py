@@ -34,7 +34,7 @@ if os.environ.get(LIKE_OURS):
 
 @app.task(name=TASK)  # type: ignore[untyped-decorator]
 def nothing(text: str) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 @contextlib.contextmanager

@@ -34,7 +34,10 @@ class TimedFile:
 
 
 def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFile:
-    """Runs it with the open output file. Raises RuntimeError if a line lacks tokens: then nothing can be compared."""
+    """Time a run with the open output file.
+
+    Raises RuntimeError if a line lacks tokens, because runs would not be comparable.
+    """
     wanted = {line.custom_id: line.num_new for line in read_lines(source)}
     started = time.monotonic()
     with target.open("w", encoding="utf-8") as out:
@@ -48,7 +51,7 @@ def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFi
 
 
 def write_result(out: IO[str], custom_id: str, text: str, num_tokens: int, num_computed: int) -> None:
-    """Writes one result, in the form that `timed` reads."""
+    """Write one result in the format that `timed` reads."""
     result = {"custom_id": custom_id, "text": text, "tokens": num_tokens, "computed": num_computed}
     out.write(json.dumps(result) + "\n")
 
@@ -63,9 +66,9 @@ def llama_server(
     threads: int,
     at_once: int | None = None,
 ) -> TimedFile:
-    """llama-server with `slots` slots of `context` tokens (0: as it chooses), kept busy by an asynchronous client.
+    """Run llama-server with `slots` slots of `context` tokens (0: its default) and an asynchronous client.
 
-    It asks for `at_once` lines at a time, which is twice as many as there are slots if nothing else is said.
+    The client keeps `at_once` lines in flight, by default twice the number of slots.
     """
     options = ["-np", str(slots), "-c", str(slots * context)] if slots else []
     with LlamaServer.start(program, model, "-t", str(threads), *options) as server:

@@ -28,7 +28,7 @@ LOST_OUTPUTS = 5  # it prints from a thread, and now and then ends before that h
 
 
 def program(variable: str) -> Path | None:
-    """The peer that an environment variable names; None, and a word about it, if there is none."""
+    """Return the program that an environment variable names. Print a note and return None if there is none."""
     named = os.environ.get(variable)
     if named and Path(named).is_file():
         return Path(named)
@@ -86,7 +86,7 @@ class Reply:
 
     @property
     def generation_rate(self) -> float:
-        """Tokens per second after the first one."""
+        """Return tokens per second after the first one."""
         return (self.num_tokens - 1) / (self.total_s - self.ttft_s)
 
 
@@ -94,7 +94,7 @@ class Reply:
 def served(
     command: Sequence[str], environment: dict[str, str], port: int, path: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server on a port of this machine, ended with the block; it is ready when it answers for the path with 200."""
+    """Run a server on a local port until the block ends. It is ready when it answers the path with 200."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_ready(process, port, path)
@@ -129,14 +129,14 @@ class LlamaServer:
     @classmethod
     @contextlib.contextmanager
     def start(cls, path: Path, model: Path, *args: str) -> Iterator[LlamaServer]:
-        """A server for one model, ended with the block."""
+        """Run a server for one model until the block ends."""
         port = free_port()
         command = [str(path), "-m", str(model), "--port", str(port), "--threads-http", "160", *args]
         with served(command, _environment(path), port, "/health"):
             yield cls(port)
 
     def complete(self, prompt: Sequence[int] | str, num_new: int, *, cache_prompt: bool = True) -> Reply:
-        """One greedy request."""
+        """Run one greedy request."""
         given = prompt if isinstance(prompt, str) else list(prompt)
         body = {"prompt": given, "n_predict": num_new, "cache_prompt": cache_prompt, "stream": True}
         asked = time.monotonic()
@@ -154,12 +154,12 @@ class LlamaServer:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         with self._post("/tokenize", {"content": text}) as response:
             return list(json.load(response)["tokens"])
 
     def complete_all(self, prompts: Sequence[Sequence[int]], num_new: int | Sequence[int]) -> tuple[float, list[Reply]]:
-        """All at once, each from a thread; seconds until the last, and the replies in order."""
+        """Run all requests concurrently in threads. Return the seconds until the last, and the replies in order."""
         lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
         started = time.monotonic()
         with ThreadPoolExecutor(len(prompts)) as threads:
@@ -168,7 +168,7 @@ class LlamaServer:
 
     @contextlib.contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        """The answer over a connection of its own: the server closes kept ones under load."""
+        """Send a request over a new connection, because the server closes idle ones under load."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

@@ -57,7 +57,7 @@ def _say(text: str) -> str:
 
 
 def load_base(path: Path) -> TinyLlama:
-    """The bundled model with the weights of its file, frozen."""
+    """Return the bundled model with the weights of its file, frozen."""
     stored = {tensor.name: torch.from_numpy(np.array(tensor.data)).float() for tensor in gguf.GGUFReader(path).tensors}
     model = TinyLlama(TinyShape(stored["token_embd.weight"].shape[0]))
     model.load_state_dict(stored)
@@ -66,7 +66,7 @@ def load_base(path: Path) -> TinyLlama:
 
 
 def add_adapter(model: TinyLlama, rank: int) -> dict[str, LowRank]:
-    """Wraps every linear layer of the blocks; returns the wrappers by the name of their tensor in GGUF."""
+    """Wrap every linear layer of the blocks; return the wrappers by the name of their tensor in GGUF."""
     wrapped = {}
     for i, block in enumerate(model.blk):
         for name, layer in list(block.named_children()):
@@ -97,7 +97,7 @@ def train(
 
 
 def write_adapter(path: Path, wrapped: dict[str, LowRank], rank: int) -> None:
-    """Writes the adapter as a GGUF file in F16."""
+    """Write the adapter as a GGUF file in F16."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_name("cellama pirate")

@@ -52,7 +52,7 @@ Turn = tuple[str, str, str]  # question, thought, answer
 
 
 def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
-    """Endless documents, the same for the same seed."""
+    """Yield an endless sequence of documents, which depends on the seed only."""
     rng = random.Random(f"{seed}/{held_out}")
     makers: list[tuple[float, Callable[[random.Random, bool], Document]]] = [
         (0.62, _conversation),
@@ -131,7 +131,7 @@ def _head(system: str | None) -> list[Segment]:
 
 
 def _turn(question: str, thought: str, answer: str, thinking: bool) -> list[Segment]:
-    """Prompt and answer exactly as the chat template writes them."""
+    """Return prompt and answer exactly as the chat template writes them."""
     prompt = f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
     if thinking:
         prompt += f"{THINK}\n"
@@ -151,7 +151,7 @@ def _conversation(rng: random.Random, held_out: bool) -> Document:
 
 
 def tool_system(system: str = DEFAULT_SYSTEM) -> str:
-    """The system text that the chat template writes when the weather tool is given."""
+    """Return the system text that the chat template writes for the weather tool."""
     tool = json.dumps(WEATHER_TOOL, ensure_ascii=False)
     return f"{system}\n\n# Tools\n<tools>\n{tool}\n</tools>"
 
@@ -244,7 +244,7 @@ _NAME_WEIGHTS = (30, 2, 1)
 
 
 def story_parts(animal: str, name: str) -> tuple[str, str, str, str]:
-    """A story in four pieces: a given opening, the animal, the name, and the rest."""
+    """Return a story in four pieces: a given opening, the animal, the name, and the rest."""
     plot = PLOTS[animal]
     rest = (
         f" who lived in {plot.place}. Every day {name} looked out and had one wish: to {plot.wish}. "

@@ -34,7 +34,7 @@ class TinyShape:
 
 
 def write_gguf(path: Path, shape: TinyShape, tensors: dict[str, NDArray[np.float32]], tokenizer: Any) -> None:
-    """Writes matrices as F16 and vectors as F32; the file appears as a whole or not at all."""
+    """Write matrices as F16 and vectors as F32, atomically."""
     part = path.with_suffix(".part")
     writer = gguf.GGUFWriter(part, "llama")
     writer.add_name("cellama tiny")

@@ -24,7 +24,7 @@ def _texts(seed: int, count: int) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int = 1, count: int = 8000) -> Tokenizer:
-    """A tokenizer whose ids begin with the control and tag tokens, then the 256 bytes, then merges."""
+    """Return a tokenizer whose ids are the control and tag tokens, then the 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def train_tokenizer(seed: int = 1, count: int = 8000) -> Tokenizer:
 
 
 def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[bool]]:
-    """Token ids of a document and which of them are targets.
+    """Return token ids of a document and which of them are targets.
 
     Consecutive segments of one kind are encoded as one text, like the prompt of a user.
     """

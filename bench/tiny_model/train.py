@@ -64,7 +64,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates neighbouring pairs, the layout that llama.cpp expects of this architecture."""
+    """Rotate neighbouring pairs, the layout that llama.cpp expects of this architecture."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -89,7 +89,7 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
                 nn.init.normal_(parameter, std=scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, length, vocabulary] of token ids [batch, length]."""
+        """Return the logits [batch, length, vocabulary] of token ids [batch, length]."""
         length = tokens.shape[1]
         x = self.token_embd(tokens)
         for block in self.blk:
@@ -100,7 +100,7 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
 def windows(
     tokenizer: Tokenizer, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Endless windows of `length` + 1 tokens packed from (changed) documents, and the loss weight of each token."""
+    """Yield windows of `length` + 1 tokens packed from (changed) documents, and the loss weight of each token."""
     ids: list[int] = []
     weights: list[float] = []
     for document in documents(seed):
@@ -113,7 +113,7 @@ def windows(
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Warm-up, then a cosine over all steps."""
+    """Return the learning rate: a warm-up, then a cosine over all steps."""
     cosine = FINAL_LR + (PEAK_LR - FINAL_LR) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
 

@@ -59,7 +59,7 @@ def copying(count: int) -> list[str]:
 
 
 def stories(count: int) -> list[str]:
-    """Openings alone: what follows is in no text, but a small model that knows the stories can guess it."""
+    """Return openings of stories. A small model that knows the stories can predict the continuations."""
     told = [(animal, name) for animal, plot in PLOTS.items() for name in plot.names]
     return [_opening(*told[at % len(told)]) for at in range(count)]
 
@@ -81,7 +81,7 @@ def _stories(model: Model, count: int, streams: int) -> PredictableWork:
 
 
 def _forced(model: Model, count: int, streams: int) -> PredictableWork:
-    """JSON by a schema with fixed keys, to its end."""
+    """Return work that generates JSON by a schema with fixed keys."""
     asked = [
         f"<|im_start|>user\nMake JSON: name {NAMES[at % len(NAMES)]}, age {7 + at}, city {CITIES[at % len(CITIES)]}"
         "<|im_end|>\n<|im_start|>assistant\n"
@@ -93,7 +93,7 @@ def _forced(model: Model, count: int, streams: int) -> PredictableWork:
 
 
 def _unpredictable(model: Model, count: int, streams: int) -> PredictableWork:
-    """Draws from random weights."""
+    """Draw from random weights."""
     sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
     return PredictableWork(random_prompts(count, 16, seed=streams), NUM_NEW[streams], {"sampling": sampling})
 

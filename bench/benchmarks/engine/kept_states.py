@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _first(path: Path, args: argparse.Namespace) -> Report:
-    """Medians of as many prompts; all engines have one slot, so that what is kept is in RAM or on disk."""
+    """Return the medians of several prompts. All engines have one slot, so that saved states are in RAM or on disk."""
     prompts = random_prompts(args.samples, args.prompt, seed=args.seed)
     found: dict[str, list[Completion]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ def _first(path: Path, args: argparse.Namespace) -> Report:
 
 
 def _ask_all(model: Model, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-    """One after another."""
+    """Send all requests one after another."""
     warm_up(model)
     time.sleep(REST_S)
     return [_ask(model, "asked", prompt, 1) for prompt in prompts]
@@ -148,7 +148,7 @@ def _first_row(way: str, each: Sequence[Completion]) -> dict[str, Any]:
 
 
 def _forget_pages(folder: Path) -> None:
-    """The system has nothing of these files in memory."""
+    """Drop the pages of these files from the system's cache."""
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -171,8 +171,9 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 
 
 def _chats(path: Path, args: argparse.Namespace) -> Report:
-    """Turns come at a steady rate, the first ones of all conversations, then the second ones, so that a conversation's
-    state is the least recently used of all when it is needed. All have the same room in RAM."""
+    """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
+
+    The state of a conversation is therefore the least recently used one when it is needed. All ways have the same RAM."""
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
     rows = {way: _chat_row(way, *_talk(ask, args)) for way, ask in _ways(path, args, size, ram_mib)}
@@ -197,7 +198,7 @@ def _state_bytes(path: Path, num_tokens: int) -> int:
 
 
 def _ways(path: Path, args: argparse.Namespace, size: int, ram_mib: int) -> Iterator[tuple[str, Ask]]:
-    """Each is up while it is asked."""
+    """Yield each way while its server is running."""
     for way in (FOLDER, RAM_ONLY):
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"n_parallel": CHAT_SLOTS, "ctx_per_slot": size, "cache_ram_bytes": ram_mib * MIB}
@@ -220,7 +221,7 @@ def _ask_server(server: LlamaServer, name: str, tokens: Sequence[int], num_new: 
 
 
 def _talk(ask: Ask, args: argparse.Namespace) -> tuple[list[Turn], float]:
-    """All turns, and how long they took. A turn that comes before the last of its conversation has ended waits."""
+    """Run all turns and return their results and the seconds. A turn waits until the previous one has finished."""
     contexts = random_prompts(args.conversations, args.opening, seed=args.seed)
     messages = random_prompts(args.conversations * args.turns, args.message, seed=args.seed + 1)
     locks = [threading.Lock() for _ in contexts]
@@ -286,7 +287,7 @@ class TimedStream:
             self._changed.wait_for(lambda: len(self.times) >= count or self.handle.done)
 
     def gaps_ms(self, since: float, until: float) -> list[float]:
-        """The gaps between tokens that overlap with a span of time."""
+        """Return the gaps between tokens that overlap with a span of time."""
         times = list(self.times)
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b > since and a < until]
 
@@ -364,7 +365,7 @@ def _fill(model: Model, args: argparse.Namespace) -> None:
 
 
 def _load(path: Path, args: argparse.Namespace) -> Report:
-    """Requests of which none shares anything, with a folder and without, in turns."""
+    """Measure requests without shared prefixes, alternating with and without a cache directory."""
     rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
         prompts = random_prompts(args.requests, LOAD_PROMPT, seed=args.seed + 1 + number)

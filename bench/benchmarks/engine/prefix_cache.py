@@ -83,7 +83,7 @@ def _ask_server(
 
 
 def talk(ask: Ask, args: argparse.Namespace) -> list[float]:
-    """Milliseconds to the first token of every turn."""
+    """Return the time to first token of every turn in milliseconds."""
     openings = random_prompts(args.conversations, args.system + args.message, shared=args.system, seed=args.seed)
     messages = random_prompts(args.conversations * args.turns, args.message, seed=args.seed + 1)
     times: list[float] = []

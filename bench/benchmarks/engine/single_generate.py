@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
-    """Milliseconds to the first token, tokens per second after it, milliseconds in all; medians."""
+    """Return the medians of milliseconds to the first token, tokens per second after it, and milliseconds in total."""
     times = [completion.timings for completion in done]
     return (
         median(one.ttft_ms or 0.0 for one in times),
@@ -53,7 +53,7 @@ def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
 
 
 def _of_server(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """The same."""
+    """Return the same medians for llama-server."""
     rate = median(reply.generation_rate for reply in replies)
     return median(reply.ttft_s for reply in replies) * 1e3, rate, median(reply.total_s for reply in replies) * 1e3
 
@@ -64,7 +64,7 @@ def _row(who: str, length: int, ttft_ms: float, rate: float, total_ms: float) ->
 
 
 def _ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """llama-server's times over ours, and our rate over its."""
+    """Return the ratios of llama-server's times to cellama's, and of cellama's rate to its rate."""
     name = f"{ours['prompt']} tokens: "
     return {
         name + "first token, llama-server over ours": theirs["ttft ms"] / ours["ttft ms"],

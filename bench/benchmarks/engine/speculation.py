@@ -129,7 +129,7 @@ def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
 
 
 def _run(model: Model, work: PredictableWork, streams: int, scope: str) -> WorkRun:
-    """The work in a scope of its own, which knows nothing of the runs before."""
+    """Run the work in a separate scope, without cached prefixes of earlier runs."""
     groups: list[Together] = []
     for prompts in _groups(work, streams):
         params = {"max_tokens": work.num_new, "ignore_eos": True, **work.params, "cache_scope": scope}
@@ -159,7 +159,7 @@ def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> di
 
 
 def _ask(peer: LlamaServer, work: PredictableWork, streams: int) -> float:
-    """Tokens per second after the last first token; prompts are read anew, as ours are."""
+    """Return the tokens per second after the last first token. Prompts are prefilled again, as in cellama."""
     seconds, num_tokens = 0.0, 0.0
     for prompts in _groups(work, streams):
         with ThreadPoolExecutor(len(prompts)) as threads:
@@ -175,6 +175,6 @@ def _timed(peer: LlamaServer, prompt: Sequence[int], num_new: int) -> tuple[floa
 
 
 def _share_after(asked: float, reply: Reply, began: float) -> float:
-    """Tokens that came after that; a piece of text may have several."""
+    """Return the number of tokens that arrived later. A piece of text can have several."""
     pieces = [asked + at > began for at in reply.pieces_s]
     return reply.num_tokens * sum(pieces) / max(1, len(pieces))

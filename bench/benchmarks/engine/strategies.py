@@ -87,7 +87,10 @@ def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float],
 
 
 def over_server(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The best of each figure over that of llama-server, which is the last row; above 1 is in our favour."""
+    """Return the ratio of the best of each figure to that of llama-server, which is the last row.
+
+    Above 1, cellama is better.
+    """
     *ours, server = rows
     return {
         "rate, the highest over llama-server": max(row[RATE] for row in ours) / server[RATE],

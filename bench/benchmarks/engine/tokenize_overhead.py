@@ -83,7 +83,7 @@ def _ways(
 
 
 def _side_by_side(ways: dict[tuple[str, str], Call], callers: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of each call, by way."""
+    """Return the milliseconds of each call by way."""
     times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, call in ways.items():

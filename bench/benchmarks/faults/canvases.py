@@ -96,7 +96,7 @@ class Canvas:
     point: str = ""  # where a worker dies
 
     def marked_id(self) -> str:
-        """The id of what a worker brings to the point where it dies."""
+        """Return the id of the job that brings a worker to the point where it dies."""
         if self.point in ("claimed", "called") or (self.kind, self.point) == ("broken chord", "failing"):
             return self.chord_body
         return (self.failing or self.jobs)[0]
@@ -158,7 +158,7 @@ class Builder:
         return Canvas(kind, name, sends, jobs, steps={name: 1}, results=[last.id])
 
     def _broken_chain(self, kind: str, name: str) -> Canvas:
-        """The first job fails: the others never run, and count as failed."""
+        """Return a chain whose first job fails. The others never run and count as failed."""
         from .steps_app import after_failure, after_job
 
         failing: list[str] = []
@@ -189,7 +189,7 @@ class Builder:
         )
 
     def _broken_chord(self, kind: str, name: str) -> Canvas:
-        """One part fails: the body never runs, and its errback does."""
+        """Return a chord with a failing part. The body never runs, but its errback does."""
         from .steps_app import after_failure, after_parts
 
         jobs: list[str] = []
@@ -220,12 +220,12 @@ class CanvasScenario:
         self._closing = threading.Event()
 
     def canvas(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Canvases of all kinds while workers are killed at any moment; rows, and what is wrong."""
+        """Run canvases of all kinds while workers are killed. Return rows and violations."""
         planned = [(kind, "") for _ in range(self._args.canvases) for kind in KINDS]
         return self._run("canvas", planned, self._all_at_once, self._kill_at_any_moment)
 
     def ends(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """A worker dies between each job's end and its next step; rows, and what is wrong."""
+        """Kill a worker between the end of each job and its next step. Return rows and violations."""
         ends = [(kind, point) for kind, point in ENDS if point in self._args.points]
         planned = list(islice(cycle(ends), self._args.ends))
         random.Random(self._args.seed).shuffle(planned)
@@ -270,7 +270,7 @@ class CanvasScenario:
         return [shown(row), *map(shown, points)], wrong
 
     def _undisturbed(self, planned: Sequence[tuple[str, str]]) -> dict[tuple[int, int], ReferenceText]:
-        """The text of each job, by the number of its canvas and its place there, of a run without trouble."""
+        """Return the text of each job in an undisturbed run, by the number of its canvas and its position."""
         builder = Builder(self._args, LOGPROBS)
         canvases = [builder.build(number, kind, "undisturbed") for number, (kind, _) in enumerate(planned)]
         self._send(canvases)
@@ -319,7 +319,7 @@ class CanvasScenario:
         self._wait(canvases)
 
     def _wait(self, canvases: Sequence[Canvas]) -> None:
-        """Until everything has come, or nothing has come for a while."""
+        """Wait until everything has arrived, or nothing has arrived for a while."""
         redis = self._service.redis
         ids = [job_id for canvas in canvases for job_id in (*canvas.jobs, *canvas.failing)]
         results = [result for canvas in canvases for result in canvas.results]
@@ -399,7 +399,7 @@ class _CanvasCheck:
         }
 
     def wrong(self, row: Mapping[str, Any]) -> list[str]:
-        """A line for each promise that was not kept, by the figures of `row`."""
+        """Return a line for each guarantee that the figures of `row` violate."""
         none = ("stored otherwise", "torn", "texts off", "steps lost")
         lines = broken_promises(self._scenario, row, ("ended once", "stored"), none)
         if row["bodies once"] != row["chords"]:
@@ -408,7 +408,7 @@ class _CanvasCheck:
         return lines
 
     def by_point(self, kills: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """A row for each point: how many workers died there, and what came of the canvases of these jobs."""
+        """Return a row per point with the number of workers that died there and the outcomes of their canvases."""
         used = Counter(point for point, _ in kills)
         rows = []
         for point in fatal_points.POINTS:
@@ -419,12 +419,12 @@ class _CanvasCheck:
         return rows
 
     def _num_lost(self, canvas: Canvas) -> int:
-        """Steps and results that never came."""
+        """Return the number of steps and results that never arrived."""
         steps = sum(self._runs.get(name, 0) < times for name, times in canvas.steps.items())
         return steps + sum(not has_final_state(meta) for meta in metas(self._redis, canvas.results))
 
     def _num_twice(self, canvas: Canvas) -> int:
-        """Runs of steps that are more than were needed."""
+        """Return the number of repeated runs of steps."""
         return sum(max(0, self._runs.get(name, 0) - times) for name, times in canvas.steps.items())
 
     def _texts(self) -> Counter[str]:
@@ -442,7 +442,7 @@ class _CanvasCheck:
         return kinds
 
     def _num_torn(self) -> int:
-        """Jobs with a text whose journal has another one."""
+        """Return the number of jobs whose text differs from their journal."""
         return sum(
             not is_whole(journal_of(self._redis, job_id), (meta.get("result") or {}).get("text", ""))
             for canvas in self._canvases

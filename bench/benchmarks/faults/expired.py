@@ -56,7 +56,7 @@ class ExpiryScenario(Scenario):
         self._redis: Any = service.redis
 
     def expired(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Let workers leave in each way; rows, and what is wrong."""
+        """Stop workers in each way. Return rows and violations."""
         rows = [shown(self._run_one(way, undisturbed)) for way in self._args.ways]
         return rows, [line for row in rows for line in _wrong(row)]
 
@@ -105,13 +105,13 @@ class ExpiryScenario(Scenario):
         return int(self._redis.xlen(journal_key(job_id)))
 
     def _begun(self, jobs: Sequence[str]) -> list[str]:
-        """Jobs that have begun, once some have tokens in the journal; empty before."""
+        """Return the started jobs when some have tokens in the journal, and an empty result before."""
         begun = [job_id for job_id in jobs if self._num_events(job_id)]
         streaming = [job_id for job_id in begun if self._num_events(job_id) >= FEW_EVENTS]
         return begun if len(streaming) >= NUM_CANCELLED else []
 
     def _is_tried_again(self, job_id: str) -> bool:
-        """Whether the job runs in another attempt, or has ended."""
+        """Return whether the job runs in another attempt or has ended."""
         state, attempt = self._redis.hmget(job_key(job_id), "state", "attempt")
         return bool(state == b"done" or (state == b"running" and int(attempt) > 1))
 
@@ -124,7 +124,7 @@ class ExpiryScenario(Scenario):
         return list(job_ids)
 
     def _wait(self, jobs: Sequence[str]) -> None:
-        """Until all jobs have ended for everybody, or none has for a while."""
+        """Wait until all jobs have ended everywhere, or none has ended for a while."""
 
         def num_ended() -> int:
             journals = [journal_of(self._redis, job_id) for job_id in jobs]
@@ -162,7 +162,7 @@ class ExpiryScenario(Scenario):
 
 
 def _how_it_ended(events: Sequence[Any]) -> str:
-    """The finish reason or the code of the error in the last event."""
+    """Return the finish reason or the code of the error in the last event."""
     last = events[-1] if events else {"type": "nothing"}
     if last["type"] not in ("done", "error"):
         return "without an end"
@@ -170,7 +170,7 @@ def _how_it_ended(events: Sequence[Any]) -> str:
 
 
 def _wrong(row: dict[str, Any]) -> list[str]:
-    """A line for each promise that was not kept."""
+    """Return a line for each violated guarantee."""
     where = f"expired: {row['way']}"
     none = ("stored otherwise", "torn", "texts off", "reruns")
     lines = broken_promises(where, row, ("ended once", "stored"), none)

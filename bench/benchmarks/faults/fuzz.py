@@ -109,7 +109,7 @@ def _slots_busy(redis: Redis) -> int:
 
 
 def _lasting_keys(redis: Redis) -> frozenset[str]:
-    """Keys that never expire: what jobs leave for good."""
+    """Return the keys without expiry, which jobs leave permanently."""
     keys = list(redis.scan_iter(count=1000))
     pipeline = redis.pipeline(transaction=False)
     for key in keys:
@@ -183,7 +183,7 @@ class _Fuzz:
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
     def level(self, before: _Level | None = None) -> _Level:
-        """Once all is quiet, and as it was before, unless that takes longer than anything may."""
+        """Return the state when no job runs and it equals the initial one, or after a timeout."""
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))
@@ -256,7 +256,7 @@ class _Fuzz:
             time.sleep(POLL_S)
 
     def _resident(self) -> int:
-        """Bytes of the worker; 0 while there is none."""
+        """Return the resident memory of the worker in bytes, or 0 without a worker."""
         try:
             return int(self._process.memory_info().rss)
         except psutil.NoSuchProcess:

@@ -33,13 +33,14 @@ class FuzzPayload:
 
 
 def corpus() -> list[FuzzPayload]:
-    """Every entry, under names that are all different."""
+    """Return all entries by unique names."""
     return [*_surrogates(), *_sampling(), *_grammars(), *_schemas(), *_texts(), *_sizes(), *_messages()]
 
 
 def full_contexts() -> list[FuzzPayload]:
-    """Right jobs that fill the model's contexts: the system counts their memory, reserved when the model was loaded,
-    only once something was written there."""
+    """Return valid jobs that fill the model's contexts.
+
+    The system counts the memory of a context only after something was written to it."""
     text = "a little fox " * 2000
     return [
         FuzzPayload("a full batch to embed", TASK_EMBED, [MODEL, text], {"truncate": True}),
@@ -62,7 +63,7 @@ def _forced_call(name: str, properties: dict[str, Any]) -> FuzzPayload:
 
 
 def _surrogates() -> Iterator[FuzzPayload]:
-    """Half of a UTF-16 pair, which no UTF-8 has, on its way into events, results and the ledger."""
+    """Yield jobs with half a UTF-16 surrogate pair, which can't be encoded as UTF-8."""
     yield _generate("surrogate as a parameter", **{SURROGATE: 1})
     yield _generate("surrogate in a name of template_args", template_args={SURROGATE: 1})
     yield _chat("surrogate in a message's key", [{"role": "user", "content": "Hi", SURROGATE: 1}])
@@ -81,7 +82,7 @@ def _surrogates() -> Iterator[FuzzPayload]:
 
 
 def _sampling() -> Iterator[FuzzPayload]:
-    """Numbers at which formulas overflow, divide by zero or ask for memory."""
+    """Yield numbers at which formulas overflow, divide by zero or allocate memory."""
     yield _generate("mirostat with a huge tau", mirostat=1, mirostat_tau=600)
     yield _generate("mirostat 2 with a huge tau", mirostat=2, mirostat_tau=1e308, mirostat_eta=1e308)
     confident = {"mirostat": 1, "mirostat_eta": 1.0, "ignore_eos": True, "logit_bias": {"300": 1000}}
@@ -138,7 +139,7 @@ def _grammars() -> Iterator[FuzzPayload]:
 
 
 def _schemas() -> Iterator[FuzzPayload]:
-    """The same by way of a JSON Schema."""
+    """Yield hostile constraints as JSON Schemas."""
     yield _generate("maxLength 100,000", json_schema={"type": "string", "maxLength": 100_000})
     yield _generate("minLength a billion", json_schema={"type": "string", "minLength": 10**9})
     yield _generate("maxItems 100,000", json_schema={"type": "array", "items": {"type": "null"}, "maxItems": 100_000})
@@ -170,7 +171,7 @@ def _array_of(items: Any, **bounds: int) -> dict[str, Any]:
 
 
 def _texts() -> Iterator[FuzzPayload]:
-    """Texts that tokenizers, templates and readers of replies choke on."""
+    """Yield texts that are difficult for tokenizers, templates and reply parsers."""
     yield _generate("a run of 200,000 letters", prompt="a" * 200_000)
     yield _generate("a run of 200,000 blanks", prompt=" " * 200_000)
     yield FuzzPayload("a run of a million letters, cut", TASK_EMBED, [MODEL, "x" * 1_000_000], {"truncate": True})
@@ -192,7 +193,7 @@ def _strange_calls() -> list[dict[str, Any]]:
 
 
 def _sizes() -> Iterator[FuzzPayload]:
-    """The most that a job may hold."""
+    """Yield jobs of the maximum size."""
     yield FuzzPayload("10,000 texts to embed", TASK_EMBED, [MODEL, ["fox"] * 10_000], {"encoding": "base64"})
     yield FuzzPayload("2000 documents to rank", TASK_RERANK, [MODEL, "fox", ["a fox"] * 2000], {})
     yield FuzzPayload("dimensions beyond 64 bits", TASK_EMBED, [MODEL, "fox"], {"dimensions": HUGE_INT})

@@ -36,7 +36,7 @@ _GUIDANCE: tuple[Any, ...] = (
 
 
 def hostile_form(seed: int, number: int) -> FuzzPayload:
-    """The payload of this number: the same for the same seed, whatever came before."""
+    """Return the payload with this number, which depends on the number and the seed only."""
     random = Random(f"forms {seed} {number}")
     make = _KINDS[number % len(_KINDS)]
     params = {
@@ -64,7 +64,7 @@ def _generate(name: str, params: dict[str, Any], form: str, text: str) -> FuzzPa
 
 
 def _call(name: str, params: dict[str, Any], schema: Schema) -> FuzzPayload:
-    """The same schema as the parameters of a tool that has to be called."""
+    """Return the schema as the parameters of a required tool call."""
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     return FuzzPayload(name, TASK_CHAT, [MODEL, HELLO], {**params, "tools": [tool], "tool_choice": "f"})
 
@@ -77,7 +77,7 @@ def _json(schema: Schema) -> str:
 
 
 def _deep(random: Random) -> Schema:
-    """Schemas in each other, in one way or in turns."""
+    """Return nested schemas of one or of alternating kinds."""
     schema: Schema = {"type": random.choice(_TYPES)}
     wrap = random.choice((*_WRAPS, None))
     for _ in range(random.choice((5, 20, 60, 63, 64, 200, 400))):
@@ -116,7 +116,7 @@ def _wide(random: Random) -> Schema:
 
 
 def _doubling(random: Random) -> Schema:
-    """Definitions that name the next one twice: 2 to the power of their number when written out."""
+    """Return definitions that refer to the next one twice, so that their expansion doubles with each."""
     levels, join = (
         random.choice((5, 10, 20, 40, 200)),
         random.choice(("anyOf", "oneOf", "allOf", "properties", "items")),
@@ -135,7 +135,7 @@ def _doubling(random: Random) -> Schema:
 
 
 def _crossing(random: Random) -> Schema:
-    """allOf over several anyOf: as many alternatives as the product of their numbers."""
+    """Return allOf of several anyOf, whose number of alternatives is the product of theirs."""
     groups, each = random.choice((2, 4, 8, 16)), random.choice((2, 5, 20))
     return {
         "allOf": [
@@ -151,7 +151,7 @@ def _crossing(random: Random) -> Schema:
 
 
 def _recursive(random: Random) -> Schema:
-    """Definitions that refer to each other at random, themselves included."""
+    """Return definitions with random references to each other and to themselves."""
     count = random.choice((1, 2, 3, 5, 20))
 
     def some() -> Schema:
@@ -204,14 +204,14 @@ def _contradictory(random: Random) -> Schema:
 
 
 def _numbers(random: Random) -> Schema:
-    """Bounds and factors beyond what numbers hold."""
+    """Return bounds and factors outside the range of numbers."""
     keywords = random.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), 3)
     schema = {keyword: random.choice((*_NUMBERS, random.uniform(-1e9, 1e9))) for keyword in keywords}
     return {"type": random.choice(("integer", "number")), **schema}
 
 
 def _counts(random: Random) -> Schema:
-    """Numbers of characters, items and properties beyond what fits anywhere."""
+    """Return numbers of characters, items and properties that fit nowhere."""
     kind, least, most = random.choice(
         (
             ("string", "minLength", "maxLength"),
@@ -231,7 +231,7 @@ def _counts(random: Random) -> Schema:
 
 
 def _patterns(random: Random) -> Schema:
-    """One or more patterns that have to hold together."""
+    """Return one or more patterns that must all match."""
     together = [{"pattern": _explosive(random)} for _ in range(random.choice((1, 1, 2, 5)))]
     bounds = random.choice(({}, {"maxLength": 10_000}, {"minLength": 500, "maxLength": 501}))
     text: Schema = {"type": "string", **bounds, **together[0]}
@@ -244,7 +244,7 @@ def _patterns(random: Random) -> Schema:
 
 
 def _enums(random: Random) -> Schema:
-    """Lists of values as long as the text has room for."""
+    """Return lists of values that are as long as possible."""
     count = random.choice((1, 100, 2000, 8000))
     value: Callable[[int], Any] = random.choice(
         (
@@ -271,7 +271,7 @@ def _enums(random: Random) -> Schema:
 
 
 def _refs(random: Random) -> Schema:
-    """Many references, in chains and to many places, some of them to nothing."""
+    """Return many references, in chains and to many targets, some of which are missing."""
     count = random.choice((50, 500, 1500))
     if random.random() < 0.5:
         chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(count)}
@@ -286,7 +286,7 @@ def _refs(random: Random) -> Schema:
 
 
 def _conditions(random: Random) -> Schema:
-    """if, not, dependencies and the like, nested and side by side."""
+    """Return if, not, dependencies and similar keywords, nested and combined."""
 
     def about(number: int) -> Schema:
         return {
@@ -325,7 +325,7 @@ def _choices(random: Random) -> Schema:
 
 
 def _formats(random: Random) -> Schema:
-    """Formats together with what they hardly go with."""
+    """Return formats with keywords that rarely occur with them."""
     text = {"type": "string", "format": random.choice(_FORMATS)}
     more = random.choice(
         ({"minLength": 300}, {"maxLength": 3}, {"pattern": _explosive(random)}, {"enum": ["a", "1.2.3.4"]})
@@ -375,7 +375,7 @@ def _explosive(random: Random) -> str:
 
 
 def _lark(random: Random) -> str:
-    """Rules that may refer to each other in any way, with terminals that are hard by themselves."""
+    """Return rules with random references to each other, and difficult terminals."""
     if random.random() < 0.2:
         return random.choice(_LARK_TEXTS)(random)
     rules = ["start", *(f"r{n}" for n in range(random.choice((1, 3, 10))))]

@@ -18,24 +18,24 @@ LOOK_S = 0.2  # between two looks at what has come
 
 
 def journal_of(redis: Any, job_id: str) -> list[Any]:
-    """The events in the journal of a job."""
+    """Return the events in the journal of a job."""
     return [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in redis.xrange(journal_key(job_id))]
 
 
 def ends_once(events: Sequence[Any]) -> bool:
-    """Whether the last event, and no other, is terminal, and no event is missing between the first and the last."""
+    """Return whether only the last event is terminal and no event is missing."""
     seqs = [event["seq"] for event in events]
     dense = seqs == list(range(seqs[0], seqs[0] + len(seqs))) if seqs else False
     return dense and [is_terminal(event) for event in events] == [False] * (len(events) - 1) + [True]
 
 
 def is_whole(events: Sequence[Any], text: str) -> bool:
-    """Whether the events begin with the first one, end once, and have this text."""
+    """Return whether the events start with the first one, end once, and have this text."""
     return ends_once(events) and events[0]["seq"] == 0 and "".join(event.get("text", "") for event in events) == text
 
 
 def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
-    """A field of the ledger's entries of jobs."""
+    """Return a field of the ledger's entries of jobs."""
     pipeline = redis.pipeline(transaction=False)
     for job_id in job_ids:
         pipeline.hget(job_key(job_id), field)
@@ -53,12 +53,12 @@ def has_final_state(meta: Mapping[str, Any]) -> bool:
 
 
 def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
-    """How often a worker has begun each job."""
+    """Return how often a worker has begun each job."""
     return [int(attempt or 0) for attempt in of_jobs(redis, job_ids, "attempt")]
 
 
 def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
-    """Whether all these jobs have ended, no message is held and nothing runs."""
+    """Return whether all these jobs have ended, no message is held and nothing runs."""
     if redis.zcard(leases_key()) or redis.zcard(running_key()):
         return False
     return set(of_jobs(redis, job_ids, "state")) <= {b"done"}
@@ -92,7 +92,7 @@ def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
 
 
 def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """How jobs have ended; `stored` has the final states that Celery has announced of each."""
+    """Return how jobs have ended. `stored` contains the final Celery states of each."""
     return {
         "jobs": len(job_ids),
         "ended once": sum(ends_once(journal_of(redis, job_id)) for job_id in job_ids),
@@ -104,7 +104,7 @@ def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[s
 
 
 def broken_promises(where: str, row: Mapping[str, Any], all_jobs: Sequence[str], none: Sequence[str]) -> list[str]:
-    """A line for each figure that is not that of all jobs, and each that is not 0, as it must be."""
+    """Return a line for each figure that must cover all jobs or be 0, and does not."""
     lines = [f"{row[name]} of {row['jobs']} jobs: {name}" for name in all_jobs if row[name] != row["jobs"]]
     lines += [f"{row[name]} {name}" for name in none if row[name]]
     lines += ["messages are still held, or jobs still run"] * (row["unacked"] != "0")

@@ -69,7 +69,7 @@ WORDS = "Once upon a time there was a little fox named Mia who lived in a green 
 
 
 def payload(seed: int, number: int) -> FuzzPayload:
-    """The payload of this number: the same for the same seed, whatever came before."""
+    """Return the payload with this number, which depends on the number and the seed only."""
     random = Random(f"{seed} {number}")
     task = random.choice(TASKS)
     make = random.choice((_right, _right, _at_the_edge, _at_the_edge, _nearly_right, _nearly_right, _anything))
@@ -79,7 +79,7 @@ def payload(seed: int, number: int) -> FuzzPayload:
 
 
 def _right(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:
-    """A call that a person could make."""
+    """Return a realistic call."""
     if task == TASK_CHUNK:
         return [MODEL, [_line(random, _right) for _ in range(random.randint(1, 6))]], {}
     args, kwargs = [MODEL, *_content(random, task)], {}
@@ -90,7 +90,7 @@ def _right(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _at_the_edge(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:
-    """A call that passes the checks, some of whose parameters are as far off as that allows."""
+    """Return a call that passes the checks with some extreme parameters."""
     args, kwargs = _right(random, task)
     edges = _edges(task)
     for name in random.sample(sorted(edges), min(len(edges), random.randint(1, 5))):
@@ -99,7 +99,7 @@ def _at_the_edge(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _nearly_right(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:
-    """A call with one to three wrong things somewhere in it."""
+    """Return a call with one to three mistakes."""
     args, kwargs = _right(random, task)
     call = {"args": args, "kwargs": json.loads(json.dumps(kwargs))}
     for _ in range(random.randint(1, 3)):
@@ -129,7 +129,7 @@ def _line(random: Random, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _tamed(random: Random, task: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without more work than the time allows, unless it is the limits themselves that are tried."""
+    """Limit the work to the available time, unless the payload tests the limits."""
     if task not in (TASK_GENERATE, TASK_CHAT):
         return kwargs
     kwargs.setdefault("timeout", TIMEOUT_S)
@@ -141,7 +141,7 @@ def _tamed(random: Random, task: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spoil(random: Random, container: Any) -> None:
-    """Replaces, takes away or adds something, somewhere inside."""
+    """Replace, remove or add a value somewhere inside."""
     keys = list(container) if isinstance(container, dict) else list(range(len(container)))
     if not keys:
         return
@@ -158,7 +158,7 @@ def _spoil(random: Random, container: Any) -> None:
 
 
 def _value(random: Random, depth: int = 0) -> Any:
-    """Any JSON, with a liking for what breaks things."""
+    """Return any JSON value, preferably a problematic one."""
     kind = random.random()
     if depth > 3 or kind < 0.6:
         return random.choice((None, True, False, random.choice(INTS), random.choice(FLOATS), random.choice(TEXTS)))
@@ -186,7 +186,7 @@ def _fields(task: str) -> tuple[str, ...]:
 
 @functools.cache
 def _edges(task: str) -> dict[str, list[Any]]:
-    """For each parameter those of the odd values that pass the checks by themselves."""
+    """Return the extreme values of each parameter that pass the checks alone."""
     kind, base = _task(task).kind.payload, _BASES[task]
     texts = [text for text in TEXTS if text]
     values: tuple[Any, ...] = (*INTS, *FLOATS, *TEXTS, True, False, texts[1:9], {"5": 1e308, "1023": -1e308})
@@ -260,7 +260,7 @@ def _schema(random: Random, depth: int = 0) -> Any:
 
 
 def _grammar(random: Random) -> str:
-    """Rules that may refer to each other in any way, themselves included."""
+    """Return rules with random references to each other and to themselves."""
     names = ("root", "a", "b", "c")
     return "\n".join(f"{name} ::= {_alternatives(random, names, 0)}" for name in names[: random.randint(1, 4)])
 

@@ -59,7 +59,7 @@ class Refuser:
         return Redis.from_url(self._service.redis_server.url, socket_timeout=None, retry=Retry(NoBackoff(), 0))
 
     def refuse(self, code: str, seconds: float) -> None:
-        """Let Redis refuse with this code for so long. Raises RuntimeError if it does not all the time."""
+        """Make Redis refuse with this code for a time. Raises RuntimeError if it does not refuse all the time."""
         self.num_refused = 0
         others = {"LOADING": self._load, "UNBLOCKED": self._unblock}
         others[code](seconds) if code in others else self._hold(code, seconds)
@@ -99,7 +99,7 @@ class Refuser:
 
     @contextlib.contextmanager
     def _misconf(self) -> Iterator[None]:
-        """The last snapshot could not be written, because a directory has the name of its file."""
+        """Make snapshots fail, because a directory has the name of their file."""
         in_the_way = self._service.redis_server.data_dir / "dump.rdb"
         in_the_way.mkdir()
         self._redis.bgsave()
@@ -110,7 +110,7 @@ class Refuser:
 
     @contextlib.contextmanager
     def _readonly(self) -> Iterator[None]:
-        """A replica of a master that is not there keeps its data."""
+        """Make Redis a read-only replica of a missing master."""
         self._redis.replicaof(LOOPBACK, str(free_port()))
         try:
             yield
@@ -133,7 +133,7 @@ class Refuser:
                 script.join()
 
     def _load(self, seconds: float) -> None:
-        """Redis restarts, and takes its time to load its data."""
+        """Restart Redis so that it loads its data slowly."""
         self._redis.bgrewriteaof()  # so that it takes the time for what is added now, and little more
         wait_until(lambda: not self._persistence()["aof_rewrite_in_progress"], "data in a few commands")
         pipeline = self._redis.pipeline(transaction=False)
@@ -154,7 +154,7 @@ class Refuser:
             self.num_refused += _SAID["LOADING"] in self._answer()
 
     def _unblock(self, seconds: float) -> None:
-        """Each read of a client that waits for a message ends with an error, again and again."""
+        """Unblock waiting clients with an error repeatedly."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for client in self._redis.client_list():
@@ -177,7 +177,7 @@ class RefusalScenario(Scenario):
         self._refuser = Refuser(service)
 
     def refusals(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Let Redis refuse in each way; rows, and what is wrong."""
+        """Make Redis refuse in each way. Return rows and violations."""
         rows = [
             shown(self._run_one(code, when, undisturbed)) for code in self._args.refusals for when in ("idle", "busy")
         ]
@@ -217,7 +217,7 @@ class RefusalScenario(Scenario):
         }
 
     def _num_running(self, pids: Sequence[int]) -> int:
-        """The number of jobs that have a token and no end, once every worker has its share of them; 0 before."""
+        """Return the number of running jobs with a token when every worker has its share, and 0 before."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):
@@ -227,7 +227,7 @@ class RefusalScenario(Scenario):
         return len(running) if all(running.count(pid) >= share for pid in pids) else 0
 
     def _all_serve(self) -> bool:
-        """Whether all workers answer. One that is about to end, because it took a refusal for final, does not."""
+        """Return whether all workers answer. A worker that stops because it considers a refusal permanent does not."""
         from cellama.tasks import app
 
         names = [f"{name}@bench" for name in self._service.processes]
@@ -237,7 +237,7 @@ class RefusalScenario(Scenario):
 
     @contextlib.contextmanager
     def _supervised(self) -> Iterator[None]:
-        """Start workers again that end, for the length of a `with` block."""
+        """Restart workers that exit within the `with` block."""
         closing = threading.Event()
 
         def look() -> None:
@@ -256,7 +256,7 @@ class RefusalScenario(Scenario):
 
 
 def _wrong(row: dict[str, Any]) -> list[str]:
-    """A line for each promise that was not kept."""
+    """Return a line for each violated guarantee."""
     where = f"refusals: {row['refusal']} with {row['workers']} workers"
     lines = broken_promises(where, row, ("results", "attempts"), ("torn", "texts off", "stored twice"))
     same, all_ = row["alive"].split("/")

@@ -36,7 +36,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts(count: int) -> list[str]:
-    """All different, so that nothing is right by accident."""
+    """Return prompts that all differ, so that no result is correct by accident."""
     return [f"Once upon a time, there were {i} friends of a little {ANIMALS[i % 6]}." for i in range(count)]
 
 
@@ -65,7 +65,7 @@ class LiveReaders:
                 continue
 
     def close(self) -> None:
-        """Waits until all streams have ended."""
+        """Wait until all streams have ended."""
         for thread in self._threads:
             thread.join(self._timeout_s)
         self._client.close()
@@ -129,11 +129,11 @@ class Scenario:
         ]
 
     def undisturbed(self) -> list[ReferenceText]:
-        """The texts without trouble."""
+        """Return the texts of an undisturbed run."""
         return reference_texts([self._result(job) for job in self.submit(LOGPROBS)], SOURCE)
 
     def _text(self, job: Any) -> str:
-        """The text, '' of a job that fails or does not end."""
+        """Return the text, or '' if the job fails or does not end."""
         try:
             return str(self._result(job)["text"])
         except (JobFailed, TaskRevokedError, CeleryTimeoutError) as error:
@@ -192,6 +192,6 @@ class Scenario:
         return {"read": len(readers.texts), "read torn": torn, "gaps told": readers.num_told}
 
     def _twice(self, num_jobs: int, num_sampled: int) -> float:
-        """TokenAllocation of tokens, in percent."""
+        """Return the share of tokens that were generated twice, in percent."""
         total: int = num_jobs * self._args.new
         return round(100 * (num_sampled - total) / total, 2)

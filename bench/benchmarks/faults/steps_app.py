@@ -20,20 +20,20 @@ def _count(name: str) -> None:
 
 @app.task  # type: ignore[untyped-decorator]
 def after_job(result: dict[str, Any], name: str) -> str:
-    """Follow a job, as a link or as the last step of a chain."""
+    """Run after a job, as a link or as the last step of a chain."""
     _count(name)
     return str(result["text"])
 
 
 @app.task  # type: ignore[untyped-decorator]
 def after_failure(job_id: str, name: str) -> None:
-    """Follow a job or a chord that has failed, as an errback."""
+    """Run after a failed job or chord, as an errback."""
     _count(name)
 
 
 @app.task  # type: ignore[untyped-decorator]
 def after_parts(results: list[dict[str, Any]], name: str) -> int:
-    """Follow the parts of a chord, as its body."""
+    """Run after the parts of a chord, as its body."""
     app.backend.client.hset(PARTS_KEY, name, len(results))
     _count(name)
     return len(results)

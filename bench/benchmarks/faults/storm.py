@@ -69,18 +69,18 @@ class _Storm:
                 lines.write(json.dumps({"custom_id": f"line-{i}", "prompt": prompt, **greedy}) + "\n")
 
     def troubles(self) -> list[str]:
-        """All of them, in a random order."""
+        """Return all of them in random order."""
         args = self._args
         found = ["command"] * args.command_kills + ["worker"] * args.worker_kills + ["redis"] * args.redis_restarts
         self._random.shuffle(found)
         return found
 
     def run_undisturbed(self) -> dict[str, Any]:
-        """Runs the file without trouble, and keeps its texts with their near ties."""
+        """Run the file undisturbed and save its texts with their near ties."""
         return self.run("undisturbed", [], logprobs=LOGPROBS)
 
     def run(self, name: str, troubles: list[str], **params: Any) -> dict[str, Any]:
-        """Runs the file; the troubles come at even distances of finished lines."""
+        """Run the file with disturbances after equal numbers of finished lines."""
         self._write_lines(**params)
         output, sampled, started = self._folder / f"{name}.jsonl", self._service.num_sampled(), time.monotonic()
         self._start(output)
@@ -98,7 +98,7 @@ class _Storm:
         return row
 
     def _compare(self, results: list[dict[str, Any]]) -> dict[str, int]:
-        """Lines that are missing, there twice, or have another text than without trouble; apart from these, texts that
+        """Return the lines that are missing, repeated or different from the undisturbed run, and the texts that
         go another way at a near tie."""
         texts = {result["id"]: result["text"] for result in results}
         if not self._undisturbed:

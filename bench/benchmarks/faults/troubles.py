@@ -54,7 +54,7 @@ class Troubles:
             self.count += 1
 
     def freezes(self, done: threading.Event) -> None:
-        """A worker is suspended until its jobs are given away, and up to a second more: some begin elsewhere then."""
+        """Suspend a worker until its leases expire and up to a second longer, so that some jobs start elsewhere."""
         while self.count < self._args.freezes and not done.wait(self._args.period / 2):
             process = self._service.processes[self._random.choice(sorted(self._service.processes))]
             process.send_signal(signal.SIGSTOP)
@@ -66,7 +66,7 @@ class Troubles:
             self.count += 1
 
     def rollbacks(self, done: threading.Event) -> None:
-        """Redis loses the last second."""
+        """Roll Redis back by a second."""
         while self.count < self._args.rollbacks and not done.wait(self._args.period):
             before = set(self._stored.states)
             self._service.roll_back_redis()
@@ -74,7 +74,7 @@ class Troubles:
             self.count += 1
 
     def clocks(self, _: threading.Event) -> None:
-        """The workers' clocks are a minute apart all the time; a wrong one would break the limits of urgent jobs."""
+        """Run workers whose clocks differ by a minute, which must not affect the limits of urgent jobs."""
         from cellama.tasks import generate
 
         params: GenerateParams = {"max_tokens": TIMED_TOKENS, "temperature": 0, "ignore_eos": True, "priority": 0}

@@ -47,7 +47,7 @@ class Arrivals:
         return conversations(self.shape, seed=1000 * self.seed + number)
 
     def bulk(self) -> Iterator[Line]:
-        """Bulk lines of the same mix of lengths, without an end."""
+        """Yield an endless sequence of bulk lines with the same mix of lengths."""
         for number in itertools.count(BULK_SEED * (self.seed + 1)):
             yield from flat(conversations(LoadShape(100, scale=self.shape.scale), seed=number))
 
@@ -61,7 +61,7 @@ class StreamTimes:
     pieces_s: list[float] = field(default_factory=list)  # when each piece of text came
 
     def note(self) -> None:
-        """A piece has come."""
+        """Record the arrival of a piece of text."""
         self.pieces_s.append(time.monotonic() - self.began)
 
     @property
@@ -80,13 +80,13 @@ class Side(Protocol):
     num_bulk: int
 
     async def stream(self, reading: StreamTimes) -> None:
-        """One interactive request, to its end."""
+        """Run one interactive request until it ends."""
 
     async def bulk(self, line: Line) -> None:
-        """One bulk request. Ends with the task that runs it."""
+        """Run one bulk request until its asyncio task is cancelled."""
 
     async def settle(self) -> None:
-        """Waits until nothing runs any more."""
+        """Wait until no request is running."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Server:
         await complete(self.port, line.prompt, line.num_new)
 
     async def settle(self) -> None:
-        """The server ends what it does for closed connections; a request of its own waits for that."""
+        """Wait until the server has stopped the requests of closed connections, with a further request."""
         await complete(self.port, range(300, 316), 1)
 
 
@@ -199,7 +199,7 @@ class _BulkLoad:
 
 
 async def measure(side: Side, arrivals: Arrivals) -> list[Phase]:
-    """All phases at one side."""
+    """Run all phases on one server."""
     phases = []
     if ALONE in arrivals.loads:
         for index in range(len(arrivals.rates)):
@@ -225,7 +225,7 @@ async def _phase(side: Side, arrivals: Arrivals, load: str, index: int, bulk: _B
 
 
 async def _arrive(side: Side, conversations: Sequence[Conversation], rate: float, seed: int) -> list[StreamTimes]:
-    """Begins conversations at times of a Poisson process, so that requests come at this rate in the mean."""
+    """Start conversations at times of a Poisson process, so that requests arrive at this average rate."""
     rng, at, started = random.Random(seed), 0.0, time.monotonic()
     per_conversation = sum(map(len, conversations)) / len(conversations)
     tasks = []
@@ -247,7 +247,7 @@ async def _converse(side: Side, turns: Iterable[Line]) -> list[StreamTimes]:
 
 
 def ask_ours(model: dict[str, Any], num_bulk: int, arrivals: Arrivals) -> list[Phase]:
-    """All phases with a worker of our own, warm, that serves this model as "bench"."""
+    """Run all phases with a warm worker that serves this model as "bench"."""
 
     async def ask() -> list[Phase]:
         client = AsyncClient()

@@ -40,7 +40,7 @@ class AtOnce:
 
     @property
     def best_server(self) -> str | None:
-        """The fastest of llama-server's ways."""
+        """Return the fastest configuration of llama-server."""
         tried = [who for who in self.seconds if who.startswith(SERVER)]
         return min(tried, key=lambda who: median(self.seconds[who]), default=None)
 
@@ -56,7 +56,7 @@ class AtOnce:
         return {**row, "prefilled": self.computed[who], "over optimum": self.computed[who] / self.load.trie_tokens}
 
     def ratios(self) -> dict[str, float]:
-        """Rates of each of our ways over the best llama-server."""
+        """Return the ratio of each of cellama's rates to the best of llama-server."""
         best = self.best_server
         if best is None:
             return {}
@@ -66,18 +66,18 @@ class AtOnce:
 
 
 def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
-    """Engine options of our side, with cells for the longest request in each slot."""
+    """Return cellama's engine options, with cells for the longest request in each slot."""
     options = {"n_parallel": args.slots, "ctx_per_slot": room(longest), "kv_layout": "partitioned", "n_batch": 2048}
     return {**options, "n_ubatch": 512, "threads": args.threads, **args.options}
 
 
 def room(longest: int) -> int:
-    """Tokens of a slot, for both sides."""
+    """Return the tokens of a slot for all servers."""
     return context(1, longest, 1)
 
 
 def measure(path: Path, server: Path | None, args: argparse.Namespace) -> AtOnce:
-    """Runs every way `args.rounds` times, in turns."""
+    """Run every way `args.rounds` times, alternating between them."""
     lines = flat(conversations(LoadShape(args.requests, args.chats, args.turns, args.scale), seed=args.seed))
     found = AtOnce(sizes(lines))
     longest = found.load.longest

@@ -156,7 +156,7 @@ async def _all(ask: Ask, count: int, apart_s: float) -> tuple[list[StreamReading
 
 
 async def _most_connections(redis: Redis) -> int:
-    """Until it is cancelled."""
+    """Record the highest number of connections until the task is cancelled."""
     most = 0
     with suppress(asyncio.CancelledError):
         while True:
@@ -184,6 +184,6 @@ async def _row(who: str, client: AsyncClient | None, streams: list[StreamReading
 
 
 def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure; of what is wrong, all."""
+    """Return the median of each figure, and all violations."""
     numbers = {name: median(row[name] for row in rounds) for name in rounds[0] if name not in ("who", "streams")}
     return {**rounds[0], **numbers, "wrong": sum(row["wrong"] for row in rounds)}

@@ -113,7 +113,7 @@ def _longest(arrivals: Arrivals) -> int:
 
 
 def compare(phases: Sequence[Phase]) -> tuple[dict[str, float], dict[str, str]]:
-    """Our times over llama-server's, and bulk rates; and what is hoped for."""
+    """Return the ratios of times and bulk rates to llama-server's, and the targets."""
     ratios: dict[str, float] = {}
     targets: dict[str, str] = {}
     ours = [phase for phase in phases if phase.who == OURS]

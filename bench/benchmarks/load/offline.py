@@ -81,7 +81,7 @@ class _Workload:
         )
 
     def run(self, folder: Path) -> None:
-        """Every way in turn."""
+        """Run every way, one after the other."""
         args, source, target = self._args, folder / f"{self._name}.jsonl", folder / f"{self._name}.out.jsonl"
         write_lines(source, self._lines)
         size = self._length + args.new

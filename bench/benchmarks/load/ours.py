@@ -20,7 +20,7 @@ _BATCH = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bat
 
 
 def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """Our engine without a queue, given the lines in the order of the file: the measure of planning."""
+    """Run the engine without a queue, with the lines in the order of the file, as the baseline."""
     with loaded(model, **options) as ours:
         warm_up(ours)
 
@@ -37,7 +37,7 @@ def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> 
 
 
 def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """Our worker, one Celery job per line, in the order of the file."""
+    """Run a worker with one Celery job per line, in the order of the file."""
 
     def run(out: IO[str]) -> None:
         from cellama.tasks import GenerateParams, generate
@@ -54,7 +54,7 @@ def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Ti
 
 
 def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """`cellama batch run`, in a process of its own, with one worker."""
+    """Run `cellama batch run` in a separate process with one worker."""
 
     def run(result: Path, out: IO[str]) -> None:
         done = subprocess.run(batch_command(source, result), capture_output=True, text=True, check=False)
@@ -70,7 +70,7 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> T
 
 
 def batch_command(source: Path, target: Path) -> list[str]:
-    """The command of a bulk run; Redis comes from the environment."""
+    """Return the command of a bulk run; Redis comes from the environment."""
     return [*_BATCH, "run", str(source), "-o", str(target), "--model", "bench"]
 
 
@@ -82,7 +82,7 @@ def _write_ours(out: IO[str], custom_id: str, found: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _worker(path: Path, options: Mapping[str, Any]) -> Iterator[Service]:
-    """A worker with one warm model."""
+    """Run a worker with one warm model."""
     model = {"source": str(path), "capabilities": ["generate"], "batch_strategy": "adaptive", **options}
     with serving(model) as service:
         from cellama.tasks import generate

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _peers(service: Service, threads: int, peers: ExitStack) -> Iterator[Way]:
-    """Starts the workers of plain Celery."""
+    """Start the workers of plain Celery."""
     for name, number in ((LIKE_OURS, threads), (DEFAULTS, None)):
         process, submit = peers.enter_context(noop_worker(service.folder, service.redis_server.url, threads=number))
         way = Way(name, process.pid, partial(_each, submit))
@@ -93,7 +93,7 @@ def _each(submit: Submit, texts: Sequence[str]) -> list[str]:
 
 
 def _wait_ready(redis: Any, way: Way) -> None:
-    """Until the worker has done a job."""
+    """Wait until the worker has finished a job."""
     ids = way.queue([""])
     wait_until(lambda: not _unfinished(redis, ids), way.name)
 
@@ -114,7 +114,7 @@ def _ours(pid: int, client: Client) -> Iterator[Way]:
 
 
 def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
-    """Jobs per second; ms of processor per job of the worker and of Redis."""
+    """Return the jobs per second and the processor milliseconds per job of worker and Redis."""
     os.kill(way.pid, signal.SIGSTOP)
     try:
         ids = way.queue([TEXT.format(number) for number in range(num_jobs)])

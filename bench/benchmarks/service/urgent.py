@@ -82,7 +82,7 @@ class _BulkWork:
         self.num_begun = self.num_finished = 0
 
     def run(self, meanwhile: Callable[[_Work], None]) -> None:
-        """Once more; twice as much as the last time."""
+        """Run the bulk work again with twice the amount."""
         prompts = random_prompts(self._count, self._args.prompt, seed=10_000 * self._seed + self._count)
         started = time.monotonic()
         with self._begin(self._folder, prompts, self._args.new) as work:
@@ -94,7 +94,7 @@ class _BulkWork:
 
     @property
     def rate(self) -> float:
-        """Generated tokens per second."""
+        """Return the generated tokens per second."""
         return float(self.num_finished * self._args.new / self._seconds)
 
 
@@ -109,12 +109,12 @@ class _Work(Protocol):
     def ended(self) -> bool: ...
 
     def num_finished(self) -> int:
-        """Waits for its end, and counts what finished with all its tokens."""
+        """Wait for the end and return the number of jobs that finished with all tokens."""
         ...
 
 
 def _beside(client: Any, work: _Work, args: argparse.Namespace, prompts: Iterator[list[int]]) -> Iterator[float]:
-    """Times to the first token of urgent jobs, one after another, as long as the worker is full of the work."""
+    """Yield the times to first token of consecutive urgent jobs while bulk work fills the worker."""
 
     def is_full() -> bool:
         return bool(client.stats()["slots_busy"] == args.slots)
@@ -158,7 +158,7 @@ class _BulkRun:
 
 @contextlib.contextmanager
 def _bulk_jobs(_folder: Path, prompts: Sequence[list[int]], num_new: int) -> Iterator[_Work]:
-    """A job per prompt."""
+    """Run one bulk job per prompt."""
     from cellama.tasks import GenerateParams, generate
 
     params: GenerateParams = {"temperature": 0, "ignore_eos": True, "max_tokens": num_new, "priority": 9}
@@ -168,7 +168,7 @@ def _bulk_jobs(_folder: Path, prompts: Sequence[list[int]], num_new: int) -> Ite
 
 @contextlib.contextmanager
 def _bulk_run(folder: Path, prompts: Sequence[list[int]], num_new: int) -> Iterator[_Work]:
-    """`cellama batch run` with a line per prompt."""
+    """Run `cellama batch run` with one line per prompt."""
     source, target = folder / f"bulk{len(prompts)}.jsonl", folder / f"bulk{len(prompts)}.out.jsonl"
     write_lines(source, [Line(str(number), tuple(prompt), num_new) for number, prompt in enumerate(prompts)])
     with (folder / "bulk.log").open("wb") as log:

@@ -94,7 +94,7 @@ def _calls(name: str, folder: Path, url: str) -> list[SchemaCall]:
 
 
 def _argv(name: str, folder: Path) -> list[str]:
-    """Install what an environment has; return the command that calls its clients, without the URL."""
+    """Install the packages of an environment, and return the command that calls its clients, without the URL."""
     if name == AI_SDK:
         (folder / "package.json").write_text("{}")
         _install(["npm", "install", "--no-audit", "--no-fund", *NODE], folder)

@@ -32,7 +32,7 @@ class Unjudgeable(Exception):
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        """Formats count unless the schema has patterns: a pattern is enforced where both can't be."""
+        """Check formats unless the schema has patterns, because a pattern is enforced where both can't be."""
         text = json.dumps(schema)
         formats = None if '"pattern"' in text else FORMATS
         self._validator = jsonschema.Draft202012Validator(exact(text), format_checker=formats)
@@ -51,7 +51,7 @@ class SchemaJudge:
 
 
 def exact(text: str) -> Any:
-    """JSON with whole numbers as `int` and others as `Decimal`."""
+    """Parse JSON with integers as `int` and other numbers as `Decimal`."""
     return json.loads(text, parse_float=_number, parse_constant=_refuse)
 
 

@@ -110,7 +110,7 @@ def _run_load(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], 
 
 
 def _in_turns(models: Mapping[str, Model], sampling: str, args: argparse.Namespace) -> dict[str, list[Together]]:
-    """Every run by round. The first round warms up; every second one goes backwards."""
+    """Yield every run by round. The first round is a warm-up, and every second round is reversed."""
     came: dict[str, list[Together]] = {name: [] for name in RUNS}
     for number in range(args.rounds + 1):
         for name in list(RUNS)[:: -1 if number % 2 else 1]:
@@ -215,7 +215,7 @@ def _compile(grammars: Grammars, schema: Schema) -> Callable[[], Constraint]:
 
 
 def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times) -> None:
-    """A text token by token: half of them short ones, so that it gets beyond its first word."""
+    """Walk through a text token by token. Half of the tokens are short, so that it gets beyond the first word."""
     for _ in range(100):
         with masks.measured():
             mask = constraint.mask()

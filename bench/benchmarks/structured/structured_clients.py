@@ -226,7 +226,7 @@ class _Requests(logging.Handler):
 
 
 def installed() -> Mapping[str, str]:
-    """The versions of the clients that this environment has."""
+    """Return the versions of the clients that this environment has."""
     versions = {}
     for package in {client.package for client in CLIENTS}:
         try:
@@ -271,7 +271,7 @@ def _outcome(client: SchemaClient, ask: Ask, model: type[BaseModel], statuses: l
 
 
 def _is_beyond_schema(error: BaseException | None, is_weakened: bool) -> bool:
-    """Whether pydantic refused values that the JSON Schema allows, as the client sent it; clients wrap its error."""
+    """Return whether pydantic rejected values that the sent JSON Schema allows. Clients wrap its error."""
     while error is not None and not isinstance(error, ValidationError):
         error = error.__cause__ or error.__context__
     return error is not None and all(
@@ -280,7 +280,7 @@ def _is_beyond_schema(error: BaseException | None, is_weakened: bool) -> bool:
 
 
 def is_refused_rightly(call: SchemaCall) -> bool:
-    """Whether the gateway refused what OpenAI refuses as well, or with `strict` what can't be enforced."""
+    """Return whether the gateway rejected a schema that OpenAI also rejects or `strict` can't enforce."""
     as_tool = "tool" in call.how.lower() or call.how == "function_calling"
     return call.outcome == BY_GATEWAY and (
         call.model == "SetOfText" or (as_tool and call.model in ("Numbers", "Scalar", "Described"))

@@ -17,7 +17,7 @@ TRUTH: Schema = {"type": "boolean"}
 
 
 def record(**properties: Schema) -> Schema:
-    """An object of which every property is required, and nothing else allowed."""
+    """Return an object whose properties are all required, without further properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -102,12 +102,12 @@ RICH: dict[str, Schema] = {
 
 
 def realistic() -> dict[str, Schema]:
-    """All of these, by name."""
+    """Return all of these, by name."""
     return PLAIN | RICH
 
 
 def varied(count: int, seed: int = 0) -> Iterator[Schema]:
-    """Objects of 3 to 40 properties by seed, nested up to three deep."""
+    """Yield objects with 3 to 40 properties by seed, nested up to three levels."""
     for number in range(count):
         random = Random(f"{seed} {number}")
         yield _object(random, random.choice((3, 5, 8, 12, 20, 40)), 0)
