@@ -1,6 +1,6 @@
 """The text that the bundled model is trained on: seeded, low in entropy, split into training and held-out.
 
-A document is a list of segments; a target is what the model shall write, the rest is what it is given. Held-out
+A document is a list of segments; a target is text that the model must write, and the rest is its input. Held-out
 documents use combinations (numbers, names, cities) that no training document has.
 """
 
@@ -41,14 +41,14 @@ WEATHER_TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a document; targets are what the model shall write."""
+    """A piece of a document; targets are text that the model must write."""
 
     text: str
     target: bool
 
 
 Document = list[Segment]
-Turn = tuple[str, str, str]  # question, thought, answer
+Turn = tuple[str, str, str]  # question, reasoning, answer
 
 
 def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
@@ -145,7 +145,7 @@ def _conversation(rng: random.Random, held_out: bool) -> Document:
     for _ in range(rng.choices((1, 2, 3, 4), (5, 3, 1, 1))[0]):
         maker = rng.choices([m for _, m in _TURNS], [w for w, _ in _TURNS])[0]
         document += _turn(*maker(rng, held_out), thinking)
-        if thinking:  # earlier thoughts are not shown to the model again
+        if thinking:  # the template omits earlier reasoning
             break
     return document
 
@@ -179,7 +179,7 @@ def _tool_conversation(rng: random.Random, held_out: bool) -> Document:
 
 @dataclass(frozen=True)
 class Plot:
-    """What an animal's story is made of; everything follows from the animal and the name."""
+    """The parts of an animal's story, which all depend on the animal and the name."""
 
     names: tuple[str, ...]  # the first is the favourite
     place: str

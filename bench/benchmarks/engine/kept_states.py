@@ -173,7 +173,8 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 def _chats(path: Path, args: argparse.Namespace) -> Report:
     """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
 
-    The state of a conversation is therefore the least recently used one when it is needed. All ways have the same RAM."""
+    The state of a conversation is therefore the least recently used one when it is needed. All ways have the same RAM.
+    """
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
     rows = {way: _chat_row(way, *_talk(ask, args)) for way, ask in _ways(path, args, size, ram_mib)}

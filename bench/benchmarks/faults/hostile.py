@@ -40,7 +40,8 @@ def corpus() -> list[FuzzPayload]:
 def full_contexts() -> list[FuzzPayload]:
     """Return valid jobs that fill the model's contexts.
 
-    The system counts the memory of a context only after something was written to it."""
+    The system counts the memory of a context only after something was written to it.
+    """
     text = "a little fox " * 2000
     return [
         FuzzPayload("a full batch to embed", TASK_EMBED, [MODEL, text], {"truncate": True}),

@@ -99,7 +99,8 @@ class _Storm:
 
     def _compare(self, results: list[dict[str, Any]]) -> dict[str, int]:
         """Return the lines that are missing, repeated or different from the undisturbed run, and the texts that
-        go another way at a near tie."""
+        go another way at a near tie.
+        """
         texts = {result["id"]: result["text"] for result in results}
         if not self._undisturbed:
             expected = zip(results, reference_texts(results, SOURCE), strict=True)
