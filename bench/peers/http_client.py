@@ -38,8 +38,8 @@ async def complete(
 ) -> dict[str, Any]:
     """Return llama-server's last message for a greedy completion that ignores end-of-text tokens.
 
-    With `note`, the completion streams, and `note` is called with each event that has tokens. Raises RuntimeError if the
-    server refuses the request or stops early.
+    With `note`, the completion streams, and `note` is called with each event that has tokens. Raises RuntimeError if
+    the server refuses the request or stops early.
     """
     body = {"prompt": list(prompt), "n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
     last: dict[str, Any] = {}
