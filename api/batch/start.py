@@ -23,7 +23,7 @@ from cellama.tasks.app import CellamaApp
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.traces.conventions import NAMES
-from cellama.tasks.traces.gate import spanning
+from cellama.tasks.traces.gate import trace_span
 
 from .checks import check_files
 from .lines import BadLine, BatchLine, Columns, Defaults, format_of, read_lines
@@ -125,7 +125,7 @@ def run_batch(
 def _traced(work: WorkFile) -> Iterator[None]:
     """Trace the run. The span of a resumed run is a child of the span that started the run."""
     parent = {name: text for name in NAMES if (text := work.get(name))}
-    with spanning("batch run", parent) as carrier:
+    with trace_span("batch run", parent) as carrier:
         if not parent:
             work.set(**carrier)
         yield

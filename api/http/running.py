@@ -22,7 +22,7 @@ from cellama.config.logging import event_logger, log_context
 from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.events import Event, is_terminal
-from cellama.tasks.traces.gate import trace_id_here
+from cellama.tasks.traces.gate import current_trace_id
 
 from .auth import Admission, Unlimited
 from .errors import ApiError, of_code, of_job, of_worker
@@ -106,7 +106,7 @@ class RunningJobs:
                 raise  # the endpoint replaces the names of the fields
             except JobError as error:
                 raise await self.failed(of_job(error)) from None
-        with log_context("", trace_id_here()):
+        with log_context("", current_trace_id()):
             job_ids = ",".join(job.id for job in self.jobs)
             log.info("request queued", request=self.parsed.request.state.request_id, jobs=job_ids)
         await self._check_wait()

@@ -56,7 +56,7 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def spanning(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def trace_span(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Create a span for the body of the `with` statement, and yield the headers that carry its context.
 
     Its parent is the context in `headers`, else the current span. If the setting `traces` is false, there is no span,
@@ -71,13 +71,13 @@ def spanning(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield traces.headers_of(span)
 
 
-def headers_here() -> dict[str, str]:
+def current_headers() -> dict[str, str]:
     """Return the headers that carry the context of the current span, or an empty dict without a span."""
     traces = tracing()
     return {} if traces is None else traces.headers_of()
 
 
-def trace_id_here() -> str:
+def current_trace_id() -> str:
     """Return the id of the current trace as logs have it, or "" without a trace."""
-    traceparent = headers_here().get(TRACEPARENT, "")
+    traceparent = current_headers().get(TRACEPARENT, "")
     return traceparent.split("-")[1] if traceparent else ""

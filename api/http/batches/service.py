@@ -24,7 +24,7 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import batch_key, http_open_key
-from cellama.tasks.traces.gate import headers_here
+from cellama.tasks.traces.gate import current_headers
 
 from .input_check import ENDPOINTS
 
@@ -75,7 +75,7 @@ class BatchService:
             "expires_at": now + order.window_s,
             "gone_at": now + order.window_s + RECORD_LIFE_S,
             "asked": _digest(repr(order)),
-            "trace": headers_here(),
+            "trace": current_headers(),
             "models": None if caller.models is None else sorted(caller.models),
             "adapters": None if caller.adapters is None else sorted(caller.adapters),
             **{name: getattr(order, name) for name in BatchOrder.__slots__},

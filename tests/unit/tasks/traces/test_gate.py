@@ -15,7 +15,7 @@ from opentelemetry.semconv.schemas import Schemas
 from cellama.config import SettingsError
 from cellama.tasks.traces import gate, tracing as spans
 from cellama.tasks.traces.conventions import NUMBERS, OPERATIONS, SCHEMA, USAGE, carried, of_message, of_request
-from cellama.tasks.traces.gate import headers_here, sending, spanning, trace_id_here, tracing
+from cellama.tasks.traces.gate import current_headers, current_trace_id, sending, trace_span, tracing
 
 from .conftest import ABOVE, Spans
 
@@ -98,7 +98,7 @@ def test_sending_span_has_parent_from_header_then_current_span_then_running_job(
     running = SimpleNamespace(request=SimpleNamespace(traceparent=f"00-{'7' * 32}-{'8' * 16}-01", tracestate=None))
     monkeypatch.setattr(gate, "current_task", running)
     parents = []
-    with spanning("outer", {}):
+    with trace_span("outer", {}):
         for given in (ABOVE, {}):
             with sending(options("a", **given)):
                 pass
@@ -111,11 +111,11 @@ def test_sending_span_has_parent_from_header_then_current_span_then_running_job(
 
 
 def test_span_over_many_sendings_has_the_given_parent(spans: Spans) -> None:
-    assert headers_here() == {}
-    assert trace_id_here() == ""
-    with spanning("run", ABOVE) as own:
-        assert headers_here() == own
-        assert trace_id_here() == TRACE_ID
+    assert current_headers() == {}
+    assert current_trace_id() == ""
+    with trace_span("run", ABOVE) as own:
+        assert current_headers() == own
+        assert current_trace_id() == TRACE_ID
     assert spans.one("run").parent.span_id == 0x00F067AA0BA902B7
 
 

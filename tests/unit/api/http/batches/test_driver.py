@@ -15,7 +15,7 @@ from cellama.api.http.batches.run_files import Parts, run_directory
 from cellama.api.http.files.store import FileStore
 from cellama.tasks.contract.keys import http_lease_key
 from cellama.tasks.state.bulk_runs import Batches
-from cellama.tasks.traces.gate import spanning
+from cellama.tasks.traces.gate import trace_span
 
 from .....conftest import PATIENCE_S
 from ....tasks.traces.conftest import Spans, spans
@@ -233,7 +233,7 @@ def test_batch_fails_without_naming_paths_when_run_cannot_resume(run_world: RunW
 
 def test_run_span_is_child_of_the_request_that_created_the_batch(run_world: RunWorld, spans: Spans) -> None:
     async def ask(world: World) -> None:
-        with spanning("request", {}):
+        with trace_span("request", {}):
             batch_id = (await world.begin("a", window_s=-1))["id"]
         await world.drive(batch_id)
 
