@@ -7,7 +7,7 @@ The setting `middleware` names others by import path. Used in workers only.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import pkgutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -222,9 +222,8 @@ def imported(setting: str, path: str) -> Any:
 
     Raises InvalidRequest, whose message names the setting.
     """
-    module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(path)
         return found() if isinstance(found, type) else found
     except Exception as error:  # third-party code
         raise InvalidRequest(f"{setting}: {path!r} can't be imported: {type(error).__name__}: {error}") from None

@@ -23,10 +23,10 @@ from .measure import tune
 
 def main() -> int:
     """Return the exit code: 0, 1 after an error, 130 after an interrupt."""
-    asked = json.load(sys.stdin)
+    arguments = json.load(sys.stdin)
     try:
-        options, hub = EngineOptions(**asked.pop("options")), HubOptions(**asked.pop("hub"))
-        result = tune(options=options, hub=hub, on_row=lambda row: _write({"row": asdict(row)}), **asked)
+        options, hub = EngineOptions(**arguments.pop("options")), HubOptions(**arguments.pop("hub"))
+        result = tune(options=options, hub=hub, on_row=lambda row: _write({"row": asdict(row)}), **arguments)
     except EngineError as error:
         _write({"error": str(error), "code": error.code})
         return 1

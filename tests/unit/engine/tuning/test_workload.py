@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean
 
-from cellama.engine.tuning.workload import MIN_REQUESTS, NUM_HEADS, RequestLengths, num_requests, requests
+from cellama.engine.tuning.measure import MIN_REQUESTS, NUM_HEADS, RequestLengths, num_requests, requests
 
 LENGTHS = RequestLengths(64, 32)
 
