@@ -17,6 +17,7 @@ from rich.table import Table
 
 from cellama.api.batch.options import STANDARD, BatchOptions
 from cellama.api.batch.start import options_of, run_batch
+from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.tasks import app as celery_app
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -44,7 +45,6 @@ IdColumnOption = Annotated[
 OutputOption = Annotated[
     Path, typer.Option("--output", "-o", help="Output file with one JSON object per line, or - for stdout.")
 ]
-CONNECT_TIMEOUT_S = 3.0  # short, because a user waits at the terminal
 SHOWN_ID_CHARS = 8  # enough to distinguish all runs of 30 days
 _STATE_TEXTS = {
     "validating": "reading its input",

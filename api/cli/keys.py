@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from rich.markup import escape
 
+from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.api.keys.entry import KeyEntry, KeyText, new_key, parse_key
 from cellama.api.keys.store import KeyFile, KeyLookup, KeyStore
 from cellama.config import get_settings
@@ -27,7 +28,6 @@ from .output import err, out, print_json, readable_time, table_of
 
 _T = TypeVar("_T")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-CONNECT_TIMEOUT_S = 3.0  # short, because a user waits at the terminal
 
 
 def keys_create_command(
