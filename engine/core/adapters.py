@@ -48,7 +48,7 @@ class _Entry:
 
 
 class Adapters:
-    """The adapters of a model by name. A request acquires its adapters when it is submitted, and releases them."""
+    """The adapters of a model by name. A request acquires adapters at its submission, and releases them at its end."""
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store

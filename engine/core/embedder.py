@@ -155,7 +155,7 @@ class Embedder:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether any request is unfinished."""
+        """Whether any request is unfinished."""
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
@@ -243,7 +243,7 @@ class Embedder:
         return True
 
     def _fill_batch(self) -> None:
-        """Fill a batch with waiting texts, one of each caller in turn. A text that is too long for it is alone."""
+        """Fill a batch with waiting texts, one of each caller in turn. A text beyond the limit is computed alone."""
         batch = self._batch
         num_remaining = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
@@ -262,7 +262,7 @@ class Embedder:
                 self._waiting.append(handle)
 
     def _batch_tokens(self) -> int:
-        """Return how many tokens a batch may have to take about BATCH_S."""
+        """Return the number of tokens of a batch that takes about BATCH_S."""
         affordable = 0 if self._token_s is None else int(BATCH_S / self._token_s)
         return min(max(affordable, MIN_BATCH_TOKENS), self._backend.batch_tokens)
 
@@ -346,7 +346,7 @@ class Reranker:
     """Scores pairs of query and document. The score is the first output of the model's classification head."""
 
     def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
-        """`embedder` must pool by rank. It has the thread that computes; the reranker has none of its own."""
+        """`embedder` must pool by rank. The embedder has the thread that computes. The reranker has none."""
         self._pairs = pairs
         self.embedder = embedder
 

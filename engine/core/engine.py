@@ -214,7 +214,7 @@ class Engine:
         most: int | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
     ) -> Verdict:
-        """Check which of the candidates are the likeliest tokens after the prefix, and find the token after them.
+        """Count the leading candidates that are the likeliest tokens after the prefix, and find the token after them.
 
         `most` limits the number of candidates. Raises TimeoutError, InvalidRequest, PromptTooLong if prefix and
         candidates leave no room for one more token, and the errors of `submit`.
@@ -345,7 +345,7 @@ class Engine:
 
     @property
     def last_cache_hit(self) -> PrefixHit | None:
-        """The prefix that the request which got a slot last reused; None before the first. Never waits."""
+        """The prefix hit of the request that got a slot last; None before the first. Never waits."""
         return self._core.telemetry.last_cache_hit
 
     @property

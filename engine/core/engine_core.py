@@ -183,7 +183,7 @@ class EngineCore:
         self._num_faults = 0
 
     def _copy_running_state(self) -> None:
-        """Copy the state of one running sequence for the disk, so that another process can resume it after a crash."""
+        """Offer the state of one running sequence to the disk, so that another process can resume it after a crash."""
         if self.disk is None or not self.disk.may_copy(time.monotonic()):
             return
         for slot, sequence in enumerate(self.scheduler.slots):
@@ -201,7 +201,7 @@ class EngineCore:
     def _isolate(self, error: Exception) -> None:
         """Find the requests that cause the failure of a step: run one step for each of them alone, and fail those.
 
-        If the step fails for all of several requests, none of them is the cause, and the error is raised. After
+        If the step fails for every one of several requests, none of them is the cause, and the error is raised. After
         MAX_FAULTS consecutive failed steps the error is also raised.
         """
         self._num_faults += 1
@@ -248,12 +248,12 @@ class EngineCore:
         return max(0.0, min(PAUSE_S, self.disk.wait_s(time.monotonic())))
 
     def slots_to_save(self) -> list[int]:
-        """Return the slots that run, and idle ones whose states are reusable but not in RAM."""
+        """Return the busy slots, and idle ones with reusable states that are not in RAM."""
         running = [slot for slot, holder in enumerate(self.scheduler.slots) if holder and holder.request.cache_prompt]
         return self.scheduler.cache.unsaved() + running
 
     def save_slot(self, slot: int) -> None:
-        """Copy the state of a slot to RAM if it still needs that. RAM offers it to the disk."""
+        """Copy the state of a slot to RAM if it still needs that. The RAM tier offers it to the disk tier."""
         cache, sequence = self.scheduler.cache, self.scheduler.slots[slot]
         if sequence is None:
             cache.save_unsaved(slot)

@@ -190,8 +190,8 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
     """Split the work of a step into decode calls, in order. Each chunk is in one of them.
 
     If each slot has a stream of its own (not `unified`), single tokens and longer chunks are in separate calls.
-    Together, llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another. The
-    rests would be one token short of its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come
+    Together, llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another, and
+    these would no longer fill its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come
     first, because a changing order would put two of them between two tokens of a stream. Prompts of interactive
     requests that end with this chunk are decoded one by one in order of admission, so that the first doesn't wait for
     the second.

@@ -143,7 +143,7 @@ class EventOutput:
     def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool, cut: bool) -> None:
         """Emit the held-back text of a sequence that ends, unless a stop string removed it (`stopped`).
 
-        `cut` if the model would have continued.
+        `cut` is true if the model would have continued.
         """
         if not stopped:
             self._release(handle, sequence, sequence.text_stream.flush())
@@ -361,7 +361,7 @@ class EngineRequests:
     # Tokens
 
     def sample(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
-        """Sample the next token of a sequence and account it: text, stop strings, end of the sequence.
+        """Sample the next token of a sequence and process it: text, stop strings, end of the sequence.
 
         While the token equals the next draft of the chunk, the token after it is also sampled.
         """

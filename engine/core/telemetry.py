@@ -89,7 +89,7 @@ class Rates:
         self._before = counts  # counters at that time
 
     def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
-        """Account the counters after a step that took `took_s` seconds.
+        """Record the counters after a step that took `took_s` seconds.
 
         An idle engine has no rate. The next window starts with the next step if its duration is known, and otherwise
         after it.

@@ -35,7 +35,7 @@ class LogitsProcessor(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Account the chosen token."""
+        """Record the chosen token."""
         ...
 
 

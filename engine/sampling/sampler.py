@@ -159,7 +159,7 @@ class TokenConstraint(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Account the next token, which is allowed."""
+        """Record the next token, which is allowed."""
         ...
 
     def forced_tokens(self) -> list[int]:

@@ -261,7 +261,7 @@ class Scheduler:
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:
-        """Account a decoded chunk without its drafts. Its sequence decodes from now on if the chunk samples."""
+        """Record a decoded chunk without its drafts. Its sequence decodes from now on if the chunk samples."""
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
         sequence.num_computed += count
@@ -278,7 +278,7 @@ class Scheduler:
             self._truncate(sequence, chunk.slot, chunk.position)
 
     def settle(self) -> None:
-        """Restore every slot to the accounted state of its sequence, after a step that raised an exception anywhere."""
+        """Restore every slot to the recorded state of its sequence, after a step that raised an exception anywhere."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 self.layout.restore_slot(slot)

@@ -133,7 +133,7 @@ class Sequence:
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether a later request may continue its state. Bulk work is not reused, except for prefill jobs."""
+        """Return whether a later request may continue its state. Bulk states are reused only for prefill jobs."""
         return self.request.is_interactive or self.request.prefill_only
 
     @property

@@ -1,4 +1,4 @@
-"""The layout of slots: sequences that decode are kept in neighbouring slots, as far as that saves time.
+"""The layout of slots: sequences that decode are kept in neighbouring slots, as far as this saves time.
 
 If each slot has a stream of cells of its own, llama.cpp computes slots with consecutive indices in one pass, and a hole
 between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Pure: times come
@@ -221,7 +221,7 @@ class SlotLayout:
             self.restore_slot(chunk.slot)
 
     def restore_slot(self, slot: int) -> None:
-        """Remove the cells of a slot that are not accounted. A state that can't be truncated is discarded."""
+        """Remove the cells of a slot that are not recorded. A state that can't be truncated is discarded."""
         num_cells = self._cache.cells.of(slot)
         if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
             self._cache.wipe(slot)

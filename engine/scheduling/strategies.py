@@ -210,11 +210,11 @@ class TimeBudget:
         return self._remaining_s > 0
 
     def spend(self, seconds: float) -> None:
-        """Account bulk work that was lost or postponed."""
+        """Record bulk work that was lost or postponed."""
         self._remaining_s -= seconds
 
     def observe(self, seconds: float) -> None:
-        """Account elapsed time."""
+        """Record elapsed time."""
         self._remaining_s = min(MAX_SAVED_S, self._remaining_s + self._share * seconds)
 
 
@@ -231,18 +231,18 @@ class Interruptions:
         return self._aborted.is_available and self._deferred.is_available
 
     def observe(self, seconds: float, *, is_bulk: bool) -> None:
-        """Account a finished decode call."""
+        """Record a finished decode call."""
         self._aborted.observe(seconds)
         self._deferred.observe(seconds)
         if is_bulk:
             self._bulk_s = seconds
 
     def observe_aborted(self, seconds: float) -> None:
-        """Account a decode call that was aborted after this time."""
+        """Record a decode call that was aborted after this time."""
         self._aborted.spend(seconds)
 
     def observe_deferred(self) -> None:
-        """Account a decode call that was not started."""
+        """Record a decode call that was not started."""
         self._deferred.spend(self._bulk_s)
 
 
@@ -259,7 +259,7 @@ def yields_slot_despite_age(victim: Sequence, sequence: Sequence, now: float) ->
 
 
 class StepKind(Enum):
-    """The kind of step that `Adaptive` built last, which decides what its duration teaches."""
+    """The kind of the last step of `Adaptive`, which determines how its duration is used."""
 
     BULK = "only bulk requests have slots"
     DECODE = "decodes while an interactive request has a slot"
@@ -334,7 +334,7 @@ class BulkPrefill:
         return self.is_due and self._since_s > OVERDUE_S
 
     def observe(self, seconds: float, *, has_bulk: bool = False) -> None:
-        """Account a step while interactive requests have slots; `has_bulk` if it prefilled bulk prompts."""
+        """Record a step while interactive requests have slots; `has_bulk` if it prefilled bulk prompts."""
         self._owed_s = max(0.0, self._owed_s - seconds)
         self._since_s += seconds
         if has_bulk:

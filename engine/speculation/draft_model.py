@@ -96,7 +96,7 @@ class DraftModel:
 
     @property
     def is_considered(self) -> bool:
-        """Whether it may make drafts: not for a while after it did not pay, and never after it has failed."""
+        """Whether it may make drafts: not for some steps after it did not pay, and never after repeated failures."""
         return self._num_rest <= 0 and self._num_failures < MAX_FAILURES
 
     def offer(

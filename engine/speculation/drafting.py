@@ -32,7 +32,7 @@ class DraftedSequence:
     num_tokens: int = -1  # number of tokens of the sequence when its draft was made
     draft: DraftTokens | None = None  # the last draft, even if it was not decoded
     max_drafts: int = 0
-    num_unverified: int = 0  # positions in the slot beyond the accounted ones
+    num_unverified: int = 0  # positions in the slot beyond the recorded ones
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Drafting:
     # Before a decode call
 
     def begin_step(self) -> None:
-        """Account the previous step, if it had drafts."""
+        """Record the previous step, if it had drafts."""
         if self._step is not None and self._step.num_tokens and self._step.seconds:
             self.gate.account(self._step.num_tokens, self._step.seconds)
         self._step = None
@@ -237,7 +237,7 @@ class Drafting:
     # After a decode call
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Account the duration of a decode call of single tokens and drafts."""
+        """Record the duration of a decode call of single tokens and drafts."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
         if self._step is not None:
@@ -245,7 +245,7 @@ class Drafting:
         self.gate.observe(seconds)
 
     def begin_verifying(self, work: SlotWork) -> None:
-        """Start to verify a decoded chunk. Its first token is accounted, and its drafts follow it in the slot."""
+        """Start to verify a decoded chunk. Its first token is recorded, and its drafts follow it in the slot."""
         sequence, chunk = work
         if (drafted := self._drafted.get(sequence)) is None:
             return
@@ -261,7 +261,7 @@ class Drafting:
         self.counts = {**self.counts, source: now}
 
     def accept(self, sequence: Sequence) -> None:
-        """Account the next draft, which the model has sampled."""
+        """Record the next draft, which the model has sampled."""
         drafted = self._drafted[sequence]
         assert sequence.slot is not None
         assert drafted.draft is not None
@@ -274,7 +274,7 @@ class Drafting:
         self._cache.extend(sequence.slot, 1)
 
     def end_verifying(self, sequence: Sequence) -> None:
-        """Truncate the slot to its accounted positions, and learn from the sampled tokens."""
+        """Truncate the slot to its recorded positions, and learn from the sampled tokens."""
         if (drafted := self._drafted.get(sequence)) is None:
             return
         if drafted.num_unverified and sequence.slot is not None:

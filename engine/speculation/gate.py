@@ -98,11 +98,11 @@ class Gate:
         return self._num_rest < 0
 
     def observe(self, seconds: float) -> None:
-        """Account the duration of a decode call of single tokens and drafts."""
+        """Record the duration of a decode call of single tokens and drafts."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + EXPLORING * seconds)
 
     def account(self, num_tokens: int, seconds: float) -> None:
-        """Account a step with drafts: its number of tokens and its duration."""
+        """Record a step with drafts: its number of tokens and its duration."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + num_tokens * self._token_s - seconds)
 
     def choose(

@@ -61,7 +61,7 @@ def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
 def available_beyond_others(cores: int, others: float) -> int:
     """Return the number of cores that remain if other programs use `others` cores, at least 1.
 
-    Little use is tolerated, because on few cores, one core less costs more than a program that runs occasionally.
+    Slight use is tolerated: on few cores, the loss of one costs more than a program that runs occasionally.
     """
     lost = math.ceil(others - max(LEAST_TOLERATED, TOLERATED / cores))
     return max(1, cores - max(0, lost))
@@ -97,7 +97,7 @@ class SteadyThreads:
         self._since: float | None = None
 
     def follow(self, now: float, called_for: int) -> int:
-        """Account the number that is called for now, and return the number to use."""
+        """Record the number that is called for now, and return the number to use."""
         self._since = now if self._since is None else self._since
         self._calls.append((now, called_for))
         while self._calls[0][0] < now - RAISE_S:
@@ -155,11 +155,11 @@ class CoreSharing:
         self._thread = threading.Thread(target=self._run, name="cellama-cores", daemon=True)
 
     def start(self) -> None:
-        """Start to observe the machine."""
+        """Start observing the machine."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to observe the machine. The parts keep their numbers of threads."""
+        """Stop observing the machine. The parts keep their numbers of threads."""
         self._closing.set()
         self._thread.join()
 

@@ -8,7 +8,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all files of the model, the first one first. A file that is not a part is alone."""
+    """Return the names of all files of the model, the first one first. A file that is not a part is returned alone."""
     part = _PART.search(name)
     if part is None:
         return [name]
