@@ -17,7 +17,7 @@ from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from .conftest import CHAT
 
-ASKED: dict[str, Any] = {
+REQUEST: dict[str, Any] = {
     "model": "tiny",
     "max_tokens": 12,
     "messages": CHAT["messages"],
@@ -33,7 +33,7 @@ TOOL: Any = {
     },
 }
 CALL: dict[str, Any] = {
-    **ASKED,
+    **REQUEST,
     "max_tokens": 200,
     "tools": [TOOL],
     "tool_choice": {"type": "tool", "name": "get_weather"},
@@ -47,7 +47,7 @@ def client(gateway: GatewayProcess) -> Iterator[Anthropic]:
 
 
 def test_message_equals_result_of_the_same_job(client: Anthropic, queue: Client) -> None:
-    answer = client.messages.create(**ASKED)
+    answer = client.messages.create(**REQUEST)
     job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12, enable_thinking=False).result(60)
     assert [block.to_dict()["text"] for block in answer.content] == [job["text"]]
     usage = answer.usage
@@ -59,8 +59,8 @@ def test_message_equals_result_of_the_same_job(client: Anthropic, queue: Client)
 
 
 def test_stream_adds_up_to_the_message(client: Anthropic) -> None:
-    whole = client.messages.create(**ASKED)
-    with client.messages.stream(**ASKED) as stream:
+    whole = client.messages.create(**REQUEST)
+    with client.messages.stream(**REQUEST) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
     assert text == whole.content[0].to_dict()["text"]
@@ -80,11 +80,11 @@ def test_tool_call_and_result_make_a_round_trip(client: Anthropic) -> None:
     assert isinstance(call.input["city"], str)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
     turns = [
-        *ASKED["messages"],
+        *REQUEST["messages"],
         {"role": "assistant", "content": answer.content},
         {"role": "user", "content": [result]},
     ]
-    last = client.messages.create(**{**ASKED, "messages": turns, "tools": [TOOL]})
+    last = client.messages.create(**{**REQUEST, "messages": turns, "tools": [TOOL]})
     assert last.role == "assistant"
 
 
@@ -115,17 +115,17 @@ def test_client_tool_runner_works_without_threads(client: Anthropic) -> None:
         cities.append(city)
         return "12 degrees"
 
-    asked: Any = {**CALL, "tools": [get_weather]}
-    replies = list(client.beta.messages.tool_runner(**asked, max_iterations=2))
+    sent: Any = {**CALL, "tools": [get_weather]}
+    replies = list(client.beta.messages.tool_runner(**sent, max_iterations=2))
     assert [reply.stop_reason for reply in replies] == ["tool_use", "tool_use"]
     assert cities
     with pytest.raises(anthropic.BadRequestError, match=r"thread is .*send all messages"):
-        client.beta.messages.create(**ASKED, thread={"type": "create"})
+        client.beta.messages.create(**REQUEST, thread={"type": "create"})
 
 
 def test_count_tokens_equals_prompt_tokens(client: Anthropic) -> None:
-    counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], system="Be kind.")
-    usage = client.messages.create(**ASKED, system="Be kind.").usage
+    counted = client.messages.count_tokens(model="tiny", messages=REQUEST["messages"], system="Be kind.")
+    usage = client.messages.create(**REQUEST, system="Be kind.").usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
@@ -137,16 +137,16 @@ def test_billing_line_does_not_prevent_prefix_sharing(client: Anthropic) -> None
             {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"},
             {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}},
         ]
-        usages.append(client.messages.create(**ASKED, system=system).usage)
+        usages.append(client.messages.create(**REQUEST, system=system).usage)
     read = usages[1].cache_read_input_tokens or 0
     assert read >= usages[0].input_tokens + (usages[0].cache_read_input_tokens or 0) - 1
     assert usages[1].input_tokens <= 1
 
 
 def test_stop_sequence_is_reported(client: Anthropic) -> None:
-    text = client.messages.create(**ASKED).content[0].to_dict()["text"]
+    text = client.messages.create(**REQUEST).content[0].to_dict()["text"]
     stop = str(text)[3:5]
-    answer = client.messages.create(**ASKED, stop_sequences=[stop])
+    answer = client.messages.create(**REQUEST, stop_sequences=[stop])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
 
 
@@ -167,7 +167,7 @@ def test_errors_raise_exceptions_of_anthropic_client(
     client: Anthropic, wrong: dict[str, Any], error: type[anthropic.APIStatusError], kind: str, stream: bool
 ) -> None:
     with pytest.raises(error) as raised:
-        client.messages.create(**{**ASKED, **wrong}, stream=stream)
+        client.messages.create(**{**REQUEST, **wrong}, stream=stream)
     body: Any = raised.value.body
     assert (body["type"], body["error"]["type"]) == ("error", kind)
     assert body["request_id"] == raised.value.request_id
@@ -176,14 +176,14 @@ def test_errors_raise_exceptions_of_anthropic_client(
 def test_image_is_rejected_by_name(client: Anthropic) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     turns: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0.*text only"):
-        client.messages.create(**{**ASKED, "messages": turns})
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0.*only process text"):
+        client.messages.create(**{**REQUEST, "messages": turns})
 
 
 def test_slot_is_freed_when_client_disconnects_from_stream(
     client: Anthropic, jobs_of_test: Callable[[], list[str]], worker: WorkerProcess
 ) -> None:
-    long = {**ASKED, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    long = {**REQUEST, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
     with worker.slowed():
         with client.messages.create(**long, stream=True) as stream:
             assert next(iter(stream)).type == "message_start"
@@ -192,8 +192,12 @@ def test_slot_is_freed_when_client_disconnects_from_stream(
 
 
 def test_max_tokens_may_exceed_the_context(client: Anthropic) -> None:
-    asked = {**ASKED, "max_tokens": 32_000, "timeout": PATIENCE_S}  # the client refuses long requests without a timeout
-    assert client.messages.create(**asked).stop_reason == "end_turn"
+    sent = {
+        **REQUEST,
+        "max_tokens": 32_000,
+        "timeout": PATIENCE_S,
+    }  # the client refuses long requests without a timeout
+    assert client.messages.create(**sent).stop_reason == "end_turn"
 
 
 def test_models_are_listed(client: Anthropic) -> None:
@@ -201,7 +205,7 @@ def test_models_are_listed(client: Anthropic) -> None:
 
 
 def test_frames_have_event_names_and_no_done(gateway: GatewayProcess) -> None:
-    body = {**{name: value for name, value in ASKED.items() if name != "extra_body"}, "stream": True}
+    body = {**{name: value for name, value in REQUEST.items() if name != "extra_body"}, "stream": True}
     answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60)
     frames = [frame.split("\n") for frame in answer.text.strip().split("\n\n") if not frame.startswith(":")]
     for name, data in frames:

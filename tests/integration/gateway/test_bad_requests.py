@@ -22,7 +22,7 @@ def turns(*contents: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "error", "param", "told"),
+    ("body", "error", "param", "expected"),
     [
         ({"model": "nope"}, errors.NotFoundError, "model", "'nope' is not served; running models: tiny"),
         ({"model": None}, errors.BadRequestError, "model", "use a model that /v1/models lists"),
@@ -65,19 +65,19 @@ def turns(*contents: Any) -> list[Any]:
     ids=lambda value: repr(value)[:40] if isinstance(value, dict) else "",
 )
 def test_invalid_body_is_rejected_by_name(
-    gateway: GatewayProcess, body: dict[str, Any], error: type[errors.APIStatusError], param: str | None, told: str
+    gateway: GatewayProcess, body: dict[str, Any], error: type[errors.APIStatusError], param: str | None, expected: str
 ) -> None:
     answer = gateway.post("/v1/chat/completions", content=json.dumps({**CHAT, **body}), headers=JSON)
     with pytest.raises(error) as caught:
         raise OpenAI(api_key="none")._make_status_error_from_response(answer)
     assert caught.value.param == param
-    assert told in caught.value.message
+    assert expected in caught.value.message
     assert caught.value.body is not None
     assert {"message", "type", "param", "code"} == set(answer.json()["error"])
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "expected"),
     [
         ("completions", {"prompt": "a", "echo": True}, "answers do not repeat the prompt"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix is"),
@@ -103,15 +103,15 @@ def test_invalid_body_is_rejected_by_name(
     ],
 )
 def test_other_endpoints_reject_invalid_bodies(
-    gateway: GatewayProcess, path: str, body: dict[str, Any], told: str
+    gateway: GatewayProcess, path: str, body: dict[str, Any], expected: str
 ) -> None:
     answer = gateway.post(f"/v1/{path}", json={"model": "tiny", **body})
     assert answer.status_code == 400, answer.text
-    assert told in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("content", "headers", "status", "told"),
+    ("content", "headers", "status", "expected"),
     [
         (b"{", JSON, 400, "the body is not valid JSON"),
         (b"[]", JSON, 400, "the body is list, not an object"),
@@ -128,11 +128,11 @@ def test_other_endpoints_reject_invalid_bodies(
     ids=lambda value: repr(value)[:30],
 )
 def test_malformed_body_is_rejected(
-    gateway: GatewayProcess, content: bytes, headers: dict[str, str], status: int, told: str
+    gateway: GatewayProcess, content: bytes, headers: dict[str, str], status: int, expected: str
 ) -> None:
     answer = gateway.post("/v1/chat/completions", content=content, headers=headers)
     assert answer.status_code == status, answer.text
-    assert told in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
 
 
 def test_unknown_paths_and_methods_have_the_error_format(gateway: GatewayProcess) -> None:

@@ -29,8 +29,8 @@ Lines = list[dict[str, Any]]
 
 def request(number: int, **body: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Tell me of {number} foxes"}]
-    asked = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **body}
-    return {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": asked}
+    sent = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **body}
+    return {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": sent}
 
 
 def upload(client: OpenAI, lines: Lines, **more: Any) -> str:
@@ -38,7 +38,7 @@ def upload(client: OpenAI, lines: Lines, **more: Any) -> str:
     return client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch", **more).id
 
 
-def begin(client: OpenAI, lines: Lines, **more: Any) -> Batch:
+def create_batch(client: OpenAI, lines: Lines, **more: Any) -> Batch:
     endpoint: Any = lines[0]["url"]
     file_id = upload(client, lines)
     return client.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window="24h", **more)
@@ -56,16 +56,16 @@ def lines_of(client: OpenAI, file_id: str | None) -> Lines:
 
 def test_batch_answers_each_request_once(openai: OpenAI) -> None:
     lines = [request(number) for number in range(20)] + [request(20, temperature="hot")]
-    batch = ended(openai, begin(openai, lines, metadata={"of": "a test"}))
+    batch = ended(openai, create_batch(openai, lines, metadata={"of": "a test"}))
     assert (batch.status, batch.metadata, batch.model) == ("completed", {"of": "a test"}, "tiny")
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"total": 21, "completed": 20, "failed": 1}
     output = lines_of(openai, batch.output_file_id)
     assert sorted(line["custom_id"] for line in output) == sorted(line["custom_id"] for line in lines[:20])
-    asked = lines[3]["body"]
-    alone = openai.chat.completions.create(**asked).choices[0].message.content
-    told = next(line for line in output if line["custom_id"] == "r3")["response"]
-    assert (told["status_code"], told["body"]["choices"][0]["message"]["content"]) == (200, alone)
+    sent = lines[3]["body"]
+    alone = openai.chat.completions.create(**sent).choices[0].message.content
+    received = next(line for line in output if line["custom_id"] == "r3")["response"]
+    assert (received["status_code"], received["body"]["choices"][0]["message"]["content"]) == (200, alone)
     failed = lines_of(openai, batch.error_file_id)
     assert [(line["custom_id"], line["error"]["code"]) for line in failed] == [("r20", "invalid_request")]
     assert batch.usage is not None
@@ -77,14 +77,14 @@ def test_batch_answers_each_request_once(openai: OpenAI) -> None:
 )
 def test_batch_works_for_other_endpoints(openai: OpenAI, url: str, content: dict[str, Any]) -> None:
     line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "tiny", **content}}
-    batch = ended(openai, begin(openai, [line]))
+    batch = ended(openai, create_batch(openai, [line]))
     assert batch.status == "completed"
     assert len(lines_of(openai, batch.output_file_id)) == 1
 
 
 def test_batch_fails_with_line_numbers_when_file_is_invalid(openai: OpenAI) -> None:
     lines = [request(1), request(1), {**request(2), "url": "/v1/embeddings"}]
-    batch = ended(openai, begin(openai, lines))
+    batch = ended(openai, create_batch(openai, lines))
     assert batch.status == "failed"
     assert batch.errors is not None
     assert batch.errors.data is not None
@@ -98,7 +98,7 @@ def test_batch_fails_with_line_numbers_when_file_is_invalid(openai: OpenAI) -> N
 def test_cancelled_batch_keeps_finished_answers(openai: OpenAI, worker: WorkerProcess) -> None:
     lines = [request(number, max_tokens=1500, ignore_eos=True) for number in range(200)]
     with worker.slowed():
-        batch = begin(openai, lines)
+        batch = create_batch(openai, lines)
         wait_until(lambda: openai.batches.retrieve(batch.id).status == "in_progress", "the run")
         assert openai.batches.cancel(batch.id).status in ("cancelling", "cancelled")
         batch = ended(openai, batch)
@@ -106,11 +106,11 @@ def test_cancelled_batch_keeps_finished_answers(openai: OpenAI, worker: WorkerPr
     assert batch.request_counts is not None
     assert batch.request_counts.completed < batch.request_counts.total == 200
     with pytest.raises(errors.ConflictError):
-        openai.batches.cancel(begin_and_end(openai).id)
+        openai.batches.cancel(run_batch(openai).id)
 
 
-def begin_and_end(client: OpenAI) -> Batch:
-    return ended(client, begin(client, [request(1)]))
+def run_batch(client: OpenAI) -> Batch:
+    return ended(client, create_batch(client, [request(1)]))
 
 
 def test_lists_have_pages_and_files_are_deletable(openai: OpenAI) -> None:
@@ -123,7 +123,7 @@ def test_lists_have_pages_and_files_are_deletable(openai: OpenAI) -> None:
         openai.files.retrieve(ids[0])
     with pytest.raises(errors.NotFoundError):
         openai.batches.create(input_file_id=ids[0], endpoint=CHAT, completion_window="24h")
-    batch = begin_and_end(openai)
+    batch = run_batch(openai)
     assert batch.id in [known.id for known in openai.batches.list(limit=5)]
 
 
@@ -175,13 +175,13 @@ def test_batch_resumes_in_another_gateway_when_its_gateway_is_killed(
     first = start(1)
     with worker.slowed(), OpenAI(base_url=f"{first.url}/v1", api_key="none") as client:
         lines = [request(number, max_tokens=16, ignore_eos=True) for number in range(300)]
-        batch = begin(client, lines)
+        batch = create_batch(client, lines)
 
-        def has_begun() -> bool:
+        def has_started() -> bool:
             counts = client.batches.retrieve(batch.id).request_counts
             return counts is not None and counts.completed > 10
 
-        wait_until(has_begun, "the first answers")
+        wait_until(has_started, "the first answers")
         first.process.kill()
         first.process.wait(PATIENCE_S)
     redis_client.delete(http_lease_key(batch.id))  # it would expire after half a minute

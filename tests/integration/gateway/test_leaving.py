@@ -57,7 +57,7 @@ def contents(redis: Any, key: bytes) -> list[bytes]:
 def test_slots_and_keys_are_freed_when_clients_disconnect(
     gateway: GatewayProcess, worker: WorkerProcess, jobs_of_test: Callable[[], list[str]], redis_client: Redis
 ) -> None:
-    async def ask(client: httpx.AsyncClient, number: int) -> None:
+    async def send_request(client: httpx.AsyncClient, number: int) -> None:
         body = {**BODY, "stream": number % 2 == 0, "prompt": f"Number {number}"}
         async with client.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
             async for _ in answer.aiter_raw():
@@ -65,7 +65,7 @@ def test_slots_and_keys_are_freed_when_clients_disconnect(
 
     async def leave() -> list[str]:
         async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
-            asking = [asyncio.create_task(ask(client, number)) for number in range(NUM_CLIENTS)]
+            asking = [asyncio.create_task(send_request(client, number)) for number in range(NUM_CLIENTS)]
             await asyncio.to_thread(wait_until, lambda: len(jobs_of_test()) == NUM_CLIENTS, "all jobs")
             await asyncio.to_thread(wait_until, lambda: worker.engine()["requests_running"] == SLOTS, "busy slots")
             ids = jobs_of_test()
@@ -118,12 +118,12 @@ def test_keep_alives_are_sent_before_and_after_the_first_token(
             lines = answer.iter_lines()
             assert next(lines) == ": keep-alive"
             worker.process.send_signal(signal.SIGCONT)
-            told = [line for line in lines if line]
+            received = [line for line in lines if line]
     finally:
         worker.process.send_signal(signal.SIGCONT)
         assert gateway.stop() == 0
-    assert told[-1] == "data: [DONE]"
-    assert told[-2].startswith("data: {")
+    assert received[-1] == "data: [DONE]"
+    assert received[-2].startswith("data: {")
 
 
 def test_stopping_gateway_finishes_streams_and_rejects_new_requests(
@@ -135,8 +135,8 @@ def test_stopping_gateway_finishes_streams_and_rejects_new_requests(
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         gateway.process.send_signal(signal.SIGTERM)
-        told = [line for line in lines if line]
-    assert told[-1] == "data: [DONE]"
+        received = [line for line in lines if line]
+    assert received[-1] == "data: [DONE]"
     assert gateway.process.wait(PATIENCE_S) == 0
     assert "Traceback" not in gateway.log()
 
@@ -167,11 +167,11 @@ def test_slow_reader_delays_only_its_own_stream(
         slow.sendall("\r\n".join(lines).encode() + body)
         assert openai.chat.completions.create(**CHAT).choices[0].message.content
         wait_until(lambda: not jobs_of_test(), "the end of its job")
-        told = b""
+        received = b""
         while part := slow.recv(65536):
-            told += part
-    assert told.count(b'"finish_reason":"length"') == 8
-    assert b"data: [DONE]" in told
+            received += part
+    assert received.count(b'"finish_reason":"length"') == 8
+    assert b"data: [DONE]" in received
 
 
 def test_request_is_429_with_retry_after_when_wait_is_too_long(

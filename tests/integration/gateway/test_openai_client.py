@@ -49,17 +49,17 @@ def test_stream_adds_up_to_the_answer(openai: OpenAI) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["stop"]
     assert chunks[-1].choices == []
-    assert (told := chunks[-1].usage) is not None
+    assert (received := chunks[-1].usage) is not None
     assert whole.usage is not None
-    assert told.completion_tokens == whole.usage.completion_tokens
+    assert received.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
 def test_several_choices_are_streamed_concurrently(openai: OpenAI) -> None:
-    asked = {**CHAT, "n": 3, "temperature": 1.0, "seed": 7, "stop": ["."]}
-    whole = openai.chat.completions.create(**asked)
+    sent = {**CHAT, "n": 3, "temperature": 1.0, "seed": 7, "stop": ["."]}
+    whole = openai.chat.completions.create(**sent)
     texts, reasons = {}, {}
-    for chunk in openai.chat.completions.create(**asked, stream=True):
+    for chunk in openai.chat.completions.create(**sent, stream=True):
         (choice,) = chunk.choices
         texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
         reasons[choice.index] = choice.finish_reason
@@ -68,10 +68,10 @@ def test_several_choices_are_streamed_concurrently(openai: OpenAI) -> None:
 
 
 def test_completions_of_several_prompts_have_consecutive_indices(openai: OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": ["Once upon", "The fox"], "max_tokens": 4, "n": 2, "temperature": 0}
-    whole = openai.completions.create(**asked)
+    sent: Any = {"model": "tiny", "prompt": ["Once upon", "The fox"], "max_tokens": 4, "n": 2, "temperature": 0}
+    whole = openai.completions.create(**sent)
     texts = dict.fromkeys(range(4), "")
-    for chunk in openai.completions.create(**asked, stream=True):
+    for chunk in openai.completions.create(**sent, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert [texts[index] for index in range(4)] == [choice.text for choice in whole.choices]
     assert texts[0] == texts[1] != texts[2] == texts[3]
@@ -91,8 +91,8 @@ def test_logprobs_add_up_to_the_answer(openai: OpenAI) -> None:
     assert bytes(byte for entry in content for byte in entry.bytes or ()).decode() == answer.choices[0].message.content
     assert all(entry.top_logprobs[0].token == entry.token for entry in content)
     streamed = [c.choices[0] for c in openai.chat.completions.create(**CHAT, logprobs=True, stream=True)]
-    told = [entry.token for choice in streamed if choice.logprobs for entry in choice.logprobs.content or ()]
-    assert told == [entry.token for entry in content]
+    received = [entry.token for choice in streamed if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert received == [entry.token for entry in content]
     text = openai.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=1, temperature=0).choices[0]
     assert text.logprobs is not None
     assert "".join(text.logprobs.tokens or ()) == text.text
@@ -102,16 +102,16 @@ def test_logprobs_add_up_to_the_answer(openai: OpenAI) -> None:
 def test_tool_is_called_and_its_result_is_used(openai: OpenAI) -> None:
     turns: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     forced = {"type": "function", "function": {"name": "get_weather"}}
-    asked: Any = {"model": "tiny", "tools": [TOOL], "tool_choice": forced, "temperature": 0}
-    choice = openai.chat.completions.create(messages=turns, **asked).choices[0]
+    sent: Any = {"model": "tiny", "tools": [TOOL], "tool_choice": forced, "temperature": 0}
+    choice = openai.chat.completions.create(messages=turns, **sent).choices[0]
     (call,) = choice.message.tool_calls or ()
     assert choice.finish_reason == "tool_calls"
     assert call.type == "function"
     assert call.function.name == "get_weather"
-    chunks = list(openai.chat.completions.create(messages=turns, **asked, stream=True))
-    (told,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
-    assert told.function is not None
-    assert told.function.arguments == call.function.arguments
+    chunks = list(openai.chat.completions.create(messages=turns, **sent, stream=True))
+    (received,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    assert received.function is not None
+    assert received.function.arguments == call.function.arguments
     answer = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     after = openai.chat.completions.create(
         model="tiny", messages=[*turns, choice.message, answer], tools=[TOOL], temperature=0, max_tokens=8
@@ -149,27 +149,27 @@ def test_voluntary_call_fits_its_strict_tool(openai: OpenAI) -> None:
 def test_only_allowed_tools_are_called(openai: OpenAI, mode: str) -> None:
     named = [{"type": "function", "function": {"name": "weather_lookup"}}]
     choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
-    asked: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL, LOOKUP], "temperature": 0}
-    answer = openai.chat.completions.create(**asked, tool_choice=choice)
+    sent: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL, LOOKUP], "temperature": 0}
+    answer = openai.chat.completions.create(**sent, tool_choice=choice)
     (call,) = answer.choices[0].message.tool_calls or ()
     assert call.type == "function"
     assert call.function.name == "weather_lookup"
-    free = openai.chat.completions.create(**asked)
+    free = openai.chat.completions.create(**sent)
     assert free.usage is not None
     assert answer.usage is not None
     assert free.usage.prompt_tokens == answer.usage.prompt_tokens
     named[0]["function"] = {"name": "unheard_of"}
     with pytest.raises(BadRequestError, match="'unheard_of' is not a tool of this job"):
-        openai.chat.completions.create(**asked, tool_choice=choice)
+        openai.chat.completions.create(**sent, tool_choice=choice)
 
 
 def test_call_truncated_by_max_tokens_is_returned_as_call(openai: OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL], "tool_choice": "required", "temperature": 0}
-    (whole,) = openai.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    sent: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL], "tool_choice": "required", "temperature": 0}
+    (whole,) = openai.chat.completions.create(**sent).choices[0].message.tool_calls or ()
     assert whole.type == "function"
     cuts = {}
     for max_tokens in range(1, 40):
-        choice = openai.chat.completions.create(**asked, max_tokens=max_tokens).choices[0]
+        choice = openai.chat.completions.create(**sent, max_tokens=max_tokens).choices[0]
         if choice.finish_reason == "tool_calls":
             break
         assert choice.finish_reason == "length"
@@ -180,10 +180,10 @@ def test_call_truncated_by_max_tokens_is_returned_as_call(openai: OpenAI) -> Non
             cuts[max_tokens] = call.function.arguments
     partial = [count for count, cut in cuts.items() if 0 < len(cut) < len(whole.function.arguments)]
     assert partial
-    chunks = list(openai.chat.completions.create(**asked, max_tokens=partial[0], stream=True))
-    told = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    chunks = list(openai.chat.completions.create(**sent, max_tokens=partial[0], stream=True))
+    received = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
-    assert [call.function and call.function.arguments for call in told] == [cuts[partial[0]]]
+    assert [call.function and call.function.arguments for call in received] == [cuts[partial[0]]]
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
@@ -225,23 +225,23 @@ def test_async_clients_stream_concurrently(gateway: GatewayProcess) -> None:
 
     async def run() -> None:
         async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-            told = await asyncio.gather(*(tell(client, number % 4) for number in range(24)))
-        assert all(told)
-        assert all(told[number] == told[number % 4] for number in range(24))
+            received = await asyncio.gather(*(tell(client, number % 4) for number in range(24)))
+        assert all(received)
+        assert all(received[number] == received[number % 4] for number in range(24))
 
     asyncio.run(run())
 
 
 def test_reasoning_is_separate_from_the_answer(openai: OpenAI) -> None:
-    asked = {**CHAT, "max_tokens": 60, "extra_body": {"enable_thinking": True, "thinking_budget": 8}}
-    whole = openai.chat.completions.create(**asked)
-    thoughts = "".join(
+    sent = {**CHAT, "max_tokens": 60, "extra_body": {"enable_thinking": True, "thinking_budget": 8}}
+    whole = openai.chat.completions.create(**sent)
+    reasoning = "".join(
         (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
-        for chunk in openai.chat.completions.create(**asked, stream=True)
+        for chunk in openai.chat.completions.create(**sent, stream=True)
     )
-    assert thoughts == (whole.choices[0].message.model_extra or {}).get("reasoning_content", "")
+    assert reasoning == (whole.choices[0].message.model_extra or {}).get("reasoning_content", "")
     assert whole.usage is not None
     assert whole.usage.completion_tokens_details is not None
-    assert bool(whole.usage.completion_tokens_details.reasoning_tokens) == bool(thoughts)
+    assert bool(whole.usage.completion_tokens_details.reasoning_tokens) == bool(reasoning)
     off = openai.chat.completions.create(**CHAT, reasoning_effort="none")
     assert "reasoning_content" not in (off.choices[0].message.model_extra or {})

@@ -32,13 +32,13 @@ FUNCTION: Any = {
         "additionalProperties": False,
     },
 }
-ASKED: Any = {
+REQUEST: Any = {
     "model": "tiny",
     "input": "What is the capital of France?",
     "temperature": 0,
     "max_output_tokens": 12,
 }
-LONG: Any = {**ASKED, "max_output_tokens": 1900, "extra_body": {"ignore_eos": True}}
+LONG: Any = {**REQUEST, "max_output_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
 
 class City(BaseModel):
@@ -51,8 +51,8 @@ def events_of(stream: Any) -> list[dict[str, Any]]:
 
 
 def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> None:
-    answer = openai.responses.create(**ASKED, metadata={"a": "b"}, instructions="Be brief")
-    messages: Any = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": ASKED["input"]}]
+    answer = openai.responses.create(**REQUEST, metadata={"a": "b"}, instructions="Be brief")
+    messages: Any = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": REQUEST["input"]}]
     job = queue.chat("tiny", messages, temperature=0, max_tokens=12).result(60)
     assert answer.output_text == job["text"]
     assert (answer.status, answer.model, answer.metadata) == ("completed", "tiny", {"a": "b"})
@@ -60,28 +60,28 @@ def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> No
     assert answer.usage.output_tokens == job["usage"]["completion_tokens"]
     assert openai.responses.retrieve(answer.id) == answer
     (item,) = openai.responses.input_items.list(answer.id)
-    assert item.to_dict()["content"] == [{"type": "input_text", "text": ASKED["input"]}]
+    assert item.to_dict()["content"] == [{"type": "input_text", "text": REQUEST["input"]}]
 
 
 def test_stream_is_the_same_when_read_again_from_any_event(openai: OpenAI) -> None:
-    told = events_of(openai.responses.create(**ASKED, stream=True))
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    response_id = told[0]["response"]["id"]
-    assert told[-1]["response"] == openai.responses.retrieve(response_id).to_dict()
-    assert events_of(openai.responses.retrieve(response_id, stream=True)) == told
-    for after in (0, 3, len(told) - 2, len(told) - 1, len(told) + 5):
+    received = events_of(openai.responses.create(**REQUEST, stream=True))
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    response_id = received[0]["response"]["id"]
+    assert received[-1]["response"] == openai.responses.retrieve(response_id).to_dict()
+    assert events_of(openai.responses.retrieve(response_id, stream=True)) == received
+    for after in (0, 3, len(received) - 2, len(received) - 1, len(received) + 5):
         rest = events_of(openai.responses.retrieve(response_id, stream=True, starting_after=after))
-        assert rest == told[after + 1 :]
+        assert rest == received[after + 1 :]
 
 
 def test_background_response_continues_without_client(openai: OpenAI) -> None:
-    begun = openai.responses.create(**ASKED, background=True)
-    assert begun.status in ("queued", "in_progress", "completed")
-    wait_until(lambda: openai.responses.retrieve(begun.id).status == "completed", "the response")
-    told = events_of(openai.responses.retrieve(begun.id, stream=True))
-    assert [event["type"] for event in told[:3]] == ["response.created", "response.queued", "response.in_progress"]
-    text = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
-    assert text == openai.responses.create(**ASKED).output_text
+    created = openai.responses.create(**REQUEST, background=True)
+    assert created.status in ("queued", "in_progress", "completed")
+    wait_until(lambda: openai.responses.retrieve(created.id).status == "completed", "the response")
+    received = events_of(openai.responses.retrieve(created.id, stream=True))
+    assert [event["type"] for event in received[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    text = "".join(event["delta"] for event in received if event["type"] == "response.output_text.delta")
+    assert text == openai.responses.create(**REQUEST).output_text
 
 
 def test_reader_resumes_after_the_last_event_it_read(openai: OpenAI, worker: WorkerProcess) -> None:
@@ -100,19 +100,19 @@ def test_reader_resumes_after_the_last_event_it_read(openai: OpenAI, worker: Wor
 
 def test_cancelled_response_stays_cancelled(openai: OpenAI, worker: WorkerProcess) -> None:
     with worker.slowed():
-        begun = openai.responses.create(**LONG, background=True)
-        wait_until(lambda: openai.responses.retrieve(begun.id).status == "in_progress", "its begin")
-        ended = openai.responses.cancel(begun.id)
+        created = openai.responses.create(**LONG, background=True)
+        wait_until(lambda: openai.responses.retrieve(created.id).status == "in_progress", "its begin")
+        ended = openai.responses.cancel(created.id)
     assert ended.status == "cancelled"
-    assert openai.responses.cancel(begun.id) == ended == openai.responses.retrieve(begun.id)
-    assert events_of(openai.responses.retrieve(begun.id, stream=True))[-1]["type"] == "response.cancelled"
-    whole = openai.responses.create(**ASKED)
-    with pytest.raises(errors.BadRequestError, match="no background response"):
+    assert openai.responses.cancel(created.id) == ended == openai.responses.retrieve(created.id)
+    assert events_of(openai.responses.retrieve(created.id, stream=True))[-1]["type"] == "response.cancelled"
+    whole = openai.responses.create(**REQUEST)
+    with pytest.raises(errors.BadRequestError, match="not a background response"):
         openai.responses.cancel(whole.id)
 
 
 def test_deleted_response_leaves_no_keys(openai: OpenAI, redis_client: Redis) -> None:
-    answer = openai.responses.create(**ASKED)
+    answer = openai.responses.create(**REQUEST)
     openai.responses.delete(answer.id)
     for ask in (openai.responses.retrieve, openai.responses.delete, openai.responses.input_items.list):
         with pytest.raises(errors.NotFoundError):
@@ -124,23 +124,23 @@ def test_readers_get_the_end_when_response_is_deleted(
     openai: OpenAI, redis_client: Redis, worker: WorkerProcess
 ) -> None:
     with worker.slowed():
-        begun = openai.responses.create(**LONG, background=True)
-        record: Any = redis_client.get(response_key(begun.id))
+        created = openai.responses.create(**LONG, background=True)
+        record: Any = redis_client.get(response_key(created.id))
         job_id = json.loads(record)["job_id"]
         with ThreadPoolExecutor(3) as pool:
-            readers = [openai.responses.retrieve(begun.id, stream=True) for _ in range(3)]
-            told = [[next(reader).to_dict() for _ in range(6)] for reader in readers]
+            readers = [openai.responses.retrieve(created.id, stream=True) for _ in range(3)]
+            received = [[next(reader).to_dict() for _ in range(6)] for reader in readers]
             rest = [pool.submit(events_of, reader) for reader in readers]
-            openai.responses.delete(begun.id)
-            read = [begin + end.result(PATIENCE_S) for begin, end in zip(told, rest, strict=True)]
+            openai.responses.delete(created.id)
+            read = [first + end.result(PATIENCE_S) for first, end in zip(received, rest, strict=True)]
     assert read[0] == read[1] == read[2]
     assert [event["sequence_number"] for event in read[0]] == list(range(len(read[0])))
     assert read[0][-1]["type"] == "response.cancelled"
-    assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(begun.id))
+    assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(created.id))
 
 
 def test_deleted_response_leaves_no_result_that_arrives_late(openai: OpenAI, redis_client: Redis) -> None:
-    answer = openai.responses.create(**ASKED)
+    answer = openai.responses.create(**REQUEST)
     record: Any = redis_client.get(response_key(answer.id))
     job_id = json.loads(record)["job_id"]
     redis_client.zadd(due_key(), {job_id: time.time() + PATIENCE_S})
@@ -154,17 +154,17 @@ def test_deleted_response_leaves_no_result_that_arrives_late(openai: OpenAI, red
 
 
 def test_response_without_store_is_404(openai: OpenAI) -> None:
-    answer = openai.responses.create(**ASKED, store=False)
+    answer = openai.responses.create(**REQUEST, store=False)
     assert answer.store is False  # type: ignore[attr-defined]
     with pytest.raises(errors.NotFoundError):
         openai.responses.retrieve(answer.id)
-    with pytest.raises(errors.BadRequestError, match="must be stored"):
-        openai.responses.create(**ASKED, store=False, background=True)
+    with pytest.raises(errors.BadRequestError, match="requires store: true"):
+        openai.responses.create(**REQUEST, store=False, background=True)
 
 
 def test_conversation_continues_with_its_context(openai: OpenAI) -> None:
-    first = openai.responses.create(**ASKED)
-    second = openai.responses.create(**{**ASKED, "input": "And of Norway?"}, previous_response_id=first.id)
+    first = openai.responses.create(**REQUEST)
+    second = openai.responses.create(**{**REQUEST, "input": "And of Norway?"}, previous_response_id=first.id)
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.input_tokens > first.usage.total_tokens - 2
@@ -173,15 +173,15 @@ def test_conversation_continues_with_its_context(openai: OpenAI) -> None:
 
 
 def test_instructions_apply_to_one_response_only(openai: OpenAI) -> None:
-    first = openai.responses.create(**ASKED, instructions="Speak like a fox")
-    asked = {**ASKED, "input": "And of Norway?", "previous_response_id": first.id}
-    second = openai.responses.create(**asked, instructions="Be brief")
+    first = openai.responses.create(**REQUEST, instructions="Speak like a fox")
+    arguments = {**REQUEST, "input": "And of Norway?", "previous_response_id": first.id}
+    second = openai.responses.create(**arguments, instructions="Be brief")
     turns: Any = [
-        {"role": "user", "content": ASKED["input"]},
+        {"role": "user", "content": REQUEST["input"]},
         *(item.to_dict() for item in first.output),
         {"role": "user", "content": "And of Norway?"},
     ]
-    sent = openai.responses.create(**{**ASKED, "input": turns}, instructions="Be brief")
+    sent = openai.responses.create(**{**REQUEST, "input": turns}, instructions="Be brief")
     assert second.output_text == sent.output_text
     assert second.usage is not None
     assert sent.usage is not None
@@ -191,18 +191,18 @@ def test_instructions_apply_to_one_response_only(openai: OpenAI) -> None:
 def test_tool_is_called_and_its_result_is_used(openai: OpenAI) -> None:
     tools: Any = [FUNCTION, {"type": "web_search"}]
     forced: Any = {"type": "function", "name": "get_weather"}
-    asked: Any = {**ASKED, "input": "Weather in Paris?", "tools": tools, "max_output_tokens": 80}
-    first = openai.responses.create(**asked, tool_choice=forced)
+    arguments: Any = {**REQUEST, "input": "Weather in Paris?", "tools": tools, "max_output_tokens": 80}
+    first = openai.responses.create(**arguments, tool_choice=forced)
     call: Any = first.output[-1]
     assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "get_weather", {"city"})
     assert [tool.type for tool in first.tools] == ["function"]
-    told = events_of(openai.responses.create(**asked, tool_choice=forced, stream=True))
-    spelled = "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta")
+    received = events_of(openai.responses.create(**arguments, tool_choice=forced, stream=True))
+    spelled = "".join(e["delta"] for e in received if e["type"] == "response.function_call_arguments.delta")
     assert spelled == call.arguments
     output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
-    more = openai.responses.create(**{**asked, "input": output}, previous_response_id=first.id)
+    more = openai.responses.create(**{**arguments, "input": output}, previous_response_id=first.id)
     turns: Any = [{"role": "user", "content": "Weather in Paris?"}, call.to_dict(), *output]
-    sent = openai.responses.create(**{**asked, "input": turns})
+    sent = openai.responses.create(**{**arguments, "input": turns})
     assert more.status in ("completed", "incomplete")
     assert sent.status in ("completed", "incomplete")
 
@@ -210,11 +210,11 @@ def test_tool_is_called_and_its_result_is_used(openai: OpenAI) -> None:
 def test_call_truncated_by_max_output_tokens_is_incomplete(openai: OpenAI) -> None:
     named = [{"type": "function", "name": "get_weather"}]
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": named}
-    asked: Any = {**ASKED, "input": "Weather in Paris?", "tools": [FUNCTION], "tool_choice": choice}
-    whole: Any = openai.responses.create(**{**asked, "max_output_tokens": 80}).output[-1]
+    arguments: Any = {**REQUEST, "input": "Weather in Paris?", "tools": [FUNCTION], "tool_choice": choice}
+    whole: Any = openai.responses.create(**{**arguments, "max_output_tokens": 80}).output[-1]
     partial = []
     for max_tokens in range(1, 40):
-        cut = openai.responses.create(**{**asked, "max_output_tokens": max_tokens})
+        cut = openai.responses.create(**{**arguments, "max_output_tokens": max_tokens})
         if cut.status == "completed":
             break
         assert cut.status == "incomplete"
@@ -224,32 +224,34 @@ def test_call_truncated_by_max_output_tokens_is_incomplete(openai: OpenAI) -> No
             assert whole.arguments.startswith(item.arguments)
             if item.status == "incomplete":
                 partial.append((max_tokens, item.arguments))
-    max_tokens, arguments = partial[-1]
-    told = events_of(openai.responses.create(**{**asked, "max_output_tokens": max_tokens}, stream=True))
-    assert "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta") == arguments
-    assert told[-1]["type"] == "response.incomplete"
-    assert told[-1]["response"]["output"][-1]["status"] == "incomplete"
+    max_tokens, cut_arguments = partial[-1]
+    received = events_of(openai.responses.create(**{**arguments, "max_output_tokens": max_tokens}, stream=True))
+    assert (
+        "".join(e["delta"] for e in received if e["type"] == "response.function_call_arguments.delta") == cut_arguments
+    )
+    assert received[-1]["type"] == "response.incomplete"
+    assert received[-1]["response"]["output"][-1]["status"] == "incomplete"
 
 
 def test_structured_output_is_parsed(openai: OpenAI) -> None:
-    asked = {**ASKED, "max_output_tokens": 60}
-    parsed = openai.responses.parse(**asked, text_format=City).output_parsed
+    arguments = {**REQUEST, "max_output_tokens": 60}
+    parsed = openai.responses.parse(**arguments, text_format=City).output_parsed
     assert isinstance(parsed, City)
-    with openai.responses.stream(**asked, text_format=City) as stream:
+    with openai.responses.stream(**arguments, text_format=City) as stream:
         final = stream.get_final_response()
     assert final.output_parsed == parsed
 
 
 def test_idempotency_key_returns_the_same_response(openai: OpenAI, redis_client: Redis) -> None:
     headers = {"Idempotency-Key": "order-17"}
-    first = openai.responses.create(**ASKED, extra_headers=headers)
-    assert openai.responses.create(**ASKED, extra_headers=headers) == first
+    first = openai.responses.create(**REQUEST, extra_headers=headers)
+    assert openai.responses.create(**REQUEST, extra_headers=headers) == first
     record: Any = redis_client.get(response_key(first.id))
     redis_client.delete(journal_key(json.loads(record)["job_id"]))  # as after event_ttl_s
-    again = openai.responses.create(**ASKED, extra_headers=headers)
+    again = openai.responses.create(**REQUEST, extra_headers=headers)
     assert (again.id, again.output, again.created_at) == (first.id, first.output, first.created_at)
     with pytest.raises(errors.ConflictError):
-        openai.responses.create(**{**ASKED, "input": "Hi"}, extra_headers=headers)
+        openai.responses.create(**{**REQUEST, "input": "Hi"}, extra_headers=headers)
     with pytest.raises(errors.NotFoundError, match="event_ttl_s"):
         openai.responses.retrieve(first.id, stream=True)
 
@@ -277,14 +279,14 @@ def test_idempotency_key_returns_the_same_response(openai: OpenAI, redis_client:
 )
 def test_invalid_parameters_are_rejected_by_name(gateway: GatewayProcess, wrong: dict[str, Any], param: str) -> None:
     headers = {"content-type": "application/json"}
-    answer = gateway.post("/v1/responses", content=json.dumps({**ASKED, **wrong}), headers=headers)
+    answer = gateway.post("/v1/responses", content=json.dumps({**REQUEST, **wrong}), headers=headers)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("path", ["?stream=maybe", "?stream=true&starting_after=-1", "?starting_after=1"])
 def test_invalid_queries_are_rejected(gateway: GatewayProcess, openai: OpenAI, path: str) -> None:
-    answer = openai.responses.create(**ASKED)
+    answer = openai.responses.create(**REQUEST)
     assert httpx.get(f"{gateway.url}/v1/responses/{answer.id}{path}").status_code == 400
 
 

@@ -108,7 +108,7 @@ class Reader(threading.Thread):
                 time.sleep(0.05)
 
 
-def ask(client: OpenAI, number: int) -> Any:
+def create_response(client: OpenAI, number: int) -> Any:
     return client.responses.create(
         model="tiny",
         input=PROMPT.format(number),
@@ -127,15 +127,15 @@ def undisturbed(house: House) -> list[ReferenceText]:
     """Return the undisturbed texts. Where two tokens are almost equally likely, either is correct."""
     params: Any = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": LOGPROBS}
     with Client(house.redis.url) as client:
-        asked: list[Any] = [[{"role": "user", "content": PROMPT.format(number)}] for number in range(NUM_RESPONSES)]
-        jobs = [client.chat("tiny", messages, wait=True, **params) for messages in asked]
+        sent: list[Any] = [[{"role": "user", "content": PROMPT.format(number)}] for number in range(NUM_RESPONSES)]
+        jobs = [client.chat("tiny", messages, wait=True, **params) for messages in sent]
         return reference_texts([job.result(PATIENCE_S) for job in jobs], "bundled://tiny")
 
 
 def test_readers_get_each_event_once_when_all_processes_are_killed(house: House) -> None:
     expected = undisturbed(house)
     with house.slowed(), house.client() as client:
-        readers = [Reader(house, ask(client, number).id) for number in range(NUM_RESPONSES)]
+        readers = [Reader(house, create_response(client, number).id) for number in range(NUM_RESPONSES)]
         wait_until(lambda: all(len(reader.events) > 10 for reader in readers), "the first events")
         house.kill_gateway()
         some = [len(reader.events) for reader in readers]
@@ -149,5 +149,5 @@ def test_readers_get_each_event_once_when_all_processes_are_killed(house: House)
     for reader, text in zip(readers, expected, strict=True):
         assert [event["sequence_number"] for event in reader.events] == list(range(len(reader.events)))
         deltas = (e["delta"] for e in reader.events if e["type"] == "response.output_text.delta")
-        assert (told := "".join(deltas)) == text_of(reader.events[-1]["response"])
-        assert text.compare(told) != "other"
+        assert (received := "".join(deltas)) == text_of(reader.events[-1]["response"])
+        assert text.compare(received) != "other"

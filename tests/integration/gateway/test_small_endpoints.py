@@ -29,8 +29,8 @@ def test_tokenize_works_in_both_formats(gateway: GatewayProcess, queue: Client) 
 
     expected = queue.tokenize("tiny", "Hello, fox").result(60)["tokens"]
     assert post("/tokenize", content="Hello, fox")["tokens"] == expected
-    told = post("/tokenize", model="tiny", prompt="Hello, fox", add_special_tokens=True)
-    assert (told["tokens"], told["count"], told["max_model_len"]) == (expected, len(expected), 2048)
+    received = post("/tokenize", model="tiny", prompt="Hello, fox", add_special_tokens=True)
+    assert (received["tokens"], received["count"], received["max_model_len"]) == (expected, len(expected), 2048)
     assert post("/detokenize", tokens=expected)["content"] == "Hello, fox"
     chat = queue.apply_chat_template("tiny", CHAT["messages"], tools=[TOOL]).result(60)["tokens"]
     assert post("/tokenize", model="tiny", messages=CHAT["messages"], tools=[TOOL])["tokens"] == chat
@@ -54,8 +54,8 @@ def test_service_tier_sets_the_priority_of_the_job(
 def test_prefixes_are_shared_only_within_a_salt(openai: OpenAI) -> None:
     def cached(salt: str) -> int:
         question = [{"role": "user", "content": f"Tell of {'a fox and ' * 20} a bear"}]
-        asked: Any = {**CHAT, "messages": question, "max_tokens": 1, "extra_body": {"cache_salt": salt}}
-        usage = openai.chat.completions.create(**asked).usage
+        sent: Any = {**CHAT, "messages": question, "max_tokens": 1, "extra_body": {"cache_salt": salt}}
+        usage = openai.chat.completions.create(**sent).usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
         return usage.prompt_tokens_details.cached_tokens or 0

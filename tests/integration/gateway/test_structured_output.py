@@ -16,7 +16,7 @@ from cellama.api.http.running import WARNINGS
 
 from ...gateways import GatewayProcess
 from .conftest import CHAT
-from .test_batches import begin, ended, lines_of, request
+from .test_batches import create_batch, ended, lines_of, request
 
 TAGS = {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2}
 SCHEMA: dict[str, Any] = {
@@ -28,7 +28,7 @@ SCHEMA: dict[str, Any] = {
 LENIENT: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": SCHEMA}}
 STRICT: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": SCHEMA, "strict": True}}
 JSON: Any = {**CHAT, "max_tokens": 60}
-ASKED: Any = {"model": "tiny", "input": "Hi", "temperature": 0, "max_output_tokens": 60}
+REQUEST: Any = {"model": "tiny", "input": "Hi", "temperature": 0, "max_output_tokens": 60}
 MESSAGE: Any = {
     "model": "tiny",
     "max_tokens": 60,
@@ -67,7 +67,7 @@ def test_strict_format_is_rejected_when_not_enforceable(openai: OpenAI) -> None:
             openai.chat.completions.create(**JSON, response_format=STRICT, stream=stream)
         assert (caught.value.param, caught.value.code) == ("response_format", "invalid_json_schema")
     with pytest.raises(errors.BadRequestError) as caught:
-        openai.responses.create(**ASKED, text={"format": {**STRICT["json_schema"], "type": "json_schema"}})
+        openai.responses.create(**REQUEST, text={"format": {**STRICT["json_schema"], "type": "json_schema"}})
     assert (caught.value.param, caught.value.code) == ("text", "invalid_json_schema")
 
 
@@ -90,19 +90,19 @@ def test_stream_has_warnings_in_its_last_chunk(openai: OpenAI) -> None:
 
 def test_completions_of_several_prompts_warn_once(openai: OpenAI) -> None:
     own = {"json_schema": SCHEMA, "strict_schema": False}
-    asked: Any = {"model": "tiny", "prompt": ["A", "B"], "max_tokens": 60, "temperature": 0}
-    answer = openai.completions.create(**asked, extra_body=own)
+    sent: Any = {"model": "tiny", "prompt": ["A", "B"], "max_tokens": 60, "temperature": 0}
+    answer = openai.completions.create(**sent, extra_body=own)
     for choice in answer.choices:
         check_text(choice.text)
     check((answer.model_extra or {})["warnings"])
     with pytest.raises(errors.BadRequestError, match=r"json_schema at #/properties/tags") as caught:
-        openai.completions.create(**asked, extra_body={"json_schema": SCHEMA})
+        openai.completions.create(**sent, extra_body={"json_schema": SCHEMA})
     assert (caught.value.param, caught.value.code) == ("json_schema", "invalid_json_schema")
 
 
 def test_response_has_warnings_in_every_form(openai: OpenAI, gateway: GatewayProcess) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "tags", "schema": SCHEMA}}
-    raw = openai.responses.with_raw_response.create(**ASKED, text=form)
+    raw = openai.responses.with_raw_response.create(**REQUEST, text=form)
     answer = raw.parse()
     check_text(answer.output_text)
     check((answer.model_extra or {})["warnings"])
@@ -110,7 +110,7 @@ def test_response_has_warnings_in_every_form(openai: OpenAI, gateway: GatewayPro
     again = gateway.get(f"/v1/responses/{answer.id}")
     check(again.json()["warnings"])
     check(json.loads(again.headers[WARNINGS]))
-    last = list(openai.responses.create(**ASKED, text=form, stream=True))[-1]
+    last = list(openai.responses.create(**REQUEST, text=form, stream=True))[-1]
     check(last.to_dict()["response"]["warnings"])  # type: ignore[index]
 
 
@@ -127,7 +127,7 @@ def test_message_is_lenient_and_has_warnings(anthropic: Anthropic) -> None:
 
 def test_line_of_a_batch_has_warnings_in_its_body(openai: OpenAI) -> None:
     lines = [request(1, max_tokens=60, response_format=LENIENT), request(2, max_tokens=60, response_format=STRICT)]
-    batch = ended(openai, begin(openai, lines))
+    batch = ended(openai, create_batch(openai, lines))
     (done,) = lines_of(openai, batch.output_file_id)
     check(done["response"]["body"]["warnings"])
     (failed,) = lines_of(openai, batch.error_file_id)
@@ -150,11 +150,11 @@ def test_json_object_may_have_a_schema(openai: OpenAI) -> None:
 def test_grammar_and_regex_are_accepted_by_name(openai: OpenAI, own: dict[str, str], whole: str) -> None:
     for answer in (
         openai.chat.completions.create(**JSON, extra_body=own).choices[0].message.content,
-        openai.responses.create(**ASKED, extra_body=own).output_text,
+        openai.responses.create(**REQUEST, extra_body=own).output_text,
     ):
         assert re.fullmatch(whole, answer or "")
     (name,) = own
-    with pytest.raises(errors.BadRequestError, match=f"response_format and {name} are given") as caught:
+    with pytest.raises(errors.BadRequestError, match=f"response_format and {name} can't be combined") as caught:
         openai.chat.completions.create(**JSON, response_format=LENIENT, extra_body=own)
     assert caught.value.param == "response_format"
     with pytest.raises(errors.BadRequestError) as caught:
@@ -163,14 +163,14 @@ def test_grammar_and_regex_are_accepted_by_name(openai: OpenAI, own: dict[str, s
 
 
 def test_strict_tool_is_rejected_and_others_warn_when_not_enforceable(openai: OpenAI) -> None:
-    def asked(strict: bool) -> Any:
+    def sent(strict: bool) -> Any:
         function = {"name": "tag", "parameters": SCHEMA, "strict": strict}
         return {**JSON, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
 
     with pytest.raises(errors.BadRequestError, match=r"tools.*uniqueItems") as caught:
-        openai.chat.completions.create(**asked(True))
+        openai.chat.completions.create(**sent(True))
     assert (caught.value.param, caught.value.code) == ("tools", "invalid_function_parameters")
-    raw = openai.chat.completions.with_raw_response.create(**asked(False))
+    raw = openai.chat.completions.with_raw_response.create(**sent(False))
     assert raw.parse().choices[0].message.tool_calls
     (warning,) = json.loads(raw.headers[WARNINGS])
     assert "uniqueItems" in warning

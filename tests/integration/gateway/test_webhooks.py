@@ -14,8 +14,8 @@ from cellama.tasks.contract.keys import webhooks_key
 
 from ...conftest import WorkerProcess, wait_until
 from ...receivers import Receiver, receiving
-from .test_batches import begin, ended, request
-from .test_responses import ASKED, LONG
+from .test_batches import create_batch, ended, request
+from .test_responses import LONG, REQUEST
 
 Registered = tuple[Endpoint, Receiver]
 
@@ -30,7 +30,7 @@ def registered(redis_client: Redis) -> Iterator[Registered]:
         redis_client.hdel(webhooks_key(), endpoint.id)
 
 
-def heard(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:
+def received_events(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:
     """Return the types of an object's events, after checking their signatures. There is at least one."""
     endpoint, receiver = registered
 
@@ -42,19 +42,19 @@ def heard(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:
 
 
 def test_webhook_reports_the_end_of_a_batch(openai: OpenAI, registered: Registered) -> None:
-    completed = ended(openai, begin(openai, [request(1)]))
-    failed = ended(openai, begin(openai, [request(1), request(1)]))
-    assert heard(openai, registered, completed.id) == ["batch.completed"]
-    assert heard(openai, registered, failed.id) == ["batch.failed"]
+    completed = ended(openai, create_batch(openai, [request(1)]))
+    failed = ended(openai, create_batch(openai, [request(1), request(1)]))
+    assert received_events(openai, registered, completed.id) == ["batch.completed"]
+    assert received_events(openai, registered, failed.id) == ["batch.failed"]
 
 
 def test_webhook_reports_the_end_of_a_background_response(
     openai: OpenAI, registered: Registered, worker: WorkerProcess
 ) -> None:
-    waited = openai.responses.create(**ASKED)
-    completed = openai.responses.create(**ASKED, background=True)
+    waited = openai.responses.create(**REQUEST)
+    completed = openai.responses.create(**REQUEST, background=True)
     with worker.slowed():
         cancelled = openai.responses.cancel(openai.responses.create(**LONG, background=True).id)
-    assert heard(openai, registered, completed.id) == ["response.completed"]
-    assert heard(openai, registered, cancelled.id) == ["response.cancelled"]
+    assert received_events(openai, registered, completed.id) == ["response.completed"]
+    assert received_events(openai, registered, cancelled.id) == ["response.cancelled"]
     assert not [body for _, _, body in registered[1].calls if waited.id.encode() in body]

@@ -55,8 +55,8 @@ def test_tool_results_become_separate_messages() -> None:
 
 def test_assistant_turn_keeps_reasoning_signature() -> None:
     signer = Signer("key")
-    asked = messages_of("Be kind", [HELLO])
-    message = {"content": "Well", "reasoning": "Hm", "signature": signer.after(asked).sign("Hm"), "tool_calls": [CALL]}
+    sent = messages_of("Be kind", [HELLO])
+    message = {"content": "Well", "reasoning": "Hm", "signature": signer.after(sent).sign("Hm"), "tool_calls": [CALL]}
     usage = {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 2}
     result = {"model": "m", "message": message, "finish_reason": "stop", "stop_sequence": None, "usage": usage}
     answer = message_of("msg_1", result, max_tokens=9, tier="default")

@@ -16,7 +16,7 @@ CALLS = [
     {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
 ]
 STARTED = {"type": "started", "model": "m", "prompt_tokens": 10, "worker": "w", "seed": 1}
-THOUGHT = [
+REASONING = [
     {"type": "reasoning", "text": "H", "tokens": [1]},
     {"type": "reasoning", "text": "m", "tokens": [2, 3]},
     {"type": "reasoning_end", "signature": "5160", "tokens": [4]},
@@ -28,7 +28,7 @@ def done(**more: Any) -> dict[str, Any]:
     return {"type": "done", "finish_reason": "stop", "stop_sequence": None, "usage": USAGE, **more}
 
 
-def told(*events: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
+def stream_events(*events: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
     stream = MessageStream("msg_1", "m", "default", 100, **how)
     return [one for event in events for one in stream.of(event)]
 
@@ -48,7 +48,7 @@ def test_stream_adds_up_to_the_message() -> None:
     whole = message_of(
         "msg_1", {**end, "model": "m", "message": message}, max_tokens=100, tier="default", thinking_tokens=4
     )
-    read_message = read(told(STARTED, *THOUGHT, *TEXT, end))
+    read_message = read(stream_events(STARTED, *REASONING, *TEXT, end))
     assert {name: read_message[name] for name in ("id", "model", "stop_reason")} == {
         "id": "msg_1", "model": "m", "stop_reason": "tool_use"
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_truncated_reasoning_has_no_signature() -> None:
     end = done(finish_reason="length")
     message = {"content": "", "reasoning": "Hm", "signature": "5160"}
     whole = message_of("msg_1", {**end, "model": "m", "message": message}, max_tokens=6, tier="default")
-    assert whole["content"] == read(told(STARTED, *THOUGHT[:2], end))["content"]
+    assert whole["content"] == read(stream_events(STARTED, *REASONING[:2], end))["content"]
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": "\\ud800"}', '{"a": NaN}'])
@@ -72,7 +72,7 @@ def test_arguments_are_text_when_not_representable_in_json(arguments: str) -> No
 
 
 def test_blocks_are_numbered_and_closed_in_order() -> None:
-    events = told(STARTED, *THOUGHT, *TEXT, done(tool_calls=CALLS))
+    events = stream_events(STARTED, *REASONING, *TEXT, done(tool_calls=CALLS))
     shape = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events if "index" in event]
     assert [one for one in shape if one[0] != "delta"] == [(what, at) for at in range(4) for what in ("start", "stop")]
     assert [events[0]["type"], *(event["type"] for event in events[-2:])] == [
@@ -81,17 +81,17 @@ def test_blocks_are_numbered_and_closed_in_order() -> None:
 
 
 def test_omitted_reasoning_is_an_empty_block() -> None:
-    [thought, said] = read(told(STARTED, *THOUGHT, *TEXT, done(), shows_reasoning=False))["content"]
+    [thought, said] = read(stream_events(STARTED, *REASONING, *TEXT, done(), shows_reasoning=False))["content"]
     assert (thought["thinking"], thought["signature"], said["text"]) == ("", "", "Well")
 
 
 def test_job_without_output_gives_an_empty_message() -> None:
-    message = read(told(done(finish_reason="timeout")))
+    message = read(stream_events(done(finish_reason="timeout")))
     assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
 
 
 def test_truncated_reasoning_block_is_closed() -> None:
-    events = told(STARTED, THOUGHT[0], done(finish_reason="length"))
+    events = stream_events(STARTED, REASONING[0], done(finish_reason="length"))
     assert [event["type"] for event in events][-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
@@ -112,8 +112,8 @@ def test_end_has_an_anthropic_stop_reason(end: dict[str, Any], reason: str) -> N
 
 def test_warnings_are_in_last_event_and_in_message() -> None:
     end = done(warnings=["a"])
-    (delta,) = [event for event in told(STARTED, *TEXT, end) if event["type"] == "message_delta"]
+    (delta,) = [event for event in stream_events(STARTED, *TEXT, end) if event["type"] == "message_delta"]
     assert delta["warnings"] == ["a"]
-    read(told(STARTED, *TEXT, end))  # Anthropic's client ignores unknown members
+    read(stream_events(STARTED, *TEXT, end))  # Anthropic's client ignores unknown members
     whole = message_of("msg_1", {**end, "model": "m", "message": {"content": "Well"}}, max_tokens=9, tier="default")
     assert whole["warnings"] == ["a"]

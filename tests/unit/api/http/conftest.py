@@ -29,10 +29,10 @@ def url(redis_server: RedisServer) -> Iterator[str]:
 def run(url: str) -> Run:
     """Return a function that runs a coroutine function with an asynchronous client."""
 
-    def run(ask: Callable[[AsyncRedis], Awaitable[Any]]) -> Any:
+    def run(scenario: Callable[[AsyncRedis], Awaitable[Any]]) -> Any:
         async def connected() -> Any:
             async with AsyncRedis.from_url(url) as redis:
-                return await ask(redis)
+                return await scenario(redis)
 
         return asyncio.run(connected())
 

@@ -19,7 +19,7 @@ from cellama.tasks.contract.errors import (
 
 
 @pytest.mark.parametrize(
-    ("own", "wanted", "given"),
+    ("own", "requested", "given"),
     [
         (None, None, "default"),
         (None, "auto", "default"),
@@ -32,8 +32,8 @@ from cellama.tasks.contract.errors import (
         ("priority", "flex", "flex"),
     ],
 )
-def test_tier_is_at_most_as_urgent_as_that_of_the_caller(own: str | None, wanted: str | None, given: str) -> None:
-    assert Caller(priority=own).tier(wanted) == given
+def test_tier_is_at_most_as_urgent_as_that_of_the_caller(own: str | None, requested: str | None, given: str) -> None:
+    assert Caller(priority=own).tier(requested) == given
 
 
 def test_caller_may_use_only_the_models_of_its_key() -> None:

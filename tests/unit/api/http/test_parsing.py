@@ -45,7 +45,7 @@ def test_count_values_counts_string_with_commas_once() -> None:
     assert count_values(b"[" + b"1," * (2 * MAX_VALUES) + b"1]", MAX_VALUES) == MAX_VALUES + 1
 
 
-def asked_of(body: bytes) -> ParsedRequest:
+def parsed_request(body: bytes) -> ParsedRequest:
     """Return the parsed request for this body."""
     gateway, found = Gateway(get_settings(), NoKeys()), list[ParsedRequest]()
 
@@ -61,12 +61,12 @@ def asked_of(body: bytes) -> ParsedRequest:
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    async def ask() -> None:
+    async def handle() -> None:
         scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")], "app": App}
         await RequestMiddleware(app, gateway, ())(scope, receive, receive)
         assert gateway.body_memory.num_bytes == 0
 
-    asyncio.run(ask())
+    asyncio.run(handle())
     return found[0]
 
 
@@ -86,7 +86,7 @@ def test_large_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("cellama.api.http.parsing.json.loads", noted(json.loads))
     monkeypatch.setattr("cellama.api.http.parsing.from_json", noted(from_json))
-    small, large = (asked_of(b'{"prompt": "' + b"x" * size + b'"}') for size in (10, LARGE_BYTES))
+    small, large = (parsed_request(b'{"prompt": "' + b"x" * size + b'"}') for size in (10, LARGE_BYTES))
     assert [name.partition("_")[0] for name in threads] == ["MainThread", "cellama-bodies"]
     assert thread_of(small) == "MainThread"
     assert thread_of(large).startswith("cellama-bodies")
@@ -95,7 +95,7 @@ def test_large_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("body", ['{"a": }', '{"a": "\\ud800"}', '{"a": ' + "[" * 1000 + "]" * 1000 + "}", "[1]"])
 def test_large_invalid_body_is_rejected(body: str) -> None:
     with pytest.raises(ApiError) as refused:
-        asked_of(body.ljust(LARGE_BYTES + 1).encode())
+        parsed_request(body.ljust(LARGE_BYTES + 1).encode())
     assert refused.value.status == 400
     assert refused.value.message.startswith("the body is ")
 
@@ -103,4 +103,4 @@ def test_large_invalid_body_is_rejected(body: str) -> None:
 def test_body_with_too_many_values_is_rejected_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cellama.api.http.parsing.from_json", lambda text: pytest.fail("it is read"))
     with pytest.raises(ApiError, match="more than 262144 values"):
-        asked_of(b'{"prompt": [' + b"1," * MAX_VALUES + b"1]}")
+        parsed_request(b'{"prompt": [' + b"1," * MAX_VALUES + b"1]}")

@@ -47,7 +47,9 @@ Body = Callable[[Gateway, Counted, Redis], Awaitable[None]]
 
 
 @pytest.fixture
-def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[Callable[[Body], None]]:
+def after_disconnect(
+    redis_server: RedisServer, settings_environment: Callable[..., None]
+) -> Iterator[Callable[[Body], None]]:
     """Return a function that runs its argument after a client with an idempotency key has disconnected."""
     with empty_database(redis_server, NUMBER) as url, Redis.from_url(url) as redis:
         settings_environment(redis_url=url)
@@ -67,7 +69,7 @@ def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -
         yield lambda body: asyncio.run(leave(body))
 
 
-def test_job_stays_charged_until_its_end_when_client_disconnects(left: Callable[[Body], None]) -> None:
+def test_job_stays_charged_until_its_end_when_client_disconnects(after_disconnect: Callable[[Body], None]) -> None:
     async def body(_: Gateway, admission: Counted, redis: Redis) -> None:
         usage = usage_of(prompt_tokens=3, completion_tokens=4)
         data: Any = json.dumps({"seq": 0, "type": "done", "finish_reason": "stop", "usage": usage})
@@ -76,16 +78,16 @@ def test_job_stays_charged_until_its_end_when_client_disconnects(left: Callable[
         await asyncio.to_thread(wait_until, lambda: admission.ends, "the charge")
         assert admission.ends == [7]
 
-    left(body)
+    after_disconnect(body)
 
 
-def test_job_stays_charged_for_estimate_when_gateway_stops(left: Callable[[Body], None]) -> None:
+def test_job_stays_charged_for_estimate_when_gateway_stops(after_disconnect: Callable[[Body], None]) -> None:
     async def body(gateway: Gateway, admission: Counted, redis: Redis) -> None:
         await asyncio.wait_for(gateway.close(), PATIENCE_S)
         assert admission.ends == [None]
         assert not redis.exists(f"cellama:cancel:{JOB}")
 
-    left(body)
+    after_disconnect(body)
 
 
 def test_repeated_request_gets_result_when_events_have_expired(

@@ -17,9 +17,9 @@ def test_request_span_is_child_of_client_span(spans: Spans) -> None:
         http.get("/health", headers=ABOVE)
         http.post("/v1/completions", headers=ABOVE, content=b"no JSON")
         http.post("/nothing/here")
-    told = spans.one("POST /v1/completions")
-    assert told.parent.span_id == 0x00F067AA0BA902B7
-    assert dict(told.attributes) == {
+    received = spans.one("POST /v1/completions")
+    assert received.parent.span_id == 0x00F067AA0BA902B7
+    assert dict(received.attributes) == {
         "http.request.method": "POST",
         "http.route": "/v1/completions",
         "http.response.status_code": 415,

@@ -35,7 +35,7 @@ def test_key_file_is_toml_as_printed_by_the_command_or_json(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ('digest = "sk-oh-no-a-secret"', r"keys\.0\.digest: String should match"),
         ("expires_at = 2027-01-01T00:00:00", r"keys\.0\.expires_at: .*timezone"),
@@ -48,11 +48,11 @@ def test_key_file_is_toml_as_printed_by_the_command_or_json(tmp_path: Path) -> N
         ("\x00", "can't be read"),
     ],
 )
-def test_key_file_errors_name_the_field_and_no_secret(tmp_path: Path, fields: str, told: str) -> None:
+def test_key_file_errors_name_the_field_and_no_secret(tmp_path: Path, fields: str, expected: str) -> None:
     _, entry = key_and_entry()
     lines = [line for line in as_toml(entry).splitlines() if line.partition(" = ")[0] != fields.partition(" = ")[0]]
     (tmp_path / "keys.toml").write_text("\n".join([*lines, fields]), encoding="utf-8")
-    with pytest.raises(SettingsError, match=told) as raised:
+    with pytest.raises(SettingsError, match=expected) as raised:
         read_keys(tmp_path / "keys.toml")
     assert "secret" not in str(raised.value)
 

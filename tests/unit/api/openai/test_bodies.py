@@ -147,7 +147,7 @@ def test_invalid_types_are_rejected_by_the_payload(body: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("url", "told", "shown", "param"),
+    ("url", "given_message", "shown", "param"),
     [
         (CHAT, "json_schema is 3: no", "response_format is 3: no", "response_format"),
         (CHAT, "json_schema at #/a: no", "response_format at #/a: no", "response_format"),
@@ -161,8 +161,8 @@ def test_invalid_types_are_rejected_by_the_payload(body: dict[str, Any]) -> None
         (CHAT, "the job is 9 bytes long", "the job is 9 bytes long", None),
     ],
 )
-def test_job_error_uses_openai_parameter_name(url: str, told: str, shown: str, param: str | None) -> None:
-    assert with_callers_names(told, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
+def test_job_error_uses_openai_parameter_name(url: str, given_message: str, shown: str, param: str | None) -> None:
+    assert with_callers_names(given_message, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
 
 
 def test_deeply_nested_value_is_rejected() -> None:

@@ -30,13 +30,13 @@ def done(reason: str = "stop", **details: Any) -> dict[str, Any]:
 
 def test_chat_stream_has_role_reasoning_text_calls_and_usage() -> None:
     chunks = Chunks("chat", "id", "m", include_usage=True, common={"service_tier": "flex"})
-    told = chunks.of(0, STARTED)
-    told += chunks.of(0, token("Hm", "reasoning")) + chunks.of(
+    received = chunks.of(0, STARTED)
+    received += chunks.of(0, token("Hm", "reasoning")) + chunks.of(
         0, {"type": "reasoning_end", "signature": "", "tokens": [2]}
     )
-    told += chunks.of(0, token("Hi")) + chunks.of(0, token(""))
-    told += chunks.ends(0, done(tool_calls=[CALL, {**CALL, "id": "b"}]), ())
-    read = [ChatCompletionChunk.model_validate(chunk) for chunk in [*told, *chunks.usage()]]
+    received += chunks.of(0, token("Hi")) + chunks.of(0, token(""))
+    received += chunks.ends(0, done(tool_calls=[CALL, {**CALL, "id": "b"}]), ())
+    read = [ChatCompletionChunk.model_validate(chunk) for chunk in [*received, *chunks.usage()]]
     deltas = [chunk.choices[0].delta for chunk in read[:-1]]
     assert (deltas[0].role, deltas[0].content, read[0].model, read[0].service_tier) == ("assistant", "", "tiny", "flex")
     assert [d.model_extra.get("reasoning_content") for d in deltas] == [None, "Hm", None, None, None]  # type: ignore[union-attr]
@@ -51,9 +51,11 @@ def test_chat_stream_has_role_reasoning_text_calls_and_usage() -> None:
 
 def test_choices_of_several_prompts_have_consecutive_indices() -> None:
     chunks = Chunks("generate", "id", "m", n=2)
-    told = chunks.of(1, token("a")) + chunks.of(0, token("b", index=1))
-    told += chunks.ends(0, done(), [{"finish_reason": "stop"}, {"finish_reason": "timeout"}])
-    read = [Completion.construct(**chunk).choices[0] for chunk in told]  # like the client, whose model allows no null
+    received = chunks.of(1, token("a")) + chunks.of(0, token("b", index=1))
+    received += chunks.ends(0, done(), [{"finish_reason": "stop"}, {"finish_reason": "timeout"}])
+    read = [
+        Completion.construct(**chunk).choices[0] for chunk in received
+    ]  # like the client, whose model allows no null
     assert [(choice.index, choice.text, choice.finish_reason) for choice in read] == [
         (2, "a", None),
         (1, "b", None),
@@ -91,9 +93,9 @@ def test_body_is_complete_when_job_timed_out_in_queue() -> None:
 @pytest.mark.parametrize("kind", ["chat", "generate"])
 def test_warnings_are_in_last_chunk_and_in_answer(kind: str) -> None:
     chunks = Chunks(kind, "id", "m", include_usage=True)
-    told = [*chunks.of(0, STARTED), *chunks.of(0, token("Hi")), *chunks.ends(0, done(warnings=["a", "b"]), ())]
-    assert [chunk.get("warnings") for chunk in told] == [*[None] * (len(told) - 1), ["a", "b"]]
-    assert told[-1]["choices"][0]["finish_reason"] == "stop"
+    received = [*chunks.of(0, STARTED), *chunks.of(0, token("Hi")), *chunks.ends(0, done(warnings=["a", "b"]), ())]
+    assert [chunk.get("warnings") for chunk in received] == [*[None] * (len(received) - 1), ["a", "b"]]
+    assert received[-1]["choices"][0]["finish_reason"] == "stop"
     message = {"message": {"role": "assistant", "content": "Hi"}}
     results = [{**done(), "text": "Hi", **message, "warnings": warnings} for warnings in (["a"], ["a", "b"])]
     assert body_of(kind, "id", results)["warnings"] == ["a", "b"]

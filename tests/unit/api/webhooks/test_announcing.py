@@ -13,8 +13,8 @@ from cellama.tasks.contract.shapes.results import FinishReason
 @pytest.mark.parametrize("end", [*get_args(FinishReason), "error"])
 def test_every_end_of_a_job_maps_to_an_end_of_a_response(end: str) -> None:
     heeded = b'{"kind": "response", "object": "resp_1", "tenant": ""}'
-    told = announced({b"heeded": heeded, b"end": end.encode()})
-    assert told == announcement(told["type"], "resp_1", None)
+    received = announced({b"heeded": heeded, b"end": end.encode()})
+    assert received == announcement(received["type"], "resp_1", None)
 
 
 def test_event_id_is_stable_and_unique_per_object() -> None:

@@ -21,10 +21,10 @@ RunWorld = Callable[[Callable[[World], Awaitable[Any]]], Any]
 def run_world(url: str, store: FileStore, tmp_path: Path) -> RunWorld:
     """Return a function that runs a test in a world."""
 
-    def run(ask: Callable[[World], Awaitable[Any]]) -> Any:
+    def run(scenario: Callable[[World], Awaitable[Any]]) -> Any:
         async def connected() -> Any:
             async with Redis.from_url(url) as redis:
-                return await ask(World(redis, settings_for(url, tmp_path), store, tmp_path))
+                return await scenario(World(redis, settings_for(url, tmp_path), store, tmp_path))
 
         return asyncio.run(connected())
 

@@ -25,7 +25,7 @@ from .world import ACME, World
 __all__ = ["spans"]
 
 
-async def nothing_is_left(world: World, batch_id: str) -> None:
+async def check_no_remains(world: World, batch_id: str) -> None:
     assert not run_directory(world.store, batch_id).exists()
     assert await world.batches.open_batches() == []
     assert await world.free(batch_id) == {batch_id}
@@ -34,8 +34,8 @@ async def nothing_is_left(world: World, batch_id: str) -> None:
 
 
 def test_batch_reports_unanswered_requests_as_expired_when_window_ends(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a", "b", window_s=-1))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a", "b", window_s=-1))["id"]
         await world.answer(batch_id, "a")
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["counts"]) == ("expired", {"total": 2, "completed": 1, "failed": 1})
@@ -43,26 +43,26 @@ def test_batch_reports_unanswered_requests_as_expired_when_window_ends(run_world
         assert [line["custom_id"] for line in await world.lines(batch["output_file_id"])] == ["a"]
         failed = await world.lines(batch["error_file_id"])
         assert [(line["custom_id"], line["error"]["code"]) for line in failed] == [("b", "batch_expired")]
-        await nothing_is_left(world, batch_id)
+        await check_no_remains(world, batch_id)
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_batch_completes_when_all_requests_are_answered(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a", "b"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a", "b"))["id"]
         await world.answer(batch_id, "b", "a")
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["error_file_id"]) == ("completed", None)
         assert [line["custom_id"] for line in await world.lines(batch["output_file_id"])] == ["b", "a"]
-        await nothing_is_left(world, batch_id)
+        await check_no_remains(world, batch_id)
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_output_files_are_replaced_when_gateway_died_while_storing_them(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a", "b"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a", "b"))["id"]
         await world.answer(batch_id, "a", "b")
         half = world.folder / "half"
         half.write_bytes(b'{"custom_id": "a"}\n')
@@ -72,14 +72,14 @@ def test_output_files_are_replaced_when_gateway_died_while_storing_them(run_worl
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["output_file_id"]) == ("completed", file_id)
         assert [line["custom_id"] for line in await world.lines(file_id)] == ["a", "b"]
-        await nothing_is_left(world, batch_id)
+        await check_no_remains(world, batch_id)
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_driver_changes_nothing_and_next_driver_resumes_when_lease_is_lost(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a", "b"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a", "b"))["id"]
         driver, held = await world.driver(batch_id)
         driving = asyncio.create_task(driver.drive())
         await world.runs(batch_id)
@@ -92,14 +92,14 @@ def test_driver_changes_nothing_and_next_driver_resumes_when_lease_is_lost(run_w
         assert (await world.batches.cancel(batch_id, ACME))["status"] == "cancelling"
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["counts"]) == ("cancelled", {"total": 2, "completed": 0, "failed": 0})
-        await nothing_is_left(world, batch_id)
+        await check_no_remains(world, batch_id)
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_driver_releases_batch_when_gateway_stops(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a"))["id"]
         driver, _ = await world.driver(batch_id)
         driving = asyncio.create_task(driver.drive())
         await world.runs(batch_id)
@@ -109,26 +109,26 @@ def test_driver_releases_batch_when_gateway_stops(run_world: RunWorld) -> None:
         assert (await world.read(batch_id))["status"] == "in_progress"
         assert len(await world.batches.open_batches()) == 1
 
-    run_world(ask)
+    run_world(scenario)
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
 def test_batch_waits_when_another_process_has_its_work_file_open(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a", window_s=-1))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a", window_s=-1))["id"]
         folder = run_directory(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")):
             assert (await world.drive(batch_id))["status"] == "validating"
         assert (await world.drive(batch_id))["status"] == "expired"
 
-    run_world(ask)
+    run_world(scenario)
 
 
 @pytest.mark.parametrize("is_driven", [True, False])
 def test_batch_ends_when_command_line_cancels_it(run_world: RunWorld, url: str, is_driven: bool) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a"))["id"]
         driver, _ = await world.driver(batch_id)
         driving = asyncio.create_task(driver.drive())
         await world.runs(batch_id)
@@ -142,37 +142,37 @@ def test_batch_ends_when_command_line_cancels_it(run_world: RunWorld, url: str, 
         else:
             await world.drive(batch_id)
         assert (await world.read(batch_id))["status"] == "cancelled"
-        await nothing_is_left(world, batch_id)
+        await check_no_remains(world, batch_id)
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_batch_has_no_files_when_cancelled_before_its_start(run_world: RunWorld) -> None:
-    async def ask(world: World) -> Any:
-        batch_id = (await world.begin("a"))["id"]
+    async def scenario(world: World) -> Any:
+        batch_id = (await world.create_batch("a"))["id"]
         await world.batches.cancel(batch_id, ACME)
         batch = await world.drive(batch_id)
-        await nothing_is_left(world, batch_id)
+        await check_no_remains(world, batch_id)
         return await world.batches.view(batch)
 
-    shown = run_world(ask)
+    shown = run_world(scenario)
     assert (shown["status"], shown["output_file_id"], shown["error_file_id"]) == ("cancelled", None, None)
     assert shown["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
 
 
 def test_batch_fails_when_its_input_file_is_deleted(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        begun = await world.begin("a")
-        await world.files.delete(await world.files.records.find(begun["input_file_id"], ACME))
-        batch = await world.drive(begun["id"])
+    async def scenario(world: World) -> None:
+        created = await world.create_batch("a")
+        await world.files.delete(await world.files.records.find(created["input_file_id"], ACME))
+        batch = await world.drive(created["id"])
         assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "file_not_found")
-        await nothing_is_left(world, begun["id"])
+        await check_no_remains(world, created["id"])
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_parts_contain_new_output_and_are_used_when_record_lists_them(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
+    async def scenario(world: World) -> None:
         output = world.folder / "output"
         output.write_bytes(b"first\n")
         parts = Parts(world.store, "batch_1")
@@ -185,7 +185,7 @@ def test_parts_contain_new_output_and_are_used_when_record_lists_them(run_world:
             fetched.download(there)
             assert (there.read_bytes(), fetched.num_bytes) == (expected, len(expected))
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_parts_are_stored_at_growing_intervals(store: FileStore) -> None:
@@ -202,24 +202,24 @@ def test_parts_are_stored_at_growing_intervals(store: FileStore) -> None:
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
 def test_running_batch_uses_no_thread_of_uploads(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
+    async def scenario(world: World) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # the smallest possible pool
-        batch_id = (await world.begin("a"))["id"]
+        batch_id = (await world.create_batch("a"))["id"]
         driver, _ = await world.driver(batch_id)
         driving = asyncio.create_task(driver.drive())
         await world.runs(batch_id)
         async with asyncio.timeout(PATIENCE_S):
-            await world.begin("b")
+            await world.create_batch("b")
         driver.stop()
         await driving
 
-    run_world(ask)
+    run_world(scenario)
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
 def test_batch_fails_without_naming_paths_when_run_cannot_resume(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a"))["id"]
         folder = run_directory(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")) as work:
@@ -228,14 +228,14 @@ def test_batch_fails_without_naming_paths_when_run_cannot_resume(run_world: RunW
         assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "internal_error")
         assert str(world.folder) not in str(batch["errors"])
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_run_span_is_child_of_the_request_that_created_the_batch(run_world: RunWorld, spans: Spans) -> None:
-    async def ask(world: World) -> None:
+    async def scenario(world: World) -> None:
         with trace_span("request", {}):
-            batch_id = (await world.begin("a", window_s=-1))["id"]
+            batch_id = (await world.create_batch("a", window_s=-1))["id"]
         await world.drive(batch_id)
 
-    run_world(ask)
+    run_world(scenario)
     assert spans.one("batch run").parent.span_id == spans.one("request").context.span_id

@@ -45,19 +45,19 @@ def upload(client: TestClient, data: bytes, who: Mapping[str, str] = ACME, **fie
     return client.post("/v1/files", data=sent, files={"file": ("in.jsonl", data)}, headers=dict(who))
 
 
-def begin(client: TestClient, data: bytes, who: Mapping[str, str] = ACME, **headers: str) -> Any:
+def create_batch(client: TestClient, data: bytes, who: Mapping[str, str] = ACME, **headers: str) -> Any:
     file_id = upload(client, data, who).json()["id"]
-    return begin_with(client, file_id, who, **headers)
+    return create_batch_of(client, file_id, who, **headers)
 
 
-def begin_with(client: TestClient, file_id: str, who: Mapping[str, str] = ACME, **headers: str) -> Any:
+def create_batch_of(client: TestClient, file_id: str, who: Mapping[str, str] = ACME, **headers: str) -> Any:
     body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
     return client.post("/v1/batches", json=body, headers={**who, **headers})
 
 
-def errors_of(client: TestClient, begun: Any, who: Mapping[str, str] = ACME) -> list[tuple[str, int | None]]:
+def errors_of(client: TestClient, created: Any, who: Mapping[str, str] = ACME) -> list[tuple[str, int | None]]:
     """Return codes and lines of the errors of a batch that fails."""
-    path = f"/v1/batches/{begun.json()['id']}"
+    path = f"/v1/batches/{created.json()['id']}"
 
     def has_failed() -> Any:
         batch = client.get(path, headers=dict(who)).json()
@@ -69,16 +69,16 @@ def errors_of(client: TestClient, begun: Any, who: Mapping[str, str] = ACME) -> 
 
 def test_files_and_batches_of_a_tenant_are_404_for_others(start: Start) -> None:
     client = start()
-    begun = begin(client, lines_of([request("a")]))
-    assert begun.status_code == 200, begun.text
-    batch_id, file_id = begun.json()["id"], begun.json()["input_file_id"]
+    created = create_batch(client, lines_of([request("a")]))
+    assert created.status_code == 200, created.text
+    batch_id, file_id = created.json()["id"], created.json()["input_file_id"]
     for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch_id}"):
         assert client.get(path, headers=ACME).status_code == 200
         assert client.get(path, headers=OTHER).status_code == 404
         assert client.get(path).status_code == 404  # without a tenant
     assert client.delete(f"/v1/files/{file_id}", headers=OTHER).status_code == 404
     assert client.post(f"/v1/batches/{batch_id}/cancel", headers=OTHER).status_code == 404
-    assert begin_with(client, file_id, OTHER).status_code == 404
+    assert create_batch_of(client, file_id, OTHER).status_code == 404
     for path in ("/v1/files", "/v1/batches"):
         assert len(client.get(path, headers=ACME).json()["data"]) == 1
         assert client.get(path, headers=OTHER).json()["data"] == []
@@ -88,7 +88,7 @@ def test_files_and_batches_of_a_tenant_are_404_for_others(start: Start) -> None:
 def test_batch_rejects_models_that_its_key_may_not_use(start: Start) -> None:
     client = start()
     data = lines_of([request("a"), request("b", model="large")])
-    assert errors_of(client, begin(client, data)) == [("model_not_allowed", 2)]
+    assert errors_of(client, create_batch(client, data)) == [("model_not_allowed", 2)]
 
 
 def test_settings_limit_file_size_lines_and_open_batches(start: Start) -> None:
@@ -96,21 +96,21 @@ def test_settings_limit_file_size_lines_and_open_batches(start: Start) -> None:
     assert upload(client, b"x" * 2000).status_code == 200
     assert upload(client, b"x" * 2001).status_code == 413
     three = lines_of([request(custom_id) for custom_id in "abc"])
-    assert errors_of(client, begin(client, three)) == [("too_many_requests", None)]
-    wait_until(lambda: begin(client, lines_of([request("a")])).status_code == 200, "room for another batch")
-    full = begin(client, lines_of([request("a")]))
+    assert errors_of(client, create_batch(client, three)) == [("too_many_requests", None)]
+    wait_until(lambda: create_batch(client, lines_of([request("a")])).status_code == 200, "room for another batch")
+    full = create_batch(client, lines_of([request("a")]))
     assert (full.status_code, full.json()["error"]["code"]) == (429, "too_many_batches")
     assert int(full.headers["retry-after"]) > 0
-    assert begin(client, lines_of([request("a")]), OTHER).status_code == 200
+    assert create_batch(client, lines_of([request("a")]), OTHER).status_code == 200
 
 
 def test_batch_is_the_same_when_request_is_repeated_with_its_idempotency_key(start: Start) -> None:
     client = start(gateway_batches_at_once=0)
     file_id = upload(client, lines_of([request("a")])).json()["id"]
-    first, again = (begin_with(client, file_id, **{"idempotency-key": "k"}) for _ in range(2))
+    first, again = (create_batch_of(client, file_id, **{"idempotency-key": "k"}) for _ in range(2))
     assert first.json()["id"] == again.json()["id"]
     other = upload(client, lines_of([request("b")])).json()["id"]
-    refused = begin_with(client, other, **{"idempotency-key": "k"})
+    refused = create_batch_of(client, other, **{"idempotency-key": "k"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_reused")
     assert refused.headers["x-should-retry"] == "false"
 
@@ -132,7 +132,7 @@ def test_upload_names_the_field_when_it_is_invalid(start: Start, fields: dict[st
 
 def test_id_is_404_when_it_is_part_of_another_redis_key(start: Start) -> None:
     client = start(gateway_batches_at_once=0)
-    assert begin(client, lines_of([request("a")]), {}).status_code == 200
+    assert create_batch(client, lines_of([request("a")]), {}).status_code == 200
     for path in ("/v1/files/of:", "/v1/files/of:/content", "/v1/batches/of:"):
         assert client.get(path).status_code == 404
 

@@ -13,7 +13,7 @@ LEASE_S = 30.0
 
 
 def test_lease_has_one_holder_until_it_is_released(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         here, there = (GatewayLease(redis, "batch_1", LEASE_S) for _ in range(2))
         assert await here.take()
         assert here.is_held
@@ -25,11 +25,11 @@ def test_lease_has_one_holder_until_it_is_released(run: Run) -> None:
         assert not here.is_held
         assert await there.take()
 
-    run(ask)
+    run(scenario)
 
 
 def test_lease_is_neither_renewed_nor_released_when_another_gateway_holds_it(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         first, second = (GatewayLease(redis, "batch_1", LEASE_S) for _ in range(2))
         assert await first.take()
         await redis.delete(http_lease_key("batch_1"))  # it has expired, because the gateway was suspended
@@ -39,11 +39,11 @@ def test_lease_is_neither_renewed_nor_released_when_another_gateway_holds_it(run
         await first.release()
         assert await second.renew()
 
-    run(ask)
+    run(scenario)
 
 
 def test_lease_is_not_held_shortly_before_it_expires(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         now = [100.0]
         lease = GatewayLease(redis, "batch_1", LEASE_S, lambda: now[0])
         assert await lease.take()
@@ -55,4 +55,4 @@ def test_lease_is_not_held_shortly_before_it_expires(run: Run) -> None:
         now[0] += 0.2
         assert not lease.is_held
 
-    run(ask)
+    run(scenario)

@@ -29,8 +29,8 @@ def settings_of(world: World, **changed: Any) -> Settings:
 
 
 def test_batch_is_driven_only_by_gateways_with_its_store(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a", window_s=-1))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a", window_s=-1))["id"]
         blind = BatchRunner(settings_for(world.settings.redis_url, world.folder))
         idle = BatchRunner(settings_of(world, gateway_batches_at_once=0))
         seeing = BatchRunner(settings_of(world))
@@ -49,26 +49,26 @@ def test_batch_is_driven_only_by_gateways_with_its_store(run_world: RunWorld) ->
             await runner.close()
         assert not (world.folder / "data").exists()  # nothing is created before the first file
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_batch_is_driven_at_once_when_gateway_polled_before_first_file(run_world: RunWorld) -> None:
     """The batch does not wait for the next sweep, which is a minute later."""
 
-    async def ask(world: World) -> None:
+    async def scenario(world: World) -> None:
         runner = BatchRunner(settings_of(world))
         await runner.sweep()
-        batch_id = (await world.begin("a"))["id"]
+        batch_id = (await world.create_batch("a"))["id"]
         await runner.poll()
         assert await world.free(batch_id) == set()
         await runner.close()
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_batch_has_no_lease_after_shutdown_of_its_gateway(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch_id = (await world.begin("a"))["id"]
+    async def scenario(world: World) -> None:
+        batch_id = (await world.create_batch("a"))["id"]
         runner = BatchRunner(settings_of(world))
         await runner.sweep()
         await runner.poll()
@@ -77,18 +77,18 @@ def test_batch_has_no_lease_after_shutdown_of_its_gateway(run_world: RunWorld) -
         await runner.close()
         assert await world.free(batch_id) == {batch_id}
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_driver_stops_when_another_tenant_has_none(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        mine = [(await world.begin(name))["id"] for name in ("a", "b", "c")]
+    async def scenario(world: World) -> None:
+        mine = [(await world.create_batch(name))["id"] for name in ("a", "b", "c")]
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
         await runner.sweep()
         for _ in range(3):
             await runner.poll()
         [waiting] = await world.free(*mine)
-        other = (await world.begin("d", caller=Caller("other")))["id"]
+        other = (await world.create_batch("d", caller=Caller("other")))["id"]
 
         async def is_driven() -> bool:
             await runner.poll()
@@ -100,18 +100,18 @@ def test_driver_stops_when_another_tenant_has_none(run_world: RunWorld) -> None:
         assert len(await world.free(*mine, other) - {waiting}) == 1  # and no more
         await runner.close()
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_cancelled_and_expired_batches_are_driven_beyond_the_limit(run_world: RunWorld) -> None:
     """One batch is cancelled, and the window of another one has ended."""
 
-    async def ask(world: World) -> None:
+    async def scenario(world: World) -> None:
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=1))
-        first = (await world.begin("a"))["id"]
+        first = (await world.create_batch("a"))["id"]
         await runner.poll()
-        waiting, cancelled = [(await world.begin(name))["id"] for name in ("b", "c")]
-        late = (await world.begin("d", window_s=-1))["id"]
+        waiting, cancelled = [(await world.create_batch(name))["id"] for name in ("b", "c")]
+        late = (await world.create_batch("d", window_s=-1))["id"]
         await world.batches.cancel(cancelled, ACME)
 
         async def have_ended() -> bool:
@@ -122,17 +122,17 @@ def test_cancelled_and_expired_batches_are_driven_beyond_the_limit(run_world: Ru
         assert await world.free(first, waiting) == {waiting}
         await runner.close()
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_batch_of_another_store_stops_no_driver(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        mine = [(await world.begin(name))["id"] for name in ("a", "b")]
+    async def scenario(world: World) -> None:
+        mine = [(await world.create_batch(name))["id"] for name in ("a", "b")]
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
         await runner.sweep()
         for _ in range(2):
             await runner.poll()
-        elsewhere = await world.begin("c", caller=Caller("other"))
+        elsewhere = await world.create_batch("c", caller=Caller("other"))
         await world.change(elsewhere["id"], place="another")
         for _ in range(3):
             await runner.poll()
@@ -140,12 +140,12 @@ def test_batch_of_another_store_stops_no_driver(run_world: RunWorld) -> None:
         assert await world.free(*mine) == set()
         await runner.close()
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_files_of_batch_are_deleted_when_its_driver_died_at_the_end(run_world: RunWorld) -> None:
-    async def ask(world: World) -> None:
-        batch = await world.begin("a")
+    async def scenario(world: World) -> None:
+        batch = await world.create_batch("a")
         folder = run_directory(world.store, batch["id"])
         folder.mkdir(parents=True)
         await world.change(batch["id"], status="failed")
@@ -156,7 +156,7 @@ def test_files_of_batch_are_deleted_when_its_driver_died_at_the_end(run_world: R
         assert await world.batches.open_batches() == []
         await runner.close()
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_sweep_deletes_unchanged_directories_of_ended_batches(run_world: RunWorld) -> None:
@@ -169,8 +169,8 @@ def test_sweep_deletes_unchanged_directories_of_ended_batches(run_world: RunWorl
                 os.utime(path, (changed_at, changed_at))
         return made
 
-    async def ask(world: World) -> None:
-        open_id = (await world.begin("a"))["id"]
+    async def scenario(world: World) -> None:
+        open_id = (await world.create_batch("a"))["id"]
         lost = folder(world, "batch_lost", LONG_AGO)
         recent, still_open = folder(world, "batch_recent", None), folder(world, open_id, LONG_AGO)
         upload = world.store.work_dir / "incoming" / "x"
@@ -181,7 +181,7 @@ def test_sweep_deletes_unchanged_directories_of_ended_batches(run_world: RunWorl
         assert [path.exists() for path in (lost, upload, recent, still_open)] == [False, False, True, True]
         await runner.close()
 
-    run_world(ask)
+    run_world(scenario)
 
 
 def test_outage_is_logged_once(
@@ -189,7 +189,7 @@ def test_outage_is_logged_once(
 ) -> None:
     monkeypatch.setattr(background, "POLL_S", 0.001)
 
-    async def ask(world: World) -> None:
+    async def scenario(world: World) -> None:
         looks = 0
 
         async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,5 +208,5 @@ def test_outage_is_logged_once(
             await until(has_looked_often)
             await runner.close()
 
-    run_world(ask)
-    assert len([told for told in caplog.messages if told.startswith("background loop interrupted")]) == 1
+    run_world(scenario)
+    assert len([message for message in caplog.messages if message.startswith("background loop interrupted")]) == 1

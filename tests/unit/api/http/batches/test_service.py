@@ -22,18 +22,18 @@ ACME, OTHER = Caller("acme"), Caller("other")
 ORDER = BatchOrder("file-1", "/v1/embeddings", "24h", 86_400, {"a": "b"}, 3600)
 
 
-def desk_of(redis: Redis, **settings: Any) -> BatchService:
+def service_of(redis: Redis, **settings: Any) -> BatchService:
     return BatchService(Settings(**settings), redis)
 
 
 def test_view_has_the_format_of_openai_client(run: Run) -> None:
     from openai.types import Batch
 
-    async def ask(redis: Redis) -> Any:
-        batches = desk_of(redis)
+    async def scenario(redis: Redis) -> Any:
+        batches = service_of(redis)
         return await batches.view(await batches.create(ORDER, ACME, None))
 
-    batch = Batch.model_validate(run(ask))
+    batch = Batch.model_validate(run(scenario))
     assert (batch.status, batch.endpoint, batch.metadata) == ("validating", "/v1/embeddings", {"a": "b"})
     assert batch.expires_at == batch.created_at + 86_400
     assert batch.request_counts is not None
@@ -41,8 +41,8 @@ def test_view_has_the_format_of_openai_client(run: Run) -> None:
 
 
 def test_create_returns_same_batch_for_key_and_409_for_different_body(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        batches = desk_of(redis)
+    async def scenario(redis: Redis) -> None:
+        batches = service_of(redis)
         first = await batches.create(ORDER, ACME, '["acme", "k"]')
         assert (await batches.create(ORDER, ACME, '["acme", "k"]'))["id"] == first["id"]
         changed = BatchOrder("file-2", "/v1/embeddings", "24h", 86_400, None, 3600)
@@ -51,12 +51,12 @@ def test_create_returns_same_batch_for_key_and_409_for_different_body(run: Run) 
         assert raised.value.status == 409
         assert len(await batches.open_batches()) == 1
 
-    run(ask)
+    run(scenario)
 
 
 def test_create_is_429_when_tenant_has_too_many_open_batches(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        batches = desk_of(redis, gateway_open_batches=1)
+    async def scenario(redis: Redis) -> None:
+        batches = service_of(redis, gateway_open_batches=1)
         first = await batches.create(ORDER, ACME, None)
         with pytest.raises(ApiError) as raised:
             await batches.create(ORDER, ACME, None)
@@ -65,12 +65,12 @@ def test_create_is_429_when_tenant_has_too_many_open_batches(run: Run) -> None:
         await batches.close(first["id"], "acme")
         await batches.create(ORDER, ACME, None)
 
-    run(ask)
+    run(scenario)
 
 
 def test_either_cancel_or_end_takes_effect_when_they_coincide(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        batches = desk_of(redis)
+    async def scenario(redis: Redis) -> None:
+        batches = service_of(redis)
         record = await batches.create(ORDER, ACME, None)
         with pytest.raises(ApiError, match="404"):
             await batches.cancel(record["id"], OTHER)
@@ -83,25 +83,25 @@ def test_either_cancel_or_end_takes_effect_when_they_coincide(run: Run) -> None:
             await batches.cancel(ended["id"], ACME)
         assert (raised.value.status, raised.value.headers["x-should-retry"]) == (409, "false")
 
-    run(ask)
+    run(scenario)
 
 
 def test_only_the_end_of_a_batch_is_announced(run: Run) -> None:
-    async def ask(redis: Redis) -> list[Any]:
-        batches = desk_of(redis)
+    async def scenario(redis: Redis) -> list[Any]:
+        batches = service_of(redis)
         record = await batches.create(ORDER, ACME, None)
         await batches.cancel(record["id"], ACME)
         for of in (("in_progress",), ("cancelling",), ("cancelling",)):
             await batches.move(record, "cancelled", expected=of)
         return [announced(fields) for _, fields in await redis.xrange(webhook_events_key())] + [record["id"]]
 
-    told, batch_id = run(ask)
-    assert told == announcement("batch.cancelled", batch_id, "acme")
+    received, batch_id = run(scenario)
+    assert received == announcement("batch.cancelled", batch_id, "acme")
 
 
 def test_change_has_no_effect_when_another_driver_holds_the_lease(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        batches = desk_of(redis)
+    async def scenario(redis: Redis) -> None:
+        batches = service_of(redis)
         record = await batches.create(ORDER, ACME, None)
         first, second = (GatewayLease(redis, record["id"], 30.0) for _ in range(2))
         assert await first.take()
@@ -112,18 +112,18 @@ def test_change_has_no_effect_when_another_driver_holds_the_lease(run: Run) -> N
         done = await batches.move(record, "in_progress", expected=("validating",), lease_token=second.token, total=3)
         assert done == (True, "in_progress")
 
-    run(ask)
+    run(scenario)
 
 
 def test_pages_are_contiguous_and_contain_only_records_of_the_tenant(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        batches = desk_of(redis)
+    async def scenario(redis: Redis) -> None:
+        batches = service_of(redis)
         made = {(await batches.create(ORDER, ACME, None))["id"] for _ in range(5)}
         other = await batches.create(ORDER, OTHER, None)
         seen, after = [], None
         for _ in range(3):
-            asked = PageQuery(after, 2, "desc")
-            page = asked.to_list(await batches.records.page(ACME, asked))
+            query = PageQuery(after, 2, "desc")
+            page = query.to_list(await batches.records.page(ACME, query))
             seen += [record["id"] for record in page["data"]]
             after = page["last_id"]
         assert (set(seen), len(seen), page["has_more"]) == (made, 5, False)
@@ -132,4 +132,4 @@ def test_pages_are_contiguous_and_contain_only_records_of_the_tenant(run: Run) -
         with pytest.raises(ApiError, match="404"):
             await batches.records.page(ACME, PageQuery(other["id"], 2, "desc"))
 
-    run(ask)
+    run(scenario)

@@ -110,7 +110,7 @@ FILES: list[tuple[dict[str, Any], type[errors.APIStatusError], int, str | None, 
 ]
 
 
-@pytest.mark.parametrize(("sent", "error", "status", "param", "told"), BATCHES)
+@pytest.mark.parametrize(("sent", "error", "status", "param", "expected"), BATCHES)
 def test_create_batch_rejects_invalid_requests(
     client: TestClient,
     url: str,
@@ -118,17 +118,17 @@ def test_create_batch_rejects_invalid_requests(
     error: type[errors.APIStatusError],
     status: int,
     param: str | None,
-    told: str,
+    expected: str,
 ) -> None:
     raised = refusal(client.post("/v1/batches", **sent))
     assert (type(raised), raised.status_code) == (error, status)
-    assert told in raised.message
+    assert expected in raised.message
     if param is not None:
         assert (raised.param or "").startswith(param[:40])
     assert client.get("/v1/batches").json()["data"] == []
 
 
-@pytest.mark.parametrize(("sent", "error", "status", "param", "told"), FILES)
+@pytest.mark.parametrize(("sent", "error", "status", "param", "expected"), FILES)
 def test_upload_rejects_invalid_requests(
     client: TestClient,
     tmp_path: Path,
@@ -136,11 +136,11 @@ def test_upload_rejects_invalid_requests(
     error: type[errors.APIStatusError],
     status: int,
     param: str | None,
-    told: str,
+    expected: str,
 ) -> None:
     raised = refusal(client.post("/v1/files", **sent))
     assert (type(raised), raised.status_code, raised.param) == (error, status, param)
-    assert told in raised.message
+    assert expected in raised.message
     assert client.get("/v1/files").json()["data"] == []
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -191,10 +191,10 @@ def test_endpoints_are_401_without_a_key(url: str, tmp_path: Path, headers: Mapp
 
     asyncio.run(make_key())
     settings = settings_for(url, tmp_path)
-    asked = [*((method, path.format("a")) for method, path in PATHS)]
-    asked += [(method, path) for method in ("GET", "POST") for path in ("/v1/files", "/v1/batches")]
+    arguments = [*((method, path.format("a")) for method, path in PATHS)]
+    arguments += [(method, path) for method in ("GET", "POST") for path in ("/v1/files", "/v1/batches")]
     with TestClient(create_app(settings, access=key_access(settings))) as client:
-        for method, path in asked:
+        for method, path in arguments:
             raw = {name: value.encode("latin-1") for name, value in headers.items()}
             sent: Any = {"content": lines_of([request("a")])} if method == "POST" else {}
             assert isinstance(refusal(client.request(method, path, headers=raw, **sent)), errors.AuthenticationError)

@@ -48,7 +48,7 @@ class World:
         self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
         self.files, self.batches = FileService(store, redis), BatchService(settings, redis)
 
-    async def begin(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
+    async def create_batch(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
         """Create a batch with these requests. With a negative window, it has expired already."""
         local = self.folder / "in.jsonl"
         local.write_bytes(lines_of([request(custom_id) for custom_id in ids]))
@@ -105,10 +105,10 @@ class World:
     async def runs(self, batch_id: str) -> None:
         """Wait until the run has started and waits for workers."""
 
-        async def has_begun() -> bool:
+        async def has_started() -> bool:
             return await self.redis.hget(batch_key(batch_id), "state") == b"in_progress"
 
-        await until(has_begun)
+        await until(has_started)
 
     async def lines(self, file_id: str) -> list[dict[str, Any]]:
         """Return the contents that a client gets for a file."""

@@ -89,7 +89,7 @@ def test_gateways_agree_when_they_write_a_store_id_concurrently(tmp_path: Path) 
             return ensure_store_id(DirectoryStore(place))
 
         with ThreadPoolExecutor(4) as gateways:
-            given = {told.result() for told in [gateways.submit(give) for _ in range(4)]}
+            given = {received.result() for received in [gateways.submit(give) for _ in range(4)]}
         assert given == {read_store_id(DirectoryStore(place))}
 
 
@@ -114,7 +114,7 @@ def test_unsupported_url_error_names_the_package_to_install(tmp_path: Path) -> N
 def test_file_is_404_for_other_tenants(run: Run, store: FileStore, local: Path) -> None:
     from openai.types import FileObject
 
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         files = FileService(store, redis)
         record = await files.add(local, "a.jsonl", "batch", ACME, 3600)
         file = FileObject.model_validate(file_view(await files.records.find(record["id"], ACME)))
@@ -131,57 +131,57 @@ def test_file_is_404_for_other_tenants(run: Run, store: FileStore, local: Path) 
             await files.blocks(record["id"])
         assert [key for key in await redis.keys("cellama:http:*") if b":of:" not in key] == []
 
-    run(ask)
+    run(scenario)
 
 
 def test_expired_file_is_404_at_once_and_deleted_by_sweep(run: Run, store: FileStore, local: Path) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         files = FileService(store, redis)
-        gone = await files.add(local, "a", "batch", ACME, -10)
-        kept = await files.add(local, "a", "batch", ACME, 3600)
+        deleted = await files.add(local, "a", "batch", ACME, -10)
+        stored = await files.add(local, "a", "batch", ACME, 3600)
         with pytest.raises(ApiError, match="404"):
-            await files.records.find(gone["id"], ACME)
-        list(await files.blocks(gone["id"]))
+            await files.records.find(deleted["id"], ACME)
+        list(await files.blocks(deleted["id"]))
         assert await files.sweep() == 1
         with pytest.raises(ApiError, match="404"):
-            await files.blocks(gone["id"])
-        list(await files.blocks(kept["id"]))
+            await files.blocks(deleted["id"])
+        list(await files.blocks(stored["id"]))
         assert await files.sweep() == 0
 
-    run(ask)
+    run(scenario)
 
 
 def test_sweep_deletes_old_contents_when_redis_has_lost_their_record(run: Run, tmp_path: Path, local: Path) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         store = DirectoryStore(tmp_path / "store")
         files = FileService(store, redis)
         place = await files.store_id()
         lost = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         local.unlink()
         local.write_bytes(b"{}")  # a new file, not a link to the previous one
-        kept = (await files.add(local, "a", "batch", ACME, 3600))["id"]
+        stored = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         await redis.flushdb()
         for path in (tmp_path / "store" / "files").iterdir():
-            if path.name != kept:
+            if path.name != stored:
                 os.utime(path, (0, 0))
         await files.sweep()
-        list(await files.blocks(kept))
+        list(await files.blocks(stored))
         with pytest.raises(ApiError, match="404"):
             await files.blocks(lost)
         assert await files.read_store_id() == place
 
-    run(ask)
+    run(scenario)
 
 
 def test_sweep_keeps_known_file_when_its_timestamp_is_wrong(run: Run, tmp_path: Path, local: Path) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         files = FileService(DirectoryStore(tmp_path / "store"), redis)
         file_id = (await files.add(local, "a", "batch", ACME, 3600))["id"]
         os.utime(tmp_path / "store" / "files" / file_id, (0, 0))
         await files.sweep()
         list(await files.blocks(file_id))
 
-    run(ask)
+    run(scenario)
 
 
 class OutOfReach(fsspec.AbstractFileSystem):
@@ -224,18 +224,18 @@ def test_url_store_converts_all_errors_to_oserror(tmp_path: Path, local: Path) -
 
 
 def test_index_of_tenant_drops_entries_older_than_any_record(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         records = RecordStore(redis, "file")
         for number, created_at in enumerate((1000, 2000, 1500 + MAX_LIFE_S)):
             made = {"id": f"file-{number}", "tenant": "acme", "status": "processed", "created_at": created_at}
             await records.add(made, 3600)
         assert await redis.zrange("cellama:http:of:file:acme", 0, -1) == [b"file-1", b"file-2"]
 
-    run(ask)
+    run(scenario)
 
 
 def test_quota_is_exact_after_deletion_expiry_and_crash(run: Run, store: FileStore, local: Path) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         files, size = FileService(store, redis), local.stat().st_size
         quota = FileQuota(max_files=3, max_bytes=3 * size)
         added = [await files.add(local, "a", "batch", ACME, 3600, quota=quota) for _ in range(3)]
@@ -252,11 +252,11 @@ def test_quota_is_exact_after_deletion_expiry_and_crash(run: Run, store: FileSto
         assert await redis.zcard(http_records_key("file", "acme")) == 2
         await files.add(local, "a", "batch", ACME, 3600, quota=quota)
 
-    run(ask)
+    run(scenario)
 
 
 def test_uploads_in_progress_count_against_the_quota(run: Run, store: FileStore) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         files, quota = FileService(store, redis), FileQuota(max_files=9, max_bytes=100)
         async with files.count_upload(ACME, 60, quota):
             with pytest.raises(ApiError, match="2 files of 120 bytes"):
@@ -267,7 +267,7 @@ def test_uploads_in_progress_count_against_the_quota(run: Run, store: FileStore)
         async with files.count_upload(ACME, 100, quota):
             pass
 
-    run(ask)
+    run(scenario)
 
 
 def test_hanging_disk_does_not_block_threads_that_queue_jobs(run: Run, tmp_path: Path, local: Path) -> None:
@@ -278,7 +278,7 @@ def test_hanging_disk_does_not_block_threads_that_queue_jobs(run: Run, tmp_path:
             is_reached.set()
             assert may_go_on.wait(PATIENCE_S)
 
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         adding = asyncio.create_task(FileService(Hanging(tmp_path), redis).add(local, "a", "batch", ACME, 3600))
         assert await asyncio.wait_for(asyncio.to_thread(is_reached.wait, PATIENCE_S), PATIENCE_S)
@@ -286,7 +286,7 @@ def test_hanging_disk_does_not_block_threads_that_queue_jobs(run: Run, tmp_path:
         may_go_on.set()
         await adding
 
-    run(ask)
+    run(scenario)
 
 
 def test_new_files_and_directories_are_private_to_the_user(tmp_path: Path, local: Path) -> None:

@@ -33,27 +33,27 @@ def bearer(key: KeyText) -> dict[str, str]:
     return {"authorization": f"Bearer {key.text}"}
 
 
-async def kept(redis: Redis, **fields: Any) -> tuple[KeyText, KeyEntry]:
+async def stored(redis: Redis, **fields: Any) -> tuple[KeyText, KeyEntry]:
     key, entry = key_and_entry(**fields)
     await KeyStore(redis).write(entry)
     return key, entry
 
 
-async def refusal(asked: Awaitable[Any]) -> ApiError:
+async def refusal(awaited: Awaitable[Any]) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        await asked
+        await awaited
     return raised.value
 
 
 def test_caller_has_tenant_and_rights_of_the_key(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        key, entry = await kept(redis, tenant="acme", models=["tiny"], priority="flex")
+    async def scenario(redis: Redis) -> None:
+        key, entry = await stored(redis, tenant="acme", models=["tiny"], priority="flex")
         for headers in (bearer(key), {"x-api-key": key.text}):
             caller = await KeyAccess(redis).authenticate(headers)
             found = (caller.tenant, caller.key_id, caller.models, caller.priority)
             assert found == ("acme", entry.id, frozenset({"tiny"}), "flex")
 
-    run(ask)
+    run(scenario)
 
 
 def test_concurrent_key_checks_are_batched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,18 +66,18 @@ def test_concurrent_key_checks_are_batched(run: Run, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Pipeline, "time", counted)  # each batch calls TIME once; Redis also counts calls of others
 
-    async def ask(redis: Redis) -> None:
-        key, _ = await kept(redis, tenant="acme", requests_per_minute=600)
+    async def scenario(redis: Redis) -> None:
+        key, _ = await stored(redis, tenant="acme", requests_per_minute=600)
         access = KeyAccess(redis)
         callers = await asyncio.gather(*(access.authenticate(bearer(key)) for _ in range(1000)))
         assert {caller.tenant for caller in callers} == {"acme"}
         assert 1 <= len(questions) <= 1000 / MAX_CALLS + 2
-        asked = asyncio.gather(*map(access.admit, callers), return_exceptions=True)
-        assert [type(answer) for answer in await asked].count(ApiError) == 400
+        awaited = asyncio.gather(*map(access.admit, callers), return_exceptions=True)
+        assert [type(answer) for answer in await awaited].count(ApiError) == 400
         assert not redis.connection_pool._in_use_connections
         assert len(redis.connection_pool._available_connections) <= 2  # a second one for the time of last use
 
-    run(ask)
+    run(scenario)
 
 
 HOSTILE: list[Callable[[KeyText], Mapping[str, str]]] = [
@@ -98,21 +98,21 @@ HOSTILE: list[Callable[[KeyText], Mapping[str, str]]] = [
 def test_invalid_key_is_rejected_with_remedy_and_not_repeated(
     run: Run, headers_of: Callable[[KeyText], Mapping[str, str]]
 ) -> None:
-    async def ask(redis: Redis) -> None:
-        key, _ = await kept(redis)
+    async def scenario(redis: Redis) -> None:
+        key, _ = await stored(redis)
         error = await refusal(KeyAccess(redis, keyless=NoKeys()).authenticate(headers_of(key)))
         assert (error.status, error.code, error.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
         assert "cellama keys create" in error.message
         assert len(error.message) < 200
         assert await redis.hlen(api_keys_used_key()) == 0
 
-    run(ask)
+    run(scenario)
 
 
 def test_key_is_rejected_as_soon_as_it_expires_or_is_revoked(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         access, hour = KeyAccess(redis), timedelta(hours=1)
-        key, entry = await kept(redis, expires_at=NOW + hour)
+        key, entry = await stored(redis, expires_at=NOW + hour)
         await access.authenticate(bearer(key))
         for field, at in (("expires_at", NOW - hour), ("revoked_at", NOW)):
             await KeyStore(redis).write(entry.model_copy(update={field: at}))
@@ -120,23 +120,23 @@ def test_key_is_rejected_as_soon_as_it_expires_or_is_revoked(run: Run) -> None:
             assert error.status == 401
             assert f"{entry.id} is {field.removesuffix('_at').replace('expires', 'expired')}" in error.message
 
-    run(ask)
+    run(scenario)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"id": 1}', "more"])
 def test_damaged_or_newer_key_entry_is_rejected(run: Run, damage: bytes | str) -> None:
-    async def ask(redis: Redis) -> None:
-        key, entry = await kept(redis)
-        told = entry.model_dump_json()[:-1] + ',"new_limit":1}' if damage == "more" else damage
-        await redis.hset(api_keys_key(), entry.id, told)  # type: ignore[misc]
+    async def scenario(redis: Redis) -> None:
+        key, entry = await stored(redis)
+        stored_value = entry.model_dump_json()[:-1] + ',"new_limit":1}' if damage == "more" else damage
+        await redis.hset(api_keys_key(), entry.id, stored_value)  # type: ignore[misc]
         assert (await refusal(KeyAccess(redis, keyless=NoKeys()).authenticate(bearer(key)))).status == 401
 
-    run(ask)
+    run(scenario)
 
 
 def test_last_use_of_a_key_is_recorded(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        key, entry = await kept(redis)
+    async def scenario(redis: Redis) -> None:
+        key, entry = await stored(redis)
         for at, expected in ((0.0, "new"), (NOW.timestamp() + 3600, "same"), (NOW.timestamp() - 70, "new")):
             await redis.hset(api_keys_used_key(), entry.id, str(at))  # type: ignore[misc]
             await KeyAccess(redis).authenticate(bearer(key))
@@ -144,29 +144,29 @@ def test_last_use_of_a_key_is_recorded(run: Run) -> None:
             assert found.used_at is not None
             assert (found.used_at == at) == (expected == "same")
 
-    run(ask)
+    run(scenario)
 
 
 def test_last_use_of_deleted_keys_is_deleted(run: Run, tmp_path: Path) -> None:
     path, (in_file, entry) = tmp_path / "keys.toml", key_and_entry()
     path.write_text(as_toml(entry))
 
-    async def ask(redis: Redis) -> None:
-        in_redis, _ = await kept(redis)
+    async def scenario(redis: Redis) -> None:
+        in_redis, _ = await stored(redis)
         long_ago, lately = (str(NOW.timestamp() - days * 86_400) for days in (31, 29))
         used: Any = {"gone": long_ago, "elsewhere": lately, in_file.id: long_ago, in_redis.id: long_ago}
         await redis.hset(api_keys_used_key(), mapping=used)  # type: ignore[misc]
         await KeyAccess(redis, KeyFile(path)).authenticate(bearer(in_file))
-        left: Any = await redis.hgetall(api_keys_used_key())  # type: ignore[misc]
-        assert {key_id.decode() for key_id in left} == {"elsewhere", in_file.id, in_redis.id}
-        assert float(left[in_file.id.encode()]) > float(lately)
+        remaining: Any = await redis.hgetall(api_keys_used_key())  # type: ignore[misc]
+        assert {key_id.decode() for key_id in remaining} == {"elsewhere", in_file.id, in_redis.id}
+        assert float(remaining[in_file.id.encode()]) > float(lately)
 
-    run(ask)
+    run(scenario)
 
 
 def test_key_is_403_for_other_models_and_adapters(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        key, _ = await kept(redis, models=["tiny"], adapters=["pirate"])
+    async def scenario(redis: Redis) -> None:
+        key, _ = await stored(redis, models=["tiny"], adapters=["pirate"])
         caller = await KeyAccess(redis).authenticate(bearer(key))
         with pytest.raises(ApiError) as model:
             caller.check_model("big")
@@ -176,12 +176,12 @@ def test_key_is_403_for_other_models_and_adapters(run: Run) -> None:
         found = (adapter.value.status, adapter.value.code, adapter.value.param)
         assert found == (403, "adapter_not_allowed", "adapters")
 
-    run(ask)
+    run(scenario)
 
 
 def test_rate_limit_headers_and_errors_have_openai_format(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        key, entry = await kept(redis, requests_per_minute=1, tokens_per_minute=100)
+    async def scenario(redis: Redis) -> None:
+        key, entry = await stored(redis, requests_per_minute=1, tokens_per_minute=100)
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
         admission = await access.admit(caller)
@@ -209,12 +209,12 @@ def test_rate_limit_headers_and_errors_have_openai_format(run: Run) -> None:
         assert (hopeless.status, hopeless.headers["x-should-retry"]) == (429, "false")
         assert "retry-after" not in hopeless.headers
 
-    run(ask)
+    run(scenario)
 
 
 def test_unused_tokens_are_returned_when_request_ends(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        key, _ = await kept(redis, tokens_per_minute=100)
+    async def scenario(redis: Redis) -> None:
+        key, _ = await stored(redis, tokens_per_minute=100)
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
         first = await access.admit(caller)
@@ -227,12 +227,12 @@ def test_unused_tokens_are_returned_when_request_ends(run: Run) -> None:
         await third.reserve(90)
         assert third.headers["x-ratelimit-remaining-tokens"] == "0"
 
-    run(ask)
+    run(scenario)
 
 
 def test_job_is_settled_when_its_request_is_cancelled(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
-        key, _ = await kept(redis, concurrent_jobs=1)
+    async def scenario(redis: Redis) -> None:
+        key, _ = await stored(redis, concurrent_jobs=1)
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
         admission = await access.admit(caller)
@@ -243,13 +243,13 @@ def test_job_is_settled_when_its_request_is_cancelled(run: Run) -> None:
         await admission.end(1)
         await access.admit(caller)
 
-    run(ask)
+    run(scenario)
 
 
 def test_gateway_without_keys_accepts_local_requests_and_rejects_proxied_ones(run: Run) -> None:
     here = {"host": "127.0.0.1:8000"}
 
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         access = KeyAccess(redis, keyless=LoopbackOnly())
         for headers in (here, {**here, "authorization": "Bearer none"}):
             caller = await access.authenticate(headers)
@@ -262,29 +262,29 @@ def test_gateway_without_keys_accepts_local_requests_and_rejects_proxied_ones(ru
             assert (await refusal(access.authenticate(headers))).status == 403
         assert (await refusal(KeyAccess(redis).authenticate(here))).status == 401
 
-    run(ask)
+    run(scenario)
 
 
 def test_gateway_stays_closed_when_redis_has_lost_its_keys(run: Run) -> None:
-    async def ask(redis: Redis) -> None:
+    async def scenario(redis: Redis) -> None:
         access = KeyAccess(redis, keyless=NoKeys())
         await access.authenticate({})
-        key, _ = await kept(redis)
+        key, _ = await stored(redis)
         assert (await refusal(access.authenticate({}))).status == 401
         assert (await access.authenticate(bearer(key))).tenant == "acme"
         await redis.flushdb()
         for headers in ({}, bearer(key)):
             assert (await refusal(access.authenticate(headers))).status == 401
 
-    run(ask)
+    run(scenario)
 
 
 def test_only_keys_of_the_file_are_valid(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("keys = []")
 
-    async def ask(redis: Redis) -> None:
-        elsewhere, _ = await kept(redis)
+    async def scenario(redis: Redis) -> None:
+        elsewhere, _ = await stored(redis)
         access = KeyAccess(redis, KeyFile(path), keyless=NoKeys())
         key, entry = key_and_entry(tenant="file", requests_per_minute=1)
         for headers in ({}, bearer(elsewhere), bearer(key)):
@@ -296,7 +296,7 @@ def test_only_keys_of_the_file_are_valid(run: Run, tmp_path: Path) -> None:
         assert (await refusal(access.admit(caller))).status == 429
         assert (await refusal(access.authenticate(bearer(elsewhere)))).status == 401
 
-    run(ask)
+    run(scenario)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "", "localhost.example.com"])
@@ -306,7 +306,7 @@ def test_gateway_rejects_public_address_when_no_key_exists(
     settings_environment(redis_url=url)
     with pytest.raises(SettingsError, match="cellama keys create"):
         key_access(get_settings(), host)
-    run(kept)
+    run(stored)
     key_access(get_settings(), host)
     assert not is_loopback(host)
 

@@ -16,7 +16,7 @@ from cellama.config import get_settings
 
 from .....conftest import empty_database
 
-Ask = Callable[[Gateway], Awaitable[Any]]
+Scenario = Callable[[Gateway], Awaitable[Any]]
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def redis(url: str) -> Iterator[Redis]:
 
 
 @pytest.fixture
-def run(url: str) -> Callable[[Ask], Any]:
-    def run(ask: Ask) -> Any:
+def run(url: str) -> Callable[[Scenario], Any]:
+    def run(scenario: Scenario) -> Any:
         async def with_gateway() -> Any:
             gateway = Gateway(get_settings(), NoKeys())
             try:
-                return await ask(gateway)
+                return await scenario(gateway)
             finally:
                 await gateway.close()
 

@@ -20,26 +20,26 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.keys import response_key
 
 from ...openai.responses.journals import ID, record
-from .conftest import Ask
+from .conftest import Scenario
 
-SAID = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+MESSAGES = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
 
 
-def submit(error: Exception, headers: list[tuple[bytes, bytes]]) -> Ask:
+def submit(error: Exception, headers: list[tuple[bytes, bytes]]) -> Scenario:
     """Submit a background response whose job fails with this error."""
 
     class Refused(RunningJobs):
         async def submit(self, *_: Any) -> None:
             raise error
 
-    async def ask(gateway: Gateway) -> None:
+    async def scenario(gateway: Gateway) -> None:
         request = Request({"type": "http", "headers": headers})
-        asked = ParsedRequest(request, RequestContext(gateway), Caller("acme"), {"model": "tiny"})
-        order = NewResponse(record(items=[SAID], background=True), "default", False, 10)
+        sent = ParsedRequest(request, RequestContext(gateway), Caller("acme"), {"model": "tiny"})
+        order = NewResponse(record(items=[MESSAGES], background=True), "default", False, 10)
         with pytest.raises(ApiError):
-            await _submit(Refused(asked, "tiny", "default"), order, ResponseStore(gateway))
+            await _submit(Refused(sent, "tiny", "default"), order, ResponseStore(gateway))
 
-    return ask
+    return scenario
 
 
 TOO_LONG = ApiError(429, "about 100 s would go by", code="queue_full")

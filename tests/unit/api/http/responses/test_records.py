@@ -32,7 +32,7 @@ from cellama.tasks.contract.keys import (
 )
 
 from ...openai.responses.journals import ID, JOURNALS, record
-from .conftest import Ask
+from .conftest import Scenario
 
 ACME, OTHER = Caller("acme"), Caller("other")
 
@@ -47,7 +47,7 @@ def http_status(raised: pytest.ExceptionInfo[ApiError]) -> int:
 
 
 def test_create_returns_first_record_for_key_and_record_expires(run: Any, redis: Redis) -> None:
-    async def ask(gateway: Gateway) -> None:
+    async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         first = await records.create(record(digest="a"))
         assert await records.create(record(digest="a", created_at=2000)) == first
@@ -56,30 +56,30 @@ def test_create_returns_first_record_for_key_and_record_expires(run: Any, redis:
             await records.create(record(digest="b"))
         assert http_status(raised) == 409
 
-    run(ask)
+    run(scenario)
     assert redis.ttl(response_key(ID)) > 0  # type: ignore[operator]
 
 
 def test_record_is_404_when_not_stored_deleted_or_of_another_tenant(run: Any, redis: Redis) -> None:
-    async def ask(gateway: Gateway) -> None:
+    async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
-        told = []
+        received = []
         for caller, name in ((OTHER, ID), (Caller(), ID), (ACME, "resp_x"), (ACME, new_id(None))):
             with pytest.raises(ApiError) as raised:
                 await records.read(name, caller)
-            told.append(http_status(raised))
-        assert told == [404] * 4
+            received.append(http_status(raised))
+        assert received == [404] * 4
         await records.delete(record())
         await records.create(record(store=False))
         with pytest.raises(ApiError):
             await records.read(ID, ACME)
 
-    run(ask)
+    run(scenario)
 
 
 def test_record_is_404_when_caller_may_not_use_its_model(run: Any) -> None:
-    async def ask(gateway: Gateway) -> None:
+    async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record(model=":default"))  # which model that was is unknown
         assert await records.read(ID, Caller("acme", models=frozenset({":default"})))
@@ -87,18 +87,18 @@ def test_record_is_404_when_caller_may_not_use_its_model(run: Any) -> None:
             await records.read(ID, Caller("acme", models=frozenset({"tiny"})))
         assert http_status(raised) == 404
 
-    run(ask)
+    run(scenario)
 
 
 def test_withdraw_deletes_record_and_keeps_job(run: Any, redis: Redis) -> None:
-    async def ask(gateway: Gateway) -> None:
+    async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
         await records.notify_on_end(record())
         await records.withdraw(record())
 
     redis.hset(job_key("j"), "state", "queued")
-    run(ask)
+    run(scenario)
     assert redis.keys() == [job_key("j").encode()]
 
 
@@ -124,13 +124,13 @@ def test_status_follows_the_journal(run: Any, redis: Redis, name: str) -> None:
     assert run(lambda gateway: status_of(gateway, record(background=True))).response["status"] == "queued"
     write(redis, journal[:-1])
     if journal[:-1]:
-        going_on = run(lambda gateway: status_of(gateway, record(background=True)))
-        assert (going_on.response["status"], going_on.has_ended) == ("in_progress", False)
+        in_progress = run(lambda gateway: status_of(gateway, record(background=True)))
+        assert (in_progress.response["status"], in_progress.has_ended) == ("in_progress", False)
     write(redis, journal[-1:], len(journal) - 1)
-    standing = run(lambda gateway: status_of(gateway, record(background=True)))
-    assert standing.has_ended
-    assert standing.has_all_events
-    assert standing.finish_key == journal[-1].get("finish_key")
+    current = run(lambda gateway: status_of(gateway, record(background=True)))
+    assert current.has_ended
+    assert current.has_all_events
+    assert current.finish_key == journal[-1].get("finish_key")
 
 
 def test_long_journal_is_read_in_pages(run: Any, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_long_journal_is_read_in_pages(run: Any, redis: Redis, monkeypatch: pyte
     write(redis, [journal[0], *tokens, journal[-1]])
     pages: list[int] = []
 
-    async def ask(gateway: Gateway) -> Any:
+    async def scenario(gateway: Gateway) -> Any:
         xrange = gateway.redis.xrange
 
         async def noted(*args: Any, **options: Any) -> Any:
@@ -150,33 +150,33 @@ def test_long_journal_is_read_in_pages(run: Any, redis: Redis, monkeypatch: pyte
         monkeypatch.setattr(gateway.redis, "xrange", noted)
         return await status_of(gateway, record())
 
-    standing = run(ask)
-    assert standing.response["output"][0]["content"][0]["text"] == "".join(token["text"] for token in tokens)
+    current = run(scenario)
+    assert current.response["output"][0]["content"][0]["text"] == "".join(token["text"] for token in tokens)
     assert (sum(pages), max(pages)) == (1202, EVENTS_PER_PAGE)
 
 
 def test_status_comes_from_job_entry_when_events_have_expired(run: Any, redis: Redis) -> None:
-    told = []
+    received = []
     for name in ("failed at once", "cancelled"):
         redis.hset(job_key("j"), mapping={"state": "done", "end": json.dumps(JOURNALS[name][-1])})
-        standing = run(lambda gateway: status_of(gateway, record(background=True)))
-        assert (standing.has_ended, standing.has_all_events) == (True, False)
-        told.append(standing.response["status"])
-    assert told == ["failed", "cancelled"]
+        current = run(lambda gateway: status_of(gateway, record(background=True)))
+        assert (current.has_ended, current.has_all_events) == (True, False)
+        received.append(current.response["status"])
+    assert received == ["failed", "cancelled"]
 
 
-def follow(can_follow: bool = True, **fields: Any) -> Ask:
+def follow(can_follow: bool = True, **fields: Any) -> Scenario:
     """Parse a request for a response that follows the one with the id ID."""
     body = {"model": "tiny", "input": "And?", "previous_response_id": ID, **fields}
     model: Any = {"id": "tiny", "ctx_per_slot": 100, "follows_replies": can_follow}
 
-    async def ask(gateway: Gateway) -> Any:
+    async def scenario(gateway: Gateway) -> Any:
         records = ResponseStore(gateway)
         await records.create(record(params={"cache_scope": "acme"}))
-        asked = ParsedRequest(Request({"type": "http", "headers": []}), RequestContext(gateway), ACME, body)
-        return (await parse_response(asked, model, records)).record
+        sent = ParsedRequest(Request({"type": "http", "headers": []}), RequestContext(gateway), ACME, body)
+        return (await parse_response(sent, model, records)).record
 
-    return ask
+    return scenario
 
 
 def test_response_continues_context_only_when_it_is_the_same(run: Any, redis: Redis) -> None:
@@ -199,7 +199,7 @@ def test_response_continues_context_only_when_it_is_the_same(run: Any, redis: Re
         assert (record_of_other.parent_key, record_of_other.previous) == (None, ID)
 
 
-async def _told(journal: Any, error: Exception | None = None) -> AsyncGenerator[Mapping[str, Any], None]:
+async def _events(journal: Any, error: Exception | None = None) -> AsyncGenerator[Mapping[str, Any], None]:
     for event in journal:
         yield event
     if error is not None:
@@ -208,26 +208,26 @@ async def _told(journal: Any, error: Exception | None = None) -> AsyncGenerator[
 
 def read(journal: Any, after: int = -1, error: Exception | None = None) -> bytes:
     async def all_of() -> bytes:
-        made = frames(record(), _told(journal, error), after)
+        made = frames(record(), _events(journal, error), after)
         return b"".join([frame async for frame in with_errors(made, error_frame)])
 
     return asyncio.run(all_of())
 
 
 def test_frames_start_after_requested_number() -> None:
-    whole = read(JOURNALS["thoughts"])
+    whole = read(JOURNALS["reasoning"])
     parts = whole.split(b"\n\n")[:-1]
     for after in range(len(parts)):
         rest = b"".join(part + b"\n\n" for part in parts[after + 1 :])
-        assert read(JOURNALS["thoughts"], after) == rest
+        assert read(JOURNALS["reasoning"], after) == rest
     assert parts[0].startswith(b"event: response.created\ndata: {")
 
 
 def test_stream_ends_with_unnumbered_error_when_it_cannot_continue() -> None:
     last = read(JOURNALS["text"][:2], error=StreamTrimmed("gone")).split(b"\n\n")[-2]
-    told = json.loads(last.removeprefix(b"data: "))
-    assert "sequence_number" not in told
-    assert told["error"]["code"] == "stream_trimmed"
+    received = json.loads(last.removeprefix(b"data: "))
+    assert "sequence_number" not in received
+    assert received["error"]["code"] == "stream_trimmed"
 
 
 def test_pings_become_sse_comments() -> None:

@@ -60,7 +60,7 @@ def make_due(redis: Redis) -> None:
         redis.zadd(webhook_due_key(), {delivery: 0})
 
 
-def left(redis: Redis) -> list[str]:
+def pending_keys(redis: Redis) -> list[str]:
     """Return the keys of pending deliveries."""
     return [key.decode() for key in redis.keys("cellama:webhook:*") if redis.type(key) != b"stream"]
 
@@ -78,7 +78,7 @@ def test_event_is_delivered_with_signature(redis_url: str, receiver: Receiver) -
         )  # fmt: skip
         assert event.created_at == int(entry_id.split(b"-")[0]) // 1000
         assert headers["host"] == receiver.url.split("/")[2]
-        assert not left(redis)
+        assert not pending_keys(redis)
         assert redis.xlen(webhook_events_key()) == 0
 
 
@@ -106,7 +106,7 @@ def test_failed_delivery_is_retried_with_same_id(
         with_webhooks(redis_url, once)
         assert [headers["webhook-id"] for _, headers, _ in receiver.calls] == [receiver.calls[0][1]["webhook-id"]] * 2
         assert receiver.calls[0][2] == receiver.calls[1][2]
-        assert not left(redis)
+        assert not pending_keys(redis)
 
 
 def test_delivery_is_taken_over_when_its_gateway_dies(redis_url: str, receiver: Receiver) -> None:
@@ -122,7 +122,7 @@ def test_delivery_is_taken_over_when_its_gateway_dies(redis_url: str, receiver: 
         assert ends_at > time.time() + LEASE_MARGIN_S / 2
         redis.zadd(webhook_due_key(), {delivery: 0})
         with_webhooks(redis_url, once)
-        assert not left(redis)
+        assert not pending_keys(redis)
         assert receiver.calls
 
 
@@ -168,7 +168,7 @@ def test_private_address_gets_no_event_unless_allowed(redis_url: str, receiver: 
         announce(redis, "batch.completed", "batch_1")
         with_webhooks(redis_url, once, private=False)
         assert not receiver.calls
-        assert left(redis)
+        assert pending_keys(redis)
 
 
 def test_endpoint_is_disabled_when_it_answers_410(redis_url: str, receiver: Receiver) -> None:
@@ -180,7 +180,7 @@ def test_endpoint_is_disabled_when_it_answers_410(redis_url: str, receiver: Rece
             with_webhooks(redis_url, once)
         assert len(receiver.calls) == 1
         assert json.loads(redis.hget(webhooks_key(), endpoint.id) or "")["state"] == "off"
-        assert not left(redis)
+        assert not pending_keys(redis)
 
 
 def test_unreadable_stream_entry_does_not_block_others(redis_url: str, receiver: Receiver) -> None:
@@ -215,14 +215,14 @@ def test_delivery_is_dropped_when_endpoint_is_deleted(redis_url: str, receiver: 
         make_due(redis)
         assert redis.keys(webhook_delivery_key("*"))
         with_webhooks(redis_url, once)
-        assert not left(redis)
+        assert not pending_keys(redis)
 
 
 def test_waits_between_attempts_grow_until_last_attempt() -> None:
     failed = DeliveryOutcome(500)
     waits = [wait_after(attempt, failed) for attempt in range(1, len(RETRY_WAITS_S) + 2)]
     assert waits[-1] is None
-    for wait_s, least in zip(waits, RETRY_WAITS_S, strict=False):
-        assert least <= (wait_s or 0) <= least * 1.1
+    for wait_s, min_wait_s in zip(waits, RETRY_WAITS_S, strict=False):
+        assert min_wait_s <= (wait_s or 0) <= min_wait_s * 1.1
     assert wait_after(1, DeliveryOutcome(429, retry_after_s=100)) == 100
     assert wait_after(1, DeliveryOutcome(204)) is None

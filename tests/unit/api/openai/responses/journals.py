@@ -21,19 +21,19 @@ def done(reason: Any = "stop", **details: Any) -> Any:
 
 
 PROBS: Any = [{**PROB, "text": text} for text in ("Hm", "Hi")]
-THOUGHTS = (events.reasoning("Hm", [1]), events.reasoning(", so", [2, 3]), events.reasoning_end("sig", [4]))
+REASONING = (events.reasoning("Hm", [1]), events.reasoning(", so", [2, 3]), events.reasoning_end("sig", [4]))
 TEXT = (events.token("Hi", [5], logprobs=[PROB]), events.token("", [6]), events.token(" there", [7]))
 JOURNALS: dict[str, tuple[Any, ...]] = {
     "text": (STARTED, *TEXT, done()),
-    "thoughts": (STARTED, *THOUGHTS, *TEXT, done()),
-    "calls": (STARTED, *THOUGHTS, done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
+    "reasoning": (STARTED, *REASONING, *TEXT, done()),
+    "calls": (STARTED, *REASONING, done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
     "text and call": (STARTED, *TEXT, done(tool_calls=[CALL])),
     "nothing": (STARTED, done()),
     "warned": (STARTED, *TEXT, done(warnings=["a"])),
     "cut off": (STARTED, *TEXT, done("length")),
     "out of time": (done("timeout"),),
-    "cut off in thought": (STARTED, *THOUGHTS[:2], done("length")),
-    "stopped in thought": (STARTED, *THOUGHTS[:2], done(stop_sequence="so")),
+    "cut off in thought": (STARTED, *REASONING[:2], done("length")),
+    "stopped in thought": (STARTED, *REASONING[:2], done(stop_sequence="so")),
     "cancelled": (STARTED, *TEXT[:1], done("cancelled")),
     "failed": (STARTED, *TEXT[:1], events.error("internal", "no more memory")),
     "failed at once": (events.error("prompt_too_long", "9 tokens"),),

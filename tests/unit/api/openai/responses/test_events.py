@@ -12,21 +12,21 @@ from pydantic import TypeAdapter
 from cellama.api.openai.responses.events import ResponseEvents, journal_of_result
 from cellama.api.openai.responses.record import ResponseRecord
 
-from .journals import CALL, ID, JOURNALS, PROBS, STARTED, TEXT, THOUGHTS, done, record
+from .journals import CALL, ID, JOURNALS, PROBS, REASONING, STARTED, TEXT, done, record
 
 OPENAIS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
 
 
 def fold(journal: Any, of: ResponseRecord | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     folding = ResponseEvents(of or record())
-    told = folding.start()
+    received = folding.start()
     for event in journal:
-        told += folding.of(event)
-    return told, folding.response()
+        received += folding.of(event)
+    return received, folding.response()
 
 
-def types(told: list[dict[str, Any]]) -> list[str]:
-    return [event["type"].removeprefix("response.") for event in told]
+def types(received: list[dict[str, Any]]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in received]
 
 
 def test_failed_response_hides_address_of_redis() -> None:
@@ -37,10 +37,10 @@ def test_failed_response_hides_address_of_redis() -> None:
 @pytest.mark.parametrize("name", JOURNALS)
 @pytest.mark.parametrize("background", [False, True])
 def test_events_are_numbered_and_valid_for_openai_client(name: str, background: bool) -> None:
-    told, response = fold(JOURNALS[name], record(background=background))
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    assert told[-1]["response"] == response
-    for event in told:
+    received, response = fold(JOURNALS[name], record(background=background))
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    assert received[-1]["response"] == response
+    for event in received:
         if event["type"] != "response.cancelled":  # OpenAI's client has no class for it
             assert OPENAIS.validate_python(event).type == event["type"]
     Response.model_validate(response)
@@ -48,11 +48,11 @@ def test_events_are_numbered_and_valid_for_openai_client(name: str, background: 
 
 @pytest.mark.parametrize("name", JOURNALS)
 def test_deltas_and_items_add_up_to_the_response(name: str) -> None:
-    told, response = fold(JOURNALS[name], record(background=True))
-    items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    received, response = fold(JOURNALS[name], record(background=True))
+    items = [event["item"] for event in received if event["type"] == "response.output_item.done"]
     assert items == response["output"]
     for place, item in enumerate(items):
-        deltas = "".join(e["delta"] for e in told if e["type"].endswith(".delta") and e["output_index"] == place)
+        deltas = "".join(e["delta"] for e in received if e["type"].endswith(".delta") and e["output_index"] == place)
         said = item["arguments"] if item["type"] == "function_call" else "".join(p["text"] for p in item["content"])
         assert deltas == said
     assert len({item["id"] for item in items}) == len(items)
@@ -69,13 +69,13 @@ def test_stream_resumes_after_the_last_number(name: str, after: int, cut: int) -
 
 
 def test_events_have_the_order_of_openai() -> None:
-    told, _ = fold((STARTED, *THOUGHTS, *TEXT, done(tool_calls=[CALL])))
-    thoughts = ["reasoning_text.delta"] * 2 + ["reasoning_text.done", "content_part.done", "output_item.done"]
+    received, _ = fold((STARTED, *REASONING, *TEXT, done(tool_calls=[CALL])))
+    reasoning = ["reasoning_text.delta"] * 2 + ["reasoning_text.done", "content_part.done", "output_item.done"]
     text = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done", "output_item.done"]
     call = ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     begins = ["output_item.added", "content_part.added"]
-    expected = ["created", "in_progress", *begins, *thoughts, *begins, *text, "output_item.added", *call, "completed"]
-    assert types(told) == expected
+    expected = ["created", "in_progress", *begins, *reasoning, *begins, *text, "output_item.added", *call, "completed"]
+    assert types(received) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_events_have_the_order_of_openai() -> None:
     ],
 )
 def test_status_depends_on_finish_reason(name: str, status: str, details: Any) -> None:
-    told, response = fold(JOURNALS[name])
+    received, response = fold(JOURNALS[name])
     assert (response["status"], response["incomplete_details"]) == (status, details)
-    assert types(told)[-1] == status
+    assert types(received)[-1] == status
     assert response["completed_at"] == (1002 if status == "completed" else None)
     assert (response["error"] is None) == (status != "failed")
     cut = [item["status"] for item in response["output"]]
@@ -99,7 +99,7 @@ def test_status_depends_on_finish_reason(name: str, status: str, details: Any) -
 
 
 def test_usage_counts_reasoning_tokens() -> None:
-    usage = fold(JOURNALS["thoughts"])[1]["usage"]
+    usage = fold(JOURNALS["reasoning"])[1]["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 4, 7)
     assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
 
@@ -109,10 +109,10 @@ def test_response_has_the_warnings_of_its_job() -> None:
     assert "warnings" not in fold(JOURNALS["text"])[1]
 
 
-KEPT = [
+RESULTS = [
     "text",
     "warned",
-    "thoughts",
+    "reasoning",
     "calls",
     "text and call",
     "nothing",
@@ -122,9 +122,9 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", RESULTS)
 def test_response_is_the_same_when_made_from_the_result(name: str) -> None:
-    result, params = result_of(JOURNALS[name]), {} if name == "thoughts" else {"logprobs": 0}
+    result, params = result_of(JOURNALS[name]), {} if name == "reasoning" else {"logprobs": 0}
     _, whole = fold(JOURNALS[name], record(params=params, shows_signatures=True))
     _, rest = fold(journal_of_result(result), record(params=params, shows_signatures=True))
     for response in (whole, rest):
@@ -133,20 +133,20 @@ def test_response_is_the_same_when_made_from_the_result(name: str) -> None:
 
 
 def test_logprobs_of_reasoning_are_not_in_the_text() -> None:
-    result = {**result_of(JOURNALS["thoughts"]), "logprobs": PROBS}
+    result = {**result_of(JOURNALS["reasoning"]), "logprobs": PROBS}
     _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}))
     assert rest["output"][1]["content"][0]["logprobs"] == []
 
 
 def test_signatures_are_included_on_request() -> None:
     for shown in (True, False):
-        _, response = fold(JOURNALS["thoughts"], record(shows_signatures=shown))
+        _, response = fold(JOURNALS["reasoning"], record(shows_signatures=shown))
         assert response["output"][0].get("encrypted_content") == ("sig" if shown else None)
 
 
 def test_logprobs_belong_to_the_text() -> None:
-    told, response = fold(JOURNALS["text"], record(params={"logprobs": 0}))
-    assert [entry["token"] for event in told if "delta" in event for entry in event["logprobs"]] == ["Hi"]
+    received, response = fold(JOURNALS["text"], record(params={"logprobs": 0}))
+    assert [entry["token"] for event in received if "delta" in event for entry in event["logprobs"]] == ["Hi"]
     assert response["output"][0]["content"][0]["logprobs"][0]["logprob"] == -0.5
     assert response["id"] == ID
 

@@ -43,14 +43,14 @@ def test_tool_round_trip_becomes_assistant_turn_and_results() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "sun"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
     ]
-    told = messages(given)
-    assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "tool"]
-    assert {name: told[2][name] for name in ("content", "reasoning")} == {
+    expected = messages(given)
+    assert [message["role"] for message in expected] == ["system", "user", "assistant", "tool", "tool"]
+    assert {name: expected[2][name] for name in ("content", "reasoning")} == {
         "content": "I look",
         "reasoning": "Hm",
     }
-    assert [call["id"] for call in told[2]["tool_calls"]] == ["c1", "c2"]
-    assert [(m["tool_call_id"], m["content"]) for m in told[3:]] == [("c1", "sun"), ("c2", "rain")]
+    assert [call["id"] for call in expected[2]["tool_calls"]] == ["c1", "c2"]
+    assert [(m["tool_call_id"], m["content"]) for m in expected[3:]] == [("c1", "sun"), ("c2", "rain")]
 
 
 def test_reasoning_without_answer_is_dropped() -> None:
@@ -59,7 +59,7 @@ def test_reasoning_without_answer_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         (7, "input is 7"),
         ([], "input is a list without messages"),
@@ -86,10 +86,10 @@ def test_reasoning_without_answer_is_dropped() -> None:
         ),
     ],
 )
-def test_invalid_items_are_rejected_by_name(given: Any, told: str) -> None:
+def test_invalid_items_are_rejected_by_name(given: Any, expected: str) -> None:
     with pytest.raises(InvalidJob) as raised:
         items_of(given, ID)
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
 
 
 def test_body_is_converted_to_chat_parameters() -> None:
@@ -154,7 +154,7 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"conversation": "c"}, "use `previous_response_id`"),
@@ -188,10 +188,10 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
         ({"instructions": ["x"]}, "instructions is"),
     ],
 )
-def test_invalid_bodies_are_rejected_by_name(body: dict[str, Any], told: str) -> None:
+def test_invalid_bodies_are_rejected_by_name(body: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidJob) as raised:
         (params_of(body), response_fields(body))
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
 
 
 def test_response_fields_repeat_the_body_with_defaults() -> None:

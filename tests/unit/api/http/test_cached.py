@@ -9,7 +9,7 @@ import pytest
 from cellama.api.http.gateway import Cached
 
 
-class Asked:
+class Fetch:
     """A fetch function that returns 0, 1, …, and waits for a signal after the first call; and a clock."""
 
     def __init__(self) -> None:
@@ -31,52 +31,52 @@ class Asked:
 
 def test_cached_value_is_fetched_once_while_fresh() -> None:
     async def run() -> None:
-        asked = Asked()
-        assert await asyncio.gather(*(asked.kept.get(1.0) for _ in range(5))) == [0] * 5
-        asked.now += 0.9
-        assert await asked.kept.get(1.0) == 0
-        assert asked.count == 1
+        fetch = Fetch()
+        assert await asyncio.gather(*(fetch.kept.get(1.0) for _ in range(5))) == [0] * 5
+        fetch.now += 0.9
+        assert await fetch.kept.get(1.0) == 0
+        assert fetch.count == 1
 
     asyncio.run(run())
 
 
 def test_cached_value_is_the_previous_one_during_a_fetch() -> None:
     async def run() -> None:
-        asked = Asked()
-        await asked.kept.get(1.0)
-        asked.now += 1.5
-        assert await asked.kept.get(1.0) == 0
-        asked.now += 1.0  # which makes the value too old
-        waiting = asyncio.create_task(asked.kept.get(1.0))
+        fetch = Fetch()
+        await fetch.kept.get(1.0)
+        fetch.now += 1.5
+        assert await fetch.kept.get(1.0) == 0
+        fetch.now += 1.0  # which makes the value too old
+        waiting = asyncio.create_task(fetch.kept.get(1.0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        asked.go.set()
+        fetch.go.set()
         assert await waiting == 1
-        assert asked.count == 2
+        assert fetch.count == 2
 
     asyncio.run(run())
 
 
 def test_cached_value_is_awaited_when_it_must_be_current() -> None:
     async def run() -> None:
-        asked = Asked()
-        await asked.kept.get(1.0)
-        asked.now += 0.1
-        asked.go.set()
-        assert await asked.kept.get(0.0) == 1
+        fetch = Fetch()
+        await fetch.kept.get(1.0)
+        fetch.now += 0.1
+        fetch.go.set()
+        assert await fetch.kept.get(0.0) == 1
 
     asyncio.run(run())
 
 
 def test_failed_fetch_raises_for_waiters_and_is_repeated_by_next_caller() -> None:
     async def run() -> None:
-        asked = Asked()
-        await asked.kept.get(1.0)
-        asked.go.set()
-        asked.fails, asked.now = True, asked.now + 3
+        fetch = Fetch()
+        await fetch.kept.get(1.0)
+        fetch.go.set()
+        fetch.fails, fetch.now = True, fetch.now + 3
         with pytest.raises(OSError, match="gone"):
-            await asked.kept.get(1.0)
-        asked.fails = False
-        assert await asked.kept.get(1.0) == 2
+            await fetch.kept.get(1.0)
+        fetch.fails = False
+        assert await fetch.kept.get(1.0) == 2
 
     asyncio.run(run())
