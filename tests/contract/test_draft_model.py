@@ -90,7 +90,7 @@ def test_draft_model_with_another_vocabulary_is_rejected(manager: ModelManager, 
     damaged.write_bytes(other.read_bytes()[:3000])
     with pytest.raises(ModelLoadFailed, match="damaged"):
         manager.load("a", twin, options=options(str(damaged)))
-    with pytest.raises(ModelLoadFailed, match="leave out draft"):
+    with pytest.raises(ModelLoadFailed, match="remove the option draft"):
         manager.load("a", twin, options=options(TINY), capabilities=["embed"])
     assert manager.entries() == []
     assert manager.load("a", twin, options=options(None)).info.n_vocab != 320

@@ -135,11 +135,13 @@ def test_one_file_embeds_and_ranks_with_the_same_weights(manager: ModelManager, 
 def test_pair_that_is_too_long_is_rejected_or_truncated(manager: ModelManager, folder: Path) -> None:
     reranker = load(manager, folder / "ranks.gguf").reranker
     long = " ".join(["w7"] * 300)
-    with pytest.raises(PromptTooLong, match=r"query and document 1 have 304 tokens, .* at most 256: .*set truncate"):
+    with pytest.raises(
+        PromptTooLong, match=r"documents\.1: query and document have 304 tokens, .* limit is 256; .*set truncate"
+    ):
         reranker.submit("w1", ["w2", long])
     cut = " ".join(["w7"] * (256 - 4))
     assert reranker.scores("w1", [long], truncate=True) == pytest.approx(reranker.scores("w1", [cut]), abs=TOLERANCE)
-    with pytest.raises(PromptTooLong, match="the query leaves no room for documents: the model reads 256 tokens"):
+    with pytest.raises(PromptTooLong, match="the query leaves no room for documents within 256 tokens"):
         reranker.submit(long, ["w1"], truncate=True)
     with pytest.raises(InvalidRequest, match="documents: the list is empty"):
         reranker.submit("w1", [])
