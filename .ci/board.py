@@ -223,7 +223,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
 
 
 def board() -> dict[str, Any]:
-    """The board, in the form that Grafana 10 and later write; tests know its queries, no Grafana has shown it."""
+    """Return the dashboard in the format of Grafana 10 and later."""
     panels: list[dict[str, Any]] = []
     at = 0
     for title, group in ROWS:

@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def found_kinds() -> Iterator[tuple[str, Kind]]:
-    """The names of all kinds in the modules of the package, and the kinds."""
+    """Return the names of all kinds in the modules of the package, with the kinds."""
     for found in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{found.name}")
         yield from ((name, thing) for name, thing in vars(module).items() if isinstance(thing, Kind))
@@ -204,7 +204,7 @@ def module_of(kind: Kind) -> str:
 
 
 def exporting(file: Path, module: str, names: Iterable[str]) -> str:
-    """A module that imports exactly these names of `module`, and has them in its `__all__`."""
+    """Return a module that imports exactly these names of `module` and lists them in `__all__`."""
     text = file.read_text()
     block = re.compile(rf"^from {re.escape(module)} import (?:\([^)]*\)|.*)$", re.MULTILINE)
     found = block.search(text)
@@ -243,7 +243,7 @@ def base_name(payload: type) -> str:
 
 
 def parameters(payload: type[BaseModel], kind: Kind) -> str:
-    """The parameters that a payload adds to those of its bases, except those by position: a TypedDict."""
+    """Return a TypedDict of the parameters that a payload adds to its bases, except positional ones."""
     bases = [f"{base_name(base)}Params" for base in payload.__bases__ if base is not Payload] or ["TypedDict"]
     own = [name for name in inspect.get_annotations(payload) if name not in kind.positional]
     lines = [f"    {name}: {typed(payload.model_fields[name])}" for name in own]
@@ -254,7 +254,7 @@ def parameters(payload: type[BaseModel], kind: Kind) -> str:
 
 
 def call(kind: Kind) -> str:
-    """A call of a task with all parameters by name, and the task."""
+    """Return the typed call of a task with all parameters, and the task."""
     name, fields = base_name(kind.payload), kind.payload.model_fields
     by_name = [f"    {each}: {typed(fields[each])}" for each in kind.positional]
     signature = [
@@ -278,13 +278,13 @@ def call(kind: Kind) -> str:
 
 
 def typed(field: FieldInfo) -> str:
-    """The type of a field for callers, as source text."""
+    """Return the type of a field for callers, as source text."""
     own = [each.text for each in field.metadata if isinstance(each, TypedAs)]
     return own[-1] if own else source(field.annotation)
 
 
 def source(annotation: Any) -> str:
-    """A type as source text. Raises TypeError for one that needs a TypedAs."""
+    """Return a type as source text. Raises TypeError for a type that needs TypedAs."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         own = [each.text for each in inner[1:] if isinstance(each, TypedAs)]

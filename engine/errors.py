@@ -96,7 +96,7 @@ class AdapterBusy(EngineError):
 
 
 class ManagerExists(EngineError):
-    """This process already has an open ModelManager."""
+    """The process already has an open ModelManager."""
 
     code = "manager_exists"
 

@@ -172,6 +172,6 @@ class ManagerSnapshot:
 
 
 def busiest(phases: Sequence[Phase]) -> Phase:
-    """The phase of several together; "stopped" if one of them is."""
+    """Return the common phase of several engines: "stopped" if one of them is stopped."""
     order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
     return next((phase for phase in order if phase in phases), "idle")

@@ -95,46 +95,46 @@ class Middleware:
     """
 
     def before_attempt(self, attempt: AttemptContext) -> None:
-        """Called when an attempt at a job starts, on the job's thread."""
+        """Run when an attempt at a job starts, on the job's thread."""
 
     def before_request(self, attempt: AttemptContext, line: str, job: GenerateJob | ChatJob | PrefillJob) -> None:
-        """Called before the engine receives a request of the attempt, on the job's thread.
+        """Run before the engine receives a request of the attempt, on the job's thread.
 
         `line` is the number of the line in a bulk run, else empty.
         """
 
     def after_first_token(self, attempt: AttemptContext) -> None:
-        """Called once the first token of the attempt is in Redis, on the publisher's thread.
+        """Run once the first token of the attempt is in Redis, on the publisher's thread.
 
         A slow hook delays all streams of the worker.
         """
 
     def after_request(self, model_id: str, end: Finished, attempt: AttemptContext | None) -> None:
-        """Called with the end of a request to an engine, on the publisher's thread.
+        """Run with the end of a request to an engine, on the publisher's thread.
 
         A slow hook delays all streams of the worker. `attempt` is None if the attempt has already ended.
         """
 
     def after_attempt(self, attempt: AttemptContext) -> None:
-        """Called when an attempt has ended and its last event is in Redis, on the job's thread.
+        """Run when an attempt has ended and its last event is in Redis, on the job's thread.
 
         This is before the end is reported to Celery.
         """
 
     def on_step(self, stats: StepStats) -> None:
-        """Called with each step of each engine, on the telemetry thread.
+        """Run with each step of each engine, on the telemetry thread.
 
         A slow hook delays no token, but misses calls.
         """
 
     def on_request(self, stats: RequestStats) -> None:
-        """Called with the statistics of each finished request, on the telemetry thread."""
+        """Run with the statistics of each finished request, on the telemetry thread."""
 
     def on_model_loaded(self, model_id: str, model: Model) -> None:
-        """Called when the worker has loaded a model, before the model's first job."""
+        """Run when the worker has loaded a model, before the model's first job."""
 
     def close(self) -> None:
-        """Called when the worker stops, after its last job."""
+        """Run when the worker stops, after its last job."""
 
 
 HOOKS = tuple(name for name in vars(Middleware) if not name.startswith("_"))

@@ -162,12 +162,12 @@ def _stream(body: dict[str, Any]) -> tuple[bool, bool]:
 
 
 async def chat(request: Request) -> Response:
-    """POST /v1/chat/completions"""
+    """Handle `POST /v1/chat/completions`."""
     return await _answer(await read(request), CHAT)
 
 
 async def complete(request: Request) -> Response:
-    """POST /v1/completions"""
+    """Handle `POST /v1/completions`."""
     return await _answer(await read(request), COMPLETIONS)
 
 

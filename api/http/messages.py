@@ -140,7 +140,7 @@ def _failed(request: Request, error: ApiError) -> Response:
 
 @_with_anthropic_errors
 async def create(request: Request) -> Response:
-    """POST /v1/messages"""
+    """Handle `POST /v1/messages`."""
     parsed = with_standard_tier(await read(request))
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     return await run_jobs(parsed, await parsed.read_by(parse_message, parsed, model))

@@ -19,7 +19,7 @@ RULE = "it serves this machine only, unless gateway_metrics_token is set and sen
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics"""
+    """Handle `GET /metrics`."""
     gateway = gateway_of(request)
     token = gateway.settings.gateway_metrics_token
     if token is None:

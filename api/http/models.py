@@ -17,14 +17,14 @@ from .gateway import EVERY_MODEL, gateway_of
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models"""
+    """Handle `GET /v1/models`."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
     return JSONResponse({"object": "list", "data": list(map(_model_object, await gateway.models(caller)))})
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{id}"""
+    """Handle `GET /v1/models/{id}`."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
     return JSONResponse(_model_object(await gateway.find_model(caller, request.path_params["model"])))

@@ -22,7 +22,7 @@ _DETOKENIZE_PARAMETERS = ("model", "tokens")
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize"""
+    """Handle `POST /tokenize`."""
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     if "messages" in body:
@@ -43,7 +43,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize"""
+    """Handle `POST /detokenize`."""
     parsed = await read(request)
     check_known(parsed.body, _DETOKENIZE_PARAMETERS)
     _, result, headers = await _run(parsed, parsed.gateway.client.detokenize, parsed.body.get("tokens"), {})

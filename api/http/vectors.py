@@ -25,7 +25,7 @@ _GATEWAY_PARAMETERS = ("model", "service_tier", "priority")
 
 
 async def embed(request: Request) -> Response:
-    """POST /v1/embeddings"""
+    """Handle `POST /v1/embeddings`."""
     parsed = await read(request)
     client = parsed.gateway.client
     model = await _model(parsed)
@@ -40,7 +40,7 @@ async def embed(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """POST /v1/rerank"""
+    """Handle `POST /v1/rerank`."""
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     model = await _model(parsed)

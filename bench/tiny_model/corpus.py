@@ -66,7 +66,7 @@ def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
 
 
 def is_held_out(*parts: object) -> bool:
-    """True for about one combination in ten, always the same ones."""
+    """Return whether a combination is held out, which is about one in ten, always the same ones."""
     return random.Random(repr(parts)).random() < 0.1
 
 

@@ -82,7 +82,7 @@ class Embedder:
     """Embeds texts. Callers take turns in each batch, so that a caller with few texts doesn't wait for many others."""
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
-        """`ending` are the tokens that the vocabulary adds after every text. A truncated text keeps them."""
+        """Create an embedder. `ending` are the tokens after every text, which a truncated text keeps."""
         self._backend = backend
         self._ending = ending
         self._inbox: Inbox[EmbeddingHandle] = Inbox()

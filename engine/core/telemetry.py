@@ -62,7 +62,7 @@ class StepCounts:
     """
 
     def __init__(self, gap_bounds_s: Iterable[float], batch_bounds: Iterable[float]) -> None:
-        """The arguments are ascending upper bounds of buckets. Larger values are counted in one more bucket."""
+        """Create buckets with ascending upper bounds, and one more for larger values."""
         self._gap_bounds_s, self._batch_bounds = tuple(gap_bounds_s), tuple(batch_bounds)
         self.gaps = [0] * (len(self._gap_bounds_s) + 1)
         self.gaps_s = 0.0  # sum of all gaps

@@ -65,8 +65,7 @@ class MatcherTokens:
         self._tokenizer = LLTokenizer(vocabulary, eos_token=end_ids, slices=_SLICES)
 
     def attempt(self, grammar: str) -> LLMatcher:
-        """Return a matcher at its start, which has an error if the grammar can't be compiled. The call releases the
-        GIL.
+        """Return a new matcher, which has an error if the grammar can't be compiled. The call releases the GIL.
 
         `grammar` is Lark, or what `LLMatcher.grammar_from_…` returns.
         """

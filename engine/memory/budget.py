@@ -24,7 +24,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with memory of its own. Names are those of ggml: "CPU", "CUDA0" …"""
+    """A device with separate memory. Its name is that of ggml, such as "CPU" or "CUDA0"."""
 
     name: str
     kind: DeviceKind

@@ -158,7 +158,7 @@ class SlotLayout:
     """Fills holes between slots, and moves sequences. Engine thread only."""
 
     def __init__(self, cache: KvCache, slots: SlotTable, costs: DecodeCosts, budget: int) -> None:
-        """A decode call has at most `budget` rows."""
+        """Create a layout for decode calls of at most `budget` rows."""
         self.is_active = not cache.memory.unified and len(slots) > 2  # a pool decodes any slots in one pass
         self.num_moves = 0  # total number of moves
         self._cache = cache

@@ -57,7 +57,7 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """The options set whether there are drafts, and the rows of logits of a decode call."""
+        """Create the drafting of an engine. The options enable it and limit the rows of logits of a decode call."""
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, SourceDrafts] = {}  # totals by source
         self._cache = cache

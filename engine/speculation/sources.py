@@ -62,7 +62,7 @@ class Index:
     """An index of the last position of each run of tokens in a text that only grows."""
 
     def __init__(self, tokens: list[int]) -> None:
-        """The caller owns `tokens`."""
+        """Create a source for `tokens`, which the caller owns and extends."""
         self.tokens = tokens
         self._num_read = 0
         self._tables: list[array[int]] = []

@@ -18,7 +18,7 @@ PAGE, MAX_PAGE = 20, 100  # as in OpenAI's API
 
 
 async def create(request: Request) -> Response:
-    """POST /v1/batches"""
+    """Handle `POST /v1/batches`."""
     parsed = await read(request)
     runner, caller = _runner(request), parsed.caller
     order = parse_batch(parsed.body)
@@ -33,13 +33,13 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """GET /v1/batches/{id}"""
+    """Handle `GET /v1/batches/{id}`."""
     batches, caller = _runner(request).batches, await caller_of(request)
     return JSONResponse(await batches.view(await batches.records.find(request.path_params["id"], caller)))
 
 
 async def list_(request: Request) -> Response:
-    """GET /v1/batches"""
+    """Handle `GET /v1/batches`."""
     batches, caller = _runner(request).batches, await caller_of(request)
     query = PageQuery.of(request.query_params, PAGE, MAX_PAGE)
     found = await batches.records.page(caller, query)
@@ -47,7 +47,7 @@ async def list_(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """POST /v1/batches/{id}/cancel"""
+    """Handle `POST /v1/batches/{id}/cancel`."""
     batches, caller = _runner(request).batches, await caller_of(request)
     return JSONResponse(await batches.view(await batches.cancel(request.path_params["id"], caller)))
 

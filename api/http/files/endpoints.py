@@ -32,7 +32,7 @@ _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[s
 
 
 async def create(request: Request) -> Response:
-    """POST /v1/files"""
+    """Handle `POST /v1/files`."""
     files, caller = _files(request), await charged(request)
     settings = gateway_of(request).settings
     quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
@@ -46,13 +46,13 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """GET /v1/files/{id}"""
+    """Handle `GET /v1/files/{id}`."""
     files, caller = await files_and_caller(request)
     return JSONResponse(file_view(await files.records.find(request.path_params["id"], caller)))
 
 
 async def content(request: Request) -> Response:
-    """GET /v1/files/{id}/content"""
+    """Handle `GET /v1/files/{id}/content`."""
     files, caller = await files_and_caller(request)
     record = await files.records.find(request.path_params["id"], caller)
     blocks = await files.blocks(record["id"])
@@ -61,7 +61,7 @@ async def content(request: Request) -> Response:
 
 
 async def list_(request: Request) -> Response:
-    """GET /v1/files"""
+    """Handle `GET /v1/files`."""
     files, caller = await files_and_caller(request)
     purpose = request.query_params.get("purpose")
     query = PageQuery.of(request.query_params, PAGE, PAGE)
@@ -70,7 +70,7 @@ async def list_(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """DELETE /v1/files/{id}"""
+    """Handle `DELETE /v1/files/{id}`."""
     files, caller = await files_and_caller(request)
     record = await files.records.find(request.path_params["id"], caller)
     try:

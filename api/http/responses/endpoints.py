@@ -26,12 +26,12 @@ PAGE, MAX_PAGE = 20, 100  # input items
 
 
 async def create(request: Request) -> Response:
-    """POST /v1/responses"""
+    """Handle `POST /v1/responses`."""
     return await answer(await read(request))
 
 
 async def retrieve(request: Request) -> Response:
-    """GET /v1/responses/{id}, with `?stream=true&starting_after=N`"""
+    """Handle `GET /v1/responses/{id}`, also with `?stream=true&starting_after=N`."""
     gateway, record = await _requested(request)
     is_stream, after = _is_stream(request), _starting_after(request)
     status = await status_of(gateway, record)
@@ -51,7 +51,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel: a response that has ended does not change"""
+    """Handle `POST /v1/responses/{id}/cancel`. A finished response does not change."""
     gateway, record = await _requested(request)
     if not record.background:
         raise ApiError(
@@ -67,7 +67,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """DELETE /v1/responses/{id}: a response in progress is cancelled first"""
+    """Handle `DELETE /v1/responses/{id}`. A response in progress is cancelled first."""
     gateway, record = await _requested(request)
     try:
         status = await status_of(gateway, record)
@@ -86,7 +86,7 @@ async def delete(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """GET /v1/responses/{id}/input_items"""
+    """Handle `GET /v1/responses/{id}/input_items`."""
     gateway, record = await _requested(request)
     await status_of(gateway, record)
     return JSONResponse(page_of(record.items, request.query_params))

@@ -1,4 +1,4 @@
-"""Jobs that began and lost their worker, and Redis has lost half of their journals: does each end, and once?
+"""Check that each job ends once when its worker and half of the journals are lost.
 
 While no worker runs, the journals outlive `journal_ttl_s`. Then half of them are deleted, as if they had expired. A job
 without its journal ends with `stream_trimmed`, and the others resume. None may run again and again, and each end must

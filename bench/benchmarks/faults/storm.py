@@ -98,9 +98,7 @@ class _Storm:
         return row
 
     def _compare(self, results: list[dict[str, Any]]) -> dict[str, int]:
-        """Return the lines that are missing, repeated or different from the undisturbed run, and the texts that
-        go another way at a near tie.
-        """
+        """Return the lines that are missing, repeated or different, and the texts that differ at a near tie."""
         texts = {result["id"]: result["text"] for result in results}
         if not self._undisturbed:
             expected = zip(results, reference_texts(results, SOURCE), strict=True)

@@ -1,5 +1,6 @@
-"""Rewrite JSON Schemas for llguidance. Keywords that it can't enforce are rewritten, rejected, or ignored with a
-warning.
+"""Rewrite JSON Schemas for llguidance.
+
+Keywords that llguidance can't enforce are rewritten, rejected, or ignored with a warning.
 
 May use: `errors`, the table of limits, and `grammar.matcher` for llguidance's limits. Pure.
 """

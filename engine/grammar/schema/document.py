@@ -79,8 +79,9 @@ class SchemaDocument:
         return self._by_path[found]
 
     def is_dynamic(self, node: int) -> bool:
-        """Return whether the target of a schema's $dynamicRef depends on how the schema is reached. Raises
-        InvalidRequest.
+        """Return whether the target of a schema's $dynamicRef depends on how the schema is reached.
+
+        Raises InvalidRequest.
         """
         schema = self.nodes[node].schema
         if not isinstance(schema, Mapping) or "$dynamicRef" not in schema:

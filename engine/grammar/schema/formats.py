@@ -58,8 +58,9 @@ IMPLIED = frozenset(
 
 
 def portable(pattern: str) -> str:
-    """Return the pattern for llguidance with its meaning in ECMA-262, where classes have no nested classes or
-    operators.
+    """Return the pattern for llguidance with its meaning in ECMA-262.
+
+    ECMA-262 has no nested classes and no operators within classes.
     """
     parts, at, in_class = [], 0, False
     while at < len(pattern):

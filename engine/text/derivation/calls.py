@@ -55,8 +55,7 @@ class UnknownCallFormat(ValueError):
 
 
 def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
-    """Return the call format, and whether the template expects arguments as text. None means that the format is
-    unclear.
+    """Return the call format, and whether the template expects arguments as text, or None if it is unclear.
 
     `ends` are the tokens that end a reply.
     """
