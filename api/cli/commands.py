@@ -152,7 +152,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """The command line of cellama."""
+    """Run open models as jobs, and manage their workers."""
 
 
 def exit_code_of(error: Exception) -> Exit:

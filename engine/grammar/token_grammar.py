@@ -21,7 +21,7 @@ class TokenBytes:
     """The bytes of all tokens of a vocabulary, concatenated."""
 
     def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
-        """Create a grammar over tokens. `ends` end a generation. Empty tokens and those that start with NUL have no text."""
+        """Create a grammar over tokens. `ends` end a generation. Tokens that start with NUL have no text."""
         texts = [b"" if piece[:1] == b"\0" else piece for piece in pieces]
         self.of = texts
         self.ends = ends

@@ -132,7 +132,7 @@ class AttemptStream:
             yield event
 
     def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
-        """Number the event, and return its entry. If the event can't be encoded, raise without using up the number."""
+        """Assign a number to the event, and return its entry. If the event can't be encoded, raise without using up the number."""
         stored = self.celery_end.stored(result) if result is not None and self.celery_end is not None else None
         entry = Entry(
             job_id=self.attempt.job_id,
