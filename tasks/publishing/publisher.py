@@ -132,7 +132,7 @@ class AttemptStream:
             yield event
 
     def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
-        """Assign a number to the event, and return its entry. If the event can't be encoded, raise without using up the number."""
+        """Add a number to an event, and return its entry. Raise without using the number if it can't be encoded."""
         stored = self.celery_end.stored(result) if result is not None and self.celery_end is not None else None
         entry = Entry(
             job_id=self.attempt.job_id,
