@@ -86,7 +86,7 @@ class DiskTier:
     def find(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         """Return the file with the longest prefix of a prompt.
 
-        Any other thread, because this may read the directory.
+        Don't call this on the engine thread, because it may read the directory.
         """
         try:
             return self.store.longest(seed, tokens)

@@ -131,7 +131,7 @@ class Placement:
 
     @property
     def tier(self) -> CacheTier:
-        """The tier of the prefix. Without a source it has no meaning."""
+        """The tier of the prefix; "device" if there is no prefix."""
         return self.source.tier if isinstance(self.source, SavedState) else "device"
 
 
@@ -150,13 +150,13 @@ class CacheCounters:
 class _SlotRecord:
     """Bookkeeping of a slot, in addition to its cells, tokens and checkpoints."""
 
-    last_used: int = 0  # value of the cache's counter of uses
+    last_used: int = 0  # number of the use, in the order of all uses
     is_unsaved: bool = False  # whether the slot is idle, long enough to save, and not saved yet
     note: StateNote | None = None  # from the sequence that finished in the slot
 
 
 class KvCache:
-    """The states of all slots and in RAM, and the ways in which a sequence takes over its prefix."""
+    """The KV states in all slots and in RAM, from which new sequences reuse prefixes."""
 
     def __init__(
         self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
@@ -231,7 +231,7 @@ class KvCache:
         return best
 
     def _has_another_source(self, slot: int, tokens: Tokens, scope: Hashable, length: int) -> bool:
-        """Return whether another source than `slot` has the first `length` of these tokens."""
+        """Return whether a source other than `slot` has the first `length` of these tokens."""
         for matches in self._matches(tokens, scope):
             for source, shared in matches:
                 if shared < length:
