@@ -56,7 +56,7 @@ def test_up_fails_when_the_gateway_does_not_start(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)
     assert (done.returncode, "cellama is up" in done.stdout) == (1, False)
     assert "the gateway did not start; end of its log:" in done.stderr
-    assert "the file of keys '/nowhere.toml' can't be read" in done.stderr
+    assert "gateway_keys_file: '/nowhere.toml' can't be read" in done.stderr
 
 
 def test_up_restarts_a_killed_worker_and_redis_and_ctrl_c_stops_everything(own_machine: Machine) -> None:

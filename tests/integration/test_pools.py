@@ -110,7 +110,7 @@ def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_te
     text = job.result(timeout=PATIENCE_S)["text"]
     again = client.generate(big, STORY, wait=True, **params)  # the registry may list the model a moment later
     assert text == again.result(PATIENCE_S)["text"]
-    assert text != client.generate(big, STORY, adapters={}, **params).result(PATIENCE_S)["text"]
+    assert text != client.generate(big, STORY, wait=True, adapters={}, **params).result(PATIENCE_S)["text"]
     holders = [f"{name}-three"]
     wait_until(lambda: [w.partition("@")[0] for w in workers_of(client, big)] == holders, "the dead one forgotten")
     client.unload_model(big, pool=name, timeout=PATIENCE_S)
