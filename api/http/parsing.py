@@ -234,7 +234,7 @@ _IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in chunks, s
 def count_values(raw: bytes, limit: int) -> int:
     """Return the number of values in a JSON text, or an upper bound if that is below the limit.
 
-    Counting stops one above the limit. Only if commas and brackets alone exceed the limit, strings are skipped.
+    Counting stops one above the limit. Strings are only skipped if their commas and brackets could matter.
     """
     num_marks = sum(map(raw.count, (b",", b"[", b"{")))
     if num_marks < limit:
