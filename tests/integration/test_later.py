@@ -43,9 +43,8 @@ def test_message_with_an_eta_is_delivered_when_it_is_due(redis_client: Redis, mo
     assert not redis_client.exists(waiting)
     assert position_of(redis_client, job.id).state == "waiting"
     assert redis_client.zscore(leases_key(), job.id) is None
-    redis_client.delete(
-        last_restore_key()
-    )  # no reaper has looked for long: an outage, or another clock after a failover
+    # As after an outage, or a failover to a server with another clock: no reaper has checked for a long time.
+    redis_client.delete(last_restore_key())
     ledger.restore(5)
     assert redis_client.zscore(delayed_key(), job.id) > time.time() + HOUR_S / 2  # type: ignore[operator]
     redis_client.zadd(delayed_key(), {job.id: time.time() - 1})
