@@ -73,7 +73,7 @@ def test_constrained_job_fails_when_no_worker_has_its_version(
     other = start_worker(lease_s=3, python_path=other_version)
     wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "the other version's turn")
     forget(redis_client, first)
-    with pytest.raises(JobFailed, match=f"began with llguidance {llguidance_version()}, and no worker") as caught:
+    with pytest.raises(JobFailed, match=f"started with llguidance {llguidance_version()}, which no worker") as caught:
         job.get(timeout=PATIENCE_S)
     assert (caught.value.code, caught.value.retryable) == ("grammar_changed", True)
     *output, end = read(redis_client, job.id)
