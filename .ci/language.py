@@ -1,13 +1,10 @@
-"""Find sentences that readers of technical English stumble over, and fail if a file has more of them than before.
+"""Find sentences that readers of technical English stumble over.
 
-Looked at are the prose of Markdown pages, docstrings, comments, texts of errors and logs, help of options, descriptions
-of settings, and names of tests. `.ci/language-baseline.json` holds how many findings each file still has, by rule: a
-file may have fewer, never more, and a new file none. The rules are those of docs/CONTRIBUTING.md, "How we write".
+The check covers the prose of Markdown pages, docstrings, comments, texts of errors and logs, help of options,
+descriptions of settings, and names of tests. Its rules are those of docs/CONTRIBUTING.md, "How we write English".
 
-    .venv/bin/python .ci/language.py            # fail on new findings
-    .venv/bin/python .ci/language.py FILE ...   # show all findings of these files
-    .venv/bin/python .ci/language.py --counts   # findings by rule and by package
-    .venv/bin/python .ci/language.py --lower    # write lower counts into the baseline after you corrected some
+    .venv/bin/python .ci/language.py            # fail on any finding
+    .venv/bin/python .ci/language.py FILE ...   # check these files only
     .venv/bin/python .ci/language.py --sample 7 # draw 200 texts with this seed, for a reader to grade
 """
 
@@ -16,19 +13,16 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import json
 import re
 import subprocess
 import sys
 import tokenize
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-BASELINE = ROOT / ".ci" / "language-baseline.json"
 EXCEPT = (".ci/language.py",)  # its patterns are the dialect
 MAX_WORDS = 35  # in a sentence: style guides of the field ask for 25 to 30
 GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
@@ -234,59 +228,15 @@ def sample(seed: int) -> Iterator[str]:
             yield f"{kind} {number}: {text}"
 
 
-def counts(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
-    """Return the number of findings by file and rule."""
-    by_file: dict[str, Counter[str]] = defaultdict(Counter)
-    for finding in found:
-        by_file[finding.file][finding.rule] += 1
-    return {file: dict(sorted(rules.items())) for file, rules in sorted(by_file.items())}
-
-
 def main(arguments: list[str]) -> int:
+    """Run the command and return its exit code."""
     if arguments[:1] == ["--sample"]:
         print(*sample(int(arguments[1])), sep="\n")
         return 0
-    if arguments and not arguments[0].startswith("-"):
-        for name in arguments:
-            for finding in findings(name):
-                print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
-        return 0
-    found = [finding for name in files() for finding in findings(name)]
-    now = counts(found)
-    if arguments == ["--counts"]:
-        table: dict[str, Counter[str]] = defaultdict(Counter)
-        for finding in found:
-            table[finding.file.partition("/")[0]][finding.rule] += 1
-        rules = sorted({finding.rule for finding in found})
-        print(f"{'':14}" + "".join(f"{rule:>11}" for rule in rules))
-        for package, row in sorted(table.items()):
-            print(f"{package:14}" + "".join(f"{row[rule]:>11}" for rule in rules))
-        return 0
-    known = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    if arguments == ["--lower"]:
-        lower = (
-            {
-                file: {rule: min(count, known[file][rule]) for rule, count in rules.items() if rule in known[file]}
-                for file, rules in now.items()
-                if file in known
-            }
-            if known
-            else now
-        )
-        BASELINE.write_text(json.dumps({f: r for f, r in lower.items() if r}, indent=1) + "\n")
-        return 0
-    worse = {
-        (file, rule)
-        for file, rules in now.items()
-        for rule, count in rules.items()
-        if count > known.get(file, {}).get(rule, 0)
-    }
+    found = [finding for name in arguments or files() for finding in findings(name)]
     for finding in found:
-        if (finding.file, finding.rule) in worse:
-            print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
-    if worse:
-        print(f"language: {len(worse)} files have more findings than .ci/language-baseline.json allows")
-    return bool(worse)
+        print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
+    return bool(found)
 
 
 if __name__ == "__main__":
