@@ -1,51 +1,131 @@
-"""Install the wheel alone and run the demo in an empty directory."""
+"""Build a release in a scratch clone, compare the contents of its packages, and run the demo from the wheel alone."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from ..conftest import PATIENCE_S, clean_environment
 
 ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PACKAGES = ("api", "bench", "config", "engine", "tasks")
-CODE = (".py", ".gguf", ".jinja", ".lua", ".typed")
 CHECKOUT_ONLY = [  # what is for developing cellama
     *(f"bench/benchmarks/{name}" for name in ("engine", "faults", "service", "structured")),
+    "bench/README.md",
+    "bench/results",
     "bench/tiny_model",
 ]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing of earlier builds gets into it."""
-    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(output), str(source)]
-    built = subprocess.run(argv, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return next(output.glob("cellama-*.whl"))
+def source_files() -> list[str]:
+    """Return the files of the working tree that git does not ignore."""
+    argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return sorted(name for name in listed if name and (ROOT / name).is_file())
 
 
-def test_wheel_contains_every_module_and_data_file(wheel: Path) -> None:
-    files = {
-        f"cellama/{path.relative_to(ROOT)}"
-        for name in PACKAGES
-        for path in (ROOT / name).rglob("*")
-        if path.suffix in CODE and "__pycache__" not in path.parts
-        if not any(path.is_relative_to(ROOT / folder) for folder in CHECKOUT_ONLY)
+def packaged_files() -> set[str]:
+    """Return the source files that users get."""
+    return {
+        name
+        for name in source_files()
+        if name.startswith(tuple(f"{package}/" for package in PACKAGES))
+        if not any(PurePosixPath(name).is_relative_to(path) for path in CHECKOUT_ONLY)
     }
+
+
+def git(clone: Path, *arguments: str) -> str:
+    argv = ["git", "-C", str(clone), "-c", "user.name=A", "-c", "user.email=a@example.org", *arguments]
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the working tree as its only commit, whose version has a date and whose tests are empty."""
+    clone = tmp_path_factory.mktemp("clone")
+    for name in source_files():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    changelog = (clone / "CHANGELOG.md").read_text()
+    heading = re.compile(rf"^## \[{re.escape(VERSION)}\].*$", re.MULTILINE)
+    (clone / "CHANGELOG.md").write_text(heading.sub(f"## [{VERSION}] - 2000-01-01", changelog))
+    (clone / ".ci" / "run").write_text("#!/bin/sh\necho the tests ran\n")
+    git(clone, "init", "--quiet", "--initial-branch", "main")
+    git(clone, "add", "--all")
+    git(clone, "commit", "--quiet", "--message", "A commit")
+    return clone
+
+
+def release(clone: Path, output: Path) -> str:
+    """Return the output of a dry run of `.ci/release.py` without the SBOM, which would install all dependencies."""
+    argv = [sys.executable, str(clone / ".ci" / "release.py"), "--skip-sbom", "--output", str(output)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def released(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("released")
+    shown = release(clone, output)
+    assert "the tests ran" in shown
+    assert "dry run: no tag was created" in shown
+    return output
+
+
+@pytest.fixture(scope="module")
+def wheel(released: Path) -> Path:
+    return released / "packages" / f"cellama-{VERSION}-py3-none-any.whl"
+
+
+def test_dry_run_writes_packages_notes_and_sums_and_creates_no_tag(clone: Path, released: Path) -> None:
+    files = {str(file.relative_to(released)) for file in released.rglob("*") if file.is_file()}
+    packages = {f"packages/cellama-{VERSION}{ending}" for ending in (".tar.gz", "-py3-none-any.whl")}
+    assert files == {*packages, "NOTES.md", "SHA256SUMS"}
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=released, check=True, capture_output=True)
+    assert git(clone, "tag") == ""
+    assert git(clone, "status", "--porcelain") == ""
+
+
+def test_builds_of_a_commit_are_identical(clone: Path, released: Path, tmp_path: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        release(clone, tmp_path)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "SHA256SUMS").read_text() == (released / "SHA256SUMS").read_text()
+
+
+def test_wheel_contains_exactly_the_files_for_users(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == files
+    assert held == {"cellama_main.py", *(f"cellama/{name}" for name in packaged_files())}
+
+
+def test_sdist_contains_exactly_the_sources_of_the_wheel(released: Path) -> None:
+    root = f"cellama-{VERSION}"
+    with tarfile.open(released / "packages" / f"{root}.tar.gz") as archive:
+        held = {member.name.removeprefix(f"{root}/") for member in archive if member.isfile()}
+    metadata = {"PKG-INFO", "setup.cfg"}
+    held = {name for name in held if not name.startswith("cellama.egg-info/")}
+    assert held == packaged_files() | metadata | {"LICENSE", "README.md", "cellama_main.py", "pyproject.toml"}
+
+
+def test_wheel_contains_the_licence_of_cellama_and_of_everything_vendored(wheel: Path) -> None:
+    files = {PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert PurePosixPath(f"cellama-{VERSION}.dist-info/licenses/LICENSE") in files
+    vendored = {file.parent for file in files if ".min." in file.name or "vendor" in file.parts}
+    licensed = {file.parent for file in files if file.name.startswith("LICENSE")}
+    assert vendored <= licensed
 
 
 def test_wheel_metadata_describes_the_package(wheel: Path) -> None:

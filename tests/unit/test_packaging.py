@@ -73,6 +73,13 @@ def test_version_equals_the_package_version() -> None:
     assert cellama.api.__version__ == version("cellama")
 
 
+def test_version_is_in_pyproject_only() -> None:
+    own = re.compile(rf"(?<![\d.]){re.escape(PYPROJECT['project']['version'])}(?![\d.])")
+    files = [file for folder in ("api", "config", "engine", "tasks") for file in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / name for name in ("cellama_main.py", "Dockerfile", "docker-compose.yml", "Makefile", "README.md")]
+    assert [str(file.relative_to(ROOT)) for file in files if own.search(file.read_text())] == []
+
+
 def test_every_imported_package_is_declared_where_it_is_imported(imports: dict[str, set[tuple[str, ...]]]) -> None:
     base = distributions(PYPROJECT["project"]["dependencies"])
     extras = PYPROJECT["project"]["optional-dependencies"]
