@@ -1,9 +1,9 @@
 """Write the parts of the documentation that come from the code: tables of settings, parameters, options, metrics.
 
-Such a part stands between `<!-- generated: KIND NAME -->` and `<!-- end of generated part -->`. Run this script after a
-change of a description, a command, a docstring or an error code. With `--check` it writes nothing and fails if a page
-differs from the code; `make check` does so. The site has one part more: a page with `<!-- include: PATH -->` shows the
-file of that path, which MkDocs asks for through `on_page_markdown`.
+Each generated part is enclosed in `<!-- generated: KIND NAME -->` and `<!-- end of generated part -->`. Run this script
+after you change a description, a command, a docstring or an error code. With `--check` it writes nothing and fails if a
+page differs from the code. `make check` uses this option. On the site, a page with `<!-- include: PATH -->` also shows
+the file at that path, which MkDocs requests through `on_page_markdown`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _NO_PORT = re.compile(r"(//[^:/]*):(?!\d+(?:/|$))[^/]*")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The parts of the setting `redis_url`, made by `parse_redis_url`."""
+    """The parts of the setting `redis_url`, as returned by `parse_redis_url`."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()  # host and port of the server or of each sentinel

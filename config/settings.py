@@ -98,7 +98,7 @@ class ModelSettings(BaseModel):
         default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale."
     )
     n_parallel: AutoInt = Field(
-        default=None, ge=1, le=256, description="Number of slots: the requests in one batch (auto: 8)."
+        default=None, ge=1, le=256, description="Number of slots, one for each request in a batch (auto: 8)."
     )
     n_ctx: int | None = Field(default=None, ge=1, description="Context of all slots together, in tokens.")
     ctx_per_slot: int | None = Field(default=None, ge=1, description="Context of each slot, in tokens.")
@@ -169,7 +169,7 @@ TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_paralle
 
 
 class Settings(BaseSettings):
-    """All settings of cellama, made by `get_settings()`."""
+    """All settings of cellama. `get_settings()` returns them."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
@@ -296,15 +296,19 @@ class Settings(BaseSettings):
         default=16 << 20, ge=1024, description="Maximum size of a request's body in bytes."
     )
     gateway_bodies_bytes: int = Field(
-        default=512 << 20, ge=1024, description="Memory in bytes for the bodies of all current requests. More get 503."
+        default=512 << 20,
+        ge=1024,
+        description="Memory in bytes for the bodies of all current requests. Further requests get 503.",
     )
     gateway_key_bodies_bytes: int = Field(
         default=128 << 20,
         ge=1024,
-        description="Memory in bytes for the bodies of one API key's current requests. More get 429.",
+        description="Memory in bytes for the bodies of one API key's current requests. Further requests get 429.",
     )
     gateway_max_requests: int = Field(
-        default=4096, ge=1, description="Maximum number of current requests, including streams. More get 503."
+        default=4096,
+        ge=1,
+        description="Maximum number of current requests, including streams. Further requests get 503.",
     )
     gateway_head_timeout_s: int = Field(
         default=10,
@@ -344,10 +348,10 @@ class Settings(BaseSettings):
     gateway_tenant_files: int = Field(
         default=1000,  # each upload counts the files, which takes Redis about 5 ms for 1000
         ge=1,
-        description="Maximum number of a tenant's files, including the results of its batches. More uploads get 429.",
+        description="Maximum number of a tenant's files, including results of its batches. Further uploads get 429.",
     )
     gateway_tenant_file_bytes: int = Field(
-        default=5 << 30, ge=1024, description="Maximum size in bytes of all files of a tenant. More uploads get 429."
+        default=5 << 30, ge=1024, description="Maximum size in bytes of a tenant's files. Further uploads get 429."
     )
     gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="Maximum number of requests in a batch.")
     gateway_batches_at_once: int = Field(
@@ -360,7 +364,7 @@ class Settings(BaseSettings):
         description="Lease of batches in seconds. If a gateway fails to renew it, others resume its batches.",
     )
     gateway_open_batches: int = Field(
-        default=100, ge=1, description="Maximum number of a tenant's unfinished batches. More batches get 429."
+        default=100, ge=1, description="Maximum number of a tenant's unfinished batches. Further ones get 429."
     )
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],

@@ -54,8 +54,8 @@ def _check_target(path: Path) -> None:
     better = path.with_name(path.name.removesuffix(path.suffix)).with_suffix(".jsonl")
     if suffix in _COMPRESSED:
         raise InvalidJob(
-            f"results can't be written to {str(path)!r}, because they are JSON lines without compression; write "
-            f"them to {str(better)!r}, and compress this file afterwards"
+            f"results can't be written to {str(path)!r}, because they are uncompressed JSON lines; write them to "
+            f"{str(better)!r}, and compress that file afterwards"
         )
     if suffix in (*_TABLES, *_OTHERS):
         command = ""
@@ -63,7 +63,7 @@ def _check_target(path: Path) -> None:
             command = f": pandas.read_json({str(better)!r}, lines=True).to_{suffix[1:]}({str(path)!r})"
         raise InvalidJob(
             f"results can't be written to {str(path)!r}, because they are JSON lines, not {suffix[1:]}; write them to "
-            f"{str(better)!r}, and convert this file afterwards{command}"
+            f"{str(better)!r}, and convert that file afterwards{command}"
         )
     if not path.parent.is_dir():
         raise InvalidJob(f"there is no directory {str(path.parent)!r}; create it, or name another file")

@@ -113,7 +113,7 @@ def _default_text(default: Any) -> str:
 
 
 def _kind(name: str, field: FieldInfo) -> Any:
-    """Return the type that typer parses an option as, from the default and the annotation of the field."""
+    """Return the type of the option for typer, based on the field's default and annotation."""
     if name in _FROM_FILE:
         return str
     names = str(field.annotation)

@@ -45,7 +45,7 @@ def printable(text: str) -> str:
 
 
 def write_text(text: str) -> None:
-    """Write the text of a model to stdout. On a terminal, remove control characters."""
+    """Write generated text to stdout. On a terminal, remove control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

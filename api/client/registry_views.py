@@ -86,7 +86,7 @@ def _view(model: WorkerModel, workers: list[str], lacks: dict[str, LoadFailure])
 
 
 def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
-    """Return budget, devices and memory use of models, of all workers or the named one. Raises UnknownWorker."""
+    """Return the memory budget, devices and models of all workers, or only of the named one. Raises UnknownWorker."""
     chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
     if name is not None and not chosen:
         raise UnknownWorker(

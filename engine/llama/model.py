@@ -233,7 +233,7 @@ class LlamaModel:
         )
 
     def special_text(self, name: str) -> str:
-        """Return the text of the `bos` or `eos` token as templates write it, or "" if the model has none."""
+        """Return the text that stands for the `bos` or `eos` token in templates, or "" if the model has none."""
         with self.lifetime:
             token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[name](self.vocab)
             return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""

@@ -527,5 +527,5 @@ class Model(Texts):
         if closed and self._draft_weights is not None:
             closed = self._draft_weights.close()
         if not closed:
-            log.error("model not freed", model=self.id, detail="a step or a tokenization does not finish")
+            log.error("model not freed", model=self.id, detail="a step or a tokenization did not finish")
         return closed

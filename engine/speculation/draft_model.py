@@ -91,7 +91,7 @@ class DraftModel:
     # Whether to use it
 
     def begin_step(self) -> None:
-        """Count a step in which drafts are considered."""
+        """Count down the steps for which the draft model rests. Call it in each step that may use drafts."""
         self._num_rest -= 1
 
     @property

@@ -262,7 +262,7 @@ class TemplateProcess:
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         except OSError as error:
-            raise TemplateFailed(f"the process for the model's chat template does not start: {error}") from None
+            raise TemplateFailed(f"the process for the model's chat template can't be started: {error}") from None
         self._end = weakref.finalize(self, _end, self._process)
         confine(self._process.pid, data_bytes=DATA_BYTES)
         answer = self._exchange(json.dumps(self._setup).encode() + b"\n")

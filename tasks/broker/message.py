@@ -191,7 +191,7 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
         try:
             adopt(runtime.ledger, task, message)
         except RedisError as error:
-            log.warning("message of plain Celery not adopted", detail=f"{error}; this is retried")
+            log.warning("message of plain Celery not adopted", detail=f"{error}; retrying in {ADOPT_RETRY_S:g} s")
             arguments = (message, body, ack, reject, callbacks)
             return consumer.timer.call_after(ADOPT_RETRY_S, take, arguments, others)
         return ack(log, consumer.connection_errors)

@@ -403,7 +403,7 @@ Publish = Callable[[Producer, Checked], Any]
 
 
 class _Messages(contextlib.ExitStack):
-    """Make the messages of jobs, from templates or by Celery and kombu."""
+    """Builds the messages of jobs, from templates or through Celery and kombu."""
 
     def __init__(self, app: Any, ledger: Ledger, publish: Publish, template_key: TemplateKey | None) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Errors of Redis: which of them pass, what callers receive instead, and which servers cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
-replies are errors of the command for redis-py, and neither redis-py nor kombu nor Celery waits for them. Connections of
-cellama raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable Redis waits for
-these as well.
+replies are errors of the command for redis-py, and neither redis-py nor kombu nor Celery waits for them. cellama's
+connections raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable Redis also
+waits in these cases.
 """
 
 from __future__ import annotations

@@ -479,7 +479,7 @@ class GenerationJob(ReadingJob):
     stop: Stops = Field(default=(), description="Text that ends the generation. Can be repeated.")
     cache_prompt: StrictBool = Field(default=True, description="Share prefixes with other requests.")
     return_tokens: StrictBool = Field(
-        default=False, description="Add `tokens` to the result, and `context_tokens`: those of prompt and output."
+        default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
     )
     ignore_eos: StrictBool = Field(default=False, description="Continue where the model would end.")
     stream: StrictBool = Field(default=True, description="Publish the text token by token.")

@@ -1,7 +1,7 @@
 """Find the position of a job in its queue, and estimate when it gets a slot.
 
-`forecast` computes when a slot becomes free, from the likely service times of the jobs ahead. It is pure. The other
-functions read these jobs, and the samples of their service times, from Redis.
+`forecast` is a pure function that computes when a slot becomes free, from the likely service times of the jobs ahead.
+The other functions read these jobs, and the samples of their service times, from Redis.
 """
 
 from __future__ import annotations

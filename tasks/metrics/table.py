@@ -366,7 +366,7 @@ QUEUES = (
             "cellama_ledger_due_seconds",
             "Time since the first of these jobs became due. It shows how late the reapers are.",
         ),
-        ("cellama_ledger_missing", "Number of jobs that seem to be in no queue and in no worker."),
+        ("cellama_ledger_missing", "Number of jobs that seem to be neither in a queue nor on a worker."),
         ("cellama_dead_jobs", "Number of dead-letter jobs, which crashed several workers."),
         ("cellama_redis_memory_bytes", "Memory that Redis uses, in bytes."),
         ("cellama_redis_memory_limit_bytes", "Memory that Redis may use, in bytes. 0 if it is unlimited."),

@@ -392,7 +392,9 @@ class Publisher:
                 log.warning("attempt superseded", run=run_id, detail="the job has another attempt, or has ended")
                 self._abandon(run_id, Interruption.SUPERSEDED)
             elif index in gaps:
-                log.warning("journal has gaps", run=run_id, detail="Redis lost events; the job resumes from the rest")
+                log.warning(
+                    "journal has gaps", run=run_id, detail="Redis lost events; the job resumes from those that remain"
+                )
                 self._abandon(run_id, Interruption.HANDED_BACK)
             elif entry.event_class == "terminal":
                 del self._streams[run_id]

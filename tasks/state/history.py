@@ -56,11 +56,11 @@ class Provenance:
         return fields
 
     def is_in(self, model: Model) -> bool:
-        """Return whether this is the model of the provenance, with all adapters loaded under their names."""
+        """Return whether `model` has these weights, and all of these adapters under the same names."""
         return model.info.fingerprint == self.model and self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
 
     def is_served_by(self, entry: WorkerModel) -> bool:
-        """Return whether a model in the registry is the model of the provenance, with all adapters."""
+        """Return whether a model in the registry has these weights and all of these adapters."""
         loaded = {(adapter["name"], adapter["fingerprint"]) for adapter in entry.get("adapters", ())}
         return entry.get("fingerprint") == self.model and self._needs <= loaded
 

@@ -254,7 +254,7 @@ class ModelLoader:
         self.drain(model_id, queues, timeout_s)
 
     def drain(self, model_id: str, queues: Sequence[str], timeout_s: float) -> None:
-        """Unload a model after its last job. If that fails, its intake resumes. Raises ModelBusy."""
+        """Unload a model after its last job. If that fails, the worker takes jobs for it again. Raises ModelBusy."""
         deadline = time.monotonic() + timeout_s
         try:
             while _num_held(queues) and time.monotonic() < deadline:

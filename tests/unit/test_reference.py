@@ -49,7 +49,7 @@ def test_page_that_differs_from_the_code_is_reported(reference: ModuleType) -> N
 
 
 @pytest.mark.parametrize("kind", [Settings, ModelSettings], ids=lambda kind: kind.__name__)
-def test_page_of_settings_has_each_with_its_description(kind: type[BaseModel]) -> None:
+def test_settings_page_describes_every_setting(kind: type[BaseModel]) -> None:
     text = page("settings.md")
     for name, field in kind.model_fields.items():
         row = re.search(rf"^\| `{name}` \|.*\| (.*) \|$", text, re.MULTILINE)
@@ -57,7 +57,7 @@ def test_page_of_settings_has_each_with_its_description(kind: type[BaseModel]) -
         assert kind is ModelSettings or field.description, f"{name} says nothing of itself"
 
 
-def test_page_of_the_command_line_has_every_command_and_option(reference: ModuleType) -> None:
+def test_cli_page_lists_every_command_and_option(reference: ModuleType) -> None:
     text = page("cli.md")
     found = dict(reference.leaves("cellama", typer.main.get_command(app)))
     assert {"cellama up", "cellama batch run", "cellama models adapter load"} <= found.keys()
@@ -68,7 +68,7 @@ def test_page_of_the_command_line_has_every_command_and_option(reference: Module
             assert all(name in part for name in parameter.opts if name.startswith("-")), (path, parameter.name)
 
 
-def test_page_of_parameters_has_those_of_every_task() -> None:
+def test_parameters_page_lists_the_parameters_of_every_task() -> None:
     text = page("parameters.md")
     for kind in KINDS.values():
         if kind.task != TASK_CHUNK:
@@ -82,17 +82,17 @@ def test_pages_of_errors_and_events_have_every_code_and_type() -> None:
     assert all(f"| `{kind}` |" in events for kind in ("started", "token", "reasoning", "done", "error"))
 
 
-def test_pages_of_python_and_status_have_contents() -> None:
+def test_python_and_status_pages_have_contents() -> None:
     assert "### Client.generate_many" in page("python.md")
     assert "| `slots_total` |" in page("status.md")
 
 
-def test_page_of_metrics_has_each_of_the_table() -> None:
+def test_metrics_page_lists_every_metric() -> None:
     text = page("metrics.md")
     assert [name for name in TABLE if f"| `{name}` |" not in text] == []
 
 
-def test_page_of_json_schema_has_each_keyword_and_format() -> None:
+def test_json_schema_page_lists_every_keyword_and_format() -> None:
     text = page("json-schema.md")
     for name, keyword in KEYWORDS.items():
         assert f"| `{name}` | {keyword.strict} | {keyword.lenient} |" in text, name
@@ -128,7 +128,7 @@ def test_tables_start_with_a_header() -> None:
             assert re.fullmatch(r"[|\s:-]+", second), f"{path.relative_to(ROOT)}: {first[:60]}"
 
 
-def test_page_of_benchmarks_has_each() -> None:
+def test_benchmarks_page_lists_every_benchmark() -> None:
     text = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
     told = {name for row in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert BENCHMARKS.keys() - told == set()

@@ -22,7 +22,7 @@ PARAMS: dict[str, Any] = {"max_tokens": 16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=5000, help="jobs per way and round")
+    parser.add_argument("--jobs", type=int, default=5000, help="jobs per method and round")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chars", type=int, default=100, help="characters per prompt")

@@ -38,7 +38,7 @@ class ReplyMarkup:
             return "reasoning, text and tool calls in channels"
         thinking = f"reasoning between {self.think_open} and {self.think_close}" if self.think_close else "no reasoning"
         if self.calls is None:
-            return f"{thinking}, unknown tool calls (they stay text and can't be forced)"
+            return f"{thinking}, unknown tool calls (returned as text, can't be forced)"
         kinds = {"json": "as JSON", "tag": "as JSON in tags", "tagged": "as tags"}
         only_read = "" if self.calls.can_be_forced else " (can't be forced, because some are written in an unknown way)"
         return f"{thinking}, tool calls {kinds[self.calls.style]} after {self.calls.open[:40]!r}{only_read}"

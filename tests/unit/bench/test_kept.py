@@ -24,7 +24,7 @@ def test_performance_guide_shows_what_was_measured() -> None:
     assert [told for told in wrong if told[0] != told[1]] == [], f"python -m cellama.bench.harness.kept {PAGE}"
 
 
-def test_page_of_json_schema_shows_what_was_measured() -> None:
+def test_json_schema_page_matches_the_measurements() -> None:
     text = SCHEMAS.read_text(encoding="utf-8")
     assert len(list(figures(text))) == text.count("<!-- schemas: ") > 0
     assert refreshed(text, Results()) == text, f"python -m cellama.bench.harness.kept {SCHEMAS}"

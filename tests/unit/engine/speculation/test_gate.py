@@ -93,7 +93,7 @@ def test_speculation_is_never_slower(curve: Seconds, streams: int, right: float,
 @pytest.mark.parametrize(
     ("curve", "streams", "least"), [(cpu, 1, 2.4), (cpu, 4, 2.0), (cpu, 16, 1.0), (gpu, 1, 9.0), (gpu, 4, 5.0)]
 )
-def test_right_drafts_make_few_streams_faster(curve: Seconds, streams: int, least: float) -> None:
+def test_correct_drafts_speed_up_a_small_number_of_streams(curve: Seconds, streams: int, least: float) -> None:
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
