@@ -19,6 +19,7 @@ from . import (
     batch,
     cache,
     demo,
+    doctor,
     jobs,
     keys,
     measuring,
@@ -74,6 +75,7 @@ _GROUPS = {
 # The commands that submit jobs are listed in `submitting`.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo_command,
+    "doctor": doctor.doctor_command,
     "up": services.up_command,
     "worker": services.worker_command,
     "gateway": services.gateway_command,

@@ -67,12 +67,19 @@ class WorkerEntry:
     evicted: dict[str, float] = field(default_factory=dict)  # time of the last command that emptied the cache, by model
     llguidance: str = ""  # version of llguidance; "" if the worker does not report one
     has_ended: bool = False  # True if it stopped normally; its entry then expires like that of a killed worker
+    cellama: str = ""  # version of cellama; "" if the worker does not report one
 
 
 @functools.cache
 def llguidance_version() -> str:
     """Return the version of the library for constrained output, which only workers have."""
     return importlib.metadata.version("llguidance")
+
+
+@functools.cache
+def cellama_version() -> str:
+    """Return the version of cellama."""
+    return importlib.metadata.version("cellama")
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -194,6 +201,7 @@ class Registration:
             wanted=self._wanted(),
             evicted=self._evicted(),
             llguidance=llguidance_version(),
+            cellama=cellama_version(),
         )
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.hset(workers_key(), self._worker, json.dumps(asdict(entry)))

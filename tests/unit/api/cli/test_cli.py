@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[4]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMMANDS = (
     "demo",
+    "doctor",
     "up",
     "worker",
     "gateway",

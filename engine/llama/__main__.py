@@ -1,0 +1,31 @@
+"""Describe the build of llama.cpp: the child process of `cellama doctor`, which must not import the engine.
+
+`python -m cellama.engine.llama` writes one JSON object to stdout: `version` of llama-cpp-python, the CPU `features`
+that the build uses, `supports_gpu`, and the descriptions of the `gpus` that it found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llama_cpp
+import llama_cpp.llama_cpp as lib
+
+from .devices import machine
+
+_FEATURE = re.compile(r"(\w+) = 1\b")  # in "CPU : SSE3 = 1 | AVX = 1 | "
+
+
+def describe_build() -> dict[str, object]:
+    """Return the object that `cellama doctor` reads."""
+    return {
+        "version": llama_cpp.__version__,
+        "features": _FEATURE.findall(lib.llama_print_system_info().decode(errors="replace")),
+        "supports_gpu": bool(lib.llama_supports_gpu_offload()),
+        "gpus": machine()["gpus"],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe_build()))
