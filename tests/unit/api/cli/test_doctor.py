@@ -45,11 +45,11 @@ def test_check_that_raises_or_hangs_becomes_an_error() -> None:
         "broken": fail,
         "stuck": lambda: [Finding("ok", "stuck", str(released.wait()))],
     }
-    fine, broken, stuck = doctor.run_checks(checks, timeout_s=0.5)
+    fine, broken, stuck = doctor.run_checks(checks, timeout_s=2.0)
     released.set()
     assert (fine.level, broken.level, stuck.level) == ("ok", "error", "error")
     assert "ZeroDivisionError: a mistake" in broken.found
-    assert "no result after 0.5 s" in stuck.found
+    assert "no result after 2 s" in stuck.found
 
 
 def test_output_fits_into_80_columns_and_indents_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
