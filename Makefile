@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough check docs bench clean
+.PHONY: help demo test thorough producers check docs bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,10 @@ test: $(VENV)/.dev check ## Check the code and run all tests
 thorough: export TEST_EXAMPLES = 10
 thorough: export PYTEST_ADDOPTS = --timeout 3000
 thorough: test ## As `make test`, with ten times as many examples of the property tests
+
+# Each environment has its own Python: python3.11 to python3.14 are looked up in PATH.
+producers: $(VENV)/.dev ## Test the base package with the oldest and newest Celery, redis-py, Django and FastAPI
+	$(BIN)/python tests/producers/matrix.py $(ENVIRONMENTS)
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check

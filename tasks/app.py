@@ -42,8 +42,10 @@ class RefusalAwareConnection(Connection):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if self.transport_cls == "redis" and self.credential_provider is None and not (self.userid or self.password):
-            self.credential_provider = local_password(self.hostname, self.port)  # kombu's pools copy it
+        # Kombu has the attribute since version 5.6, and its pools copy it. Before, only the channels use the password.
+        has_credentials = getattr(self, "credential_provider", None) is not None or self.userid or self.password
+        if self.transport_cls == "redis" and not has_credentials:
+            self.credential_provider = local_password(self.hostname, self.port)
 
     def create_transport(self) -> Any:
         return convert_refusals_in_channels(super().create_transport())

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task, states
-from celery.app.task import Context, get_actual_ignore_result
+from celery.app.task import Context
 from celery.backends.redis import RedisBackend
 from celery.canvas import signature
 from celery.exceptions import BackendStoreError
@@ -43,7 +43,7 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings, mask_url
 from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
-from cellama.tasks.connection.kombu_internals import send_next_step
+from cellama.tasks.connection.kombu_internals import HAS_PUBLISH_RETRY, send_next_step
 from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.json_values import encode
@@ -65,7 +65,7 @@ IS_STORED = "cellama_is_stored"  # attribute of a task's request; True if the re
 def started_state(task: Task) -> CeleryState | None:
     """Return the state STARTED, which the script `begin` stores for Celery, or None if the task ignores its result."""
     request = task.request
-    if get_actual_ignore_result(task, request):
+    if _ignores_result(task, request):
         return None
     process = {"pid": os.getpid(), "hostname": request.hostname}
     stored: CeleryState = task.backend.stored(request.id, process, states.STARTED, request)
@@ -94,7 +94,7 @@ def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
     Celery sends the next steps of a canvas before it stores the result, and this order must be kept.
     """
     request, shape, backend = task.request, task.kind.shape, task.backend
-    if request.callbacks or request.chain or request.chord or get_actual_ignore_result(task, request):
+    if request.callbacks or request.chain or request.chord or _ignores_result(task, request):
         return None
 
     def stored(result: Result) -> CeleryState | None:
@@ -147,6 +147,12 @@ def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
         app.backend.mark_as_done(job_id, ending.result, request=request)
     if request is not None and request.chord and app.backend.is_chord_claimed(request):
         raise ChordClaimed(f"job {job_id}: a worker has claimed the body of its chord and has not sent it yet")
+
+
+def _ignores_result(task: Task, request: Context) -> bool:
+    """Return whether the call ignores its result, or else whether the task does, as Celery 5.7 decides it."""
+    of_call = vars(request).get("ignore_result")  # the class has a default, which is not the caller's choice
+    return bool(task.ignore_result if of_call is None else of_call)
 
 
 def request_of(message: bytes | None) -> Context | None:
@@ -208,15 +214,22 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         value = self._value(task_id, result, state, traceback, request)
         if len(value) > self._MAX_STR_VALUE_SIZE:
             raise BackendStoreError("the result is too large for Redis", state=state, task_id=task_id)
-        expires = self.failure_expires if state == states.FAILURE else self.expires
+        failure_expires = getattr(self, "failure_expires", self.expires)  # Celery has it since version 5.7
+        expires = failure_expires if state == states.FAILURE else self.expires
         keys = [self.get_key_for_task(task_id), job_key(task_id)]
         args = [value, expires or "", state if state in states.READY_STATES else ""]
         self.ensure(self._run, (keys, args))
         return result
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, *args: Any, **options: Any) -> Any:
-        """Count a part of a chord as Celery does, but retry while Redis is unreachable. No part is counted twice."""
-        return self._ensure_retryable(super().on_chord_part_return, request, state, result, *args, **options)
+        """Count a part of a chord as Celery does, but retry while Redis is unreachable. No part is counted twice.
+
+        A producer with Celery before 5.7 counts the parts that it ends itself without retries.
+        """
+        count = super().on_chord_part_return
+        if not HAS_PUBLISH_RETRY:
+            return count(request, state, result, *args, **options)
+        return self._ensure_retryable(count, request, state, result, *args, **options)
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
         """Return the value that Celery stores for this state of a task, for a script. Raises the errors of `encode`."""

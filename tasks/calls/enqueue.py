@@ -25,6 +25,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Connection, Exchange, Producer, Queue
 
 from cellama.config import get_settings, limits
+from cellama.tasks.connection.kombu_internals import publish_into
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import (
     BULK_PRIORITIES,
@@ -361,10 +362,10 @@ class Collector(Producer):  # type: ignore[misc]
             for entity in declare:
                 self.maybe_declare(entity)
         message = channel.prepare_message(body, priority, content_type, content_encoding, headers, properties)
-        channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=self)
+        publish_into(self, channel, message, exchange, routing_key)
 
     def add(self, *command: Any) -> None:
-        """Keep a command. Kombu's channel calls this method instead of Redis (kombu.transport.redis: Channel._put)."""
+        """Keep a command. `publish_into` calls this method instead of Redis."""
         self._commands.append(command)
 
     def take(self) -> Message:

@@ -13,12 +13,15 @@ import importlib
 import inspect
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from queue import Empty
 from typing import Any
 
-from celery import Celery
+import kombu
+import redis
+from celery import VERSION, Celery
 
 ATTRIBUTE = "an attribute"
 
@@ -112,10 +115,14 @@ SHARING_PARTS = (
     "celery._state:connect_on_app_finalize",
     "celery.app.base:Celery._tasks",
 )
+# Celery 5.7 has these parts, and cellama replaces them in older versions.
+PUBLISH_RETRY_PARTS = ("celery.app.amqp:AMQP._retry_publish", "celery.app.amqp:_callback_publish_retry")
+HAS_PUBLISH_RETRY = VERSION[:2] >= (5, 7)
+CONNECTION_ARGS = () if redis.VERSION[:2] >= (5, 3) else ("PING",)  # the command was required, and is not used
+HAS_PUBLISH_BATCH = kombu.VERSION[:2] >= (5, 7)
 PRODUCER_PARTS = (
     *SHARING_PARTS,
-    "celery.app.amqp:AMQP._retry_publish",
-    "celery.app.amqp:_callback_publish_retry",
+    *(PUBLISH_RETRY_PARTS if HAS_PUBLISH_RETRY else ()),
     "celery.app.base:Celery.connection_for_write",
     "celery.app.task:Task.signature",
     "kombu.messaging:Producer._publish",
@@ -191,14 +198,74 @@ def active_apps() -> list[Celery]:
 
 def is_sending_next_step() -> bool:
     """Return whether Celery is sending the next step of a canvas now, in a worker of any app."""
+    if not HAS_PUBLISH_RETRY:
+        return _is_called_by_tracer()
     from celery.app.amqp import _callback_publish_retry
 
     return bool(_callback_publish_retry.get())
 
 
+def _is_called_by_tracer() -> bool:
+    """Return whether Celery's code that runs tasks has called cellama, without a task of the user in between."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == "celery.app.trace":
+            return True
+        if module.partition(".")[0] not in ("celery", "cellama"):
+            return False
+        frame = frame.f_back
+    return False
+
+
 def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Publish a step as Celery does after a task, with retries while Redis is unreachable."""
-    app.amqp._retry_publish(publish, *args, **options)
+    """Publish a step as Celery does after a task, with retries while Redis is unreachable.
+
+    Celery retries since version 5.7. With an older version, there is one attempt.
+    """
+    if HAS_PUBLISH_RETRY:
+        app.amqp._retry_publish(publish, *args, **options)
+    else:
+        publish(*args, **options)
+
+
+class _Recorder:
+    """A Redis client that passes published messages to `batch.add` instead of Redis."""
+
+    def __init__(self, client: Any, batch: Any) -> None:
+        self.client = client
+        self.batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def lpush(self, key: str, payload: str) -> None:
+        self.batch.add("lpush", key, payload)
+
+    def publish(self, topic: str, payload: str) -> None:
+        self.batch.add("publish", topic, payload)
+
+
+def publish_into(batch: Any, channel: Any, message: Mapping[str, Any], exchange: str, routing_key: str) -> None:
+    """Publish a message, whose commands the channel passes to `batch.add` instead of Redis.
+
+    Channels do this since kombu 5.7. With an older version, the channel gets another client for this call.
+    """
+    if HAS_PUBLISH_BATCH:
+        channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=batch)
+        return
+    acquire = channel.conn_or_acquire
+
+    @contextmanager
+    def acquire_recorder(client: Any = None) -> Iterator[_Recorder]:
+        with acquire(client) as acquired:
+            yield _Recorder(acquired, batch)
+
+    channel.conn_or_acquire = acquire_recorder
+    try:
+        channel.basic_publish(message, exchange=exchange, routing_key=routing_key)
+    finally:
+        del channel.conn_or_acquire
 
 
 def run_ready_callbacks(hub: Any) -> None:
@@ -266,6 +333,11 @@ def queues_in_turn(channel: Any) -> list[str]:
     """Return the queues of a channel in the order of their turns, the next queue first."""
     queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
     return queues
+
+
+def take_connection(pool: Any) -> Any:
+    """Take a connection out of a redis-py pool. An asyncio pool returns an awaitable."""
+    return pool.get_connection(*CONNECTION_ARGS)
 
 
 def socket_of(connection: Any) -> Any:

@@ -71,8 +71,8 @@ class RefusedForNow(RedisConnectionError):
     """Redis answers, but temporarily refuses commands of this kind. `code` is the first word of its reply."""
 
     def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"{code} {text}", status_code=code)
-        self.code = code
+        super().__init__(f"{code} {text}")
+        self.code = self.status_code = code  # redis-py has `status_code` since version 8, and no argument before
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError, RedisError, ResponseError
 
 from cellama.config.logging import event_logger
-from cellama.tasks.connection.kombu_internals import streams_of
+from cellama.tasks.connection.kombu_internals import streams_of, take_connection
 from cellama.tasks.connection.redis_errors import refusal_of
 
 log = event_logger(__name__)
@@ -167,7 +167,7 @@ class RedisWire:
     @classmethod
     async def open(cls, redis: Redis) -> RedisWire:
         """Connect. Raises RedisError."""
-        return cls(redis, await redis.connection_pool.get_connection())  # type: ignore[no-untyped-call]
+        return cls(redis, await take_connection(redis.connection_pool))
 
     def send(self, command: Sequence[bytes]) -> None:
         self._writer.writelines(self._connection.pack_command(*command))

@@ -19,6 +19,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import lua_source
+from cellama.tasks.connection.kombu_internals import take_connection
 from cellama.tasks.connection.redis_errors import RefusedForNow
 from cellama.tasks.contract.keys import (
     MAX_WEBHOOK_EVENTS,
@@ -62,7 +63,7 @@ class SentScript:
         self._pool = redis.connection_pool
         self._connection: Any = None
         try:
-            self._connection = self._pool.get_connection()
+            self._connection = take_connection(self._pool)
             self._connection.send_command("EVALSHA", sha(name), len(keys), *keys, *args)
         except RedisError:
             self.close()

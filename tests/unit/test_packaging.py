@@ -105,7 +105,8 @@ def test_every_declared_package_is_imported_somewhere(imports: dict[str, set[tup
 def test_floors_exclude_releases_with_known_faults() -> None:
     lines = PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["worker"]
     for floor in (
-        "redis[hiredis]>=8.0.1,",  # 8.0.0 breaks Unix sockets
+        "redis[hiredis]>=5.2,<9,!=8.0.0",  # 8.0.0 breaks Unix sockets
+        "redis>=8.0.1,<9",  # workers
         "jinja2>=3.1.6",  # 3.1.5 and 3.1.6 close ways out of the sandbox: CVE-2024-56326, CVE-2025-27516
         "llama-cpp-python>=0.3.36,<0.3.37",  # each patch release brings another llama.cpp
     ):
