@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     shutil.rmtree(output, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="cellama-release-") as source:
         export_commit(ROOT, Path(source))
-        packages = build(Path(source), output / "packages", commit_time(ROOT))
+        packages = build(Path(source), output, commit_time(ROOT))
     (output / "NOTES.md").write_text(changelog_section(ROOT, version) + "\n")
     if not options.skip_sbom:
         [wheel] = (file for file in packages if file.suffix == ".whl")
@@ -167,7 +167,7 @@ def build(source: Path, output: Path, epoch: int) -> list[Path]:
         sys.exit(f"{done.stdout}\nrelease: the build of the packages failed; see the output above")
     for sdist in output.glob("*.tar.gz"):
         normalize_sdist(sdist, epoch)
-    return sorted(output.iterdir())
+    return sorted(output.glob("cellama-*"))
 
 
 def normalize_sdist(sdist: Path, epoch: int) -> None:
@@ -217,9 +217,8 @@ def write_sbom(wheel: Path, output: Path, epoch: int) -> None:
 
 
 def write_sums(output: Path) -> None:
-    """Write SHA256SUMS, which `sha256sum --check` reads, for all files below `output`."""
-    files = sorted(file for file in output.rglob("*") if file.is_file())
-    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(output)}" for file in files]
+    """Write SHA256SUMS, which `sha256sum --check` reads, for all files in `output`."""
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}" for file in sorted(output.iterdir())]
     (output / "SHA256SUMS").write_text("\n".join(lines) + "\n")
 
 

@@ -85,12 +85,12 @@ def released(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(released: Path) -> Path:
-    return released / "packages" / f"cellama-{VERSION}-py3-none-any.whl"
+    return released / f"cellama-{VERSION}-py3-none-any.whl"
 
 
 def test_dry_run_writes_packages_notes_and_sums_and_creates_no_tag(clone: Path, released: Path) -> None:
     files = {str(file.relative_to(released)) for file in released.rglob("*") if file.is_file()}
-    packages = {f"packages/cellama-{VERSION}{ending}" for ending in (".tar.gz", "-py3-none-any.whl")}
+    packages = {f"cellama-{VERSION}{ending}" for ending in (".tar.gz", "-py3-none-any.whl")}
     assert files == {*packages, "NOTES.md", "SHA256SUMS"}
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=released, check=True, capture_output=True)
     assert git(clone, "tag") == ""
@@ -113,7 +113,7 @@ def test_wheel_contains_exactly_the_files_for_users(wheel: Path) -> None:
 
 def test_sdist_contains_exactly_the_sources_of_the_wheel(released: Path) -> None:
     root = f"cellama-{VERSION}"
-    with tarfile.open(released / "packages" / f"{root}.tar.gz") as archive:
+    with tarfile.open(released / f"{root}.tar.gz") as archive:
         held = {member.name.removeprefix(f"{root}/") for member in archive if member.isfile()}
     metadata = {"PKG-INFO", "setup.cfg"}
     held = {name for name in held if not name.startswith("cellama.egg-info/")}
