@@ -479,13 +479,22 @@ def check_disk(settings: Settings) -> Iterable[Finding]:
     yield directory_finding("data_dir", settings.data_dir.expanduser())
     if settings.cache_dir is not None:
         folder = Path(settings.cache_dir).expanduser()
-        used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-        yield directory_finding("cache_dir", folder, max(0, settings.cache_disk_bytes - used))
+        yield directory_finding("cache_dir", folder, max(0, settings.cache_disk_bytes - _used_bytes(folder)))
+
+
+def _used_bytes(folder: Path) -> int:
+    """Return the size of all files in a directory. Files that workers remove at the same time are skipped."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Finding:
     """Return whether a directory can be written, and has enough free space. It need not exist yet."""
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # False without access
     free = shutil.disk_usage(existing).free
     shown = f"{setting} {folder}: {readable(free)} free"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

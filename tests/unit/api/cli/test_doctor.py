@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from cellama.api.cli import app, doctor
 from cellama.api.cli.doctor import Finding, Port
 from cellama.api.machine.redis_server import LOOPBACK
+from cellama.config import get_settings
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.state.registry import WorkerEntry
 
@@ -185,6 +186,14 @@ def test_directory_is_checked_for_access_and_space(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 1 << 60)
     assert doctor.directory_finding("data_dir", tmp_path).level == "error"
+
+
+def test_quota_of_cache_dir_counts_stored_states(tmp_path: Path, settings_environment: Callable[..., None]) -> None:
+    (tmp_path / "kv" / "ab").mkdir(parents=True)
+    (tmp_path / "kv" / "ab" / "state").write_bytes(bytes(1000))
+    for quota, level in ((1 << 60, "warning"), (1000, "ok")):
+        settings_environment(data_dir=str(tmp_path), cache_dir=str(tmp_path / "kv"), cache_disk_bytes=str(quota))
+        assert levels(doctor.check_disk(get_settings())) == ["ok", level]
 
 
 class Flower(http.server.BaseHTTPRequestHandler):
