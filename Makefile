@@ -55,6 +55,8 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[worker,http,files,flower,metrics,otel,embedded,parquet]' --group dev
 	.ci/system-packages
 	@touch $@

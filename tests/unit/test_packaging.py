@@ -111,3 +111,9 @@ def test_floors_exclude_releases_with_known_faults() -> None:
         "llama-cpp-python>=0.3.36,<0.3.37",  # each patch release brings another llama.cpp
     ):
         assert any(line.startswith(floor) for line in lines), floor
+
+
+def test_packages_that_only_the_repository_needs_are_no_extras() -> None:
+    groups = PYPROJECT["dependency-groups"]
+    assert {"bench", "clients", "dev", "docs"} == set(groups)
+    assert not set(groups) & set(PYPROJECT["project"]["optional-dependencies"])
