@@ -37,7 +37,7 @@ from rich.table import Table
 from cellama.api.machine.redis_server import LOOPBACK, PortTaken, check_port_free
 from cellama.config import Settings, SettingsError
 from cellama.tasks.connection.connections import connect, redis_time
-from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_parts
+from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, READER_PARTS, UnfitLibraries, require_parts
 from cellama.tasks.connection.redis_errors import CLUSTER, probe_writes, problems_of, reaching_redis
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import JobError
@@ -200,11 +200,11 @@ def check_python() -> Iterable[Finding]:
 
 
 def check_packages() -> Iterable[Finding]:
-    """Yield whether cellama supports the installed Celery, kombu and redis-py."""
+    """Yield whether cellama supports the installed Celery, kombu and redis-py. Workers support fewer versions."""
     names = {"Celery": "celery", "kombu": "kombu", "redis-py": "redis"}
     found = ", ".join(f"{name} {importlib.metadata.version(package)}" for name, package in names.items())
     try:
-        require_parts()
+        require_parts(*((*PRODUCER_PARTS, *READER_PARTS) if _missing_modules() else ()))  # by default those of workers
     except (UnfitLibraries, ImportError) as error:
         problem, _, remedy = str(error).partition("; ")
         yield Finding("error", "packages", problem, remedy)
@@ -217,7 +217,7 @@ def check_packages() -> Iterable[Finding]:
 
 def check_llama_cpp() -> Iterable[Finding]:
     """Yield the build of llama.cpp, and the parts of the CPU and the GPUs that it can't use."""
-    if missing := [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]:
+    if missing := _missing_modules():
         yield _not_installed(missing)
         return
     build = read_build()
@@ -228,6 +228,11 @@ def check_llama_cpp() -> Iterable[Finding]:
     yield Finding("ok", "llama.cpp", f"llama-cpp-python {build['version']}, {accelerators}")
     yield from cpu_findings(build["features"], cpu_flags())
     yield from gpu_findings(build, seen_gpus())
+
+
+def _missing_modules() -> list[str]:
+    """Return the modules that a worker needs and that are not installed."""
+    return [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
 
 
 def _not_installed(missing: list[str]) -> Finding:

@@ -21,6 +21,7 @@ from cellama.api.cli import app, doctor
 from cellama.api.cli.doctor import Finding, Port
 from cellama.api.machine.redis_server import LOOPBACK
 from cellama.config import get_settings
+from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, READER_PARTS
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.state.registry import WorkerEntry
 
@@ -73,6 +74,15 @@ def test_invalid_settings_are_a_finding_and_other_checks_run(settings_environmen
     assert "lease_s" in found["settings"]["found"]
     assert {"Python", "packages", "llama.cpp"} <= found.keys()
     assert "s3cret" not in done.output
+
+
+def test_packages_of_producers_need_fewer_parts_than_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    required: list[tuple[str, ...]] = []
+    monkeypatch.setattr(doctor, "require_parts", lambda *paths: required.append(paths))
+    for modules in (("sys",), ("a_missing_module",)):
+        monkeypatch.setattr(doctor, "WORKER_MODULES", modules)
+        assert levels(doctor.check_packages()) == ["ok"]
+    assert required == [(), (*PRODUCER_PARTS, *READER_PARTS)]
 
 
 def test_unused_and_absent_cpu_features_have_a_remedy() -> None:
