@@ -56,7 +56,7 @@ class AdapterSettings(BaseModel):
     scale: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="Scale for jobs that do not choose adapters. 0 uses the adapter only for jobs that name it.",
+        description="Scale for jobs that don't choose adapters. With 0, only jobs that name the adapter use it.",
     )
 
 
@@ -81,7 +81,9 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(
-        min_length=1, pattern=MODEL_ID, description="Name of the model in queues and calls (default: name of its file)."
+        min_length=1,
+        pattern=MODEL_ID,
+        description="Name by which jobs and queues refer to the model (default: name of its file).",
     )
     source: str = Field(min_length=1, description="Path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny.")
     hub_cache_dir: str | None = Field(
@@ -92,26 +94,28 @@ class ModelSettings(BaseModel):
     hub_offline: bool = Field(default=False, description="Use only files that are in the hub's cache.")
     default: bool = Field(default=False, description="Serve jobs for the model `:default`.")
     capabilities: tuple[Capability, ...] | None = Field(
-        default=None, min_length=1, description="Any of generate, chat, embed, rerank (default: what suits the file)."
+        default=None,
+        min_length=1,
+        description="Any of generate, chat, embed and rerank (default: all that the file supports).",
     )
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
-        default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale."
+        default_factory=dict, description="LoRA adapters by name. Each is a source, or a table with source and scale."
     )
     n_parallel: AutoInt = Field(
         default=None, ge=1, le=256, description="Number of slots, one for each request in a batch (auto: 8)."
     )
-    n_ctx: int | None = Field(default=None, ge=1, description="Context of all slots together, in tokens.")
-    ctx_per_slot: int | None = Field(default=None, ge=1, description="Context of each slot, in tokens.")
+    n_ctx: int | None = Field(default=None, ge=1, description="Total context size of all slots, in tokens.")
+    ctx_per_slot: int | None = Field(default=None, ge=1, description="Context size of each slot, in tokens.")
     kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="Layout of the KV cache.")
     cache_prompt: bool = Field(default=True, description="Share prefixes between requests.")
     cache_ram_bytes: AutoInt = Field(
-        default=None, ge=0, description="Quota in bytes of KV states in RAM. 0 keeps none; auto: up to 1 GiB."
+        default=None, ge=0, description="Quota of KV states in RAM, in bytes (auto: up to 1 GiB). 0 keeps none."
     )
     cache_dir: str | None = Field(
-        default=None, min_length=1, description="Directory of KV states on disk (default: that of the worker)."
+        default=None, min_length=1, description="Directory for KV states on disk (default: the worker's directory)."
     )
     cache_disk_bytes: int | None = Field(
-        default=None, ge=0, description="Quota of that directory in bytes (default: that of the worker). 0 disables it."
+        default=None, ge=0, description="Quota of `cache_dir` in bytes (default: the worker's quota). 0 disables it."
     )
     n_batch: int = Field(
         default=2048, ge=1, description="Maximum number of tokens per step, split into micro-batches of n_ubatch."
@@ -120,41 +124,45 @@ class ModelSettings(BaseModel):
         default=None, ge=1, description="Maximum number of tokens per micro-batch in llama.cpp (auto: 512)."
     )
     chunk_size: AutoInt = Field(
-        default=None, ge=1, description="Prompt tokens per slot and step, at most n_ubatch (auto: 512 or n_ubatch)."
+        default=None,
+        ge=1,
+        description="Maximum number of prompt tokens per slot and step, up to n_ubatch (auto: 512 or n_ubatch).",
     )
     threads: AutoInt = Field(
         default=None, ge=1, le=512, description="Number of CPU threads (auto: all cores, shared with other programs)."
     )
-    n_gpu_layers: int = Field(default=-1, ge=-1, description="Number of layers on the GPU. -1 puts all there.")
+    n_gpu_layers: int = Field(default=-1, ge=-1, description="Number of layers on the GPU. -1 puts all layers there.")
     flash_attention: Literal["auto", "on", "off"] = Field(
         default="auto", description="Flash attention (auto: on if the device supports it)."
     )
     cache_type_k: CacheType = Field(
-        default="f16", description="Type of the keys in the KV cache. Small types save memory."
+        default="f16", description="Data type of the keys in the KV cache. Smaller types save memory."
     )
     cache_type_v: CacheType = Field(
-        default="f16", description="Type of the values in the KV cache. Quantized types need flash attention."
+        default="f16", description="Data type of the values in the KV cache. Quantized types require flash attention."
     )
     speculation: Literal["auto", "off"] = Field(
-        default="off", description="Speculative decoding. auto drafts tokens while that is faster."
+        default="off", description="Speculative decoding. auto drafts tokens only while this saves time."
     )
     draft: str | None = Field(
         default=None, min_length=1, description="Source of a small model that also drafts tokens."
     )
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
-        default="auto", description="Pooling of embeddings. none gives a vector per token, rank gives only scores."
+        default="auto",
+        description="Pooling of embeddings. none returns a vector per token, and rank returns only scores.",
     )
     control_tokens_in_text: bool = Field(
         default=False,
-        description="Accept control tokens in messages and reranked texts, whose authors can then forge turns.",
+        description="Accept control tokens in messages and reranked texts. This lets their authors forge turns.",
     )
     sampling: dict[str, JsonValue] | None = Field(
         default=None,
-        description="Defaults of sampling parameters, such as temperature, for jobs that do not set them. All except "
-        "logprobs, n and stop.",
+        description="Defaults for sampling parameters, such as temperature, that a job does not set. All except "
+        "logprobs, n and stop are possible.",
     )
     logits_processors: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
-        default=(), description="Import paths of custom logits processors, package.module:name, in the order of use."
+        default=(),
+        description="Import paths of custom logits processors, as package.module:name, in the order in which they run.",
     )
     batch_strategy: str = Field(
         default="adaptive",
@@ -176,13 +184,13 @@ class Settings(BaseSettings):
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
         repr=False,
-        description="URL of the Redis for jobs and results (docs/redis.md).",
+        description="URL of the Redis server for jobs and results (docs/redis.md).",
     )
     key_prefix: str = Field(
         default=DEFAULT_KEY_PREFIX,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="First part of all Redis keys and queue names. All processes of an installation need the same "
-        "one; installations that share a database need different ones.",
+        description="Prefix of all Redis keys and queue names. All processes of an installation must use the same "
+        "prefix. Installations that share a database must use different ones.",
     )
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
         default=(TINY,),
@@ -193,52 +201,63 @@ class Settings(BaseSettings):
         default="auto", description="Memory for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB."
     )
     cache_dir: str | None = Field(
-        default=None, min_length=1, description="Directory of KV states, which workers can share (default: none)."
+        default=None,
+        min_length=1,
+        description="Directory for KV states, which several workers can share (default: none).",
     )
     cache_disk_bytes: int = Field(
-        default=8 << 30, ge=0, description="Quota in bytes of that directory, for all workers that share it."
+        default=8 << 30, ge=0, description="Quota of `cache_dir` in bytes, shared by all workers that use it."
     )
     on_full: OnFull = Field(
         default="refuse", description="Action if a model does not fit into the budget: refuse it, or evict idle models."
     )
     pool: str = Field(
-        default="default", min_length=1, description="Worker pool. Its workers get the same models at run time."
+        default="default", min_length=1, description="Worker pool. Its workers load the same models at run time."
     )
-    look_ahead: int = Field(default=4, ge=0, description="Jobs of a model that a worker holds beyond its slots.")
+    look_ahead: int = Field(
+        default=4, ge=0, description="Number of jobs per model that a worker holds in addition to those in its slots."
+    )
     default_timeout_s: int = Field(
         default=3600,
         ge=0,
         le=limits.MAX_TIMEOUT_S,
-        description="Timeout in seconds of jobs with priorities 0 to 5 that set none. 0 disables it. Bulk jobs have "
-        "no default timeout.",
+        description="Default timeout in seconds of jobs with priorities 0 to 5. 0 disables it. Bulk jobs have no "
+        "default timeout.",
     )
     lease_s: int = Field(
         default=6,
         ge=3,
-        description="Lease of jobs in seconds, equal for all workers. A worker that fails to renew it loses its jobs.",
+        description="Lease of jobs in seconds. It must be the same for all workers. A worker that fails to renew it "
+        "loses its jobs.",
     )
     drain_s: int = Field(
-        default=30, ge=0, description="Seconds for a stopping worker to finish its jobs before it hands them over."
+        default=30,
+        ge=0,
+        description="Time in seconds that a stopping worker has to finish its jobs before it hands them over.",
     )
     hang_s: int = Field(
         default=10,
         ge=0,
-        description="Watchdog timeout in seconds. A worker exits if a step of a shared thread, such as that of an "
-        "engine, takes longer than this and than 30 times the usual duration. 0 disables it.",
+        description="Watchdog timeout in seconds. A worker exits if a step of a shared thread, such as an engine's, "
+        "takes longer than this and also longer than 30 times its usual duration. 0 disables it.",
     )
-    max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job, as JSON, in bytes.")
-    show_prompts: bool = Field(default=False, description="Show prompts and texts in Flower and in the logs.")
+    max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job's JSON in bytes.")
+    show_prompts: bool = Field(default=False, description="Show prompts and generated text in Flower and in the logs.")
     reasoning_key: SecretStr | None = Field(
-        default=None, description="Key that signs reasoning, so that clients can't change what they send back."
+        default=None, description="Key that signs reasoning, so that clients can't change it before they send it back."
     )
-    event_ttl_s: int = Field(default=3600, ge=1, description="Seconds that a journal is kept after the end of its job.")
+    event_ttl_s: int = Field(
+        default=3600, ge=1, description="Time in seconds that a journal is kept after its job has finished."
+    )
     journal_ttl_s: int = Field(
         default=86400,
         ge=1,
-        description="Time in seconds that Redis keeps what an unfinished job needs: the context of its `parent_key`, "
+        description="Time in seconds that Redis keeps the data of an unfinished job: the context of its `parent_key`, "
         "and the gateway's record of its response.",
     )
-    journal_max_events: int = Field(default=100_000, ge=1, description="Approximate limit of the events kept per job.")
+    journal_max_events: int = Field(
+        default=100_000, ge=1, description="Approximate maximum number of events that are kept per job."
+    )
     result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that a result is kept.")
     middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
         default_factory=list,
@@ -267,20 +286,22 @@ class Settings(BaseSettings):
     )
     traces: bool = Field(
         default=False,
-        description="Send spans of jobs from workers, gateways and producers to OpenTelemetry. Its variables "
+        description="Send spans of jobs from workers, gateways and producers to OpenTelemetry, whose variables "
         "(`OTEL_EXPORTER_OTLP_ENDPOINT`, …) set the destination.",
     )
-    trace_contents: bool = Field(default=False, description="Add prompts and generated texts to spans.")
+    trace_contents: bool = Field(default=False, description="Add prompts and generated text to spans.")
 
     # Metrics (docs/operations/monitoring.md)
     metrics_port: int | None = Field(
         default=None,
         ge=1,
         le=65535,
-        description="Port of a worker's `/metrics` (default: none). Each worker of a machine needs its own.",
+        description="Port of a worker's `/metrics` (default: none). Each worker on a machine needs its own port.",
     )
     metrics_host: str = Field(
-        default="127.0.0.1", min_length=1, description="Address of that port. No key is needed to read from it."
+        default="127.0.0.1",
+        min_length=1,
+        description="Address on which this port listens. Reading the metrics requires no key.",
     )
     gateway_metrics_token: SecretStr | None = Field(
         default=None,
@@ -288,7 +309,7 @@ class Settings(BaseSettings):
         "can read the metrics.",
     )
     board_url: str | None = Field(
-        default=None, pattern=r"^https?://\S+$", description="URL of the Grafana board, to which Flower links."
+        default=None, pattern=r"^https?://\S+$", description="URL of the Grafana dashboard that Flower links to."
     )
 
     # The gateway (docs/how-to/gateway.md)
@@ -313,11 +334,13 @@ class Settings(BaseSettings):
     gateway_head_timeout_s: int = Field(
         default=10,
         ge=1,
-        description="Timeout in seconds for the head of a request, after which the connection is closed. It applies "
-        "to `cellama gateway` only, because a mounted app leaves this to its server.",
+        description="Timeout in seconds for receiving the head of a request. Then the connection is closed. It applies "
+        "to `cellama gateway` only, because a mounted app leaves this timeout to its server.",
     )
     gateway_body_timeout_s: int = Field(
-        default=30, ge=1, description="Seconds that a body may be slower than 8 KiB per second before it gets 408."
+        default=30,
+        ge=1,
+        description="Time in seconds that a body may lag behind a rate of 8 KiB per second. Then its request gets 408.",
     )
     gateway_max_wait_s: int = Field(
         default=600,
@@ -326,7 +349,9 @@ class Settings(BaseSettings):
         "those of the tier `flex`. 0 disables the limit.",
     )
     gateway_keepalive_s: int = Field(
-        default=10, ge=1, description="Interval in seconds of comments in a stream while it has no tokens."
+        default=10,
+        ge=1,
+        description="Interval in seconds between the comments that a stream sends while it has no tokens.",
     )
     gateway_keys_file: Path | None = Field(
         default=None,
@@ -334,7 +359,7 @@ class Settings(BaseSettings):
     )
     gateway_files_dir: str | None = Field(
         default=None,
-        description="Place of files and batches: a directory that all gateways share, or a URL for fsspec such as "
+        description="Storage for files and batches: a directory that all gateways share, or a URL for fsspec such as "
         "`s3://…` (default: `gateway` in `data_dir`).",
     )
     gateway_work_dir: Path | None = Field(
@@ -369,8 +394,8 @@ class Settings(BaseSettings):
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],
         description="Origins, such as https://chat.example.org, whose pages may send requests from a browser: a JSON "
-        "list, or separated by commas (default: none). `*` allows every origin. Without API keys such "
-        "pages can also change things.",
+        "list, or separated by commas (default: none). `*` allows every origin. Without API keys, "
+        "these pages can also make changes.",
     )
     gateway_webhook_timeout_s: float = Field(
         default=15.0, gt=0, le=60, description="Timeout in seconds for an endpoint to answer a webhook."

@@ -52,7 +52,7 @@ _STATE_TEXTS = {
     "finalizing": "finishing",
     "cancelling": "stopping",
 }
-RunArgument = Annotated[str, typer.Argument(help="Id of the run, a prefix of it, or the output file.")]
+RunArgument = Annotated[str, typer.Argument(help="Id of the run, a prefix of the id, or the output file.")]
 _NUMBERS = "lines, tokens"
 
 
@@ -63,7 +63,7 @@ def batch_run_command(
         typer.Argument(help="Input file (JSON lines, text with a prompt per line, CSV or Parquet), or - for stdin."),
     ],
     output: OutputOption,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model of lines that don't set one.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model for lines that don't name one.")] = None,
     format: Annotated[
         str, typer.Option(help="Input format: jsonl, text, csv, parquet, or auto (by the file name).")
     ] = "auto",

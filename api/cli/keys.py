@@ -47,15 +47,13 @@ def keys_create_command(
     no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Reject requests that name an adapter.")] = False,
     priority: Annotated[
         str | None,
-        typer.Option(
-            help="Service tier (flex, default or priority): the highest that requests may use, and their default."
-        ),
+        typer.Option(help="Highest service tier that requests may use, and their default: flex, default or priority."),
     ] = None,
     requests_per_minute: Annotated[
         int | None, typer.Option(help="Maximum number of requests in any 60 seconds.")
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens in any 60 seconds, prompts included.")
+        int | None, typer.Option(help="Maximum number of tokens in any 60 seconds, including prompts.")
     ] = None,
     concurrent_jobs: Annotated[int | None, typer.Option(help="Maximum number of simultaneous jobs.")] = None,
     expires_in: Annotated[

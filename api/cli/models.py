@@ -98,7 +98,7 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
 
 
 def models_load_command(
-    model: Annotated[str, typer.Argument(help="Id for the model. It can be omitted, and is then derived from SOURCE.")],
+    model: Annotated[str, typer.Argument(help="Id for the model. If it is omitted, it is derived from SOURCE.")],
     source: Annotated[
         str | None, typer.Argument(help="Path of a GGUF file on the workers, hf://…, or bundled://tiny.")
     ] = None,
@@ -205,7 +205,8 @@ def adapter_load_command(
     name: NameArgument,
     source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file on the workers, or hf://….")],
     scale: Annotated[
-        float, typer.Option(help="Scale in jobs that don't choose adapters. 0 applies the adapter only on request.")
+        float,
+        typer.Option(help="Scale for jobs that don't choose adapters. With 0, only jobs that name the adapter use it."),
     ] = 1.0,
     worker: WorkerOption = None,
     pool: PoolOption = None,
@@ -231,7 +232,9 @@ def adapter_scale_command(
     name: NameArgument,
     scale: Annotated[
         float,
-        typer.Argument(help="Scale in jobs that don't choose adapters. 0 applies the adapter only on request."),
+        typer.Argument(
+            help="Scale for jobs that don't choose adapters. With 0, only jobs that name the adapter use it."
+        ),
     ],
     worker: WorkerOption = None,
     pool: PoolOption = None,
@@ -253,7 +256,7 @@ def adapter_unload_command(
     worker: WorkerOption = None,
     pool: PoolOption = None,
     timeout: Annotated[
-        float, typer.Option(help="Timeout in seconds for jobs that use it to finish.")
+        float, typer.Option(help="Timeout in seconds for jobs that use the adapter to finish.")
     ] = ADAPTER_UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:

@@ -35,7 +35,9 @@ View = TypeVar("View")
 
 
 def status_command(
-    job_id: Annotated[str | None, typer.Argument(help="Id of a job whose state and estimated start to show.")] = None,
+    job_id: Annotated[
+        str | None, typer.Argument(help="Id of the job to show, with its state and estimated start.")
+    ] = None,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:

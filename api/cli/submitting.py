@@ -83,7 +83,9 @@ def chat_command(
 def prefill_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     prompt: Annotated[str | None, typer.Argument(help="Prompt, or - to read it from stdin.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message of later chats, instead of a prompt.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message of later chats, to prefill instead of a prompt.")
+    ] = None,
     json: JsonOption = False,
     wait: WaitOption = False,
     patience: PatienceOption = 60.0,
@@ -111,7 +113,7 @@ def embed_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     texts: Annotated[list[str], typer.Argument(help="Texts to embed, or - to read one per line from stdin.")],
     dimensions: Annotated[
-        int | None, typer.Option(help="Number of dimensions to keep of each vector (default: all).")
+        int | None, typer.Option(help="Number of dimensions to keep per vector (default: all).")
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Scale vectors to unit length.")] = True,
     truncate: Annotated[bool, typer.Option(help="Cut texts that are too long instead of rejecting them.")] = False,

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 def webhooks_create_command(
     url: Annotated[str, typer.Argument(help="URL of the endpoint (https://…). Gateways must be able to reach it.")],
     tenant: Annotated[
-        str, typer.Option(help="Tenant whose events to send (default: requests without an API key).")
+        str, typer.Option(help="Tenant whose events are sent (default: events of requests without an API key).")
     ] = "",
     event: Annotated[
         list[str] | None,

@@ -75,8 +75,8 @@ class KeyEntry(BaseModel):
 
     id: str = Field(pattern=KEY_ID, description="the part of the key between `sk-` and the secret")
     digest: str = Field(pattern=DIGEST, repr=False, description="`sha256:` and the SHA-256 of the whole key")
-    tenant: str = Field(description="owner; keys of one tenant share prefixes and answers")
-    name: str = Field(default="", max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", description="a name for people")
+    tenant: str = Field(description="owner; keys of the same tenant share cached prefixes, files and responses")
+    name: str = Field(default="", max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", description="display name")
     models: Annotated[frozenset[str], Field(min_length=1)] | None = Field(
         default=None, description="ids of the models that the key may use; default: all"
     )
@@ -85,19 +85,23 @@ class KeyEntry(BaseModel):
     )
     priority: Tier | None = Field(
         default=None,
-        description="flex, default or priority: the default service tier of its requests, and the most urgent one",
+        description="highest service tier that requests may use, and their default: flex, default or priority",
     )
     requests_per_minute: int | None = Field(
-        default=None, ge=1, description="limit of requests in any 60 s; default: no limit"
+        default=None, ge=1, description="maximum number of requests in any 60 s; default: no limit"
     )
     tokens_per_minute: int | None = Field(
-        default=None, ge=1, description="limit of prefilled and generated tokens in any 60 s; default: no limit"
+        default=None,
+        ge=1,
+        description="maximum number of prefilled and generated tokens in any 60 s; default: no limit",
     )
     concurrent_jobs: int | None = Field(
-        default=None, ge=1, description="limit of jobs at the same time; default: no limit"
+        default=None, ge=1, description="maximum number of simultaneous jobs; default: no limit"
     )
-    created_at: AwareDatetime | None = Field(default=None, description="a time with its time zone")
-    expires_at: AwareDatetime | None = Field(default=None, description="a time with its time zone; default: never")
+    created_at: AwareDatetime | None = Field(default=None, description="time of creation, with a time zone")
+    expires_at: AwareDatetime | None = Field(
+        default=None, description="time of expiry, with a time zone; default: never"
+    )
     revoked_at: AwareDatetime | None = Field(default=None, description="the key is invalid from this time on")
 
     @field_validator("tenant")

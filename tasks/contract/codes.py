@@ -46,14 +46,20 @@ class Code:
 CODES: dict[str, Code] = {
     row.code: row
     for row in (
-        Code("invalid_request", "a parameter or a text is wrong; the message names it with a remedy", 400, Exit.USAGE),
+        Code(
+            "invalid_request", "a parameter or a text is invalid; the message names it and the remedy", 400, Exit.USAGE
+        ),
         Code("prompt_too_long", "the prompt can never fit into a slot", 400, Exit.USAGE),
-        Code("template_failed", "the model's chat template refused the messages, or there is none", 400, Exit.USAGE),
+        Code(
+            "template_failed", "the model has no chat template, or its template refused the messages", 400, Exit.USAGE
+        ),
         Code("wrong_capability", "the model is not loaded for this task", 400, Exit.USAGE),
         Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400, Exit.USAGE),
         Code("unknown_model", "no live worker serves the model", 404, Exit.UNREACHABLE),
         Code("unknown_adapter", "the model has no adapter of that name", 404, Exit.USAGE),
-        Code("unknown_key", "the context of the `parent_key` has expired, or is of another scope", 404, Exit.USAGE),
+        Code(
+            "unknown_key", "the context of the `parent_key` has expired, or belongs to another scope", 404, Exit.USAGE
+        ),
         Code("unknown_job", "the job does not exist, or its data has expired", 404),
         Code("unknown_worker", "no live worker has that name", 404, Exit.UNREACHABLE),
         Code("adapter_busy", "the adapter is in use and can't be unloaded now", 409, retryable=True),
@@ -61,12 +67,12 @@ CODES: dict[str, Code] = {
         Code("model_changed", "no worker has the model and adapters with which the job started", 409, retryable=True),
         Code(
             "grammar_changed",
-            "no worker has the version of llguidance with which the job's constrained text started",
+            "no worker has the version of llguidance with which the job's constrained generation started",
             409,
             retryable=True,
         ),
-        Code("id_taken", "another model has the id", 409),
-        Code("result_ignored", "the job was queued with `ignore_result`, so that there is no result", 409),
+        Code("id_taken", "another model already has this id", 409),
+        Code("result_ignored", "the job was queued with `ignore_result`, so it has no result", 409),
         Code("stream_trimmed", "the requested events have expired", 410),
         Code("queue_full", "the engine's waiting queue is at its limit", 429, retryable=True),
         Code("cancelled", "the job was cancelled", 499),
@@ -78,7 +84,7 @@ CODES: dict[str, Code] = {
         Code("model_load_failed", "the model's source is missing, damaged or not supported", 500),
         Code("adapter_load_failed", "the adapter's file is missing, damaged, or made for another model", 500),
         Code("manager_exists", "the process already has a model manager", 500),
-        Code("no_worker", "a task was called in a process that is not a worker; queue it", 500),
+        Code("no_worker", "a task was called in a process that is not a worker; queue the task instead", 500),
         Code("internal_error", "an unexpected error; the worker's log has its traceback", 500),
         Code(
             "redis_refused",
@@ -86,7 +92,7 @@ CODES: dict[str, Code] = {
             500,
             Exit.UNREACHABLE,
         ),
-        Code("engine_stopped", "the engine closed, or its thread died", 503, retryable=True),
+        Code("engine_stopped", "the engine was closed, or its thread died", 503, retryable=True),
         Code(
             "redis_unreachable",
             "Redis does not answer, or temporarily accepts no commands",
@@ -102,7 +108,7 @@ CODES: dict[str, Code] = {
             retryable=True,
         ),
         Code("insufficient_memory", "the model does not fit into the memory budget", 507),
-        Code("redis_full", "Redis is at its maxmemory", 507, Exit.UNREACHABLE, retryable=True),
+        Code("redis_full", "Redis has reached its maxmemory", 507, Exit.UNREACHABLE, retryable=True),
     )
 }
 

@@ -379,7 +379,9 @@ class BaseJob(Payload):
     priority: StrictInt = Field(
         default=PRIORITY_INTERACTIVE, ge=0, le=9, description="Priority: 0 is the most urgent, 9 the least."
     )
-    timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Seconds from submission.")
+    timeout: Finite | None = Field(
+        default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Timeout in seconds, counted from submission."
+    )
 
 
 class ReadingJob(BaseJob):
@@ -387,14 +389,15 @@ class ReadingJob(BaseJob):
 
     parent_key: ContextKey | None = Field(
         default=None,
-        description="Continue the context with this key, which is the `finish_key` of a result. The prompt or the "
-        "messages follow it.",
+        description="Key of a context to continue, which is the `finish_key` of a result. The prompt or the messages "
+        "are appended to the context.",
     )
     cache_scope: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] = Field(
-        default="", description="Share prefixes and keys only within this scope."
+        default="", description="Share cached prefixes and keys only with jobs of the same scope."
     )
     adapters: Adapters = Field(
-        default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of those of the model. NAME=0 uses none."
+        default=None,
+        description="LoRA adapters to use instead of the model's defaults, as NAME or NAME=SCALE. NAME=0 uses none.",
     )
 
 
@@ -402,13 +405,22 @@ class GenerationJob(ReadingJob):
     """A job that generates text."""
 
     max_tokens: Count = Field(default=256, ge=1, description="Maximum number of tokens to generate.")
-    temperature: Finite = Field(default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Temperature. 0 is greedy.")
-    top_k: Count = Field(default=40, ge=0, description="Number of candidates kept. 0 keeps all.")
-    top_p: Finite = Field(default=0.95, gt=0, le=1, description="Probability mass of the candidates kept.")
-    min_p: Finite = Field(default=0.05, ge=0, le=1, description="Minimum probability, relative to the best candidate.")
-    typical_p: Finite = Field(default=1.0, gt=0, le=1, description="Mass of the typical tokens kept. 1 disables it.")
+    temperature: Finite = Field(
+        default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 decodes greedily."
+    )
+    top_k: Count = Field(default=40, ge=0, description="Number of candidate tokens to keep. 0 keeps all.")
+    top_p: Finite = Field(default=0.95, gt=0, le=1, description="Total probability of the candidate tokens to keep.")
+    min_p: Finite = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Minimum probability of a candidate token, relative to the most likely one.",
+    )
+    typical_p: Finite = Field(
+        default=1.0, gt=0, le=1, description="Total probability of the typical tokens to keep. 1 disables the filter."
+    )
     seed: StrictInt | None = Field(
-        default=None, ge=0, le=limits.MAX_SEED, description="Seed. The same seed gives the same text."
+        default=None, ge=0, le=limits.MAX_SEED, description="Seed of the sampler. The same seed gives the same text."
     )
     repeat_penalty: Finite = Field(
         default=1.0,
@@ -417,13 +429,16 @@ class GenerationJob(ReadingJob):
         description="Factor that makes repeated tokens less likely. 1 disables it.",
     )
     frequency_penalty: Penalty = Field(
-        default=0.0, description="Subtracted from the logit of a token per occurrence. 0 disables it."
+        default=0.0, description="Amount subtracted from a token's logit for each occurrence. 0 disables the penalty."
     )
     presence_penalty: Penalty = Field(
-        default=0.0, description="Subtracted from the logit of a token that occurred. 0 disables it."
+        default=0.0, description="Amount subtracted from a token's logit if it has occurred. 0 disables the penalty."
     )
     repeat_last_n: StrictInt = Field(
-        default=64, ge=0, le=limits.MAX_LOOK_BACK, description="Number of last tokens that the penalties consider."
+        default=64,
+        ge=0,
+        le=limits.MAX_LOOK_BACK,
+        description="Number of most recent tokens that the penalties consider.",
     )
     logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS, added to the token's logit. Can be repeated.")
     dry_multiplier: Finite = Field(
@@ -433,24 +448,32 @@ class GenerationJob(ReadingJob):
         default=1.75,
         gt=0,
         le=limits.MAX_DRY_BASE,
-        description="DRY: growth of the penalty per token. Below 1 disables it.",
+        description="DRY: factor by which the penalty grows with each token. Values below 1 disable DRY.",
     )
-    dry_allowed_length: Count = Field(default=2, ge=0, description="DRY: tokens of a repetition without penalty.")
+    dry_allowed_length: Count = Field(
+        default=2, ge=0, description="DRY: length in tokens up to which a repetition is not penalized."
+    )
     dry_penalty_last_n: StrictInt = Field(
-        default=-1, ge=-1, le=limits.MAX_LOOK_BACK, description="DRY: last tokens considered. -1 considers all."
+        default=-1,
+        ge=-1,
+        le=limits.MAX_LOOK_BACK,
+        description="DRY: number of most recent tokens to consider. -1 considers all.",
     )
     dry_sequence_breakers: Breakers = Field(
-        default=("\n", ":", '"', "*"), description="DRY: text that a repetition does not cross. Can be repeated."
+        default=("\n", ":", '"', "*"), description="DRY: text that interrupts a repetition. Can be repeated."
     )
     xtc_probability: Finite = Field(
         default=0.0, ge=0, le=1, description="XTC: probability of removing the top choices. 0 disables it."
     )
     xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="XTC: minimum probability of a top choice.")
     mirostat: StrictInt = Field(
-        default=0, ge=0, le=2, description="Mirostat version 1 or 2, which keeps the surprise steady. 0 disables it."
+        default=0,
+        ge=0,
+        le=2,
+        description="Mirostat version, 1 or 2. Mirostat keeps the surprise of the text constant. 0 disables it.",
     )
     mirostat_tau: Finite = Field(
-        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Mirostat: target surprise (bits)."
+        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Mirostat: target surprise in bits."
     )
     mirostat_eta: Finite = Field(default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="Mirostat: learning rate.")
     json_schema: Annotated[
@@ -481,7 +504,7 @@ class GenerationJob(ReadingJob):
     return_tokens: StrictBool = Field(
         default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
     )
-    ignore_eos: StrictBool = Field(default=False, description="Continue where the model would end.")
+    ignore_eos: StrictBool = Field(default=False, description="Keep generating when the model would stop.")
     stream: StrictBool = Field(default=True, description="Publish the text token by token.")
     prediction: Annotated[
         TextOrTokens | None, BeforeValidator(to_prediction), TypedAs("Prompt | Prediction | None")
@@ -524,7 +547,7 @@ class ConversationJob(BaseJob):
     """A job with the messages of a chat."""
 
     messages: Messages
-    system: Text | None = Field(default=None, description="System message before all others.")
+    system: Text | None = Field(default=None, description="System message, which precedes all other messages.")
     tools: Annotated[
         tuple[ToolPayload, ...],
         AfterValidator(check_names),
@@ -536,7 +559,7 @@ class ConversationJob(BaseJob):
     )
     enable_thinking: StrictBool | None = Field(default=None, description="Let the model think before it answers.")
     template_args: Annotated[dict[StrictStr, Any], BeforeValidator(check_args), TypedAs("JsonObject")] = Field(
-        default_factory=dict, description="Variables of the model's chat template, as JSON."
+        default_factory=dict, description="Variables for the model's chat template, as JSON."
     )
 
     @model_validator(mode="after")

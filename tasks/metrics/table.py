@@ -62,7 +62,7 @@ VLLM = (
         "engine",
         ENGINE,
         ("vllm:num_requests_running", "Number of requests that have a slot.", "requests_running"),
-        ("vllm:num_requests_waiting", "Number of requests in the worker without a slot.", "requests_waiting"),
+        ("vllm:num_requests_waiting", "Number of requests in the worker that wait for a slot.", "requests_waiting"),
         ("vllm:kv_cache_usage_perc", "Share of the KV cells that running sequences use, 0 to 1."),
     ),
     Row(
@@ -80,7 +80,7 @@ VLLM = (
         ("vllm:num_preemptions_total", "Sequences that lost their slot to a more urgent request.", "preemptions"),
         (
             "vllm:spec_decode_num_drafts_total",
-            "Drafts: runs of draft tokens for a sequence that were checked in one step.",
+            "Drafts that were checked. A draft is a run of draft tokens for one sequence.",
         ),
         ("vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were checked."),
         ("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."),
@@ -144,16 +144,26 @@ VLLM = (
         "request",
         *ENGINE,
     ),
-    _histogram("vllm:request_queue_time_seconds", "Time from submission to a slot.", REQUEST_S, "request", *ENGINE),
     _histogram(
-        "vllm:request_inference_time_seconds",
-        "Time from the slot to the end of the request.",
+        "vllm:request_queue_time_seconds",
+        "Time from submission until the request got a slot.",
         REQUEST_S,
         "request",
         *ENGINE,
     ),
     _histogram(
-        "vllm:request_prefill_time_seconds", "Time from the slot to the first token.", REQUEST_S, "request", *ENGINE
+        "vllm:request_inference_time_seconds",
+        "Time from getting a slot to the end of the request.",
+        REQUEST_S,
+        "request",
+        *ENGINE,
+    ),
+    _histogram(
+        "vllm:request_prefill_time_seconds",
+        "Time from getting a slot to the first token.",
+        REQUEST_S,
+        "request",
+        *ENGINE,
     ),
     _histogram(
         "vllm:request_decode_time_seconds",
@@ -228,7 +238,11 @@ ENGINES = (
         ("cellama_ram_saves_total", "KV states saved in RAM.", "ram_saves"),
         ("cellama_ram_evictions_total", "KV states removed from RAM because of the quota.", "ram_evictions"),
         ("cellama_disk_loads_total", "KV states read from disk.", "disk_loads"),
-        ("cellama_disk_late_total", "KV states read from disk after they had been computed already.", "disk_late"),
+        (
+            "cellama_disk_late_total",
+            "KV states that were read from disk too late, after they had been recomputed.",
+            "disk_late",
+        ),
         ("cellama_disk_misses_total", "Files of KV states that were damaged, unusable or missing.", "disk_misses"),
         ("cellama_disk_saves_total", "KV states written to disk.", "disk_saves"),
         ("cellama_disk_drops_total", "KV states that were not written to disk.", "disk_drops"),
@@ -240,7 +254,7 @@ ENGINES = (
     Row(
         "cellama_prefix_lookups_total",
         "counter",
-        "Requests that got a slot, by the place of their prefix: slot, copy (another slot), ram, disk or miss.",
+        "Requests that got a slot, by where their prefix was found: slot, copy (another slot), ram, disk or miss.",
         ("model", "tier"),
         "engine",
     ),
@@ -294,14 +308,14 @@ ATTEMPTS = (
     Row(
         "cellama_attempts_total",
         "counter",
-        "Attempts that started, and whether they were the first at their job.",
+        "Attempts that started, and whether each was the first attempt at its job.",
         ("model", "class", "first"),
         "attempt",
     ),
     Row(
         "cellama_attempt_ends_total",
         "counter",
-        "Attempts that ended: success, failure, revoked, handed_back or superseded.",
+        "Attempts that ended, by outcome: success, failure, revoked, handed_back or superseded.",
         ("model", "class", "end"),
         "attempt",
     ),
@@ -320,7 +334,7 @@ ATTEMPTS = (
     Row(
         "cellama_label_values_dropped_total",
         "counter",
-        "Counts added to `other`, because there are too many label values. The gateway also reports it.",
+        "Counts added to `other`, because a label has too many values. The gateway also reports this metric.",
         ("label",),
         "worker",
     ),
@@ -343,7 +357,10 @@ QUEUES = (
         ("cellama_jobs_waiting", "Number of jobs without a slot, including those that workers hold."),
         ("cellama_jobs_running", "Number of jobs that have a slot."),
         ("cellama_oldest_waiting_seconds", "Time that the oldest job of the class has waited. 0 if none waits."),
-        ("cellama_queue_eta_seconds", "Estimated time until a new job gets a slot. Absent while nothing is known."),
+        (
+            "cellama_queue_eta_seconds",
+            "Estimated time until a new job gets a slot. Absent while no estimate is possible.",
+        ),
     ),
     Row("cellama_queue_workers", "gauge", "Number of running workers that accept jobs of the model.", MODEL, "redis"),
     *_of(
@@ -355,7 +372,7 @@ QUEUES = (
         ("cellama_ledger_leases", "Number of messages that workers hold."),
         (
             "cellama_ledger_leases_overdue",
-            "Number of messages whose lease has expired and which are not returned to their queue yet.",
+            "Number of messages whose lease has expired, but which are not in their queue again yet.",
         ),
         (
             "cellama_ledger_leases_overdue_seconds",
@@ -374,7 +391,7 @@ QUEUES = (
     Row(
         "cellama_bulk_runs",
         "gauge",
-        "Number of bulk runs by state, among the 100 that were active last.",
+        "Number of bulk runs by state, among the 100 most recently active ones.",
         ("state",),
         "redis",
     ),
@@ -385,7 +402,7 @@ QUEUES = (
         "gauge",
         "redis",
         ("tenant",),
-        ("cellama_tenant_jobs", "Number of jobs that wait or run for keys with a limit on jobs."),
+        ("cellama_tenant_jobs", "Number of waiting and running jobs of keys that limit simultaneous jobs."),
         (
             "cellama_tenant_window_tokens",
             "Number of tokens charged to the tenant's keys in the last one to two minutes.",
@@ -398,14 +415,14 @@ GATEWAY = (
     Row("cellama_http_requests_in_flight", "gauge", "Number of HTTP requests in progress.", (), "gateway"),
     _histogram(
         "cellama_http_first_byte_seconds",
-        "Time from the request to the first byte of the body of the answer.",
+        "Time from the request to the first byte of the response's body.",
         FINE_S,
         "gateway",
         "route",
     ),
     _histogram(
         "cellama_http_request_seconds",
-        "Time from the request to the last byte of the answer.",
+        "Time from the request to the last byte of the response.",
         FINE_S,
         "gateway",
         "route",
@@ -413,7 +430,7 @@ GATEWAY = (
     Row(
         "cellama_tenant_tokens_total",
         "counter",
-        "Tokens of requests that the gateway saw finish, without batches: prompt, cached or generated.",
+        "Tokens of requests that finished in this gateway, excluding batches: prompt, cached or generated.",
         ("tenant", "kind"),
         "gateway",
     ),

@@ -21,7 +21,7 @@ class ChatJob(ConversationJob, GenerationJob):
     thinking_budget: Count | None = Field(default=None, ge=0, description="Maximum number of tokens for thinking.")
     parallel_tool_calls: StrictBool | None = Field(
         default=None,
-        description="If false, one tool call at most. If true, several are possible even where a call is forced.",
+        description="If false, allow at most one tool call. If true, allow several, even if a call is forced.",
     )
     allowed_tools: Annotated[tuple[Name, ...], Field(min_length=1), no_more_than(limits.MAX_TOOLS, "names")] | None = (
         Field(

@@ -20,7 +20,7 @@ class EmbedJob(BaseJob):
     texts: Inputs
     normalize: StrictBool = Field(default=True, description="Scale vectors to unit length.")
     dimensions: Count | None = Field(
-        default=None, ge=1, description="Number of dimensions kept of each vector (default: all)."
+        default=None, ge=1, description="Number of dimensions to keep per vector (default: all)."
     )
     truncate: StrictBool = Field(
         default=False, description="Truncate texts that are too long instead of refusing them."

@@ -17,7 +17,9 @@ class RerankJob(BaseJob):
 
     query: FilledText
     documents: Texts
-    top_n: Count | None = Field(default=None, ge=1, description="Number of results, the best first (default: all).")
+    top_n: Count | None = Field(
+        default=None, ge=1, description="Number of results to return, best first (default: all)."
+    )
     truncate: StrictBool = Field(
         default=False, description="Truncate documents that are too long instead of refusing them."
     )

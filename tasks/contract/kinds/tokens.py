@@ -18,7 +18,9 @@ class TokenizeJob(BaseJob):
 
     text: Text
     add_special: StrictBool = Field(default=True, description="Add the tokens that begin and end a text.")
-    parse_special: StrictBool = Field(default=False, description="Parse the text of special tokens as these tokens.")
+    parse_special: StrictBool = Field(
+        default=False, description="Convert the text of special tokens into these tokens."
+    )
 
 
 class TokenizeResult(TypedDict):
