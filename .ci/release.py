@@ -20,7 +20,6 @@ import gzip
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -35,6 +34,7 @@ BUILD_TOOLS = ("build>=1.2,<2",)
 SBOM_TOOLS = ("cyclonedx-bom>=7,<8",)
 # The extras that run a complete installation. llama.cpp is built once; pip keeps its wheel.
 SBOM_EXTRAS = "worker,http,files,flower,metrics,otel,embedded,parquet"
+OTHER_FILES = ("NOTES.md", "SHA256SUMS", "sbom.cdx.json")  # alongside the packages
 VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         subprocess.run([ROOT / ".ci" / "run"], check=True)
 
     output = options.output.resolve()
-    shutil.rmtree(output, ignore_errors=True)
+    clear_output(output)
     with tempfile.TemporaryDirectory(prefix="cellama-release-") as source:
         export_commit(ROOT, Path(source))
         packages = build(Path(source), output, commit_time(ROOT))
@@ -146,6 +146,15 @@ def tag_problems(root: Path, version: str, tag: str) -> Iterator[str]:
         yield f"tag: '{tag}' is not that of version {version} in pyproject.toml; use v{version}"
     elif git(root, "tag", "--points-at", "HEAD", "--list", tag) != tag:
         yield f"tag: '{tag}' does not point to this commit; run git switch --detach {tag}"
+
+
+def clear_output(output: Path) -> None:
+    """Remove the files of an earlier run. Exits if the directory has other files, which are not part of a release."""
+    old = [file for file in output.glob("*") if file.name.startswith("cellama-") or file.name in OTHER_FILES]
+    if foreign := sorted({*output.glob("*")} - {*old}):
+        sys.exit(f"release: output: {output} contains {foreign[0].name}; choose an empty directory")
+    for file in old:
+        file.unlink()
 
 
 def export_commit(root: Path, target: Path) -> None:

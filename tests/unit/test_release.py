@@ -118,6 +118,16 @@ def test_tag_is_refused_when_a_step_is_skipped(capsys: pytest.CaptureFixture[str
     assert "--tag needs all steps; remove --check-only, --skip-tests and --skip-sbom" in capsys.readouterr().err
 
 
+def test_output_directory_is_refused_when_it_has_other_files(tmp_path: Path) -> None:
+    for name in ("cellama-1.1.0.tar.gz", "thesis.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(SystemExit, match=r"contains thesis\.txt; choose an empty directory"):
+        release.clear_output(tmp_path)
+    (tmp_path / "thesis.txt").unlink()
+    release.clear_output(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sdist_has_sorted_members_without_owner_and_with_one_time(tmp_path: Path) -> None:
     sdists = []
     for name in ("first.tar.gz", "second.tar.gz"):
