@@ -63,7 +63,7 @@ def event_logger(name: str) -> EventLogger:
 
 @contextlib.contextmanager
 def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
-    """Add the id of a job and of a trace to all lines that this thread or asyncio task logs meanwhile.
+    """Add the ids of a job and a trace to all lines that this thread or asyncio task logs in the block.
 
     An empty id is omitted.
     """

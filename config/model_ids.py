@@ -25,7 +25,7 @@ def id_of_source(source: str, taken: Collection[str] = ()) -> str:
 
 
 def with_ids(models: Any) -> Any:
-    """Return the models of the settings, where models without an id get one from their source."""
+    """Return the models of the settings. Models without an id get one that is derived from their source."""
     if not isinstance(models, list | tuple):
         return models
     taken = {model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)}

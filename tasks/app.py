@@ -83,7 +83,7 @@ class Worker(Protocol):
     def ledger(self) -> Ledger: ...
 
     def close(self, save_until: float = 0.0) -> None:
-        """Close models and threads. KV states are saved until `save_until` (monotonic)."""
+        """Close models and threads. Until `save_until` (monotonic), KV states are saved."""
         ...
 
 
@@ -108,7 +108,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
 
 def make_app(redis_url: str | None = None) -> CellamaApp:
-    """Return an app whose jobs go to this Redis, or to that of the settings. Celery's current app stays the same."""
+    """Return an app whose jobs go to this Redis, or to that of the settings. Celery's current app is unchanged."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
     new.templates = Templates()
@@ -121,7 +121,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Exit with Exit.CONFIG at the start of a worker if the installed libraries lack a part that it needs."""
+    """Exit with Exit.CONFIG when a worker starts if the installed libraries lack a part that it needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
@@ -226,10 +226,10 @@ def concurrency(settings: Settings) -> int:
 
 
 def num_jobs_of(model: ModelSettings, slots: int | None = None, capabilities: Collection[str] = ()) -> int:
-    """Return how many jobs of a model are in progress at most: one per slot, or EMBEDDING_JOBS if it does not generate.
+    """Return how many jobs of a model can be in progress: one per slot, or EMBEDDING_JOBS if it does not generate.
 
     `slots` and `capabilities` are those of the loaded model. By default they are taken from the settings. A model
-    without capabilities in the settings counts as one that generates.
+    without capabilities in the settings counts as a generating model.
     """
     if not {"generate", "chat"} & set(capabilities or model.capabilities or ("generate",)):
         return EMBEDDING_JOBS

@@ -1,4 +1,4 @@
-"""The Celery tasks, one for each kind of job. A call is checked before anything is queued, alone or with many others.
+"""The Celery tasks, one for each kind of job. Calls are checked before anything is queued, one by one or many at once.
 
 `tasks/calls` turns calls into messages, and `tasks/attempt` has what the tasks do in a worker.
 """

@@ -151,7 +151,7 @@ class GenerateCall(GenerateParams, total=False):
 
 
 class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """Text that follows a prompt, which is a text or a list of token ids."""
+    """Text that continues a prompt, which is a text or a list of token ids."""
 
     def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
 
@@ -170,7 +170,7 @@ class PrefillCall(PrefillParams, total=False):
 
 
 class PrefillTask(TypedTask[PrefillCall | PrefillParams, PrefillResult], Protocol):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or messages or the system message of a chat."""
+    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages or system message of a chat."""
 
     def delay(
         self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]

@@ -105,7 +105,7 @@ def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinks(thinking: Any) -> bool:
-    """Return whether to think, by default not, because Anthropic's clients read the text of the first block."""
+    """Return whether to think. The default is not to, as Anthropic's clients read the text of the first block."""
     if thinking is None:
         return False
     kind = thinking.get("type") if isinstance(thinking, dict) else None

@@ -1,4 +1,4 @@
-"""Check the files of a run before it starts: the input must be text, and the output must have a fitting name."""
+"""Check the files of a run before it starts: the input must be text, and the output must have a suitable name."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a table. `columns` has all columns except those of the id and the prompt."""
+    """A row of a table. `columns` has all columns except the id and the prompt."""
 
     id: str | int
     prompt: str
@@ -43,7 +43,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a table that have the prompt and the id.
+    """The names of the columns that contain the prompt and the id.
 
     Without `prompt`, the table must have only one column in addition to the id. Without `id`, a column in ID_COLUMNS is
     used if the table has one.
@@ -77,7 +77,7 @@ class BatchLine:
 
     @property
     def is_repeatable(self) -> bool:
-        """Return whether identical lines have the same result: embeddings, and greedy texts with one choice."""
+        """Return whether identical lines have the same result, as embeddings and single greedy completions do."""
         return self.kind == "embed" or (self._is_greedy and self.params.get("n", 1) == 1)
 
     @property
@@ -86,7 +86,7 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """Return a sort key. Lines with a common prefix of their prompts have a common prefix of their keys."""
+        """Return a sort key. If the prompts of two lines share a prefix, so do their keys."""
         return _key_of(self.kind, self.params)[:MAX_KEY_CHARS]
 
 
@@ -159,7 +159,7 @@ def _too_long(size: int, limit: int) -> str:
 
 
 def format_of(path: Path | None, given: Format) -> Format:
-    """Return the given format, or for "auto" the format by the suffix of the file (default: jsonl)."""
+    """Return the given format. For "auto", the suffix of the file determines it (default: jsonl)."""
     if given != "auto" or path is None:
         return "jsonl" if given == "auto" else given
     return _BY_SUFFIX.get(path.suffix.lower(), "jsonl")
@@ -366,7 +366,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(columns: Columns, names: list[str]) -> tuple[str, str | None]:
-    """Return the names of the columns of the prompt and of the id. Raises InvalidJob."""
+    """Return the names of the prompt column and the id column. Raises InvalidJob."""
     row_id = columns.id or next((name for name in names if name.lower() in ID_COLUMNS), None)
     if row_id is not None and row_id not in names:
         raise InvalidJob(f"--id-column: there is no column {row_id!r}; columns: {_listed(names)}")
@@ -379,7 +379,7 @@ def _chosen(columns: Columns, names: list[str]) -> tuple[str, str | None]:
 
 
 def _other_separator(names: list[str]) -> str:
-    """Return the character other than a comma that seems to separate columns; "" if there is none."""
+    """Return the character, other than a comma, that seems to separate columns, or "" if there is none."""
     return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), "")
 
 

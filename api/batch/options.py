@@ -19,7 +19,7 @@ MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run. Lines and tokens count all commands of the run, rates only the current one."""
+    """The progress of a run. Lines and tokens cover all commands of the run, but rates cover only the current one."""
 
     total: int = 0
     finished: int = 0

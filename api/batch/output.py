@@ -1,4 +1,4 @@
-"""Write the results and errors of lines. They are whole lines, and are on disk before the work file counts them."""
+"""Write the results and errors of lines. Each line is complete and on disk before the work file counts it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _end_of_whole_lines(fd: int) -> int:
 
 
 def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
-    """Remove the lines for whose ids `drops` returns True. After a crash, either all or none are removed."""
+    """Remove each line if `drops` returns True for its id. After a crash, either all or none are removed."""
     partial = path.with_name(path.name + ".part")
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
@@ -177,7 +177,7 @@ class Outcomes:
         self._merges = work.count(TWIN) > 0
 
     def save(self, results: OutcomeList, failures: OutcomeList) -> None:
-        """Write outcomes, also for the twins of their lines.
+        """Write outcomes, and copy them to the twins of their lines.
 
         The output is written before the work file. After a crash between the two, the next command reads the end of the
         output.

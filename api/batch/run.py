@@ -226,12 +226,14 @@ class BatchRun:
         return len(lines)
 
     def _find_lost(self) -> None:
-        """Make the lines of chunks pending again that Redis has lost, or that have expired in Redis."""
+        """Make the lines of a chunk pending again if Redis has lost the chunk, or it has expired."""
         for name, chunk in list(self._chunks.items()):
             if time.monotonic() - chunk.last_event_at > LOST_S:
                 chunk.last_event_at = time.monotonic()
                 if not self._redis.exists(job_key(name), journal_key(name)):
-                    log.warning("chunk lost", chunk=name, detail="Redis no longer has it; its lines are sent again")
+                    log.warning(
+                        "chunk lost", chunk=name, detail="Redis no longer has the chunk; its lines are sent again"
+                    )
                     self._end_chunk(name, tried=False)
 
     def _wait_reason(self) -> str:
@@ -315,7 +317,7 @@ class BatchRun:
             self._app.AsyncResult(name).revoke(terminate=True)
 
     def _stop(self, state: str) -> str:
-        """Cancel the lines in flight, and read the results that they have until then. Return `state`."""
+        """Cancel the lines in flight, and read the results of those that have finished. Return `state`."""
         self._report("cancelling" if state == "cancelled" else "finalizing")
         self._revoke_chunks()
         until = time.monotonic() + 10
@@ -355,7 +357,7 @@ def progress_of(work: WorkFile) -> Progress:
 
 
 def _fitting_lines(lines: list[StoredLine], room: int) -> list[StoredLine]:
-    """Return as many lines as fit into a message of `room` bytes, and at least one, because each was checked before."""
+    """Return as many lines as fit into a message of `room` bytes. At least one fits, as each was checked before."""
     size = 0
     fitting: list[StoredLine] = []
     for line in lines:

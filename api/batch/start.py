@@ -133,7 +133,7 @@ def _traced(work: WorkFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(options: BatchOptions) -> Iterator[None]:
-    """Convert errors of the work file to OSError, as errors of the output are."""
+    """Convert errors of the work file to OSError, like errors of the output."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -258,7 +258,7 @@ def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Batch
 
 
 def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:
-    """Raise InvalidJob for an empty input, and for one that does not belong to the output."""
+    """Raise InvalidJob if the input is empty or does not belong to the output."""
     name = "stdin" if options.input == STANDARD else repr(str(options.input))
     if not count:
         raise InvalidJob(f"{name} has no lines; name the right file")
@@ -303,7 +303,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 
 
 def _recover(work: WorkFile, output: LineFile, start: int) -> None:
-    """Mark lines as finished whose results are behind byte `start` of the output, which a crash has prevented."""
+    """Mark lines as finished if their results follow byte `start` of the output. A crash had prevented this."""
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
         if work.finish_by_id(id_of(value)):

@@ -79,7 +79,7 @@ class WorkFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Add the whole input inside of this context. At the end, lines that the input no longer has are deleted.
+        """Add the whole input inside this context. At the end, lines that are no longer in the input are deleted.
 
         If it raises, the lines of the previous reading remain. The first reading is committed in several parts.
         """
@@ -94,7 +94,7 @@ class WorkFile:
     def add(self, line: BatchLine, *, merge: bool = False) -> int | None:
         """Add a line of the input. If an earlier line has the same id, return its number instead.
 
-        A line that an earlier reading had with the same content keeps its state. With `merge`, the line copies the
+        A line whose content has not changed since an earlier reading keeps its state. With `merge`, the line copies the
         outcome of an earlier line with the same content.
         """
         self._commit_regularly()
@@ -133,7 +133,7 @@ class WorkFile:
         self.find_twins()
 
     def find_twins(self) -> None:
-        """Make exactly those lines twins that have an identical line before them without an outcome."""
+        """Make a line a twin if an identical line before it has no outcome yet, and no other lines."""
         self._pending = None
         self._db.execute("UPDATE lines SET state = 0 WHERE state = ?", (TWIN,))
         self._db.execute(
@@ -190,7 +190,7 @@ class WorkFile:
     def next_lines(self, model: str, count: int) -> list[StoredLine]:
         """Return up to `count` pending lines, in the order of their keys.
 
-        Lines that were tried before come last, and each of them alone, because it may have crashed its worker.
+        Lines that were tried before come last, one per call, because they may have crashed their workers.
         """
         query = (
             f"SELECT {_LINE} FROM lines WHERE state = 0 AND model = ? ORDER BY model, tries > 0, key, number LIMIT ?"
@@ -220,7 +220,7 @@ class WorkFile:
         return [row[0] for row in self._db.execute("SELECT DISTINCT chunk FROM lines WHERE state = 1")]
 
     def line(self, chunk: str, place: int) -> StoredLine | None:
-        """Return the line in flight at this place of a chunk; None if it already has an outcome."""
+        """Return the line in flight at this place of a chunk, or None if it already has an outcome."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 1 AND chunk = ? AND place = ?"
         row = self._db.execute(query, (chunk, place)).fetchone()
         return None if row is None else _stored(row)
@@ -284,7 +284,7 @@ class WorkFile:
         return None if row is None else int(row[0])
 
     def held(self, limit: int, before: int | None = None) -> list[tuple[int, str]]:
-        """Return number and outcome of finished lines that are not written yet, in order, up to the line `before`."""
+        """Return the number and outcome of each finished line not yet written, in order, up to the line `before`."""
         query = (
             "SELECT number, outcome FROM lines WHERE outcome IS NOT NULL AND number < coalesce(?, number + 1) "
             "ORDER BY number LIMIT ?"

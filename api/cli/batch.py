@@ -1,4 +1,4 @@
-"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel those of all machines."""
+"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel runs of all machines."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def batch_resume_command(
     retry_failed: RetryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Resume a run that was interrupted, with the options that it was started with.
+    """Resume an interrupted run with its original options.
 
     Example:  cellama batch resume answers.jsonl
     """
@@ -233,13 +233,13 @@ def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
 
 
 def _relative(path: str) -> str:
-    """Return a path relative to the current directory if the file is in it or below."""
+    """Return a path relative to the current directory if the file is inside it."""
     current = Path.cwd()
     return str(Path(path).relative_to(current)) if Path(path).is_relative_to(current) else path
 
 
 def _short(run_id: Any) -> str:
-    """Return the first characters of an id, and before them the prefix that all ids of gateways have."""
+    """Return the first characters of an id, after the prefix `batch_` if it has one."""
     text = str(run_id)
     return text[: text.find("_") + 1 + SHOWN_ID_CHARS]
 

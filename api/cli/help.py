@@ -1,4 +1,4 @@
-"""Format the text of `--help`: plain text, with a section per group of options, in which no name is cut off."""
+"""Format `--help` as plain text, with a section for each group of options, and without cutting off names."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def queue_purge_command(
 
 
 def dead_list_command(json: JsonOption = False) -> None:
-    """List dead jobs: jobs that cellama gave up because their workers crashed three times.
+    """List dead jobs, which cellama gave up on because their workers crashed three times.
 
     Example:  cellama dead list
     """

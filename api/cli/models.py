@@ -303,7 +303,7 @@ def _failures(client: Client, model_id: str, adapter: str | None = None) -> dict
 
 
 def _report(json: bool, value: dict[str, Any], text: str, failures: dict[str, LoadFailure] | None = None) -> None:
-    """Print the outcome. `failures` are the errors of workers on which it failed so far, by worker."""
+    """Print the outcome. `failures` has the error of each worker on which the command has failed so far."""
     if json:
         print_json(value)
         return

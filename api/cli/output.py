@@ -40,7 +40,7 @@ def called() -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, with which it could control the terminal."""
+    """Return the text without characters that could control the terminal."""
     return text.translate(_CONTROLS)
 
 

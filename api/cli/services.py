@@ -125,7 +125,7 @@ def up_command(
 
 
 def _check_services(flower_port: int | None, gateway_port: int | None) -> None:
-    """Check Flower and the gateway, unless their port is None. Raises NotInstalled and PortTaken."""
+    """Check that Flower and the gateway can start, if they have a port. Raises NotInstalled and PortTaken."""
     if flower_port is not None:
         if importlib.util.find_spec("flower") is None:
             raise NotInstalled("Flower is not installed; run `pip install 'cellama[flower]'`, or use --no-flower")
@@ -270,7 +270,7 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """Return USER:PASSWORD of Flower from the environment, or None on loopback, or else generate new credentials."""
+    """Return USER:PASSWORD from the environment. Without it, return None on loopback, or else new credentials."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given

@@ -98,7 +98,7 @@ def _watch(
     *,
     full_screen: bool,
 ) -> None:
-    """Show what `read` returns until Ctrl-C. While Redis does not answer, show the last view with the problem.
+    """Show the result of `read` until Ctrl-C. While Redis does not answer, show the last view and the problem.
 
     Raises the errors of the first call of `read`.
     """
@@ -118,7 +118,7 @@ def _watch(
 
 
 def _hit_rate(counts: dict[str, Any]) -> str:
-    """Return the share of prompts of which a prefix was in the cache."""
+    """Return the share of prompts that had a prefix in the cache."""
     looked_up = counts["cache_hits"] + counts["cache_misses"]
     return f"{100 * counts['cache_hits'] / looked_up:.0f} %" if looked_up else "-"
 
@@ -128,7 +128,7 @@ def _busy_slots(engine: dict[str, Any]) -> int:
 
 
 def _embedding_counts(model: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the counts of a model that embeds or reranks; None if it does neither."""
+    """Return the counts of a model that embeds or reranks, or None if it does neither."""
     parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
     return {name: sum(part.get(name, 0) for part in parts) for name in EMBED_FIELDS} if parts else None
 

@@ -1,4 +1,4 @@
-"""`cellama webhooks`: create, list and delete endpoints of webhooks."""
+"""`cellama webhooks`: create, list and delete webhook endpoints."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def webhooks_create_command(
 ) -> None:
     """Create an endpoint that is notified when batches and responses finish. Its secret is shown only once.
 
-    Calls are signed as Standard Webhooks describes, and retried for about three days until the endpoint answers with
-    a status of 2xx.
+    Requests are signed according to Standard Webhooks, and retried for about three days until the endpoint answers with
+    a 2xx status.
 
     Example:  cellama webhooks create https://example.org/hooks --tenant acme
     """

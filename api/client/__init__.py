@@ -1,4 +1,4 @@
-"""The client in Python, blocking and for asyncio.
+"""The Python client, blocking and for asyncio.
 
-May import `batch`, and of `tasks` everything except the packages that run in workers.
+It may import `batch`, and all of `tasks` except the packages that run in workers.
 """

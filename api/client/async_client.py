@@ -109,7 +109,7 @@ class _Stopped(Exception):
 class AsyncClient:
     """The client for asyncio. It has the methods of `Client`, and raises the same errors.
 
-    Short blocking calls run in threads, and streams don't. All streams of an event loop share two connections.
+    Short blocking calls run in threads, but streams don't. All streams of an event loop share two connections.
     """
 
     def __init__(self, url: str | None = None) -> None:
@@ -226,7 +226,7 @@ class AsyncClient:
         return self._streams[loop]
 
     async def _cancel_shielded(self, job_id: str) -> None:
-        """Cancel a job even if the caller is cancelled repeatedly, as by a cancel scope of anyio.
+        """Cancel a job even if the caller is cancelled repeatedly, for example by a cancel scope of anyio.
 
         A thread starts immediately. A task would not start if its event loop is closing.
         """

@@ -350,7 +350,7 @@ class Client:
 
         The `options` model, ordered, errors, format, column, id_column, form, deadline_s, merge_identical, retry_failed
         and overwrite are the options of the command. All other keywords are parameters of lines that don't set them.
-        Raises InvalidJob and OSError. Finished lines are saved also if it raises.
+        Raises InvalidJob and OSError. Even if it raises, finished lines are saved.
         """
         with reaching_redis(self._url):
             self._redis.ping()
@@ -432,7 +432,7 @@ class Client:
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """Return up to `limit` running and waiting jobs, of one model or all, even if no worker serves the model."""
+        """Return up to `limit` running and waiting jobs, of one model or of all, even of models without a worker."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
@@ -448,7 +448,7 @@ class Client:
             return purge_queue(self._app, queue_name(model))
 
     def dead(self) -> list[DeadJob]:
-        """Return the dead jobs, latest first. cellama gave them up because their workers crashed repeatedly."""
+        """Return the dead jobs, latest first. cellama gave up on them because their workers crashed repeatedly."""
         with reaching_redis(self._url):
             return Ledger(self._redis).dead()
 
@@ -472,7 +472,7 @@ class Client:
         return models_of(self.workers())
 
     def memory(self, worker: str | None = None) -> list[MemoryView]:
-        """Return the memory budget, the devices and the memory use of each model, of all workers or one.
+        """Return the memory budget, devices and models of all workers, or only of the named one.
 
         Raises UnknownWorker.
         """
@@ -545,7 +545,7 @@ class Client:
     def adapters(self, model_id: str) -> list[AdapterView]:
         """Return the LoRA adapters of a model on all workers.
 
-        If workers have different files or scales under a name, each of them is an entry. Raises UnknownModel.
+        If workers have different files or scales under one name, each variant has its own entry. Raises UnknownModel.
         """
         workers = self.workers()
         known = {model["id"] for worker in workers for model in worker.models}

@@ -55,7 +55,7 @@ class Stats(TypedDict):
 def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
     """Return each model once, with the names of its workers. Its `status` is `ready` if any worker serves it.
 
-    The status of a model that workers should have, and no worker has, is `lacking`.
+    A model that workers should have, but that no worker has, has the status `lacking`.
     """
     models: dict[str, tuple[WorkerModel, list[str]]] = {}
     for worker in workers:

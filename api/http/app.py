@@ -106,7 +106,7 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Convert errors of the router, such as an unknown path or method."""
+    """Convert errors of the router, for example for an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
     return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
 

@@ -82,7 +82,7 @@ class Caller:
         return TIERS[self.priority or "priority"]
 
     def tier(self, requested: str | None) -> str:
-        """Return the service tier of a request that names this tier, "auto", or none."""
+        """Return the service tier of a request that names this tier or "auto", or names no tier."""
         if requested in (None, "auto"):
             return self.priority or "default"
         most_urgent = self.priority or "priority"

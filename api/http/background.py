@@ -41,7 +41,7 @@ class PollLoop:
     """Calls a function every POLL_S, from `start` to `close`, in one event loop. An outage is logged once."""
 
     def __init__(self, name: str, poll: Callable[[], Awaitable[bool]]) -> None:
-        """Make a loop that does not run yet. `poll` returns True if it should be called again immediately."""
+        """Make a loop, which `start` starts. `poll` returns True if it should be called again immediately."""
         self._name = name
         self._poll = poll
         self._task: asyncio.Task[None] | None = None
@@ -69,7 +69,7 @@ class PollLoop:
             except (RedisError, RedisUnreachable, RedisRefused, OSError) as error:
                 self._log_outage(error)
             except Exception:
-                log.exception("background loop failed", loop=self._name, detail="unexpected error; it continues")
+                log.exception("background loop failed", loop=self._name, detail="unexpected error; the loop continues")
             if not is_busy:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), POLL_S)
@@ -81,4 +81,6 @@ class PollLoop:
         if error is None:
             log.warning("background loop resumed", loop=self._name)
         else:
-            log.warning("background loop interrupted", loop=self._name, detail=f"{error}; it resumes by itself")
+            log.warning(
+                "background loop interrupted", loop=self._name, detail=f"{error}; the loop resumes automatically"
+            )

@@ -206,7 +206,7 @@ class Gateway:
         return error
 
     def afterwards(self, work: Coroutine[Any, Any, object], *, until_close: bool = False) -> None:
-        """Run a coroutine to its end, even if the request that needs it is cancelled. Errors of jobs are ignored.
+        """Run a coroutine to completion, even if its request is cancelled. Errors of jobs are ignored.
 
         `close` waits for the coroutine, or cancels it if `until_close` is set.
         """

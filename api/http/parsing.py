@@ -135,7 +135,7 @@ class PageQuery:
 
 
 def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ApiError if a member has another name than the known ones."""
+    """Raise ApiError if a member has an unknown name."""
     for name in values:
         if name not in known:
             raise ApiError(400, f"unknown parameter {shorten(name)}; known parameters: {', '.join(known)}", param=name)
@@ -289,7 +289,7 @@ def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
 def within_limit(limit: int | None, max_tokens: int, num_answers: int = 1) -> int:
     """Return the default of max_tokens for a caller with a limit.
 
-    All answers of the request together may use a quarter of the limit, so that one request does not use it up.
+    All answers of the request together may use a quarter of the limit, so that it is not used up at once.
     """
     if limit is None:
         return max_tokens

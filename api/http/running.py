@@ -1,4 +1,4 @@
-"""Running the jobs of a request, from queueing to their results. Disconnecting cancels them."""
+"""Run the jobs of a request, from queueing to their results. Disconnecting cancels them."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class RunningJobs:
             gateway.afterwards(self._settle(), until_close=self.survives_disconnect)
 
     def _count_tokens(self) -> None:
-        """Count the tokens of all jobs whose ends were received."""
+        """Count the tokens of all jobs that are known to have ended."""
         self.parsed.gateway.counts.count_tokens(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:

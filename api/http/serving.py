@@ -1,4 +1,4 @@
-"""Serving the gateway with uvicorn in a process of its own."""
+"""Serve the gateway with uvicorn in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol with a timeout for the head of each request.
 
     A connection is closed if it takes longer than `head_timeout_s` to send the head of its first request, or of a later
-    one after its first byte. The remaining body of a request that was answered early counts like a head.
+    one after its first byte. If a request is answered early, the rest of its body counts like a head.
     """
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -32,7 +32,7 @@ class _Keys(BaseModel):
 class KeyFile:
     """The keys in a file, which is read again after it has changed.
 
-    If it can't be read then, an error is logged, and the keys that were read last stay valid.
+    If this fails, an error is logged, and the keys that were read last stay valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class KeyFile:
         return self._entries
 
     def _file_version(self) -> tuple[int, ...]:
-        """Return values that differ after the file was written or replaced."""
+        """Return values that change when the file is written or replaced."""
         try:
             found = self._path.stat()
         except OSError:
@@ -95,7 +95,7 @@ GONE_AFTER_S = 30 * 86_400.0  # after the last use of a deleted key, its time of
 
 @dataclass(frozen=True, slots=True)
 class KeyLookup:
-    """The result of looking up a key id, at a time of Redis' clock (unix s)."""
+    """The result of looking up a key id at a time by Redis' clock (unix s)."""
 
     entry: KeyEntry | None
     used_at: float | None
@@ -195,7 +195,7 @@ def _age(found: KeyLookup) -> tuple[float, str]:
 
 
 def _time(value: bytes | None) -> float | None:
-    """Return None also for a malformed time, which the next use overwrites."""
+    """Return the time, or None if it is missing or malformed. The next use overwrites a malformed time."""
     try:
         return None if value is None else float(value)
     except ValueError:

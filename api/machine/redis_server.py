@@ -75,7 +75,7 @@ def _installation_hint() -> str:
 def free_port() -> int:
     """Return a free TCP port on loopback. Raises PortTaken if all are used.
 
-    The port is outside of the range that the system assigns to connections, so that no connection takes it.
+    The port is outside the range that the system assigns to connections, so that no connection takes it.
     """
     for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -61,7 +61,7 @@ class Child:
         self.started_at = time.monotonic()
 
     def log_tail(self, lines: int = 8) -> str:
-        """Return the last lines of the log; "" if there is no log."""
+        """Return the last lines of the log, or "" if there is no log."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])

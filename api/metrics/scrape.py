@@ -221,7 +221,7 @@ def _count(value: object) -> int:
 
 
 def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
-    """Add the tenants of the first MAX_KEYS active keys by id. Return whether there are more. Raises RedisError."""
+    """Add the tenants of the first MAX_KEYS active keys by id. Return whether more keys exist. Raises RedisError."""
     stored: Any = redis.hgetall(api_keys_key())
     found = [entry for raw in stored.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
     entries = sorted(found, key=lambda entry: entry.id)[:MAX_KEYS]

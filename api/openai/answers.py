@@ -101,7 +101,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format, where only the finish reason shows that its arguments were cut off."""
+    """Return a tool call in OpenAI's format. Only the finish reason shows that its arguments were cut off."""
     return {name: value for name, value in call.items() if name != "partial"}
 
 

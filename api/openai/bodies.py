@@ -52,7 +52,7 @@ def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterR
 
 
 def put(params: dict[str, Any], name: str, value: Any, callers_name: str) -> None:
-    """Set a parameter of the job. Raises InvalidJob if it has another value already, given under another name."""
+    """Set a parameter of the job. Raises InvalidJob if another value was given under another name."""
     if name in params and params[name] != value:
         raise InvalidJob(f"{callers_name} is {shorten(value)}, but {name} is also given; leave one out")
     params[name] = value
@@ -119,7 +119,7 @@ def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str
 
 
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
-    """Combine `logprobs`, which is true or false for chats, and their number `top_logprobs`."""
+    """Combine `logprobs`, which is true or false for chats, with the number `top_logprobs`."""
     if url != CHAT:
         return
     enabled, top = given.get("logprobs", False), given.get("top_logprobs")

@@ -1,4 +1,4 @@
 """Run the attempts of jobs in a worker, each from its payload to its end.
 
-May use `worker`, `publishing` and lower layers, and the engine. Imported in workers only.
+It may use `worker`, `publishing` and lower layers, and the engine. Only workers import it.
 """

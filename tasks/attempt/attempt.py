@@ -1,4 +1,4 @@
-"""Run one attempt at a job in a worker. Whatever happens, the job's stream ends once, and Celery gets the right end.
+"""Run one attempt at a job in a worker. In every case, the job's stream ends once, and Celery gets the matching state.
 
 A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS.
 A job that is revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
@@ -265,21 +265,23 @@ class JobAttempt:
             raise Ignore()
 
     def _hand_back(self) -> None:
-        """Write all tokens to the journal, and raise Reject, so that the message is queued again."""
+        """Write all tokens to the journal, and raise Reject to queue the message again."""
         self._stream.hand_back()
         self._stream.ended.result()
         try:
             self._runtime.ledger.hand_back(self._attempt)
         except RedisError as error:
             log.warning(
-                "job not handed back", job_id=self.job_id, detail=f"{error}; it is recovered when its lease expires"
+                "job not handed back",
+                job_id=self.job_id,
+                detail=f"{error}; the job is recovered when its lease expires",
             )
         raise Reject(STOP_MESSAGE, requeue=True)
 
     def _end_unknown(self) -> JobFailed:
         """End a job that is not in the ledger although its message has cellama's header.
 
-        It may be a copied message of an expired job, or plain Celery sent it. Raises Ignore if Celery has its end.
+        The message may be a copy from an expired job, or plain Celery sent it. Raises Ignore if Celery has its end.
         """
         if self._retry_redis(self._task.AsyncResult(self.job_id).ready):
             raise Ignore()
@@ -371,7 +373,7 @@ class JobAttempt:
         log.info(
             "job handed over",
             job_id=self.job_id,
-            detail="its first attempt had another model, adapters or llguidance; another worker resumes it",
+            detail="the first attempt had a different model, adapters or llguidance; another worker resumes the job",
         )
         time.sleep(HAND_BACK_DELAY_S)
         raise self._hand_over()
@@ -449,7 +451,7 @@ class JobAttempt:
         return replace(extras, seed=self._seed_of(job, provenance.sampling), resume=resume_of(self._past, job.n))
 
     def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
-        """Return the seed of earlier attempts, or None if the job or the model has one, or a seed from the job's id.
+        """Return the seed of earlier attempts, None if the job or the model has a seed, or a seed from the job's id.
 
         The seed from the id is the same in each attempt, even if Redis has lost the earlier attempts in a failover.
         """
@@ -513,7 +515,7 @@ class JobAttempt:
         return self._done({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
 
     def _done(self, result: Result) -> Result:
-        """End the stream of a job whose end is not reported by an engine, and return the result."""
+        """End the stream of a job whose end no engine reports, and return the result."""
         usage = cast(Usage, result.get("usage") or usage_of())
         self._end_stream(events.done("stop", usage), result)
         log.info("job finished", job_id=self.job_id, model=result["model"], prompt_tokens=usage["prompt_tokens"])

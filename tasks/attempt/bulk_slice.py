@@ -99,7 +99,7 @@ class ChunkRun:
             self._changed.wait_for(lambda: self._stopped or not self._unfinished)
 
     def stop(self) -> None:
-        """Cancel the running lines, whose events are not published any more. Any thread."""
+        """Cancel the running lines. Their events are no longer published. Thread-safe."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

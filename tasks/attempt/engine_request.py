@@ -67,7 +67,7 @@ def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
 
 
 def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
-    """Return the tokens to prefill. For a conversation they end before the reply, so that all replies share them."""
+    """Return the tokens to prefill. Those of a conversation end before the reply, so that all replies share them."""
     if job.prompt is not None:
         model.require("generate")
         return _tokens_of(model, job.prompt, job.parent_key)
@@ -204,7 +204,7 @@ def _has_key(context: KeptContext, model: Model, key: str, scope: str, adapters:
     """Return whether a context has this key for a job with this scope and these adapters.
 
     The identity in the key is that of the engine that computed the context. It may differ from this engine's, for
-    example because of another type of KV cache. The tokens are then prefilled again.
+    example because the KV cache has another data type. The tokens are then prefilled again.
     """
     fingerprints = {info.name: info.fingerprint for info in model.adapters()}
     pairs = tuple((fingerprints.get(name, ""), scale) for name, scale in adapters)

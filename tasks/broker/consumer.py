@@ -79,7 +79,7 @@ class JobLimits:
     """
 
     def __init__(self, max_in_progress: Mapping[str, int], look_ahead: int, default: Callable[[], str | None]) -> None:
-        """Compute capacity from `max_in_progress`, the number of jobs by model, which its owner updates.
+        """Compute capacity from `max_in_progress`, the maximum number of jobs by model, which its owner updates.
 
         `default` returns the model that serves `:default`.
         """
@@ -167,7 +167,7 @@ class QueueReader:
     def can_take(self) -> bool:
         """Return whether kombu may read this channel.
 
-        It also may while a reply is pending, so that a message in this reply is not left unread.
+        It may also read while a reply is pending, so that a message in this reply is not left unread.
         """
         return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
 
@@ -203,7 +203,7 @@ class QueueReader:
                 self._disable_unblocking(error)
 
     def request_again(self) -> None:
-        """End a waiting BRPOP that lacks a model which has capacity now, so that kombu sends another BRPOP."""
+        """End a waiting BRPOP if a model that it lacks has capacity now, so that kombu sends another BRPOP."""
         channel = self.channel
         if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_queues()):
             return
@@ -505,7 +505,7 @@ def revoke(state: Any, task_id: Any, terminate: bool = False, signal: Any = None
     try:
         store_revoke(state.app, maybe_list(task_id) or [], terminate)
     except RedisError as error:
-        log.warning("revoke not stored in Redis", detail=f"{error}; it is lost if this worker stops")
+        log.warning("revoke not stored in Redis", detail=f"{error}; the revoke is lost if this worker stops")
     return _REVOKE(state, task_id, terminate, signal, **options)
 
 

@@ -1,8 +1,8 @@
 """The messages that a worker holds: how the ledger records them, and Celery's request for each of them.
 
-Kombu records messages that were taken in its own hashes, by the clocks of workers, and returns them after a fixed time.
-Here a message belongs to a job, and the ledger records it by the id of the job and the clock of Redis. Taking a message
-yields a token. Only the worker with this token can start the job, renew the lease, or return the message.
+Kombu records taken messages in its own hashes, by the clocks of workers, and returns them after a fixed time. Here a
+message belongs to a job, and the ledger records it by the id of the job and the clock of Redis. Taking a message yields
+a token. Only the worker with this token can start the job, renew the lease, or return the message.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return True
 
     def forget(self, message: Any) -> None:
-        """Forget a message that another worker holds, so that its capacity is free. Thread-safe."""
+        """Forget a message that another worker holds, which frees its capacity. Thread-safe."""
         if self._delivered.get(message.delivery_tag) is message:
             self._quick_ack(message.delivery_tag)
 
@@ -181,7 +181,7 @@ def forget_lost(message: Any) -> None:
 
 
 def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
-    """Return Celery's strategy, which starts the job of a message, but adopt messages of plain Celery first."""
+    """Return Celery's strategy for starting the job of a message. It adopts messages of plain Celery first."""
     handle: Callable[..., Any] = default(task, app, consumer, **options)
 
     def take(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **others: Any) -> Any:

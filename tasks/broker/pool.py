@@ -27,7 +27,7 @@ DRAIN_PUMP_S = 0.1  # how often acknowledgements and timers run while the pool s
 
 
 class Interruption(IntEnum):
-    """The reason why an attempt must end early. A higher reason replaces a lower one."""
+    """The reason why an attempt must end early. A reason with a higher value replaces a lower one."""
 
     HANDED_BACK = 1  # the worker exits, and another worker continues the job
     SOFT_LIMIT = 2

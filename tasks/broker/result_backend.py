@@ -1,6 +1,6 @@
 """Celery's results: how the end of a job reaches Celery, and the backend that stores it in Redis.
 
-The way depends on how the job ends:
+Which process stores the end depends on how the job ends:
 
 - It succeeds, and nothing follows it. The script `write` stores the end with the last event (`end_with_last_event`).
 
@@ -122,15 +122,15 @@ def is_stored_already(request: Any, state: str) -> bool:
 
 
 class ChordClaimed(RuntimeError):
-    """A worker that may be dead has claimed the body of this chord. Settle the job once the claim has expired."""
+    """A worker that may have died has claimed the body of this chord. Settle the job once the claim has expired."""
 
 
 def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
     """Store the end of a job that no worker completed, and send the next steps of its canvas.
 
-    A worker may have done a part of this before it died. Celery sends the next steps before it stores a success, so a
-    stored success means that they have been sent. Everything else is repeated, except for the body of a chord that has
-    run. Raises ChordClaimed.
+    A worker may have completed some of these steps before it died. Celery sends the next steps before it stores a
+    success, so a stored success means that they have been sent. Everything else is repeated, except for the body of a
+    chord that has run. Raises ChordClaimed.
     """
     found: Any = app.backend.client.hmget(job_key(job_id), "message", "stored")
     request, is_stored, event = request_of(found[0]), found[1] == states.SUCCESS.encode(), ending.event
@@ -247,14 +247,14 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return self._encoded({**meta, "task_id": task_id})
 
     def _encoded(self, meta: dict[str, Any]) -> bytes | str:
-        """Encode as Celery does, but faster, because vectors are encoded already."""
+        """Encode as Celery does, but faster, because vectors are already encoded."""
         try:
             return encode(meta)
         except TypeError:  # a user's own task can return dates or decimals
             return self.encode(meta)  # type: ignore[no-any-return]
 
     def _chord_publish_claim_expires(self, initial_expires: int, callback: Any) -> int:
-        """Return the lifetime of a claim in seconds. Celery's estimate covers all retries, which are thousands here."""
+        """Return the lifetime of a claim in seconds. Celery would cover all retries, which are thousands here."""
         return max(initial_expires, CHORD_CLAIM_S)
 
     def is_chord_claimed(self, request: Any) -> bool:

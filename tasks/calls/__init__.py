@@ -1,4 +1,4 @@
 """Turn calls of tasks into messages: options of Celery, steps of a canvas, and jobs queued with their ledger entries.
 
-May import `contract`, `connection` and `state`.
+It may import `contract`, `connection` and `state`.
 """

@@ -5,7 +5,7 @@ app. So a worker of a user's app sends `generate`, as the next step of a chain, 
 and recorded in the ledger like any other job.
 
 A cellama worker sends the steps that follow a job, but it has neither the user's tasks nor the routes of their app. The
-process that queues the job has both, so it writes the queue into the steps (`route_steps`).
+process that queues the job has both, so it adds the queue to the steps (`route_steps`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _routed(step: Any, own_class: type[Celery]) -> Any:
 
 
 def _name_of(task: str, kwargs: dict[str, Any]) -> str:
-    """Return the name by which a step is routed. `xmap` and `chunks` go where the task that they call goes."""
+    """Return the name by which a step is routed. `xmap` and `chunks` are routed like the task that they call."""
     inner = kwargs.get("task") if task in ("celery.map", "celery.starmap", "celery.chunks") else None
     return str(inner["task"]) if isinstance(inner, dict) else task
 

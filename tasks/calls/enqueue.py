@@ -80,7 +80,7 @@ def settle_options(app: Celery, options: dict[str, Any], model: str, payload_pri
     if options.get("task_id") is None:
         options.pop("task_id", None)
     elif not isinstance(options["task_id"], str) or not options["task_id"]:
-        raise InvalidJob(f"task_id: {options['task_id']!r} is not valid; give a text that is not empty")
+        raise InvalidJob(f"task_id: {options['task_id']!r} is not valid; give a non-empty string")
     options["queue"] = _queue_of(options, queue_name(model))
     options["priority"] = _priority_of(options.get("priority"), payload_priority)
 
@@ -88,7 +88,7 @@ def settle_options(app: Celery, options: dict[str, Any], model: str, payload_pri
 def _queue_of(options: dict[str, Any], model_queue: str) -> str:
     """Return the name of the queue: `model_queue`, unless the options name a queue that does not belong to a model.
 
-    The queue of another model is ignored. It is from a signature whose model was changed later.
+    The queue of another model is ignored, because it comes from a signature whose model was changed later.
     """
     queue, exchange, routing_key = (options.pop(name, None) for name in ("queue", "exchange", "routing_key"))
     kinds = {options.pop("exchange_type", None) or "direct"}
@@ -123,7 +123,7 @@ def _priority_of(given: Any, payload_priority: int | None) -> int | None:
 
 
 def _check_connection(app: Celery, connection: Connection | None) -> None:
-    """Raise InvalidJob if a connection does not lead to the Redis of the app."""
+    """Raise InvalidJob if a connection is not to the Redis of the app."""
     if connection is None:
         return
     expected = app.connection_for_write()
@@ -150,7 +150,7 @@ def timeout_of(kwargs: Any, priority: int) -> float | None:
     """Return a job's timeout in seconds, or None if it has no timeout.
 
     If the call does not set a timeout, the default timeout of the settings applies, except to bulk jobs. Return None
-    for a value that is not valid. Such a value can only be sent by plain Celery, and a worker refuses the job.
+    for a value that is not valid. Only plain Celery can send such a value, and a worker refuses the job.
     """
     if "timeout" in kwargs:
         timeout = kwargs["timeout"]
@@ -210,7 +210,7 @@ EVENT: Mapping[Path, str] = {
 
 
 class _JsonTemplate:
-    """A JSON text in which values can be replaced. The values are JSON texts as well."""
+    """A JSON text in which values can be replaced by other JSON texts."""
 
     def __init__(self, text: str, paths: Mapping[Path, str]) -> None:
         """Parse the text. Raises KeyError or ValueError if it is not JSON with values at these paths."""
@@ -335,7 +335,7 @@ class Templates:
 
 
 class Collector(Producer):  # type: ignore[misc]
-    """A producer that keeps the published messages, in kombu's format, instead of sending them."""
+    """A producer that keeps published messages, in kombu's format, instead of sending them."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel, auto_declare=False)

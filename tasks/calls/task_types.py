@@ -48,7 +48,7 @@ class QueuedJob(Protocol[R]):
     ) -> R | BaseException: ...
 
     def revoke(self, *, terminate: bool = False) -> None:
-        """Cancel the job if it waits. With `terminate`, cancel it also if it runs."""
+        """Cancel the job if it is waiting. With `terminate`, also cancel it if it is running."""
 
     def forget(self) -> None:
         """Delete the result of the job."""

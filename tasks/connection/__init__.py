@@ -1,4 +1,4 @@
-"""Connections to Redis, its errors, and its clock. Also the private parts of Celery and kombu that cellama uses.
+"""Connections to Redis, its errors and clock, and the private parts of Celery and kombu that cellama uses.
 
-May import `contract` and the settings.
+It may import `contract` and the settings.
 """

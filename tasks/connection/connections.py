@@ -1,6 +1,6 @@
 """Connect to Redis, from any form of the setting `redis_url`, and read its clock.
 
-All machines share the clock of Redis, so times of different machines are only compared by it.
+All machines share the clock of Redis, so times from different machines are only compared by this clock.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def connect(url: str | None = None, **options: Any) -> Redis:
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
-    """Return an asyncio client, as `connect` returns a client."""
+    """Return an asyncio client. The arguments are those of `connect`."""
     where = _where(url)
     if where.kind == "sentinel":
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
@@ -108,7 +108,7 @@ def transport_options(url: str) -> dict[str, Any]:
 
 
 def _where(url: str | None) -> RedisUrl:
-    """Return the parts of this URL, or of that of the settings, with the password of the Redis of `cellama up`."""
+    """Return the parts of this URL or of the setting, with the password of the Redis of `cellama up`."""
     settings = get_settings()
     return with_stored_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 

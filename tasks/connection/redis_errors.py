@@ -1,4 +1,4 @@
-"""Errors of Redis: which of them pass, what callers receive instead, and which servers cellama can't use.
+"""Errors of Redis: which of them are temporary, how callers receive them, and which servers cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
 replies are errors of the command for redis-py, and neither redis-py nor kombu nor Celery waits for them. cellama's
@@ -148,7 +148,7 @@ def _adapt(pool: Any, reader: type[Any]) -> Any:
 
 
 def local_password(host: str | None, port: int | None) -> CredentialProvider | None:
-    """Return what provides the password if `cellama up` runs the Redis at this address, or None for another machine."""
+    """Return the provider of the password that `cellama up` gave the Redis at this address, or None if it is remote."""
     return LocalPassword(port) if host in LOOPBACK_HOSTS and port is not None else None
 
 
@@ -208,7 +208,7 @@ class ServerCheck:
 
 
 def problems_of(info: dict[str, Any]) -> list[str]:
-    """Return the settings by which Redis can lose jobs, one text each. `info` is the reply of INFO."""
+    """Return a description of each setting with which Redis can lose jobs. `info` is the reply of INFO."""
     problems = []
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
@@ -262,7 +262,7 @@ def _refused(error: ResponseError, url: str | None) -> RedisRefused:
 
 
 def credentials_refused(error: AuthenticationError, url: str | None = None) -> RedisRefused:
-    """Return the error for a Redis server that requires a password, or another password."""
+    """Return the error for a Redis server that requires a password, or a different one."""
     source = "CELLAMA_REDIS_URL" if url is None else "the url"
     settings = get_settings()
     refused = f"Redis at {_masked(url)} refused the connection"

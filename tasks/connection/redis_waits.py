@@ -21,7 +21,7 @@ log = event_logger(__name__)
 
 
 class RedisWaits:
-    """Log when the first thread starts to wait in an outage, and when the last thread has stopped waiting.
+    """Log when the first thread starts waiting in an outage, and when the last one has stopped waiting.
 
     All methods are thread-safe.
     """
@@ -84,8 +84,8 @@ class RedisLoop:
     ) -> None:
         """Prepare the thread, which `start` starts.
 
-        `name` appears in the name of the thread and in logs. The first call of `action` follows after one period, or at
-        once with `acts_first`. The thread calls `finish` before it ends.
+        `name` appears in the name of the thread and in logs. The first call of `action` follows after one period, or
+        immediately with `acts_first`. The thread calls `finish` before it ends.
         """
         self._name = name
         self._action = action

@@ -43,7 +43,7 @@ class _Numbered(TypedDict, total=False):
 
 
 class ProvenanceFields(TypedDict, total=False):
-    """The facts on which the tokens of a job depend."""
+    """The properties of a model on which the tokens of a job depend."""
 
     fingerprint: str  # SHA-256 of the model
     adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
@@ -143,7 +143,7 @@ class ErrorEvent(_Numbered, Failure):
 
 
 class PingEvent(_Numbered):
-    """There was no event for the time that the reader has set."""
+    """No event arrived within the interval that the reader has set."""
 
     type: Literal["ping"]
 
@@ -182,7 +182,7 @@ def line(index: int, outcome: LineOutcome) -> LineEvent:
 
 
 def done(finish_reason: FinishReason, usage: Usage, **details: Unpack[DoneDetails]) -> DoneEvent:
-    """Return the last event of a job that has ended without an error. `usage` is that of its result."""
+    """Return the last event of a job that has ended without an error. `usage` is the same as in its result."""
     return {"type": "done", "finish_reason": finish_reason, "usage": usage, **details}
 
 
@@ -199,7 +199,7 @@ def numbered(event: Event, seq: int) -> Event:
 
 
 def is_output(event: Event) -> TypeIs[OutputEvent]:
-    """Return whether the event has the ids of sampled tokens."""
+    """Return whether the event contains the ids of sampled tokens."""
     return event["type"] in OUTPUT_TYPES
 
 

@@ -66,7 +66,7 @@ def check_text(text: str) -> str:
 
 
 def check_escapes(text: str) -> str:
-    """Return a JSON text if its escapes are valid text. Malformed JSON is returned as well, for others to check."""
+    """Return a JSON text if its escapes are valid text. Malformed JSON is also returned, because others check it."""
     if "\\u" in text:
         try:
             value = json.loads(text)
@@ -110,7 +110,7 @@ def check_json(value: Any, around: int = 0) -> None:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str):
-        raise ValueError(f"{shorten(name)} is not a valid name; names in JSON are texts")
+        raise ValueError(f"{shorten(name)} is not a valid name; names in JSON are strings")
     check_text(name)
 
 
@@ -120,7 +120,7 @@ def _check_scalar(value: Any) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"JSON can't represent {value}; give a finite number")
     elif isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
-        raise ValueError(f"{shorten(value)} is too large for a number in JSON; send it as text")
+        raise ValueError(f"{shorten(value)} is too large for a number in JSON; send it as a string")
     elif not isinstance(value, int | float | None):
         raise ValueError(f"{shorten(value)} has a type that JSON can't represent")
 

@@ -65,7 +65,7 @@ def failure_key(model_id: str, adapter: str | None = None) -> str:
 
 
 def evicting_key(model_id: str) -> str:
-    """Return the key of emptying a model's cache in a worker's record of failures."""
+    """Return the key of a failure to empty a model's cache, in a worker's record of failures."""
     return f"cache of {model_id!r}"
 
 

@@ -79,7 +79,7 @@ def no_more_than(limit: int, items: str) -> BeforeValidator:
 
 def _check_filled(text: str) -> str:
     if not text:
-        raise ValueError("it is empty; give a text")
+        raise ValueError("it is empty; give some text")
     return text
 
 
@@ -177,7 +177,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the definition to which the whole schema refers, or None."""
+    """Return the definition that the whole schema refers to, or None."""
     path, _, name = str(schema.get("$ref")).rpartition("/")
     definitions = schema.get(path.removeprefix("#/"))
     definition = definitions.get(name) if isinstance(definitions, dict) else None
@@ -307,7 +307,7 @@ class ToolCallFunctionPayload(Payload):
 
 
 class ToolCallPayload(Payload):
-    """A call of a tool in an assistant's message, in the format of results."""
+    """A tool call in an assistant's message, in the format of results."""
 
     id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
     type: Literal["function"] = "function"

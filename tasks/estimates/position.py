@@ -38,7 +38,7 @@ TEXT_SLOTS = 16  # concurrent jobs of a model without an engine
 
 @dataclass(frozen=True, slots=True)
 class ServiceTime:
-    """Slot time that a job needs: its mean and variance in slot-seconds, spread over `num_slots` concurrent slots."""
+    """Slot time that a job needs, as mean and variance in slot-seconds, spread over `num_slots` concurrent slots."""
 
     mean_s: float
     variance: float
@@ -47,7 +47,7 @@ class ServiceTime:
 
 @dataclass(frozen=True, slots=True)
 class WaitEstimate:
-    """Seconds until a job gets a slot: the estimate, its range, and the number of samples behind it.
+    """Seconds until a job gets a slot: the estimate, its range, and the number of samples that it is based on.
 
     `eta_s` and `max_s` are None if the service time of such jobs is unknown.
     """
@@ -75,7 +75,7 @@ def forecast(
     num_ahead: int,
     num_samples: int = 0,
 ) -> WaitEstimate:
-    """Estimate when the job behind all these jobs gets a slot.
+    """Estimate when a job that follows all these jobs gets a slot.
 
     Each job takes its mean time in the slot that becomes free first. `ahead` are the waiting jobs before it, or an even
     sample of these `num_ahead` jobs.
@@ -194,7 +194,7 @@ def estimate(
 
 
 def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
-    """Return the remaining service time of a job; None if neither samples nor a speed are known."""
+    """Return the remaining service time of a job, or None if neither samples nor a speed are known."""
     seconds = amounts = samples.amounts(job.kind, job.work.num_units)
     if job.work.counts_tokens:
         lengths = (1.0,) if job.work.is_exact else ASSUMED_LENGTHS

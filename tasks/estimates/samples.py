@@ -1,4 +1,4 @@
-"""Store samples of the work of finished jobs in Redis, the latest ones of each queue, kind and class.
+"""Store samples of the work of finished jobs in Redis, which keeps the latest ones of each queue, kind and class.
 
 The work of a completion is counted in tokens: the generated ones, plus the number that would have been generated while
 its prompt was prefilled. This number hardly depends on the machine or its load. The speed does, and is stored
@@ -60,7 +60,7 @@ class SampleWriter:
             self._unsaved.append((kind.key, f"{size} {amount:.6g} {speed:.6g}"))
 
     def flush(self) -> None:
-        """Write the new samples. They are lost if it raises RedisError, which only makes estimates less precise."""
+        """Write the new samples. If it raises RedisError, they are lost, which only makes estimates less precise."""
         pipeline = self._redis.pipeline(transaction=False)
         while self._unsaved:
             key, entry = self._unsaved.popleft()
@@ -86,7 +86,7 @@ class Samples:
     by_class: Mapping[JobClass, Sequence[Sample]]
 
     def amounts(self, kind: JobClass, size: int) -> list[float]:
-        """Return equally likely amounts of work of such a job; empty if no job of its class has finished."""
+        """Return equally likely amounts of work for such a job, or none if no job of its class has finished."""
         other = JobClass(kind.queue, kind.kind, not kind.is_bulk)
         samples = self.by_class.get(kind) or self.by_class.get(other) or ()
         nearest = sorted(samples, key=lambda sample: abs(math.log(sample.size / size)))[:NUM_NEAREST]

@@ -1,4 +1,4 @@
-"""Convert the events of engines into events and results of jobs, and write these to Redis.
+"""Convert the events of engines into events and results of jobs, and write them to Redis.
 
-May use `middleware`, `broker`, `state`, `connection` and `contract`, and the engine. Imported in workers only.
+It may use `middleware`, `broker`, `state`, `connection` and `contract`, and the engine. Only workers import it.
 """

@@ -1,4 +1,4 @@
-"""Publish the events of attempts: the events of one engine step are written with one call of Redis.
+"""Publish the events of attempts. All events of one engine step are written in a single call to Redis.
 
 The publisher thread serves all attempts of the worker. An event that can't be written ends only its own attempt. An
 error that belongs to no attempt ends the worker's process, so that its jobs resume on other workers instead of waiting
@@ -78,8 +78,8 @@ class Publication:
 class AttemptStream:
     """The events of one attempt: numbered, and gathered if the job does not stream.
 
-    Other threads call `publish` and `hand_back`, and set `details`, `sign` and `on_line` before events arrive. The rest
-    belongs to the publisher thread.
+    Other threads call `publish` and `hand_back`, and set `details`, `sign` and `on_line` before events arrive.
+    Everything else belongs to the publisher thread.
     """
 
     attempt: Attempt

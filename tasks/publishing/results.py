@@ -94,7 +94,7 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
 
 
 def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResult | None:
-    """Return the result of a request that has finished, or None if the event is not such an end."""
+    """Return the result of a finished request, or None if the event does not end a request successfully."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
         return None
@@ -102,7 +102,7 @@ def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResu
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
-    """Return the contexts of a request's completions by key, to store with its end.
+    """Return the contexts of a request's completions by key, which are stored with its last event.
 
     The completions share a prompt, which is stored only once.
     """
@@ -187,7 +187,7 @@ def error_of(failure: JobFailed | InvalidJob) -> Failure:
 
 
 def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
-    """Return the tokens of earlier attempts at a job or line, from which an engine resumes; empty if there are none."""
+    """Return the tokens of earlier attempts at a job or line, from which an engine resumes, or none."""
     outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
     if not any(output.tokens for output in outputs):
         return ()

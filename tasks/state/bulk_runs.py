@@ -51,7 +51,7 @@ class Batches:
         return [_record(run_id, fields, seconds_of(now)) for run_id, fields in zip(ids, found, strict=True) if fields]
 
     def all(self, limit: int = 0) -> list[dict[str, Any]]:
-        """Return the records of up to `limit` runs, the last one first. 0 returns all."""
+        """Return the records of up to `limit` runs, latest first. 0 returns all."""
         ids: Any = self._redis.zrevrange(batches_key(), 0, limit - 1)
         return self._read(run_id.decode() for run_id in ids)
 

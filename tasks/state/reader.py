@@ -171,8 +171,8 @@ class EventCursor:
         index = event["seq"] - self._first
         if 0 <= index < len(self._checksums) and self._checksums[index] != _checksum(event):
             raise StreamTrimmed(
-                f"Redis has lost events of job {self.job_id} that were read, and other events replace them from seq "
-                f"{event['seq']} on; read the stream again from its start, or use the result"
+                f"Redis has lost events of job {self.job_id} that were already read, and other events have replaced "
+                f"them from seq {event['seq']} on; read the stream again from its start, or use the result"
             )
 
     def _is_new(self, event: Event) -> bool:

@@ -1,4 +1,4 @@
 """The models of a worker process, and the threads that maintain jobs and the worker itself.
 
-May use `publishing`, `middleware`, `app` and lower layers, and the engine. Imported in workers only.
+It may use `publishing`, `middleware`, `app` and lower layers, and the engine. Only workers import it.
 """

@@ -274,7 +274,7 @@ class DesiredStateRecord:
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
-                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next one is a day later; see the "
+                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next attempt is a day later; see the "
                 "workers' logs, and load the model by command to retry now"
             )
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)

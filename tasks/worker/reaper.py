@@ -88,12 +88,14 @@ class LeaseKeeper:
         try:
             held = {taken_of(message): message for message in self._held()}
         except (AttributeError, RuntimeError) as error:
-            log.info("leases not renewed", detail=f"the consumer changed meanwhile ({error!r}); retried next period")
+            log.info(
+                "leases not renewed", detail=f"the consumer changed meanwhile ({error!r}); retrying in the next period"
+            )
             return 0
         messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}
         for lost in self._ledger.renew(list(messages), self._lease_s):
             log.warning(
-                "lease lost", job_id=lost.job_id, detail="it was not renewed in time; another worker has the job"
+                "lease lost", job_id=lost.job_id, detail="the lease was not renewed in time; another worker has the job"
             )
             forget_lost(messages[lost])
         return len(messages)
@@ -151,7 +153,7 @@ class Reaper:
         except RedisError:
             raise
         except Exception:  # for example because the user's own broker refuses the next task of a canvas
-            log.exception("job not settled", job_id=job_id, detail="it is retried later")
+            log.exception("job not settled", job_id=job_id, detail="this step is retried later")
 
     def _settle(self, job_id: str, state: str) -> None:
         if state in ("queued", "handed_back"):

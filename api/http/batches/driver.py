@@ -1,4 +1,4 @@
-"""Driving one batch while this gateway holds its lease: its input is read, it runs, and its results become files."""
+"""Drive one batch while this gateway holds its lease: read its input, run it, and store its results as files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPIRED = {"code": "batch_expired", "message": "the completion window ended befo
 
 
 class DriverStopped(Exception):
-    """The driver stops before the end of its batch, because the gateway stops, or because it has lost the lease."""
+    """The driver stops before its batch has ended, because the gateway is stopping or the lease was lost."""
 
 
 class BatchDriver:
@@ -81,7 +81,7 @@ class BatchDriver:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Leave the batch to another driver soon."""
+        """Request that the batch is left to another driver soon."""
         self._stop.set()
 
     async def drive(self) -> None:
@@ -248,7 +248,7 @@ class BatchDriver:
         return InputCheck(self._record["endpoint"], self._settings.gateway_max_batch_lines, caller, start)
 
     def _prepare_work_file(self) -> None:
-        """Give the run the id of its batch, under which Redis has the run as well.
+        """Give the run the id of its batch, under which the run is also recorded in Redis.
 
         If there is an output without a work file, a driver on another machine has stored it as parts. The new work file
         then takes over its lines as finished.

@@ -1,4 +1,4 @@
-"""Leases, which ensure that at most one gateway does something. If it dies, another gateway takes over."""
+"""Leases, which ensure that at most one gateway performs a task. If it dies, another gateway takes over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 
 class GatewayLease:
-    """The right of one gateway to do something, for example to drive a batch. Redis has its token under a name.
+    """The right of one gateway to perform a task, for example to drive a batch. Redis has its token under a name.
 
     Methods raise RedisError. `is_held` may be read in any thread.
     """
@@ -65,7 +65,7 @@ class GatewayLease:
             return
 
     def lose(self) -> None:
-        """Treat the lease as lost, without a call of Redis."""
+        """Treat the lease as lost, without calling Redis."""
         self._granted_at = float("-inf")
 
     @property

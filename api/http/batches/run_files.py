@@ -29,7 +29,7 @@ def delete_run(store: FileStore, batch_id: str) -> None:
 
 
 def abandoned_runs(store: FileStore, now: float) -> list[str]:
-    """Return the batches whose directories on this machine have not changed for a day. `now` is in unix s."""
+    """Return the batches whose directories on this machine have not changed for a day. `now` is in Unix seconds."""
     return [path.name for path in (store.work_dir / RUNS).glob("*") if _changed_at(path) < now - OLD_S]
 
 
@@ -55,7 +55,7 @@ class Parts:
         num_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the list of stored parts, which have `num_bytes` of the output together. `clock` is for tests."""
+        """Make the list of stored parts, which contain `num_bytes` of the output in total. `clock` is for tests."""
         self.names = list(names)
         self.num_bytes = num_bytes
         self._store = store

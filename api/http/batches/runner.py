@@ -34,7 +34,7 @@ class BatchRunner:
     """Drives batches from `start` to `close`. Each app has one, for one event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        """Make a runner. Raises SettingsError if the place for files can't be used."""
+        """Make a runner. Raises SettingsError if the storage for files can't be used."""
         self._settings = settings
         self._store = store_of(settings)
         self._loop = PollLoop("batches", self._sweep_and_poll)
@@ -54,7 +54,7 @@ class BatchRunner:
         return BatchService(self._settings, self._redis)
 
     def start(self) -> None:
-        """Start to drive batches, within a running event loop. Further calls change nothing."""
+        """Start driving batches, within a running event loop. Further calls change nothing."""
         self._loop.start()
 
     async def close(self) -> None:
@@ -74,7 +74,7 @@ class BatchRunner:
         return False
 
     async def poll(self) -> None:
-        """Start to drive one batch without a driver, if this gateway may drive more batches.
+        """Start driving one batch that has no driver, if this gateway may drive more batches.
 
         Tenants with the fewest drivers here come first. A batch that was cancelled or has expired is driven even if the
         limit is reached, so that its end is not delayed. If the limit is reached, and a tenant with several drivers
@@ -96,7 +96,11 @@ class BatchRunner:
             drivers = [driver for driver, _ in self._driven.values()]
             if not any(driver.is_stopping for driver in drivers):
                 [*_, last] = [driver for driver in drivers if driver.tenant == tenant]
-                log.info("batch paused", batch=last.id, detail="its tenant has several drivers, another one has none")
+                log.info(
+                    "batch paused",
+                    batch=last.id,
+                    detail="its tenant has several drivers, while another tenant has none",
+                )
                 last.stop()
 
     async def _waiting(self) -> list[Record]:
@@ -138,7 +142,7 @@ class BatchRunner:
             await self.batches.close(batch_id, tenant)
 
     async def sweep(self) -> None:
-        """Delete expired files, and files on this machine of gateways that died."""
+        """Delete expired files, and files that dead gateways left on this machine."""
         store_id = await self.files.read_store_id()
         if store_id is None:
             return  # the store is empty

@@ -109,12 +109,12 @@ class BatchService:
         return [(*json.loads(entry), created_at) for entry, created_at in found]
 
     async def close(self, batch_id: str, tenant: str | None) -> None:
-        """Remove a batch from the open ones, after which no driver looks for it."""
+        """Remove a batch from the open ones, so that no driver looks for it any more."""
         with reaching_redis():
             await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
-        """Set a batch to cancelling, so that its driver ends it. Raises ApiError (409) if it is too late."""
+        """Set a batch to `cancelling`, so that its driver ends it. Raises ApiError (409) if it is too late."""
         record = await self.records.find(batch_id, caller)
         done, status = await self.move(record, "cancelling", expected=("validating", "in_progress"))
         if not done and status not in ("cancelling", "cancelled"):

@@ -91,7 +91,7 @@ def _files(request: Request) -> FileService:
 
 
 def _checked_life(form: UploadForm) -> int:
-    """Check the fields of a form. Return the life of the file in seconds. Raises ApiError."""
+    """Check the fields of a form. Return the lifetime of the file in seconds. Raises ApiError."""
     fields = form.fields
     for name in fields:
         if name not in _FIELDS:
@@ -108,7 +108,7 @@ def _checked_life(form: UploadForm) -> int:
 
 
 def _life(fields: Mapping[str, str]) -> int:
-    """Return the life of the file in seconds.
+    """Return the lifetime of the file in seconds.
 
     Clients send the object `expires_after` as JSON, or as fields such as `expires_after[seconds]`.
     """

@@ -1,4 +1,4 @@
-"""Storage of contents, in a directory or in any place that fsspec supports. All functions block, so use a thread."""
+"""Storage of contents, in a directory or anywhere that fsspec supports. All functions block, so use a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RETRY_S = 60.0  # for clients, because a full or unreachable disk is rarely avai
 class DirectoryStore:
     """A store in a directory. Uploads and runs are also in it, so that a rename turns them into files.
 
-    Names are made by the gateway of letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
+    The gateway makes names of letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
     """
 
     shares_work = True  # other gateways can read `work_dir`
@@ -84,7 +84,7 @@ class DirectoryStore:
             shutil.rmtree(self._files / name)
 
     def older_than(self, before: float) -> list[str]:
-        """Return the files that were stored before this time (unix s), by the clocks of the gateways that did so."""
+        """Return the files that were stored before this time (unix s), by the clocks of the storing gateways."""
         found = []
         for path in self._files.glob("file-*"):
             with contextlib.suppress(FileNotFoundError):  # another gateway may sweep at the same time
@@ -94,9 +94,9 @@ class DirectoryStore:
 
 
 class UrlStore:
-    """A store in a place that fsspec supports, for example a bucket, with the methods of DirectoryStore.
+    """A store that fsspec supports, for example a bucket, with the methods of DirectoryStore.
 
-    The place must replace objects as a whole, as all object stores do.
+    It must replace objects atomically, as all object stores do.
     """
 
     shares_work = False
@@ -212,21 +212,21 @@ def write_new(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the file in blocks. It is closed at the end, also if the reader stops early. Raises OSError."""
+    """Yield the file in blocks. It is closed at the end, even if the reader stops early. Raises OSError."""
     with file, _as_os_errors():
         while block := file.read(READ_BYTES):
             yield block
 
 
 def download(store: FileStore, name: str, local: Path) -> None:
-    """Copy a file to this machine. It appears there when it is complete. Raises FileNotFoundError, OSError."""
+    """Copy a file to this machine, where it only appears when it is complete. Raises FileNotFoundError, OSError."""
     part = local.with_name(f"{local.name}.part")
     write_new(part, blocks_of(store.open(name)))
     part.replace(local)
 
 
 def unavailable(error: OSError) -> ApiError:
-    """Log an error of the store. Return an error for the client, which has no paths of this machine."""
+    """Log an error of the store. Return an error for the client, without paths of this machine."""
     log.error("file store failed", detail=f"{error}; the request gets 503")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = "the gateway has no space left for files; delete some"
@@ -247,7 +247,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def _sync(directory: Path) -> None:
-    """Write a directory to disk, with the renames in it."""
+    """Write a directory to disk, including renames inside it."""
     opened: Any = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -1,6 +1,6 @@
 """Authentication by API keys, with the rights and the limits of each key.
 
-May use: `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
+It may use `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
 """
 
 from .access import key_access

@@ -239,6 +239,6 @@ async def _check_keys(settings: Settings, file: KeyFile | None, host: str) -> No
             return
     if not has_keys:
         raise SettingsError(
-            f"host: {host} can be reached by others, and no API key exists, so any of them could use your models; "
+            f"host: {host} can be reached by others, and no API key exists, so all of them could use your models; "
             "create a key (`cellama keys create TENANT`), or listen on 127.0.0.1"
         )

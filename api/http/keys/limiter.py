@@ -77,7 +77,7 @@ Call = tuple[str, list[str], list[Any]]  # name, keys and arguments of a script
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """The answer of a key's limits to a request, and the usage of the key including this request."""
+    """The decision on a request by its key's limits, and the usage of the key including this request."""
 
     verdict: str  # "in", "requests", "tokens", "jobs"; "too large" and "too many" can never be admitted
     wait_s: float

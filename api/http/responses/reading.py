@@ -1,4 +1,4 @@
-"""Reading a response from its job's journal or result: its status, and its events as frames, equal for every reader."""
+"""Read a response from its job's journal or result: its status, and its events as frames, identical for all readers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def status_of(gateway: Gateway, record: ResponseRecord) -> ResponseStatus:
 
 
 async def end_of(gateway: Gateway, record: ResponseRecord, timeout_s: float = CANCELLED_S) -> ResponseStatus:
-    """Wait until the job has ended, or for `timeout_s`. Return the status of the response."""
+    """Wait until the job has ended, for up to `timeout_s`. Return the status of the response."""
     with contextlib.suppress(TimeoutError, JobError):  # `status_of` reports problems of the stream
         async with asyncio.timeout(timeout_s):
             async for _ in gateway.client.stream(record.job_id, timeout=timeout_s):

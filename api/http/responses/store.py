@@ -1,4 +1,4 @@
-"""Storage of the records of responses in Redis."""
+"""Store the records of responses in Redis."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def new_id(key: str | None) -> str:
 
 
 def digest_of(body: object) -> str:
-    """Return a digest of a body that does not depend on the order of its members."""
+    """Return a digest of a body, which does not depend on the order of its members."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -98,7 +98,7 @@ class ResponseStore:
     async def delete(self, record: ResponseRecord) -> None:
         """Delete all data of a response whose job has ended.
 
-        Celery gets the result of a job a moment after its end. This method waits for it, so that no result is left.
+        Celery gets the result of a job shortly after the job ends. This method waits for it, so that none remains.
         """
         deadline = time.monotonic() + RESULT_WAIT_S
         while time.monotonic() < deadline and not await self._has_result(record.job_id):

@@ -45,7 +45,7 @@ class Webhooks:
         self._loop = PollLoop("webhooks", self.poll)
 
     def start(self) -> None:
-        """Start to deliver, within the event loop. Further calls change nothing."""
+        """Start delivering, within the event loop. Further calls change nothing."""
         self._loop.start()
 
     async def close(self) -> None:
@@ -99,7 +99,9 @@ class Webhooks:
             return
         outcome = await self._sender.send(delivery, endpoint)
         if outcome.is_gone:
-            log.warning("webhook endpoint disabled", endpoint=endpoint.id, status=410, detail="it gets no more events")
+            log.warning(
+                "webhook endpoint disabled", endpoint=endpoint.id, status=410, detail="the endpoint gets no more events"
+            )
             await self._endpoints.disable(endpoint)
         retry_in_s = None if outcome.is_gone else wait_after(delivery.attempts, outcome)
         if not outcome.is_delivered and not outcome.is_gone:

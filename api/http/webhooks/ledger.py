@@ -54,7 +54,7 @@ class DeliveryLedger:
         try:
             event = announced(fields)
         except (ValueError, KeyError, TypeError) as error:  # of another version
-            log.error("webhook event dropped", key=webhook_events_key(), detail=f"it can't be read: {error!r}")
+            log.error("webhook event dropped", key=webhook_events_key(), detail=f"the event can't be read: {error!r}")
             await self._redis.xdel(webhook_events_key(), entry_id)
             return
         kind, object_id = event["type"], event["object"]

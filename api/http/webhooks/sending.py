@@ -63,7 +63,7 @@ async def target_of(url: str, *, private: bool = False, resolve: Resolver = reso
 
 
 def is_global(address: str) -> bool:
-    """Return whether an address is global, and also each IPv4 address that it contains."""
+    """Return whether an address and each IPv4 address that it contains are global."""
     found = ip_address(address.partition("%")[0])
     if found in _LOCAL_NAT64:
         return False

@@ -98,7 +98,7 @@ def metadata_of(given: Any) -> dict[str, str]:
 
 
 def _is_text(value: Any, max_chars: int) -> bool:
-    """Return False also for half of a surrogate pair, which JSON can contain, but no response."""
+    """Return whether the value is valid, short text. JSON can contain half of a surrogate pair, but not responses."""
     return isinstance(value, str) and len(value) <= max_chars and valid_text(value) == value
 
 

@@ -14,7 +14,7 @@ from ..payloads import BaseJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of job, as its callers, its workers and the ledger need it. The docstring of the payload describes it."""
+    """The properties of a kind of job. The docstring of the payload describes the kind."""
 
     task: str
     payload: type[BaseJob]

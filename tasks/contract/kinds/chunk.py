@@ -55,7 +55,7 @@ def max_lines_bytes(model: str, max_payload_bytes: int) -> int:
 
 
 def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | ChatJob | EmbedJob:
-    """Return the payload of a line as that of a single job. Raises InvalidJob."""
+    """Return the payload of a line as the payload of a single job. Raises InvalidJob."""
     params = {**line.params, "model": model, "priority": priority}
     return parse_job(LINE_JOBS[line.kind], (), (), params)
 

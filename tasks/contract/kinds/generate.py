@@ -12,7 +12,7 @@ TASK_GENERATE = "cellama.generate"
 
 
 class GenerateJob(GenerationJob):
-    """Text that follows a prompt, which is a text or a list of token ids."""
+    """Text that continues a prompt, which is a text or a list of token ids."""
 
     prompt: Prompt
 

@@ -15,7 +15,7 @@ TASK_PREFILL = "cellama.prefill"
 
 
 class PrefillJob(ConversationJob, ReadingJob):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or messages or the system message of a chat."""
+    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages or system message of a chat."""
 
     prompt: Prompt | None = None
     messages: Messages = ()
@@ -43,7 +43,7 @@ class PrefillResult(TypedDict):
 
 
 def of_prefill(result: Any) -> PrefillResult:
-    """Return the result of a prefill, without the fields of a text."""
+    """Return the result of a prefill, without the fields of generated text."""
     shown: Any = {name: result[name] for name in PrefillResult.__annotations__ if name in result}
     return cast(PrefillResult, shown)
 

@@ -32,7 +32,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict, total=False):
-    """Milliseconds since submission, and rates in tokens per second. A value is None if nothing was measured.
+    """Milliseconds since submission, and rates in tokens per second. A value that was not measured is None.
 
     `delivery_ms` ends when the worker's engine receives the request, `queue_ms` when the request gets a slot, and
     `ttft_ms` with the first token. `prefix_wait_ms` is the part of `queue_ms` in which another request computed a
@@ -71,7 +71,7 @@ class Function(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call of a tool in the OpenAI format."""
+    """A tool call in the OpenAI format."""
 
     id: str
     type: Literal["function"]

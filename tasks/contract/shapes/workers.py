@@ -68,7 +68,7 @@ class WorkerAdapter(TypedDict):
 
 
 class AdapterView(WorkerAdapter):
-    """An adapter with the same file and scale on all `workers` that have it. `in_use` is the sum over them."""
+    """An adapter with the same file and scale on all `workers` that have it. `in_use` is the sum over these workers."""
 
     workers: list[str]
 
@@ -138,9 +138,10 @@ class WorkerModel(ModelFile, LoadedModel):
 
 
 class ModelView(ModelFile, LoadedModel):
-    """A model on all `workers` that have it. Values that differ are those of the first worker where it is ready.
+    """A model on all `workers` that have it.
 
-    `lacks` has the errors of workers that must have the model or one of its adapters and can't load it.
+    Values that differ between workers are those of the first worker where the model is ready. `lacks` has the errors of
+    workers that must have the model or one of its adapters, but can't load it.
     """
 
     workers: list[str]
@@ -175,7 +176,7 @@ class WorkerMemory(TypedDict):
 
 
 class ModelMemory(TypedDict):
-    """The memory that a model uses. It has no sizes while it is loading."""
+    """The memory that a model uses. The sizes are missing while the model is loading."""
 
     id: str
     status: ModelStatus
@@ -192,7 +193,7 @@ class MemoryView(WorkerMemory):
 
 
 class WorkerCores(TypedDict):
-    """The report of a worker to other workers of its machine, with which they share its cores."""
+    """The report of a worker to the other workers on its machine, which use it to share the cores."""
 
     machine: str  # boot id of the machine, which all of its containers share
     processors: list[int]  # processors on which the worker may run
