@@ -1,7 +1,7 @@
-"""Writes docs/dashboards/cellama.json, the Grafana board, from a table of panels: `python .ci/board.py`.
+"""Write docs/dashboards/cellama.json, the Grafana dashboard, from a table of panels: `python .ci/board.py`.
 
-Expressions have `$model` for the chosen models, and `$__rate_interval` for Grafana's. Sums over workers come from
-rates, so that a worker that ends takes nothing back.
+Expressions use `$model` for the selected models, and Grafana's `$__rate_interval`. Sums over workers are sums of rates,
+so they don't drop when a worker exits.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def findings(name: str) -> Iterator[Finding]:
-    """Yield what breaks a rule in a file, by its path relative to the root."""
+    """Yield the places in a file that break a rule. The path is relative to the root."""
     source = (ROOT / name).read_text(encoding="utf-8")
     is_page = name.endswith(".md")
     for line, kind, text in markdown_texts(source) if is_page else python_texts(source):
@@ -200,13 +200,13 @@ def findings(name: str) -> Iterator[Finding]:
 
 
 def files() -> list[str]:
-    """Return the tracked texts of the repository, those of tests included."""
+    """Return the tracked files that contain text, including tests."""
     listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [name for name in listed.stdout.splitlines() if name not in EXCEPT and (ROOT / name).exists()]
 
 
 def sample(seed: int) -> Iterator[str]:
-    """Draw 200 texts from all files: the kinds and numbers of SAMPLE, in random order within each kind."""
+    """Draw 200 texts from all files, as many of each kind as SAMPLE says, in random order within each kind."""
     drawn: dict[str, list[str]] = {kind: [] for kind in SAMPLE}
     for name in files():
         source = (ROOT / name).read_text(encoding="utf-8")

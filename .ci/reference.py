@@ -37,7 +37,7 @@ LINK_OUT = re.compile(r"\]\((?!\w+:|#)(?:\.\./)?(?:docs/)?([^)]+)\)")
 
 
 def filled(markdown: str) -> str:
-    """Return a page with its generated parts as the code has them now. Raises KeyError for an unknown kind."""
+    """Return a page whose generated parts match the code. Raises KeyError for an unknown kind."""
     return PART.sub(
         lambda part: f"{part['head']}\n{KINDS[part['kind']](*filter(None, [part['name']])).strip()}\n\n{part['end']}",
         markdown,

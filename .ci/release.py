@@ -111,7 +111,7 @@ def changelog_section(root: Path, version: str) -> str:
 
 
 def release_problems(root: Path, version: str, at_tag: str | None = None) -> Iterator[str]:
-    """Yield what prevents a release of this checkout, each with its remedy."""
+    """Yield each problem that prevents a release of this checkout, with its remedy."""
     if not VERSION.fullmatch(version):
         yield f"pyproject.toml: version '{version}' is not a release; use for example 1.2.0 or 1.2.0rc1"
     if changed := git(root, "status", "--porcelain"):

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write what follows from the modules in tasks/contract/kinds, from `ModelSettings` and from engine/snapshots.py.
+"""Generate code from the modules in tasks/contract/kinds, from `ModelSettings` and from engine/snapshots.py.
 
-The table of kinds is `tasks/contract/all_kinds.py`. The tasks as type checkers see them are `tasks/typed_tasks.py`, and
-`cellama.tasks` and `cellama.api` export their names. The options of a model are `config/model_options.py`, and
-the snapshots as JSON are `tasks/contract/shapes/snapshots.py`.
+The table of kinds is in `tasks/contract/all_kinds.py`. The typed tasks for type checkers are in `tasks/typed_tasks.py`,
+and `cellama.tasks` and `cellama.api` export their names. The options of a model are in `config/model_options.py`, and
+the JSON types of snapshots are in `tasks/contract/shapes/snapshots.py`.
 
 With `--check` the script writes nothing, and fails if a file would change.
 """
@@ -238,7 +238,7 @@ def short(kind: Kind) -> str:
 
 
 def base_name(payload: type) -> str:
-    """`Embed` of EmbedJob."""
+    """Return `Embed` for EmbedJob."""
     return payload.__name__.removesuffix("Job")
 
 

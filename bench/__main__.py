@@ -23,7 +23,7 @@ def main() -> None:
     questions = {name: BENCHMARKS[name].question for name in available} | {ALL: "all of them; --short"}
     parser = argparse.ArgumentParser(
         prog="cellama bench",
-        description="Run benchmarks on this machine, seeded, side by side with other programs in one run.",
+        description="Run seeded benchmarks on this machine, side by side with other programs.",
         epilog="\n".join(f"  {name:18} {question}" for name, question in questions.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

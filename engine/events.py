@@ -110,7 +110,7 @@ class Context:
 class Completion:
     """The result of a request that did not fail. `text` has no stop string and no incomplete character.
 
-    `tokens` and `usage` count everything that was generated. In a chat, `text` is without reasoning and tool calls.
+    `tokens` and `usage` count everything that was generated. In a chat, `text` excludes reasoning and tool calls.
     """
 
     text: str
@@ -203,7 +203,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Figures of a finished request. Times are from its submission, and None if it ended before that point."""
+    """Figures of a finished request. Times count from its submission. A time is None if the request ended earlier."""
 
     model: str  # id of the model
     at: float  # end of the request, in Unix seconds

@@ -154,17 +154,17 @@ class EngineOptions:
 
     @property
     def queue_bytes(self) -> int:
-        """The largest size of states that have left RAM and wait to be written to disk, in bytes."""
+        """Maximum total size in bytes of the states that have left RAM and wait to be written to disk."""
         return self.saved_bytes // 4 if self.keeps_states else 0
 
     @property
     def warm_bytes(self) -> int:
-        """The largest size of memory that is reserved for states to be read from disk, in bytes."""
+        """Maximum size in bytes of the memory that is reserved for reading states from disk."""
         return self.saved_bytes // 8 if self.keeps_states else 0
 
     @property
     def held_bytes(self) -> int:
-        """The largest size of saved states in RAM, including those on their way to and from disk, in bytes."""
+        """Maximum size in bytes of the saved states in RAM, including those on their way to and from disk."""
         return self.saved_bytes + self.queue_bytes + self.warm_bytes
 
     @property

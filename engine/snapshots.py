@@ -164,7 +164,7 @@ class ManagerSnapshot:
 
     @classmethod
     def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:
-        """Sum over all engines, embedders and rerankers of these models. A figure that one does not count is 0."""
+        """Sum over all engines, embedders and rerankers of these models. A figure that a part does not count is 0."""
         parts = [part for model in models for part in model.parts]
         names = [field.name for field in fields(cls) if field.name not in ("phase", "models")]
         sums: dict[str, Any] = {name: sum(getattr(part, name, 0) for part in parts) for name in names}

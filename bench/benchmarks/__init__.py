@@ -1,1 +1,1 @@
-"""The benchmarks, by what they measure. Each is a module with `add_arguments` and `run`, which gives a `Report`."""
+"""The benchmarks, grouped by subject. Each is a module with `add_arguments`, and `run`, which returns a `Report`."""

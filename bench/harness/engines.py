@@ -101,7 +101,7 @@ def run_all(
 ) -> tuple[float, list[Completion]]:
     """Run all prompts concurrently for exactly `num_new` greedy tokens.
 
-    Return the seconds until the last and the completions.
+    Return the seconds until the last one has finished, and the completions.
     """
     lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
     requests = [
@@ -124,7 +124,7 @@ def submit_together(
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Requests that ran at once: what came after the first tokens of all."""
+    """Requests that ran at once, measured after the last of their first tokens."""
 
     seconds: float
     num_tokens: int

@@ -1,8 +1,8 @@
-"""Kill a worker at a chosen point of a chosen job: between the job's end and whatever follows it.
+"""Kill a worker at a chosen point of a chosen job, between the end of the job and its follow-up.
 
 The benchmark marks a job with a file in a directory, and the worker process that brings the job to that point kills
-itself with SIGKILL. The worker imports this module with its batch strategy, so the product's code has no part in it.
-A mark is renamed before the kill: each mark kills one process, and the benchmark can count the kills.
+itself with SIGKILL. The worker imports this module with its batch strategy, so the product's code has no part in it. A
+mark is renamed before the kill, so each mark kills one process, and the benchmark can count the kills.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number in a page, and where it is from."""
+    """A number in a page, and its source."""
 
     shown: str
     name: str  # of the benchmark

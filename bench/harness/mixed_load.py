@@ -1,7 +1,7 @@
-"""A load as it comes from many users: prompts and answers of mixed lengths, families with a shared head, chats.
+"""A load like that of many users: prompts and answers of mixed lengths, families with a shared prefix, and chats.
 
-Everything is drawn from a seed, as token ids, so that all peers get the same; `ignore_eos` makes answers as long as
-they were drawn.
+Everything is drawn from a seed as token ids, so that all peers get the same load. `ignore_eos` gives each answer its
+drawn length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Conversation = tuple[Line, ...]  # its turns: each prompt begins with the one be
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """How much of everything. Lengths shrink with `scale`, heads too, for models and machines that are small."""
+    """The numbers and lengths of a load. `scale` shrinks all lengths, for small models and machines."""
 
     num_requests: int
     num_chats: int = 0  # number of conversations among the requests …
@@ -49,8 +49,8 @@ class LoadShape:
 def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
     """Return shuffled conversations with `shape.num_requests` turns in total. Different seeds share no prefix.
 
-    A chat's prompt has the turns before, those of the assistant drawn like the others: what is generated is not the
-    same with all peers, because they round differently.
+    The prompt of a chat contains its earlier turns. The assistant's turns are also drawn, because generated text
+    differs between peers, which round differently.
     """
     draw = _Draw(shape, seed)
     found = [draw.chat(f"chat-{number}") for number in range(shape.num_chats)]

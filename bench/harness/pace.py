@@ -1,4 +1,4 @@
-"""Work that lasts as long as a test needs it to, on any machine: steps that take longer while a file says so."""
+"""Make work last as long as a test needs on any machine: steps take longer while a file requests it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW_S = 0.05  # per step: the longest text of the bundled model takes more than
 
 
 class Paced(Adaptive):
-    """Adaptive, but that each step waits first, as long as the file says. Cancels are still heard in every step."""
+    """Adaptive, except that each step first waits for the time in the file. Every step still handles cancellations."""
 
     def __init__(self) -> None:
         super().__init__()

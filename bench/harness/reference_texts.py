@@ -1,7 +1,7 @@
-"""Greedy texts of a run without trouble, and how far the texts of another run may differ from them.
+"""Greedy texts of an undisturbed run, and the permitted differences in other runs.
 
-llama.cpp rounds differently by the number of tokens in a pass, and trouble changes how many jobs run side by side.
-Where the two likeliest tokens are about as likely, either is right, and what follows it is another text.
+llama.cpp's rounding depends on the number of tokens in a pass, and disturbances change how many jobs run side by side.
+Where the two likeliest tokens are about equally likely, either is correct, and the rest of the text depends on it.
 """
 
 from __future__ import annotations

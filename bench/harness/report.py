@@ -1,4 +1,4 @@
-"""How benchmarks speak: a table for people, one JSON line for machines, kept under `bench/results/` on request."""
+"""Report benchmark results: a table for people, and a JSON line for programs, saved in `bench/results/` on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service of its own for benchmarks and chaos: a Redis, workers that can be killed, producers in this process."""
+"""A separate service for benchmarks: a Redis, workers that can be killed, and producers in this process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one
 
 
 class CountingStrategy(Paced):
-    """Paced, its tokens are counted, and poison ends its worker."""
+    """Paced, but also counts tokens, and lets poison end its worker."""
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -85,7 +85,7 @@ def _redis_password() -> str:
 
 
 class StoredStates:
-    """Job id → the final states that were stored for it."""
+    """The final states that were stored for each job id."""
 
     def __init__(self) -> None:
         self.states: dict[str, list[str]] = {}
@@ -106,7 +106,7 @@ class StoredStates:
 
 @dataclass
 class SlowRedis(RedisServer):
-    """A server that can take its time to load its data."""
+    """A Redis server that can be made to load its data slowly."""
 
     load_delay_us: int = 0  # for each command of the append-only file
 
@@ -224,7 +224,7 @@ class Service:
         self.processes.clear()
 
     def restart_redis(self, away_s: float = 0.5, load_delay_us: int = 0) -> None:
-        """Stop Redis and start it again on what it has written, with this delay for each command that it loads."""
+        """Restart Redis with the data that it has written, with this delay for each command that it loads."""
         self.redis_server.stop()
         time.sleep(away_s)
         self.redis_server.load_delay_us = load_delay_us

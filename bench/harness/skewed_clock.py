@@ -1,8 +1,9 @@
 """A wall clock that is `CLOCK_AHEAD_S` seconds ahead, for one Python process that starts with `environment_of`.
 
-Copied as `sitecustomize.py` to a folder in PYTHONPATH, so it works before anything else is imported. It covers
+The module is copied as `sitecustomize.py` to a directory in PYTHONPATH, so it works before other imports. It covers
 `time.time`, `time_ns`, `clock_gettime` and `clock_gettime_ns` of CLOCK_REALTIME, and `now`, `utcnow` and `today` of
-`datetime.datetime`; not times that C takes itself (llama.cpp, file times, `localtime()` without an argument).
+`datetime.datetime`. It does not cover times that C code reads (llama.cpp, file times, `localtime()` without an
+argument).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bulk workloads of comparisons: seeded lines of token ids, written in the short form of `cellama batch run`.
 
-Token ids, because every peer takes them; how many tokens a text has depends on the vocabulary.
+Prompts are token ids, which all peers accept, because the number of tokens in a text depends on the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .engines import random_prompts
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: a prompt, and how many tokens are generated for it, greedily and past any end mark."""
+    """A line: a prompt, and the number of tokens to generate greedily, past any end token."""
 
     custom_id: str
     prompt: tuple[int, ...]

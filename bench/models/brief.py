@@ -1,6 +1,6 @@
-"""Sampling that makes the bundled model end what it has opened, so that constrained answers are short.
+"""Sampling that makes the bundled model close open brackets and quotes, so that constrained answers are short.
 
-Under a schema it says little that makes sense, and repeats that in endless lists and texts.
+Under a schema, the model writes little that makes sense, and repeats it in endless lists and strings.
 """
 
 from __future__ import annotations

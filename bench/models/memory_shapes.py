@@ -1,4 +1,4 @@
-"""Shapes whose memory can't be cut back to any length: for tests that such models stay correct. Write them as F32."""
+"""Shapes of models whose memory can't be cut back to any length, for tests. Write them as F32."""
 
 from __future__ import annotations
 

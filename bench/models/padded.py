@@ -1,9 +1,9 @@
-"""Makes the bundled model as slow as a real one without making it less sure.
+"""Make the bundled model as slow as a real one without making it less confident.
 
     python -m cellama.bench.models.padded big.gguf --params 160
 
-Every layer's feed-forward part is widened, and layers are added: they read and multiply random weights like any other,
-but what leads out of them is zero, so they add nothing. Then all matrices become Q8_0. Benchmarks that compare
+Every layer's feed-forward part is widened, and layers are added: these read and multiply random weights like any
+others, but their output weights are zero, so they add nothing. Then all matrices become Q8_0. Benchmarks that compare
 texts need this: random-weight models have near ties, and the bundled model fits into the CPU's cache.
 """
 

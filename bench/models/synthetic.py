@@ -1,4 +1,4 @@
-"""Writes GGUF files with random weights, of any Llama shape: for speed work, not for sense.
+"""Write GGUF files with random weights in any Llama shape, to measure speed.
 
 python -m cellama.bench.models.synthetic 174m.gguf              the shape of the benchmarks: 174M parameters, Q8_0
 python -m cellama.bench.models.synthetic x.gguf --n-embd 256 --n-layer 4 --n-head 4 --n-head-kv 4 --n-ff 768

@@ -1,6 +1,7 @@
-"""A vocabulary as large as those of today's models, made up by seed: bytes of tokens, without a model.
+"""A seeded vocabulary as large as those of current models: the bytes of tokens, without a model.
 
-Its words are made of syllables, so that prefixes are shared about as in real ones, which matters to grammars.
+Its words are made of syllables, so that words share prefixes about as often as in real vocabularies, which affects
+grammars.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asynchronous clients of llama-server and of OpenAI's API, with as little work per request as possible.
 
-Each request has a connection of its own, because llama-server closes kept ones under load.
+Each request has a connection of its own, because llama-server closes idle ones under load.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFi
     results = [json.loads(text) for text in target.read_text(encoding="utf-8").splitlines()]
     short = [result["custom_id"] for result in results if result["tokens"] != wanted[result["custom_id"]]]
     if short:
-        raise RuntimeError(f"{len(short)} lines have another number of tokens than they asked for, first {short[0]}")
+        raise RuntimeError(f"{len(short)} lines have a different number of tokens than requested, such as {short[0]}")
     return TimedFile(len(results), seconds, sum(result["computed"] for result in results))
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp's own programs as peers, where they are built (bench/README.md says how).
+"""llama.cpp's own programs as peers, if they are built as bench/README.md describes.
 
 BENCH_LLAMA_BATCHED_BENCH and BENCH_LLAMA_SERVER name the programs `llama-batched-bench` and `llama-server`.
 """

@@ -1,1 +1,1 @@
-"""How the bundled model is made: its text, its training, its GGUF file."""
+"""Create the bundled model: its training data, its training, and its GGUF file."""

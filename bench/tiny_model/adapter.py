@@ -1,8 +1,8 @@
-"""Trains a small LoRA adapter for the bundled model: with it, the model talks like a pirate.
+"""Train a small LoRA adapter that makes the bundled model talk like a pirate.
 
     python -m cellama.bench.tiny_model.adapter --out engine/bundled/pirate.gguf
 
-Needs what `train.py` needs (see README.md).
+It has the same requirements as `train.py` (see README.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARR = "Arr, "
 
 
 class LowRank(nn.Module):  # type: ignore[misc]  # torch is no dependency
-    """A frozen linear layer plus B·A, which begins at zero."""
+    """A frozen linear layer plus B·A, which starts at zero."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()

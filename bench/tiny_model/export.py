@@ -20,7 +20,7 @@ LONG_WINDOW = 2048  # tokens
 
 @dataclass(frozen=True)
 class TinyShape:
-    """A Llama shape; `n_ctx` is what the GGUF file promises."""
+    """A Llama shape. `n_ctx` is the context length that the GGUF file declares."""
 
     n_vocab: int
     n_embd: int = 192

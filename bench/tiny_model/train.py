@@ -31,7 +31,7 @@ PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
-    """Attention with grouped queries and rotary positions, then SwiGLU; names as llama.cpp's tensors."""
+    """Attention with grouped queries and rotary positions, then SwiGLU. Names are those of llama.cpp's tensors."""
 
     def __init__(self, shape: TinyShape) -> None:
         super().__init__()

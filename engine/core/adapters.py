@@ -48,7 +48,7 @@ class _Entry:
 
 
 class Adapters:
-    """The adapters of a model by name. A request acquires adapters at its submission, and releases them at its end."""
+    """The adapters of a model by name. A request acquires adapters when submitted, and releases them when it ends."""
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
@@ -61,8 +61,8 @@ class Adapters:
     def load(self, name: str, source: str, path: Path, scale: float = 1.0) -> AdapterInfo:
         """Load an adapter from a file. From then on it is applied with this scale to requests that choose no adapters.
 
-        Other requests continue during the load. Raises IdTaken, InvalidRequest and AdapterLoadFailed, and nothing of
-        the adapter remains then.
+        Other requests continue during the load. Raises IdTaken, InvalidRequest and AdapterLoadFailed, and leaves
+        nothing behind.
         """
         with self._changed:
             self.check_new(name, scale)
@@ -82,20 +82,20 @@ class Adapters:
             return self._info(name, entry)
 
     def check_new(self, name: str, scale: float) -> None:
-        """Raise IdTaken or InvalidRequest if `load` would now."""
+        """Raise IdTaken or InvalidRequest if `load` would raise it now."""
         _check_name_and_scale(name, scale)
         with self._changed:
             if name in self._entries:
                 raise IdTaken(f"adapter {name!r} already exists; choose another name, or unload it first")
 
     def check_unload(self, name: str) -> None:
-        """Raise UnknownAdapter if `unload` would now."""
+        """Raise UnknownAdapter if `unload` would raise it now."""
         with self._changed:
             if name not in self._unloaded or name in self._entries:
                 self._ready(name)
 
     def check_scale(self, name: str, scale: float) -> None:
-        """Raise UnknownAdapter or InvalidRequest if `set_scale` would now."""
+        """Raise UnknownAdapter or InvalidRequest if `set_scale` would raise it now."""
         _check_name_and_scale(name, scale)
         with self._changed:
             self._ready(name)
@@ -112,10 +112,10 @@ class Adapters:
             self._update_default()
 
     def unload(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Stop assigning an adapter to requests, wait until the last one with it has finished, then free it.
+        """Stop assigning an adapter to requests, wait until the last request that uses it has finished, and free it.
 
-        Unloading an adapter twice is not an error. Raises UnknownAdapter if there never was one with this name, and
-        AdapterBusy if it is still in use after `timeout_s`. It is available again then.
+        Unloading an adapter twice is not an error. Raises UnknownAdapter if no adapter ever had this name, and
+        AdapterBusy if it is still in use after `timeout_s`. In that case, the adapter becomes available again.
         """
         with self._changed:
             if name in self._unloaded and name not in self._entries:
@@ -196,5 +196,5 @@ def _in_order(chosen: Iterable[tuple[Adapter, float]]) -> AdapterSet:
 
 
 def _check_name_and_scale(name: str, scale: float) -> None:
-    """Raise InvalidRequest if a request with this adapter would."""
+    """Raise InvalidRequest if a request with this adapter would raise it."""
     Request("", (0,), adapters=((name, scale),))

@@ -115,7 +115,7 @@ class Embedder:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it accepts no more requests."""
+        """Whether the embedder rejects new requests."""
         return self._inbox.is_closed
 
     def submit(
@@ -159,7 +159,7 @@ class Embedder:
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until every request has finished; return False if one has not after `timeout_s`."""
+        """Wait until every request has finished. Return False if any is unfinished after `timeout_s`."""
         return self._inbox.wait_until_idle(timeout_s)
 
     @property
@@ -346,7 +346,7 @@ class Reranker:
     """Scores pairs of query and document. The score is the first output of the model's classification head."""
 
     def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
-        """`embedder` must pool by rank. The embedder has the thread that computes. The reranker has none."""
+        """`embedder` must have the pooling "rank". Its thread computes the scores."""
         self._pairs = pairs
         self.embedder = embedder
 

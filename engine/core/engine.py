@@ -315,7 +315,7 @@ class Engine:
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until every request has finished; return False if one has not after `timeout_s`."""
+        """Wait until every request has finished. Return False if any is unfinished after `timeout_s`."""
         return self._inbox.wait_until_idle(timeout_s)
 
     @property

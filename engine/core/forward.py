@@ -29,7 +29,7 @@ class Deferred(DecodeError):
 
 
 class BackendBroken(Exception):
-    """No request can be computed any more, so the requests are not the cause."""
+    """The backend can't compute any request any more, so no single request is the cause."""
 
 
 class Computed(NamedTuple):
@@ -145,7 +145,7 @@ class Forward:
         return None
 
     def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
-        """Return the request that has most tokens of the batch. Cancelling it aborts the call."""
+        """Return the request with the most tokens in the batch. Cancelling it aborts the call."""
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # one token for each request
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
@@ -215,5 +215,5 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
 
 
 def _is_awaited(work: SlotWork) -> bool:
-    """Return whether an interactive request has its first token after this chunk."""
+    """Return whether an interactive request gets its first token after this chunk."""
     return work.sequence.request.is_interactive and work.chunk.samples

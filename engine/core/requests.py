@@ -46,7 +46,7 @@ class Handle:
         adapters: AdapterSet = (),
         plan: Any = None,
     ) -> None:
-        """`adapters` stay in use until the request has finished. `plan` is what its samplers are created from."""
+        """`adapters` stay in use until the request has finished. Its samplers are created from `plan`."""
         self.request = request
         self.received_at = time.monotonic()
         self.adapters = adapters
@@ -408,12 +408,12 @@ class EngineRequests:
     # Finishing
 
     def end(self, handle: Handle, reason: FinishReason) -> None:
-        """End a request early, with its output until now, unless it has ended."""
+        """End a request early, with its output so far, unless it has ended."""
         if (group := self._groups.get(handle)) is not None:
             self._guarded(group, self._end_all, group, reason)
 
     def time_out(self, sequence: Sequence) -> None:
-        """End the request of a sequence whose deadline has passed, with its output until now."""
+        """End the request of a sequence whose deadline has passed, with its output so far."""
         if (handle := self.handle_of(sequence)) is not None:
             self.end(handle, "timeout")
 

@@ -67,7 +67,7 @@ class MatcherTokens:
     def attempt(self, grammar: str) -> LLMatcher:
         """Return a new matcher, which has an error if the grammar can't be compiled. The call releases the GIL.
 
-        `grammar` is Lark, or what `LLMatcher.grammar_from_…` returns.
+        `grammar` is Lark, or a result of `LLMatcher.grammar_from_…`.
         """
         return LLMatcher(self._tokenizer, grammar, log_level=_SILENT, limits=LIMITS)
 
@@ -80,14 +80,14 @@ class MatcherTokens:
 
 
 class SharedGrammar:
-    """A compiled grammar, of which each sequence gets a copy. It is safe to use from any thread.
+    """A compiled grammar. Each sequence gets a copy of it. It is safe to use from any thread.
 
     All copies share a lexer, which caches the states that it has built and also any error. After one text that needed
     too much work, every copy would fail. In this case, the grammar is compiled again, once for all of its matchers.
     """
 
     def __init__(self, tokens: MatcherTokens, grammar: str, name: str, first: LLMatcher | None = None) -> None:
-        """Compile the grammar, as `MatcherTokens.compile` does, unless `first` is a matcher of it at its start."""
+        """Compile the grammar, as `MatcherTokens.compile` does, unless `first` is already a matcher at its start."""
         self.tokens = tokens
         self._grammar = grammar
         self._name = name
@@ -100,7 +100,7 @@ class SharedGrammar:
             return self._first.deep_copy(), self._number
 
     def renew(self, number: int) -> bool:
-        """Return whether the lexer of this number has failed. If so, later copies use another lexer."""
+        """Return whether the lexer with this number has failed. If so, later copies use another lexer."""
         probe, current = self.copy()
         if current != number:
             return True
@@ -191,7 +191,7 @@ class Matcher:
 
 
 def reason_of(error: str) -> str:
-    """Return the first line of llguidance's message. The rest is for its developers."""
+    """Return the first line of llguidance's message. The rest is meant for llguidance's developers."""
     return error.strip().partition("\n")[0] or "no reason given"
 
 

@@ -1,6 +1,6 @@
 """Compile a grammar into a program over bytes, whose nodes the automaton of `automaton.py` walks. Pure.
 
-Counted repetitions stay loops and characters become ranges of UTF-8 bytes, so a program is not much larger than its
+Counted repetitions remain loops and characters become ranges of UTF-8 bytes, so a program is not much larger than its
 text.
 """
 

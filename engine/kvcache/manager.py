@@ -198,14 +198,14 @@ class KvCache:
         return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def _matches(self, tokens: Sequence[int], scope: Hashable) -> tuple[Iterator[tuple[Source, int]], ...]:
-        """Return two iterators: slots and RAM states that share a prefix with `tokens`, each the longest first."""
+        """Return two iterators: slots and RAM states that share a prefix with `tokens`, both with the longest first."""
         return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
 
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
         """Return the source that saves most, and the number of tokens that it provides; None if no source saves any.
 
-        The gain of a source is its tokens, less the cost of moving it. The chosen one of the sources that must be moved
-        can have a gain that is up to MOVE_COST_TOKENS smaller than that of another one.
+        The gain of a source is its tokens, less the cost of moving it. Among sources that must be moved, the chosen one
+        may gain up to MOVE_COST_TOKENS less than another one.
         """
         limit = len(tokens) - 1
         best: tuple[Source, int] | None = None

@@ -36,7 +36,7 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """The lengths to which slots and saved states can be cut back, with the data that this takes. Engine thread only.
+    """The lengths to which slots and saved states can be cut back, with the required data. Engine thread only.
 
     Only models whose states can't be cut back to any length need checkpoints. A holder has at most one checkpoint per
     length.
@@ -311,7 +311,7 @@ class RamTier:
 class RecentContexts:
     """The contexts that finished last. A request can continue one of them by its key, without sending its tokens.
 
-    One thread adds contexts. Any thread may look one up, and computes the keys that this takes.
+    One thread adds contexts. Any thread may look up a context, and computes the required keys itself.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""The seconds that a state on disk saves: the only rule that decides which states are read and which are written.
+"""Decide which states are read and written, by the seconds that a state on disk saves.
 
-A state is read if reading it is faster than computing its tokens. A state is written if the expected saving is above
-zero, which is the saving of one read times the probability that a later request continues from the state. Pure.
+A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is above
+zero. The expected saving is the saving of one read, multiplied by the probability that a later request continues from
+the state. Pure.
 """
 
 from __future__ import annotations

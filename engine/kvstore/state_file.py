@@ -3,7 +3,7 @@
 1. The fixed part has the magic number, version, length of the head, number of tokens, first cut, number of parts, bytes
    of the scope, and seed.
 2. The tokens are one uint32 each, and the scope is UTF-8.
-3. The list of parts has length in tokens, bytes and XXH3-128, of the cells and then of the checkpoints by length.
+3. The list of parts has tokens, bytes and XXH3-128 of the cells, and then of each checkpoint.
 4. The digest is SHA-256 over everything before it, and ends the head.
 5. The data are the bytes of the parts, up to the end of the file.
 

@@ -1,7 +1,7 @@
 """The plan of a load: what a model file can be used for, and the memory that the model will take.
 
 llama.cpp loads the file dry, without weights and cells, and logs the sizes of its buffers. A dry load reads the head of
-the file and plans the compute graphs like a real load, which takes some hundredths of a second and a few MB. It does
+the file and plans the compute graphs like a real load, which takes a few hundredths of a second and a few MB. It does
 allocate the outputs of a batch, the states of recurrent layers, and about 50 bytes of bookkeeping per cell. To keep the
 last two small, the plan measures the states of one slot first, and contexts with a growing number of cells until one
 does not fit.
@@ -81,9 +81,9 @@ def choose_uses(
 ) -> Uses:
     """Return the capabilities that a model is loaded for, and the pooling of its embeddings.
 
-    Without requested capabilities, the model gets those that suit its file. A reranker ranks, and another encoder
-    embeds. Other models generate and embed, and chat if they have a chat template. Raises WrongCapability if the model
-    does not support a requested capability, and InvalidRequest if a name is unknown.
+    Without requested capabilities, the model gets those that suit its file. A reranker ranks, and any other encoder
+    embeds. All other models generate and embed, and also chat if they have a chat template. Raises WrongCapability if
+    the model does not support a requested capability, and InvalidRequest if a name is unknown.
     """
     for name in (requested or frozenset()) - set(CAPABILITIES):
         raise InvalidRequest(f"capabilities: {name!r} is unknown; {nearest(name, CAPABILITIES)}")
@@ -113,7 +113,7 @@ def choose_uses(
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The contexts of a model. One that no capability needs is None."""
+    """The contexts of a model. A context that no capability needs is None."""
 
     generation: LlamaBackend | None
     embedding: LlamaEmbeddingBackend | None
@@ -223,7 +223,7 @@ def _divided(num_tokens: int | None, divisor: int) -> int | None:
 
 
 class _DryLoad:
-    """A dry model, of which contexts with different options are created until one fits."""
+    """A dry model, for which contexts with different options are created until one fits."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, available: AvailableMemory) -> None:
         self._model = model

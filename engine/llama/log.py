@@ -74,7 +74,7 @@ def _interrupts_deferred() -> Iterator[None]:
     """Delay the KeyboardInterrupt of Ctrl-C until the end of the `with` block.
 
     While llama.cpp runs, the first Python code that receives the signal is `_on_log`. Python prints and ignores
-    exceptions of such callbacks, so the interrupt would be lost.
+    exceptions in this callback, so the interrupt would be lost.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -308,8 +308,8 @@ class LlamaModel:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Free the adapters and the weights when they are unused. Idempotent.
 
-        Return False if they are still in use after `timeout_s`; nothing is freed then. Later uses raise EngineStopped.
-        All contexts of the model must be closed.
+        Return False, and free nothing, if they are still in use after `timeout_s`. Later uses raise EngineStopped. All
+        contexts of the model must be closed.
         """
         if not self.lifetime.end(timeout_s):
             return False

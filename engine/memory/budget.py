@@ -225,7 +225,7 @@ class Budget:
 def choose_victims(
     available: AvailableMemory, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]
 ) -> list[str]:
-    """Return the first models of `idle`, as few as possible, whose memory a footprint needs; [] if all are too few."""
+    """Return as few of the first `idle` models as free enough memory for a footprint; [] if all are not enough."""
     for count in range(1, len(idle) + 1):
         if available.plus(taken for _, taken in idle[:count]).shortage(footprint) is None:
             return [model_id for model_id, _ in idle[:count]]

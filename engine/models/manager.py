@@ -320,7 +320,7 @@ class ModelManager:
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
-        """Return the parts of all models that compute, for sharing the cores."""
+        """Return the parts of all models that compute, so that they can share the cores."""
         return [
             Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
             for model in self.models().values()

@@ -1,7 +1,8 @@
 """The admission of models: plan a load in a child process, and load the model only if it fits into the memory budget.
 
-llama.cpp checks many properties of a file by assertions, which abort the process. The child reads the head, vocabulary
-and shapes of the file like the real load. A damaged file therefore aborts the child and not a process that serves.
+llama.cpp checks many properties of a file with assertions, which abort the process. The child reads the head,
+vocabulary and shapes of the file like the real load. A damaged file therefore aborts the child instead of a serving
+process.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class Model(Texts):
 
     @property
     def last_used(self) -> float:
-        """Time of the last request, or of the load if there was none, in unix seconds."""
+        """Time of the last request, or of the load if there was none, in Unix seconds."""
         return max(self._loaded_at, *(part.last_submit for part in self.parts))
 
     @property
@@ -466,7 +466,7 @@ class Model(Texts):
         self.engine.adapters.set_scale(name, scale)
 
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Reject new requests for the adapter, and free it when no request uses it. Raises as `Adapters.unload`."""
+        """Reject new requests for the adapter, and free it when unused. Raises the errors of `Adapters.unload`."""
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
@@ -500,16 +500,16 @@ class Model(Texts):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has not finished."""
+        """Whether any request is unfinished."""
         return any(part.is_busy for part in self.parts)
 
     def wait_until_idle(self, deadline: float) -> bool:
-        """Wait until all requests have finished. Return False if some have not at `deadline` (time.monotonic())."""
+        """Wait until all requests have finished. Return False if any is unfinished at `deadline` (time.monotonic())."""
         return all(part.wait_until_idle(max(0.0, deadline - time.monotonic())) for part in self.parts)
 
     @property
     def parts(self) -> list[Engine | Embedder]:
-        """The engine, the embedder and the reranker's embedder, as far as they exist. Each has a thread of its own."""
+        """The engine, the embedder and the reranker's embedder, if they exist. Each has its own thread."""
         ranking = None if self._reranker is None else self._reranker.embedder
         return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 

@@ -1,7 +1,8 @@
 """The DRY penalty, which makes tokens less likely that would continue a repetition.
 
-For each earlier index, the sampler keeps how many tokens up to there equal the last tokens of the text. With each token
-numpy updates a whole context in a few microseconds. Source: llama.cpp, llama-sampler.cpp, by pi6am.
+For each earlier index, the sampler keeps how many tokens up to there equal the last tokens of the text. With each
+token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp, llama-sampler.cpp, by
+pi6am.
 """
 
 from __future__ import annotations

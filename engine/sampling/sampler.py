@@ -216,7 +216,7 @@ class TokenSampler:
         return token, report.of(token) if report else None
 
     def _pick_allowed(self, logits: Logits, constraint: TokenConstraint) -> int:
-        """Sample among the allowed tokens. Without a mask, the likeliest few are usually enough to find them."""
+        """Sample among the allowed tokens. Without a mask, the likeliest few are usually enough to find one."""
         mask = constraint.mask()
         if mask is not None:
             return self._pick(logits, "second draw", np.flatnonzero(mask))

@@ -1,8 +1,8 @@
 """Costs of decode calls and of moves on this machine, learned from their durations. Pure.
 
 llama.cpp decodes a run, which is slots with consecutive indices and equally many tokens, in one pass. The duration of a
-pass grows in steps with its rows. On a CPU the rows take most of the time, on a GPU the pass as such does, so nothing
-is assumed about the machine.
+pass grows in steps with its rows. On a CPU, the time depends mostly on the rows. On a GPU, it is mostly a fixed cost
+per pass. Nothing is therefore assumed about the machine.
 """
 
 from __future__ import annotations

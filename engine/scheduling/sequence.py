@@ -162,7 +162,7 @@ class Sequence:
 
     @property
     def reasoning(self) -> str | None:
-        """The reasoning of the model until now; None without any."""
+        """The model's reasoning so far; None if there is none."""
         return "".join(self.reasoning_texts) or None
 
     def completion(self, reason: FinishReason, stop_sequence: str | None, timings: RequestTimings) -> Completion:
@@ -188,7 +188,7 @@ class Sequence:
 
     @property
     def usage(self) -> RequestUsage:
-        """The token counts until now, including reused tokens."""
+        """The token counts so far, including reused tokens."""
         return RequestUsage(
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_output,

@@ -340,7 +340,7 @@ class SlotLayout:
             self.num_moves += 1
 
     def _execute_move(self, move: Move) -> bool:
-        """Return whether the sequence was moved."""
+        """Move a sequence, and return whether this succeeded."""
         sequence, slot, target = move
         other = self._slots[target]
         if other is None and not self._num_moved(target):

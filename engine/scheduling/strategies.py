@@ -131,7 +131,7 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Tok
     """Allocate chunks of one size to as many slots as the budget serves well, in order. Short prompts get less.
 
     Equal sizes matter because llama.cpp splits a batch of sequences of different lengths into passes of equal length.
-    The remaining budget goes to the next slots, except if the part would be so small that it only costs another pass.
+    The remaining budget goes to the next slots, unless their part would be so small that it only costs another pass.
     """
     allocations: list[TokenAllocation] = []
     min_part = TILE if budget > TILE else 1
@@ -283,8 +283,8 @@ class _RowLimit:
 class BulkRows:
     """Chooses the bulk rows that decode in the same steps as streams.
 
-    Usually these are the rows next to the streams' slots, which llama.cpp computes in the same pass. Every FAR_EVERY
-    steps they are other rows, those that have waited longest.
+    Usually these are the rows next to the streams' slots, which llama.cpp computes in the same pass. After every
+    FAR_EVERY steps, one step decodes the other rows that have waited longest.
     """
 
     def __init__(self) -> None:
@@ -344,7 +344,7 @@ class BulkPrefill:
 
 
 class Adaptive(Strategy):
-    """Uses PrefillPriority while only bulk requests have slots, and decodes first while an interactive one has one."""
+    """Uses PrefillPriority while only bulk requests have slots. Otherwise it decodes first."""
 
     def __init__(self) -> None:
         self._bulk = PrefillPriority()

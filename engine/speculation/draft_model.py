@@ -96,7 +96,7 @@ class DraftModel:
 
     @property
     def is_considered(self) -> bool:
-        """Whether it may make drafts: not for some steps after it did not pay, and never after repeated failures."""
+        """Whether it may draft: not for some steps after drafts did not pay off, and never after repeated failures."""
         return self._num_rest <= 0 and self._num_failures < MAX_FAILURES
 
     def offer(
@@ -117,7 +117,7 @@ class DraftModel:
         return length * self._costs.expected(num_slots) if num_slots else 0.0
 
     def refuse(self, rates: list[AcceptanceRates]) -> None:
-        """Disable the model for some steps, because it does not pay for the sequences with these rates."""
+        """Disable the model for some steps, because it does not pay off for the sequences with these rates."""
         self._num_rest = REST_STEPS
         for each in rates:
             each.recover(NAME, ANY_BUCKET)
@@ -183,7 +183,7 @@ class DraftModel:
         return len(slot.tokens) + 1 < self.backend.ctx_per_slot
 
     def _read(self, sequences: list[Sequence], length: int) -> tuple[list[Sequence], float]:
-        """Prefill unread tokens; return the sequences without any left, and the seconds if there were many."""
+        """Prefill unread tokens. Return the sequences that have none left, and the seconds if there were many."""
         remaining = min(max(MIN_READ, len(sequences), int(READ_S / max(self._token_s, 1e-6))), self._pass_tokens)
         chunks: dict[Sequence, Chunk] = {}
         unread = {sequence: len(sequence.tokens) - len(self._follow(sequence).tokens) for sequence in sequences}

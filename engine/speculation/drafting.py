@@ -298,6 +298,6 @@ class Drafting:
                 self._model.end(sequence)
 
     def forget_idle(self) -> None:
-        """Release everything of finished requests, except their outputs in pools."""
+        """Release everything that belongs to finished requests, except their outputs in pools."""
         if self._model is not None:
             self._model.forget_idle()

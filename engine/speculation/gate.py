@@ -2,7 +2,7 @@
 
 The benefit of drafts follows from their acceptance rates and the measured duration of their rows. Both may be wrong, so
 an account tracks the time that drafts have saved and lost. Without credit there are no drafts, and trying options that
-are hardly known may cost only EXPLORING of the time.
+are hardly known may cost at most the share EXPLORING of the time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Gate:
     """Compares the gain of drafts with the cost of their rows. See `pass_rows_of` for the passes of a decode call."""
 
     def __init__(self, costs: DecodeCosts, max_rows: int, *, unified: bool) -> None:
-        """`costs` are those of passes of the model, which have at most `max_rows` rows."""
+        """`costs` are the costs of the model's passes, which have at most `max_rows` rows."""
         self._costs = costs
         self._max_rows = max_rows
         self._unified = unified
@@ -131,7 +131,7 @@ class Gate:
         return self._decide(self._explore(plans, chosen))
 
     def fit(self, candidates: Seq[Candidate], max_s: float) -> Mapping[int, int]:
-        """Return the same for drafts that were made for the last choice, so that only their rows cost time."""
+        """Return the number of drafts to decode by slot, for finished drafts, of which only the rows cost time."""
         offer = _Offer(candidates, lambda _slots, _length: 0.0)
         plans = [plan for plan in self._plans(offer) if self._seconds(plan) <= max_s]
         plans = [self._plan(offer, 0, []), *plans]

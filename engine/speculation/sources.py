@@ -1,8 +1,8 @@
 """Sources of drafts, and how often the tokens of each are accepted.
 
-A source proposes a continuation that was seen before, or the only one that a grammar allows. A growing text is indexed
-at a constant time and about 32 bytes of memory per token. A new position of a run of tokens replaces an older one in
-the index, and sometimes that of another run, so a position is compared before it is used.
+A source proposes a continuation that was seen before, or the only one that a grammar allows. Indexing a growing text
+takes constant time and about 32 bytes of memory per token. A new position of a run of tokens replaces an older one in
+the index, and sometimes the position of another run, so a position is compared before it is used.
 """
 
 from __future__ import annotations

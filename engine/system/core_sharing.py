@@ -97,7 +97,7 @@ class SteadyThreads:
         self._since: float | None = None
 
     def follow(self, now: float, called_for: int) -> int:
-        """Record the number that is called for now, and return the number to use."""
+        """Record the number that is currently needed, and return the number to use."""
         self._since = now if self._since is None else self._since
         self._calls.append((now, called_for))
         while self._calls[0][0] < now - RAISE_S:

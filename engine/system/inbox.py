@@ -44,7 +44,7 @@ class Inbox(Generic[Command]):
             return not self._is_closed
 
     def nudge(self) -> None:
-        """Wake the owner, because there is something for it elsewhere."""
+        """Wake the owner, because it has work outside of the inbox."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
@@ -57,7 +57,7 @@ class Inbox(Generic[Command]):
                 self._changed.notify_all()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until every request has finished; return False if one has not after `timeout_s`."""
+        """Wait until every request has finished. Return False if any is unfinished after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
@@ -68,7 +68,7 @@ class Inbox(Generic[Command]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it accepts no more commands."""
+        """Whether the inbox rejects new commands."""
         return self._is_closed
 
     def close(self) -> bool:

@@ -115,7 +115,7 @@ class Sweep:
             best = max(best, rate)
 
     def _rate(self, setup: Setup, best: float = 0.0) -> float:
-        """Return the tokens per second of a setup; 0 if it can't be measured. Far below `best` it is measured twice."""
+        """Return the tokens per second of a setup; 0 if it can't be measured. Rates far below `best` are repeated."""
         known = next((row for row in self.rows if row.setup == setup), None)
         if known is not None:
             return known.tokens_per_s

@@ -1,1 +1,1 @@
-"""One engine, without the queue: its rate, its latency, its cache, its strategies."""
+"""Benchmarks of one engine without the queue: rate, latency, cache and batch strategies."""

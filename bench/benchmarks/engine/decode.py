@@ -1,4 +1,4 @@
-"""Decode rate of the engine against llama-batched-bench, which decodes and does nothing else: the limit."""
+"""Compare the engine's decode rate with its upper limit: llama-batched-bench, which only decodes."""
 
 from __future__ import annotations
 

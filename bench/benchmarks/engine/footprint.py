@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict[str, Any]:
-    """Measure in a process whose memory is unused."""
+    """Measure in a new process, whose memory is still unused."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result: dict[str, Any] = pool.apply(_measure, (path, options, capability))
     return result
@@ -109,7 +109,7 @@ def _mib(footprint: Footprint, part: str) -> float:
 
 
 def _use(model: Any, options: EngineOptions, capabilities: frozenset[str]) -> None:
-    """Put something into every slot, and through a full batch."""
+    """Use every slot, and compute a full batch."""
     if "generate" in capabilities:
         length = max(16, -(-options.n_batch // options.num_slots))
         prompts = [tuple(range(300 + slot, 300 + slot + length)) for slot in range(options.num_slots)]

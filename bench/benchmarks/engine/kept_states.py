@@ -1,8 +1,9 @@
-"""KV states on disk: what they save, and what they cost those who do not need them (docs/adr/014-kept-states.md).
+"""Measure the benefit of KV states on disk, and their cost for other requests (docs/adr/014-kept-states.md).
 
-`first`: the time to the first token of a long prompt, cold, from RAM, after a restart of the engine, in another one.
-`chats`: conversations of four turns, of which RAM holds a tenth, with a folder and without, and at llama-server.
-`gaps`: those of a stream while 1 GB of states is written. `load`: the rate of requests that share nothing.
+`first` measures the time to the first token of a long prompt: cold, from RAM, after a restart of the engine, and in
+another engine. `chats` runs conversations of four turns, a tenth of which fit into RAM, with and without a cache
+directory, and with llama-server. `gaps` measures the gaps of a stream while 1 GB of states is written. `load` measures
+the rate of requests that share no prefix.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 def _chats(path: Path, args: argparse.Namespace) -> Report:
     """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
 
-    The state of a conversation is therefore the least recently used one when it is needed. All ways have the same RAM.
+    The state of a conversation is therefore the least recently used one when it is needed. RAM is always limited to the
+    same size.
     """
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
@@ -301,7 +303,7 @@ class TimedStream:
 
 
 def _gaps(path: Path, args: argparse.Namespace) -> Report:
-    """Write states: in the first round they are copied from slots and written, later they are in RAM already."""
+    """Write states. In the first round they are copied from slots and written. Later they are already in RAM."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {"cache_dir": folder, "cache_ram_bytes": 8 << 30, "n_parallel": args.states + 2}

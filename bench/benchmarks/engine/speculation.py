@@ -1,4 +1,4 @@
-"""Measure speculative decoding on and off, by kind of work and number of streams, with llama-server's own."""
+"""Compare decoding with and without speculation, by kind of work and number of streams, also for llama-server."""
 
 from __future__ import annotations
 

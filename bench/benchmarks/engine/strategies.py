@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return how each strategy compares with the best of the others in its purpose, and the figures of the default."""
+    """Return how each strategy compares with the best other one for its purpose, and the default's figures."""
     maximal, balanced, prefill, adaptive = (found[strategy] for strategy in STRATEGIES)
     ratios = {
         "gaps p95, decode_maximal over the shortest other": maximal[GAP] / min(balanced[GAP], prefill[GAP]),
@@ -87,9 +87,9 @@ def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float],
 
 
 def over_server(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the ratio of the best of each figure to that of llama-server, which is the last row.
+    """Return the ratio of our best value of each figure to llama-server's, which is in the last row.
 
-    Above 1, cellama is better.
+    A ratio above 1 means that cellama is better.
     """
     *ours, server = rows
     return {

@@ -1,7 +1,7 @@
 """Measure tokenizing alone, on several threads, and alongside generation, for growing numbers of callers.
 
-Callers with text tokenize in their own threads while the engine computes. Callers with tokens did so before. Both
-kinds alternate with llama-server over HTTP, so that all see the same noise.
+Callers with text tokenize in their own threads while the engine computes. Callers with tokens have tokenized before.
+Both kinds alternate with llama-server over HTTP, so that all see the same noise.
 """
 
 from __future__ import annotations

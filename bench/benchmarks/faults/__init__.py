@@ -1,1 +1,1 @@
-"""Workers killed, Redis restarted, hostile payloads: what is lost, torn, done twice or felt by others."""
+"""Benchmarks of faults: killed workers, Redis restarts, hostile payloads, and their effects on jobs."""

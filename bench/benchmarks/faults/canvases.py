@@ -81,7 +81,7 @@ ENDS = (
 
 @dataclass
 class Canvas:
-    """One canvas and what has to come of it."""
+    """A canvas and its expected outcome."""
 
     kind: str
     name: str
@@ -103,7 +103,7 @@ class Canvas:
 
 
 class Builder:
-    """Make canvases of one kind after the other. Those with the same number have the same prompts."""
+    """Builds canvases of each kind in turn. Canvases with the same number have the same prompts."""
 
     def __init__(self, args: argparse.Namespace, logprobs: int | None = None) -> None:
         self._args = args
@@ -118,7 +118,7 @@ class Builder:
         return canvas
 
     def _job(self, canvas_jobs: list[str], *, model: str = "", **params: Any) -> Signature:
-        """Return a job with a prompt of its own, or with `model` one that continues the text of the job before it."""
+        """Return a job with its own prompt or, with `model`, a job that continues the text of the previous job."""
         from cellama.tasks import generate
 
         place = len(canvas_jobs)
@@ -211,7 +211,7 @@ class Builder:
 
 
 class CanvasScenario:
-    """Canvases on one service, with a worker of another app for their next steps."""
+    """Runs canvases on one service, with a worker of another app for their next steps."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service
@@ -278,7 +278,7 @@ class CanvasScenario:
         found = metas(self._service.redis, [job_id for canvas in canvases for job_id in canvas.jobs])
         missing = [place for place, meta in zip(places, found, strict=True) if meta.get("status") != states.SUCCESS]
         if missing or not all(_CanvasCheck(self._service.redis, canvases, {}, {}).has_run()):
-            raise RuntimeError(f"canvases don't complete without any trouble: {missing or 'a step has not run'}")
+            raise RuntimeError(f"canvases don't complete without disturbances: {missing or 'a step has not run'}")
         return dict(zip(places, reference_texts([meta["result"] for meta in found], SOURCE), strict=True))
 
     def _all_at_once(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
@@ -289,7 +289,7 @@ class CanvasScenario:
         return canvases
 
     def _until_all_kill(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
-        """Send a few marked canvases at a time, and those again whose worker was killed by another one before."""
+        """Send a few marked canvases at a time, and repeat those whose worker another canvas has killed before."""
         builder = Builder(self._args)
         directory = self._service.fatal_points
         sent: list[Canvas] = []
@@ -313,7 +313,7 @@ class CanvasScenario:
         return sent
 
     def _send(self, canvases: Sequence[Canvas]) -> None:
-        """Send canvases, and wait until all have completed, or nothing comes any more."""
+        """Send canvases, and wait until all have completed, or no more results arrive."""
         for canvas in canvases:
             canvas.sends.apply_async()
         self._wait(canvases)
@@ -353,7 +353,7 @@ class CanvasScenario:
 
 
 class _CanvasCheck:
-    """Return the outcomes of the canvases from Redis."""
+    """The outcomes of the canvases, read from Redis."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
-"""Workers killed, frozen or with other clocks, a Redis that restarts, rolls back or refuses, journals that expire.
+"""Disturb workers, Redis and journals in many ways, and check the outcome of each job.
 
-What is lost, torn, or done twice? Real worker processes on a real Redis with the bundled model, all on this machine.
-Half of the jobs stream, all are greedy, and each text is compared with that of an undisturbed run. Texts that go
-another way at a near tie are counted apart (reference_texts.py). In the first six scenarios clients read some of the
-streams while they run, and a token counts as generated twice if one worker sampled it and another one did so again.
+Workers are killed, suspended or started with skewed clocks. Redis restarts, rolls back or refuses commands. Journals
+expire. The worker processes and Redis are real, use the bundled model, and run on this machine. Half of the jobs
+stream. All are greedy, and each text is compared with that of an undisturbed run. Texts that diverge at a near tie are
+counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while they run. A
+token counts as generated twice if two workers sampled it.
 """
 
 from __future__ import annotations

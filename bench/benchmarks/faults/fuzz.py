@@ -1,9 +1,9 @@
 """Send hostile, almost valid and valid payloads to a real worker, and check that other jobs are not affected.
 
-First come the fixed corpus, then hostile schemas, expressions and grammars, then random payloads for every task, both
-drawn by seed. Payloads that pass the producer's checks are sent with `apply_async`. The others, and every second one
-of all, are sent by a plain Celery application without checks. Each job must end within the limit and affect no other.
-The other jobs are greedy, and their texts are compared with those of an undisturbed run.
+The fixed corpus is sent first, followed by hostile schemas, expressions and grammars, and then by random payloads for
+every task. The latter two are drawn by seed. Payloads that pass the producer's checks are sent with `apply_async`. The
+others, and every second one of all, are sent by a plain Celery application without checks. Each job must end within the
+limit and affect no other. The other jobs are greedy, and their texts are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _lasting_keys(redis: Redis) -> frozenset[str]:
 
 @dataclass
 class _Job:
-    """A job that has been sent, and what is known of it."""
+    """A sent job, and what is known about it."""
 
     id: str
     sent_at: float
@@ -144,7 +144,7 @@ class _Tally:
 
 
 class _Fuzz:
-    """One service, one producer that checks and one that does not."""
+    """A service with two producers, of which only one checks payloads."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         from cellama.tasks import app

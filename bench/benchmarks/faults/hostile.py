@@ -1,4 +1,4 @@
-"""Payloads that once stopped, held up or ended a worker, and their kin: the fixed corpus of `fuzz`."""
+"""The fixed corpus of `fuzz`: payloads that once blocked, delayed or crashed a worker, and similar ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 @dataclass(frozen=True, slots=True)
 class FuzzPayload:
-    """A call of a task, right or wrong."""
+    """A valid or invalid call to a task."""
 
     name: str
     task: str

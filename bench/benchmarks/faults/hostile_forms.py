@@ -1,7 +1,7 @@
 """Hostile JSON Schemas, regular expressions and Lark grammars by seed, for `fuzz`.
 
-Each kind is a way to ask for more than any text needs: too deep, too wide, doubling, without an end, without an answer.
-Most are within the limits on sizes, so that the compiler and the engine have to cope with them.
+Each kind asks for more than any text needs, for example too much depth or width, exponential growth, endless texts or
+unsatisfiable schemas. Most are within the limits on sizes, so that the compiler and the engine have to cope with them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GUIDANCE: tuple[Any, ...] = (
 
 
 def hostile_form(seed: int, number: int) -> FuzzPayload:
-    """Return the payload with this number, which depends on the number and the seed only."""
+    """Return the payload with this number. It depends only on the number and the seed."""
     random = Random(f"forms {seed} {number}")
     make = _KINDS[number % len(_KINDS)]
     params = {

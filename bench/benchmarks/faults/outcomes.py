@@ -65,7 +65,7 @@ def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
 
 
 def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], bool], quiet_s: float) -> None:
-    """Return when everything has come, or when nothing new has come for so long."""
+    """Wait until everything has arrived, or nothing new has arrived for a while."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
         now = num_seen()
@@ -77,7 +77,7 @@ def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], b
 
 
 def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
-    """Return whether a text is the "same" as the undisturbed one, "tied" or "other"; show where it is other."""
+    """Return whether a text is the "same" as the undisturbed one, "tied" or "other". Print where it differs."""
     kind = expected.compare(text)
     if kind == "other":
         place = expected.place_of_difference(text)

@@ -1,4 +1,4 @@
-"""Seeded random payloads for `fuzz`: right ones, right ones at the edge, nearly right ones, and anything at all."""
+"""Seeded random payloads for `fuzz`: valid ones, valid ones with extreme values, almost valid ones, and any JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ WORDS = "Once upon a time there was a little fox named Mia who lived in a green 
 
 
 def payload(seed: int, number: int) -> FuzzPayload:
-    """Return the payload with this number, which depends on the number and the seed only."""
+    """Return the payload with this number. It depends only on the number and the seed."""
     random = Random(f"{seed} {number}")
     task = random.choice(TASKS)
     make = random.choice((_right, _right, _at_the_edge, _at_the_edge, _nearly_right, _nearly_right, _anything))
@@ -141,7 +141,7 @@ def _tamed(random: Random, task: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spoil(random: Random, container: Any) -> None:
-    """Replace, remove or add a value somewhere inside."""
+    """Replace, remove or add a value anywhere in the payload."""
     keys = list(container) if isinstance(container, dict) else list(range(len(container)))
     if not keys:
         return

@@ -1,7 +1,7 @@
-"""A Redis that answers, and refuses: with each of the errors that pass, while workers are idle and while they work.
+"""Make Redis refuse commands with each temporary error, while workers are idle and while they work.
 
-A real Redis is brought into each of these states by its own configuration. Afterwards the same worker processes must be
-there, and each job must have ended once, in its first attempt, with the text of an undisturbed run.
+A real Redis is brought into each of these states by its own configuration. Afterwards, the same worker processes must
+still be running, and each job must have ended once, in its first attempt, with the text of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Refuser:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 if _SAID[code] not in (said := self._answer()):
-                    raise RuntimeError(f"Redis says {said!r}, and not {code}")
+                    raise RuntimeError(f"Redis replied {said!r} instead of {code}")
                 self.num_refused += 1
                 time.sleep(PROBE_S)
 
@@ -147,7 +147,7 @@ class Refuser:
         ready.set()
         probing.join()
         if not self.num_refused:
-            raise RuntimeError("nobody has seen Redis load its data")
+            raise RuntimeError("no client has observed Redis loading its data")
 
     def _probe_loading(self, ready: threading.Event) -> None:
         while not ready.wait(PROBE_S):

@@ -1,4 +1,4 @@
-"""One service of real workers, one kind of trouble, and what has become of each job afterwards."""
+"""Run jobs on real workers, disturb the service in one way, and check the outcome of each job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_READERS = 8
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Write a row to stderr at once, as benchmarks of many minutes do."""
+    """Write a row to stderr immediately, because the benchmark takes many minutes."""
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
 
@@ -41,7 +41,7 @@ def prompts(count: int) -> list[str]:
 
 
 class LiveReaders:
-    """Clients that read streams while all goes wrong, a thread for each: what they see must be the text in the end."""
+    """Clients that read streams during disturbances, in a thread each. They must receive exactly the final text."""
 
     def __init__(self, job_ids: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -72,7 +72,7 @@ class LiveReaders:
 
 
 class Scenario:
-    """One service, one kind of trouble."""
+    """One service with one kind of disturbance."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service
@@ -169,7 +169,7 @@ class Scenario:
     # Outcome
 
     def check(self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[ReferenceText]) -> dict[str, Any]:
-        """Count results, torn journals, texts other than those of the undisturbed run, and attempts."""
+        """Count results, torn journals, texts that differ from the undisturbed run, and attempts."""
         torn = [
             job.id
             for job, text in zip(jobs, texts, strict=True)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Storm:
-    """One service, one file of lines."""
+    """One service and one file of lines."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service, self._folder, self._args = service, service.folder, args
@@ -69,7 +69,7 @@ class _Storm:
                 lines.write(json.dumps({"custom_id": f"line-{i}", "prompt": prompt, **greedy}) + "\n")
 
     def troubles(self) -> list[str]:
-        """Return all of them in random order."""
+        """Return all disturbances in random order."""
         args = self._args
         found = ["command"] * args.command_kills + ["worker"] * args.worker_kills + ["redis"] * args.redis_restarts
         self._random.shuffle(found)

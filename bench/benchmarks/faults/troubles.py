@@ -27,7 +27,7 @@ LATE_S = 45.0  # after the earliest time: less than the clocks are apart
 
 
 class Troubles:
-    """One service's."""
+    """The disturbances of one service."""
 
     def __init__(self, service: Service, args: argparse.Namespace, stored: StoredStates) -> None:
         self._service, self._args, self._stored = service, args, stored

@@ -42,7 +42,7 @@ class Arrivals:
     seed: int = 0
 
     def conversations(self, load: str, index: int) -> Sequence[Conversation]:
-        """Return the requests of one rate under one load, which no server has seen before."""
+        """Return the requests of one rate under one load. No server has received them before."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
         return conversations(self.shape, seed=1000 * self.seed + number)
 
@@ -54,7 +54,7 @@ class Arrivals:
 
 @dataclass
 class StreamTimes:
-    """One request as its reader sees it. Seconds, from when the reader began to send it."""
+    """Times of one request in seconds, from when its reader started to send it."""
 
     line: Line
     began: float = field(default_factory=time.monotonic)
@@ -136,13 +136,13 @@ class Server:
         await complete(self.port, line.prompt, line.num_new)
 
     async def settle(self) -> None:
-        """Wait until the server has stopped the requests of closed connections, with a further request."""
+        """Send a request, and wait until the server has stopped the requests of closed connections."""
         await complete(self.port, range(300, 316), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One rate under one load, as it went."""
+    """The results of one rate under one load."""
 
     who: str
     load: str

@@ -1,4 +1,4 @@
-"""A mixed load all at once, from file to file: our three ways, and llama-server with several numbers of slots."""
+"""Send a mixed load at once: in our three ways, and to llama-server with several numbers of slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare a load of mixed lengths, with families that share a prefix and optional chats, with llama-server.
+"""Compare cellama with llama-server on a load of mixed lengths, with shared prefixes and optional chats.
 
 First all requests are sent at once: to the engine, as jobs, with `cellama batch run`, and to llama-server with each of
 --server-slots. Then they arrive as a Poisson process at shares of llama-server's rate, alone and alongside bulk work.
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chats", type=int, default=0, help="conversations of several turns among the requests")
     add("--turns", type=int, default=4, help="requests per chat")
     add("--scale", type=float, default=1.0, help="factor for all lengths")
-    add("--rounds", type=int, default=1, help="rounds of everything at once; medians are shown")
+    add("--rounds", type=int, default=1, help="rounds in which everything is sent at once; medians are shown")
     add(
         "--ours",
         nargs="+",

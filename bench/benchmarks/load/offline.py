@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Workload:
-    """One workload and what was measured with it."""
+    """One workload and its measurements."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self._name, self._args, self._path = name, args, model_path(args.model)

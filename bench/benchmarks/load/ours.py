@@ -1,4 +1,4 @@
-"""Our ways of a bulk run from file to file: the engine alone, a job per line, `cellama batch run`."""
+"""Our ways to process a file in bulk: the engine alone, one job per line, and `cellama batch run`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The whole way of a job, through Redis and a worker: its rate and its latency."""
+"""Benchmarks of complete jobs, through Redis and a worker: rate and latency."""

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """The estimate for a job, its wait from then on, and the duration of the call."""
+    """The estimate for a job, its actual wait after that, and the duration of the call."""
 
     said: Any
     waited_s: float

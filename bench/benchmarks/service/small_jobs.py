@@ -37,7 +37,7 @@ Queue = Callable[[Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class Way:
-    """Jobs of one kind, and the process that does them."""
+    """Jobs of one kind, and the process that runs them."""
 
     name: str
     pid: int
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="slots of the engine")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", metavar="TEXT", help="run only jobs whose names contain these texts")
+    parser.add_argument(
+        "--ways", nargs="+", metavar="TEXT", help="run only the jobs whose names contain one of these strings"
+    )
 
 
 def run(args: argparse.Namespace) -> Report:

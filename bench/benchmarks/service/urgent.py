@@ -1,7 +1,8 @@
-"""Urgent jobs through the queue while a worker is full of bulk work and more waits, against those that find it idle.
+"""Compare urgent jobs on a worker with a backlog of bulk work with urgent jobs on an idle worker.
 
-The bulk work is either jobs of their own or the lines of a `cellama batch run`. As much of it runs once alone and once
-with an urgent job every few seconds from its beginning to its end: what it loses is their own work, and what they cost.
+The bulk work consists of separate jobs, or of the lines of a `cellama batch run`. The same amount of bulk work runs
+once alone, and once with an urgent job every few seconds from start to end. Its loss of rate is the work of the urgent
+jobs and the cost of interrupting bulk work.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _row(worker: str, times: Sequence[float], bulk: _BulkWork | None) -> dict[st
 
 
 class _BulkWork:
-    """Bulk work that is run, and how fast it went, from its beginning to its end."""
+    """Bulk work, and its rate from start to end."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, seed: int) -> None:
         self._args, self._folder, self._seed = args, folder, 10 * args.seed + seed
@@ -104,7 +105,7 @@ def _endless_prompts(length: int, seed: int) -> Iterator[list[int]]:
 
 
 class _Work(Protocol):
-    """Bulk work that has begun."""
+    """Bulk work that has started."""
 
     def ended(self) -> bool: ...
 
@@ -129,7 +130,7 @@ def _beside(client: Any, work: _Work, args: argparse.Namespace, prompts: Iterato
 
 
 class _Jobs:
-    """Jobs of their own."""
+    """Bulk work in separate jobs."""
 
     def __init__(self, jobs: Sequence[Any], num_new: int) -> None:
         self._jobs, self._num_new = jobs, num_new
@@ -143,7 +144,7 @@ class _Jobs:
 
 
 class _BulkRun:
-    """A command that runs, and its output."""
+    """A running `cellama batch run`, and its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], target: Path) -> None:
         self._process, self._target = process, target

@@ -1,1 +1,1 @@
-"""Structured output: what schemas cost, whether texts conform to them, and what clients of other projects get."""
+"""Benchmarks of structured output: the cost of schemas, whether texts conform, and other projects' clients."""

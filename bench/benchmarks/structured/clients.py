@@ -1,7 +1,8 @@
-"""Clients of other projects, unmodified, ask for structured output: by everyday pydantic models, and by Zod schemas.
+"""Test structured output with unmodified clients of other projects, using pydantic models and Zod schemas.
 
-Each environment is made in a temporary directory with pip or npm, so this needs their registries; `installed` is this
-Python. The bundled model gets a bias towards closing what it has opened: with it, answers end within their max_tokens.
+Each environment is created in a temporary directory with pip or npm, which needs access to their registries.
+`installed` is the environment of this Python. The bundled model gets a bias towards closing tokens, so that answers end
+within max_tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schemas that people send: pydantic models of usual kinds, and what Zod 4's `z.toJSONSchema` writes for usual types.
+"""Schemas that people send: common pydantic models, and the output of Zod 4's `z.toJSONSchema` for common types.
 
 `MODELS` has the pydantic classes, `ZOD` the schemas by the Zod expression of their property `value`, `SCHEMAS` all of
 them as JSON Schema by name.

@@ -1,7 +1,7 @@
-"""Texts drawn from a constraint with random weights: what a model could write under it, without a model.
+"""Draw random texts that a constraint allows, without a model.
 
-A judge of constraints wants texts that a good model would not write, and wants them to finish: the weights are
-random, and lean towards the end the longer a text gets.
+Tests of constraints need texts that a good model would not write, and these must end. So the weights are random, and
+favour the end of the text more, the longer it gets.
 """
 
 from __future__ import annotations

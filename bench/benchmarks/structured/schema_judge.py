@@ -1,4 +1,4 @@
-"""Whether a JSON text conforms to a schema, by the `jsonschema` library: draft 2020-12, with formats, exact decimals.
+"""Check whether JSON conforms to a schema, with the `jsonschema` library (draft 2020-12, formats, exact decimals).
 
 Doubles would fail multiples of 0.01 that are written correctly, so numbers are read as decimals.
 """
@@ -27,12 +27,12 @@ FORMATS = jsonschema.FormatChecker(())
 
 
 class Unjudgeable(Exception):
-    """jsonschema can't read the schema, such as patterns that Python's regular expressions don't have."""
+    """jsonschema can't evaluate the schema, for example because Python does not support a pattern."""
 
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        """Check formats unless the schema has patterns, because a pattern is enforced where both can't be."""
+        """Check formats unless the schema has patterns, because only the pattern is enforced if both can't be."""
         text = json.dumps(schema)
         formats = None if '"pattern"' in text else FORMATS
         self._validator = jsonschema.Draft202012Validator(exact(text), format_checker=formats)
@@ -40,7 +40,7 @@ class SchemaJudge:
     def problem(self, text: str) -> str | None:
         """Return why a JSON text does not conform, None if it does.
 
-        Raises ValueError for what is not JSON, and Unjudgeable.
+        Raises ValueError for invalid JSON, and Unjudgeable.
         """
         value = exact(text)
         try:

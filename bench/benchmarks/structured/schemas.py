@@ -1,4 +1,4 @@
-"""Texts sampled under each schema of the JSON-Schema-Test-Suite: does every one conform? No model, random weights."""
+"""Sample texts for each schema of the JSON-Schema-Test-Suite without a model, and check that every text conforms."""
 
 from __future__ import annotations
 

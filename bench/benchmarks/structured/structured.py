@@ -52,7 +52,7 @@ CAVEATS = (
 
 
 class StructuredRun(NamedTuple):
-    """A way to run the load: with which speculation, with schemas or without."""
+    """A way to run the load: the kind of speculation, and whether schemas are used."""
 
     speculation: str
     is_bound: bool

@@ -102,7 +102,7 @@ RICH: dict[str, Schema] = {
 
 
 def realistic() -> dict[str, Schema]:
-    """Return all of these, by name."""
+    """Return all realistic schemas by name."""
     return PLAIN | RICH
 
 

@@ -27,7 +27,7 @@ class SchemaNode(NamedTuple):
 
 
 class SchemaDocument:
-    """All schemas of a text. A schema is identified by its index in `nodes`. `NOTHING` is one that allows no value."""
+    """All schemas of a text. A schema is identified by its index in `nodes`. `NOTHING` allows no value."""
 
     NOTHING = 0
     ROOT = 1

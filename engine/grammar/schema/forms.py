@@ -310,7 +310,7 @@ class FormBuilder:
 def _object_form(shape: Object, needed: list[str], optional: list[str], low: int, high: int | None) -> ObjectForm:
     """Return the object with these properties, without the others that it lists, and with `low` to `high` additional.
 
-    `high` is None without a limit.
+    `high` is None if there is no limit.
     """
     present = {*needed, *optional}
     properties = tuple((name, condition if name in present else NOTHING) for name, condition in shape.properties)

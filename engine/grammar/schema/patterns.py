@@ -1,4 +1,4 @@
-"""Check schemas and regular expressions with llguidance, so that its interpretation is the one that counts. Pure."""
+"""Check schemas and regular expressions with llguidance, whose interpretation is decisive. Pure."""
 
 from __future__ import annotations
 
