@@ -16,11 +16,11 @@ PARAMETERS: Mapping[str, ParameterRule] = {
     "max_tokens": ParameterRule("unchanged", "required"),
     "messages": ParameterRule(
         "mapped",
-        "blocks `text`, `tool_use`, `tool_result` and `thinking`; texts are joined with an empty line",
+        "blocks `text`, `tool_use`, `tool_result` and `thinking`; text blocks are joined with empty lines",
         "messages",
     ),
     "system": ParameterRule(
-        "mapped", "a text or blocks; a first line `x-anthropic-billing-header: …` is removed", "messages"
+        "mapped", "a string or blocks; a first line `x-anthropic-billing-header: …` is removed", "messages"
     ),
     "stop_sequences": ParameterRule("renamed", to="stop"),
     "temperature": ParameterRule("unchanged"),
@@ -56,13 +56,13 @@ PARAMETERS: Mapping[str, ParameterRule] = {
     "speed": ParameterRule("refused", "there is only one speed", "", ("standard",)),
     "diagnostics": ParameterRule("refused", "not available; see `cellama status`"),
     "thread": ParameterRule(
-        "refused", "the gateway stores no conversation: send all messages, as the client's tool runner then does"
+        "refused", "the gateway stores no conversations; send all messages, as the client's tool runner does then"
     ),
     "container": ParameterRule("refused", "the gateway runs nothing for the model; give it tools"),
     "mcp_servers": ParameterRule("refused", "the gateway runs nothing for the model; give it tools", "", ([],)),
     "context_management": ParameterRule(
         "refused",
-        "conversations are used as they are sent; shorten them before. Keeping all reasoning is accepted, because "
+        "conversations are used as they are sent; shorten them yourself. Keeping all reasoning is accepted, because "
         "it is the default",
         harmless=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     ),

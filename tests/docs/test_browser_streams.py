@@ -106,7 +106,7 @@ def test_fastapi_page_shows_each_token_once_when_its_stream_is_cut(
             wait_until(lambda: len(page.text("story")) > 20, "the first words")
             job_id = story_of(page)
             proxy.cut()
-            wait_until(lambda: page.text("state") == "connecting again …", "the cut in the page")
+            wait_until(lambda: page.text("state") == "reconnecting …", "the cut in the page")
             page.screenshot("fastapi-cut")
             assert client.position(job_id).state == "running"  # the cut has hit a running stream
             wait_until(lambda: statuses(page) == [200, 200], "the second connection")

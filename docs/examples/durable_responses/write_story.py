@@ -23,7 +23,7 @@ RETRY_S = 0.5
 
 
 def start(client: OpenAI) -> dict[str, int | str]:
-    """Start a background response. The key prevents a second one if the answer gets lost and the call is repeated."""
+    """Start a background response. The key prevents a second one if the answer is lost and the call is repeated."""
     key = STATE.with_suffix(".key")
     if not key.exists():
         key.write_text(os.urandom(16).hex())
@@ -46,7 +46,7 @@ def save(state: dict[str, int | str]) -> None:
 
 
 def read_events(client: OpenAI, state: dict[str, int | str]) -> bool:
-    """Print the events that were not read yet. Return True after the last one."""
+    """Print the events that have not been read yet. Return True after the last event."""
     read = int(state["read"])
     after = omit if read < 0 else read
     for event in client.responses.retrieve(str(state["id"]), stream=True, starting_after=after):

@@ -37,13 +37,13 @@ app = FastAPI(lifespan=lifespan)
 
 @app.exception_handler(JobError)
 async def job_error(request: Request, error: JobError) -> JSONResponse:
-    """Answer a wrong parameter with 400, an unknown job with 404, an unreachable Redis with 503."""
+    """Answer an invalid parameter with 400, an unknown job with 404, and an unreachable Redis with 503."""
     return JSONResponse({"code": error.code, "message": str(error)}, error.http_status)
 
 
 @app.exception_handler(RequestValidationError)
 async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
-    """Answer a wrong body or header in the same form as `job_error`."""
+    """Answer an invalid body or header in the same format as `job_error`."""
     first = error.errors()[0]
     return JSONResponse({"code": "invalid_request", "message": f"{first['loc'][-1]}: {first['msg']}"}, 400)
 
@@ -55,7 +55,7 @@ async def page() -> FileResponse:
 
 @app.post("/stories")
 async def submit(story: Story, request: Request) -> dict[str, str]:
-    """Queue a story. The job continues when the browser leaves."""
+    """Queue a story. The job continues if the browser disconnects."""
     client: AsyncClient = request.app.state.client
     job = await client.generate("tiny", story.prompt, max_tokens=story.max_tokens)
     return {"id": job.id}
@@ -63,7 +63,7 @@ async def submit(story: Story, request: Request) -> dict[str, str]:
 
 @app.get("/stories/{job_id}/events")
 async def follow(job_id: str, request: Request, last_event_id: Annotated[int, Header(ge=-1)] = -1) -> Response:
-    """Stream the events after the last one that the browser has, first those of the past, then the live ones."""
+    """Stream the events after the last one that the browser has: first past events, then live ones."""
     client: AsyncClient = request.app.state.client
     position = await client.position(job_id)  # an unknown job is answered with 404 instead of a broken stream
     if position.state == "done" and not [event async for event in client.stream(job_id, last_event_id)]:
@@ -80,7 +80,7 @@ async def tell(story: Story, request: Request) -> StreamingResponse:
 
 
 def sse(events: AsyncIterator[Event]) -> StreamingResponse:
-    """Send events of a job as server-sent events. A browser sends the last `seq` back as Last-Event-ID."""
+    """Send a job's events as server-sent events. A browser sends the last `seq` back as Last-Event-ID."""
 
     async def frames() -> AsyncIterator[str]:
         try:
@@ -88,9 +88,9 @@ def sse(events: AsyncIterator[Event]) -> StreamingResponse:
                 if event["type"] == "ping":
                     yield ": ping\n\n"
                 else:
-                    name = "failed" if event["type"] == "error" else event["type"]  # EventSource has an `error` too
+                    name = "failed" if event["type"] == "error" else event["type"]  # EventSource has its own `error`
                     yield f"id: {event['seq']}\nevent: {name}\ndata: {json.dumps(event)}\n\n"
-        except JobError as error:  # for instance, Redis was away for too long
+        except JobError as error:  # for instance, Redis was unreachable for too long
             yield f"event: failed\ndata: {json.dumps({'code': error.code, 'message': str(error)})}\n\n"
 
     return StreamingResponse(frames(), media_type="text/event-stream", headers={"cache-control": "no-store"})

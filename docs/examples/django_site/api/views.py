@@ -20,11 +20,11 @@ client = Client()  # threads may share it
 
 
 def submit(request: HttpRequest) -> HttpResponse:
-    """Queue a chain of a task of the site, a job for the model, and another task of the site."""
+    """Queue a chain: a task of the site, a job for the model, and another task of the site."""
     steps = chain(
         prompt_for.s(request.GET.get("animal", "fox")),
         generate.s(model="tiny", max_tokens=30, temperature=0),
-        title_of.s(),  # it goes to the queue of the site, by the site's settings
+        title_of.s(),  # the site's settings route it to the site's queue
     )
     return JsonResponse({"id": steps.apply_async().id})
 
@@ -39,7 +39,7 @@ def result(request: HttpRequest, job_id: str) -> HttpResponse:
 
 @require_POST
 def story(request: HttpRequest) -> HttpResponse:
-    """Queue a story. The job continues when the browser leaves."""
+    """Queue a story. The job continues if the browser disconnects."""
     try:
         job = client.generate("tiny", request.POST.get("prompt", "Once upon a time"), max_tokens=60)
     except JobError as error:
@@ -49,7 +49,7 @@ def story(request: HttpRequest) -> HttpResponse:
 
 @require_GET
 def follow(request: HttpRequest, job_id: str) -> HttpResponse:
-    """Stream the events after the last one that the browser has, first those of the past, then the live ones."""
+    """Stream the events after the last one that the browser has: first past events, then live ones."""
     after = request.headers.get("last-event-id", "-1")
     if not after.removeprefix("-").isdecimal():
         return JsonResponse({"code": "invalid_request", "message": f"Last-Event-ID is {after!r}"}, status=400)
@@ -63,18 +63,18 @@ def follow(request: HttpRequest, job_id: str) -> HttpResponse:
 
 
 def frames(events: Iterator[Event]) -> Iterator[str]:
-    """Write events of a job as server-sent events."""
+    """Format a job's events as server-sent events."""
     try:
         for event in events:
             if event["type"] == "ping":
                 yield ": ping\n\n"
             else:
-                name = "failed" if event["type"] == "error" else event["type"]  # EventSource has an `error` too
+                name = "failed" if event["type"] == "error" else event["type"]  # EventSource has its own `error`
                 yield f"id: {event['seq']}\nevent: {name}\ndata: {json.dumps(event)}\n\n"
-    except JobError as error:  # for instance, Redis was away for too long
+    except JobError as error:  # for instance, Redis was unreachable for too long
         yield f"event: failed\ndata: {json.dumps({'code': error.code, 'message': str(error)})}\n\n"
 
 
 def problem(error: JobError) -> JsonResponse:
-    """Answer a wrong parameter with 400, an unknown job with 404, an unreachable Redis with 503."""
+    """Answer an invalid parameter with 400, an unknown job with 404, and an unreachable Redis with 503."""
     return JsonResponse({"code": error.code, "message": str(error)}, status=error.http_status)

@@ -1,4 +1,4 @@
-"""The minimum of Django settings that the example needs."""
+"""The minimal Django settings for the example."""
 
 import os
 
