@@ -1,7 +1,7 @@
 """Extension points of a worker: hooks around attempts, requests, steps and models (docs/how-to/middleware.md).
 
 cellama's own middlewares are metrics, traces, telemetry, service times and the signing of reasoning (`tasks/worker/`).
-The setting `middleware` names others by import path. Used in workers only.
+The setting `middleware` names other middlewares by import path. Only workers use this module.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def context_of(task: Task, attempt: Attempt) -> AttemptContext:
 class Middleware:
     """The base class of middlewares, whose hooks do nothing. Override the hooks that you need.
 
-    An exception in a hook does not affect the job. It is logged once for each class and hook. Hooks block the thread
-    that calls them, which each hook names.
+    An exception in a hook does not affect the job. It is logged once for each class and hook. Each hook blocks the
+    thread that calls it. The docstring of the hook names this thread.
     """
 
     def before_attempt(self, attempt: AttemptContext) -> None:
@@ -100,7 +100,7 @@ class Middleware:
     def before_request(self, attempt: AttemptContext, line: str, job: GenerateJob | ChatJob | PrefillJob) -> None:
         """Run before the engine receives a request of the attempt, on the job's thread.
 
-        `line` is the number of the line in a bulk run, else empty.
+        `line` is the number of the line in a bulk run, or empty for other jobs.
         """
 
     def after_first_token(self, attempt: AttemptContext) -> None:
@@ -110,7 +110,7 @@ class Middleware:
         """
 
     def after_request(self, model_id: str, end: Finished, attempt: AttemptContext | None) -> None:
-        """Run with the end of a request to an engine, on the publisher's thread.
+        """Run when a request to an engine has ended, on the publisher's thread.
 
         A slow hook delays all streams of the worker. `attempt` is None if the attempt has already ended.
         """
@@ -124,7 +124,7 @@ class Middleware:
     def on_step(self, stats: StepStats) -> None:
         """Run with each step of each engine, on the telemetry thread.
 
-        A slow hook delays no token, but misses calls.
+        A slow hook does not delay tokens, but misses steps.
         """
 
     def on_request(self, stats: RequestStats) -> None:
@@ -141,7 +141,7 @@ HOOKS = tuple(name for name in vars(Middleware) if not name.startswith("_"))
 
 
 class Middlewares:
-    """Call the hooks of all middlewares of a worker in their order. Thread-safe."""
+    """Call the hooks of all middlewares of a worker in the order of the middlewares. Thread-safe."""
 
     def __init__(self, middlewares: Iterable[Middleware] = ()) -> None:
         self._middlewares = list(middlewares)
@@ -196,7 +196,7 @@ class Middlewares:
 
 
 def end_of(error: BaseException | None, interruption: Interruption | None) -> AttemptEnd:
-    """Return how an attempt ended, from the error that Celery receives and the reason of an interruption.
+    """Return how an attempt ended, based on the error that Celery receives and the reason for an interruption.
 
     Ignore means that the end has already been reported to Celery, or that another attempt has the job.
     """

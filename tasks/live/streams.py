@@ -38,7 +38,7 @@ MAX_QUIET_S = 8.0  # seconds between two reads of the journal of a known job wit
 
 @dataclass(slots=True)
 class JournalRead:
-    """A read of a job's journal from the entry `start` on."""
+    """A read of a job's journal, starting at the entry `start`."""
 
     job_id: str
     start: str
@@ -54,7 +54,7 @@ class Journals:
         self._task: asyncio.Task[None] | None = None
 
     async def read(self, job_id: str, start: str) -> JournalPage:
-        """Return the state of the job, and up to PAGE entries from the id `start` on. Raises RedisError."""
+        """Return the state of the job, and up to PAGE entries, starting at the id `start`. Raises RedisError."""
         read = JournalRead(job_id, start, asyncio.get_running_loop().create_future())
         self._reads.append(read)
         if self._task is None:

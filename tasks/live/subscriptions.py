@@ -61,7 +61,7 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None  # shared by several waits, because timers are expensive
 
     def put(self, message: bytes) -> None:
-        """Add a message, or drop all messages if they exceed the limit, because the journal has them."""
+        """Add a message. If the messages exceed the limit, drop all of them, because the journal contains them."""
         if self._signal is Signal.LAGGED:
             return
         self._num_bytes += len(message)
@@ -79,7 +79,7 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise the error in the reader, because no more messages will arrive."""
+        """Raise the error in the reader, because no further messages will arrive."""
         self._failure = error
         self._wake()
 

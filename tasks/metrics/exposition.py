@@ -51,7 +51,7 @@ class MetricsServer:
     """Serves the metrics that `collect` returns at each scrape."""
 
     def __init__(self, host: str, port: int, collect: Collect) -> None:
-        """Start to serve. Raises OSError if the port is not available."""
+        """Start serving. Raises OSError if the port is not available."""
         self._server = _Server((host, port), collect)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="cellama-metrics", daemon=True)

@@ -36,7 +36,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Figures:
-    """Collected values by name of the metric and values of its labels, in the order of the table."""
+    """Collected values by metric name and label values, in the order of the table."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=dict)
     tallies: dict[str, dict[Labels, Tally]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Figures:
         values[labels] = values.get(labels, 0.0) + value
 
     def tally(self, name: str, *labels: str) -> Tally:
-        """Return the values of a histogram, to which the caller can add."""
+        """Return the values of a histogram, which the caller can increase."""
         tallies = self.tallies.setdefault(name, {})
         if (tally := tallies.get(labels)) is None:
             tally = tallies[labels] = Tally.of(TABLE[name])
@@ -127,7 +127,7 @@ class Meter:
 
 
 class Bounded:
-    """Limits the number of values of a label, on any thread. Accepted values stay, so that no counter decreases."""
+    """Limits the number of values of a label. Accepted values remain, so that no counter decreases. Thread-safe."""
 
     def __init__(self, max_values: int = MAX_LABEL_VALUES) -> None:
         self._max_values = max_values

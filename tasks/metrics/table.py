@@ -1,4 +1,4 @@
-"""Define all metrics in one table, with which tests compare the reference page, the board and the alerts."""
+"""Define all metrics in one table. Tests compare the reference page, the dashboard and the alerts with it."""
 
 from __future__ import annotations
 

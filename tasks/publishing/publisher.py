@@ -2,7 +2,7 @@
 
 The publisher thread serves all attempts of the worker. An event that can't be written ends only its own attempt. An
 error that belongs to no attempt ends the worker's process, so that its jobs resume on other workers instead of waiting
-forever. Redis accepts events of the current attempt of a job only.
+forever. Redis only accepts events of a job's current attempt.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Publisher:
         celery_end: CeleryEnd | None = None,
         sign: dict[str, Callable[[str], str]] | None = None,
     ) -> AttemptStream:
-        """Start to accept the events of an attempt.
+        """Start accepting the events of an attempt.
 
         `control` is interrupted if the job has another attempt or has ended, if an event can't be written, or if Redis
         has lost the last events, so that the job must resume from its journal. `on_token` is called on the publisher
@@ -245,13 +245,13 @@ class Publisher:
         return stream
 
     def listener(self, model_id: str) -> Callable[[tuple[EngineEvent, ...]], None]:
-        """Return a listener for an engine, which calls it once per step. The publisher thread converts the events."""
+        """Return a listener, which an engine calls once per step. The publisher thread converts the events."""
         return lambda engine_events: self._inbox.put(
             lambda: [each for event in engine_events if (each := self._convert(model_id, event)) is not None]
         )
 
     def hurry(self) -> None:
-        """Limit the failed writes to `MAX_CLOSING_WRITES`, because the worker stops and others resume its jobs."""
+        """Limit failed writes to `MAX_CLOSING_WRITES`, because the worker is stopping and others resume its jobs."""
         self._closing.set()
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -414,7 +414,7 @@ class Publisher:
 
 
 def _pages(entries: list[RunEntry]) -> Iterator[list[RunEntry]]:
-    """Split entries into pages that fit into one call of Redis."""
+    """Split entries into pages that each fit into one call to Redis."""
     page: list[RunEntry] = []
     num_bytes = 0
     for each in entries:

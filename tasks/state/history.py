@@ -83,7 +83,7 @@ def provenance_of_event(event: StartedEvent) -> Provenance | None:
 
 
 def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:
-    """Return the provenance of a request with these adapters. If `choice` is None, it has the model's default adapters.
+    """Return the provenance of a request with these adapters. If `choice` is None, the model's defaults apply.
 
     An adapter that is not loaded is omitted, because the engine refuses the request that names it. `also` has the names
     of adapters that only some lines choose.
@@ -119,7 +119,7 @@ def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable
 
 
 def model_changed(model_id: str) -> JobFailed:
-    """Return the error of a job that can't continue with the model and the adapters with which it started."""
+    """Return the error of a job that can't continue with the model and adapters with which it started."""
     message = (
         f"the job started with another model or adapter under the name {model_id!r}, which no worker has any longer; "
         "submit the job again, or load the previous model and adapters"
@@ -149,7 +149,7 @@ class Output:
 
 @dataclass(slots=True)
 class Past:
-    """The events of a job so far, in sum. `outputs` is by index of the completion."""
+    """A summary of the events of a job so far. `outputs` is keyed by the index of the completion."""
 
     next_seq: int = 0
     seed: int | None = None
@@ -224,7 +224,7 @@ class Earlier:
 def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
     """Parse the earlier attempts in the reply of the script `begin`, the oldest first.
 
-    They are the previous attempt and, if that was lost, the attempts before it which it would have reported.
+    They are the previous attempt and, if that attempt was lost, the earlier attempts that it would have reported.
     """
     attempts = []
     for line in text.decode().splitlines():

@@ -15,7 +15,7 @@ _FIELDS = ("state", "task", "queue", "priority", "submitted_at", "attempt", "wor
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that waits or runs. `submitted_at` is in Unix seconds, by Redis' clock."""
+    """A waiting or running job. `submitted_at` is in Unix seconds, by Redis' clock."""
 
     job_id: str  # id of the job
     state: Literal["waiting", "running"]
@@ -28,7 +28,7 @@ class OpenJob:
 
 
 def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
-    """Return up to `limit` jobs: first running jobs, the oldest first, then waiting jobs by queue, in their order."""
+    """Return up to `limit` jobs: running jobs, oldest first, and then the waiting jobs of each queue in their order."""
     models = queued_models(redis) if model is None else [model]
     with redis.pipeline() as transaction:  # else a job that starts between two commands could be missing
         transaction.zrange(running_key(), 0, -1 if model else limit - 1)
@@ -43,7 +43,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
 
 
 def queued_models(redis: Redis) -> list[str]:
-    """Return the models for which jobs wait or waited recently, even if no worker serves them."""
+    """Return the models for which jobs are waiting or waited recently, even if no worker serves them."""
     queues: Any = redis.smembers(queues_key())
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 

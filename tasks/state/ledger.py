@@ -2,7 +2,7 @@
 
 It records which worker holds which message, which attempt runs, and which jobs have ended. Each step is one Lua script
 (tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half done.
-Times are those of Redis, which is one clock for all machines.
+Times are those of Redis' clock, which all machines share.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class JobWork:
 
 
 def work_of_text(text: str) -> JobWork:
-    """Parse the text of work from the ledger. A malformed text yields the work of a `generate` job with defaults."""
+    """Parse the work from the ledger's text. Malformed text yields the work of a `generate` job with defaults."""
     try:
         kind, num_units, num_parts = text.split()
         return JobWork.of_kind(kind, max(1, int(num_units)), max(1, int(num_parts)))
@@ -112,7 +112,7 @@ def work_of_text(text: str) -> JobWork:
 
 
 def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobWork:
-    """Return the work that a call requests. The call may be unvalidated. Invalid values count as the defaults."""
+    """Return the work that a call requests. The call need not be validated. Invalid values count as defaults."""
     kind = KINDS.get(task)
     name = task.removeprefix("cellama.")
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
@@ -150,7 +150,7 @@ class TaskCall:
         return work_of(self.task, self.args, self.kwargs)
 
     def digest(self, positional: Sequence[str]) -> str:
-        """Return a digest of the parameters, which is equal for parameters by position and by name."""
+        """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""
         free = free_of(KINDS[self.task].payload, positional, self.kwargs)
         names = free if len(self.args) <= len(free) else positional
         parameters = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
@@ -206,7 +206,7 @@ def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: flo
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A message that a worker holds. The token identifies this taking in the ledger, and is empty if it failed."""
+    """A message that a worker has taken. The token proves this in the ledger, and is empty if taking it failed."""
 
     job_id: str
     token: str
@@ -224,7 +224,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """The result of one page of a purge. `others` are messages whose jobs must be ended one by one."""
+    """The result of one page of a purge. `others` are messages whose jobs must be ended individually."""
 
     num_messages: int
     num_ended: int
@@ -359,7 +359,7 @@ class Ledger:
         settings: Settings | None = None,
         gathers: bool = False,
     ) -> None:
-        """Use the limits and times to live of these settings, by default those of the process (`get_settings`).
+        """Use the limits and lifetimes of these settings (default: those of the process, `get_settings`).
 
         With `gathers`, attempts that several threads start at the same time share one round trip.
         """
@@ -382,7 +382,7 @@ class Ledger:
     # For producers
 
     def ping(self) -> None:
-        """Raise RedisError at once if Redis does not answer."""
+        """Raise RedisError immediately if Redis does not answer."""
         self._redis.ping()
 
     def submit(self, jobs: Sequence[Submission], num_following: int = 0) -> list[int]:
@@ -406,9 +406,9 @@ class Ledger:
         return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
-        """Cancel a job. Return True if this ended it, which is so if no worker runs it.
+        """Cancel a job. Return True if this ended the job, which is the case if no worker runs it.
 
-        With `running`, a job that runs is ended by its worker, or by the next worker that starts it.
+        With `running`, a running job is ended by its worker, or by the next worker that starts it.
         """
         keys = [job_key(job_id), cancel_key(job_id)]
         state: Any = run_script(self._redis, "cancel", keys, [job_id, int(running), CANCEL_TTL_S])
@@ -439,8 +439,7 @@ class Ledger:
         """Hold a job's message for `lease_s`, and take a page of further messages within the `limits`.
 
         The token of a message is empty if this worker does not hold it, because the job has ended or another worker
-        holds a copy. A call that is repeated, because the first call may not have reached Redis, passes the same
-        `token`.
+        holds a copy. If the first call may not have reached Redis, repeat it with the same `token`.
         """
         token = token or new_run()
         keys, args = [job_key(job_id)], [job_id, token, lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
@@ -477,7 +476,7 @@ class Ledger:
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
-        """Return messages to their queues if their lease has expired, or if their ETA has come.
+        """Return messages to their queues if their lease has expired, or if their ETA has passed.
 
         If no worker has called this for a third of a lease, leases are extended by half a lease instead, because
         workers may have been unable to renew them. Return how many leases had expired.
@@ -503,10 +502,10 @@ class Ledger:
     ) -> Attempt:
         """Start an attempt of this worker at a job, and return it with a verdict (`Verdict`).
 
-        `run` identifies the attempt, so the call can be repeated. `token` is that of the message, because only its
-        holder may start the job. None is not checked. If the last attempt neither generated a token nor ended the job,
-        it may have crashed its worker. Then the verdict is "suspect", unless this attempt runs `alone`. `started` is
-        stored for Celery if the attempt starts.
+        `run` identifies the attempt, so the call can be repeated. `token` is the token of the message, because only its
+        holder may start the job. None skips this check. If the last attempt neither generated a token nor ended the
+        job, it may have crashed its worker. Then the verdict is "suspect", unless this attempt runs `alone`. `started`
+        is stored for Celery if the attempt starts.
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
@@ -604,7 +603,7 @@ class Ledger:
         return int(self._redis.zcard(waiting_key(queue)))
 
     def dead(self) -> list[DeadJob]:
-        """Return the dead-letter jobs, which crashed their workers MAX_ATTEMPTS times, the last one first."""
+        """Return the dead-letter jobs, which crashed their workers MAX_ATTEMPTS times, latest first."""
         entries: Any = self._redis.zrevrange(dead_key(), 0, -1, withscores=True)
         found: list[DeadJob] = []
         for raw, at in entries:
@@ -629,7 +628,7 @@ class Ledger:
     def requeue_dead(self, job_id: str) -> str | None:
         """Queue a dead-letter job again as a new job with the same message.
 
-        Return the new id, or None if it is not one.
+        Return the new id, or None if the job is not a dead-letter job.
         """
         stored: Any = self._redis.hmget(job_key(job_id), "message", "list")
         if stored[0] is None:

@@ -108,7 +108,7 @@ class EventCursor:
     def from_page(self, page: JournalPage) -> list[Event]:
         """Return the new events of a page of the journal.
 
-        The stream ends with the terminal event, or at once if the seq of this event is not above `after`. Raises
+        The stream ends with the terminal event, or immediately if the seq of this event is not above `after`. Raises
         StreamTrimmed if events have expired, and UnknownJob if all events of a finished job have expired.
         """
         new = self._from_journal(page.entries)
@@ -193,7 +193,7 @@ def _parse_entry(entry: Any) -> Event:
 
 
 def _checksum(event: Event) -> int:
-    """Return a checksum of the fields that readers rely on, so without the worker and timings."""
+    """Return a checksum of the fields that readers rely on, which excludes the worker and timings."""
     return zlib.crc32(repr([event.get(name) for name in COMPARED_FIELDS]).encode())
 
 
@@ -226,7 +226,7 @@ class ReadTimer:
         self._quiet_s, self._read_at = QUIET_S, now + QUIET_S
 
     def journal_read(self, is_known: bool) -> None:
-        """Record whether Redis has data of the job. A job that was known gets GONE_S to return."""
+        """Record whether Redis has data of the job. If a known job is missing, it has GONE_S to reappear."""
         if self._is_known and not is_known:
             self._unknown_at = time.monotonic() + GONE_S
         self._is_known = is_known
@@ -272,9 +272,9 @@ def stream_events(
 ) -> Iterator[Event]:
     """Yield the events of a job with a `seq` above `after`, up to the terminal event. A job can have many readers.
 
-    If the last `seq` of a finished job is not above `after`, the stream ends at once. A `cursor` that was used before
-    continues at its position, and `after` is ignored. Whenever `ping_s` pass without an event, an event of type `ping`
-    without a `seq` is yielded. Raises InvalidJob if `after` is not a seq, JobTimeout if there is no event for
+    If the last `seq` of a finished job is not above `after`, the stream ends immediately. A `cursor` that was used
+    before continues at its position, and `after` is ignored. Whenever `ping_s` pass without an event, an event of type
+    `ping` without a `seq` is yielded. Raises InvalidJob if `after` is not a seq, JobTimeout if there is no event for
     `timeout_s`, StreamTrimmed if events have expired, and UnknownJob if Redis has no data of the job.
     """
     cursor, timer = cursor or EventCursor(job_id, after), ReadTimer(job_id, timeout_s, ping_s)

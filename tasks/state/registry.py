@@ -47,7 +47,7 @@ ENTRY_TTL_S = 60.0  # entries of stopped workers, because a successor may load t
 class WorkerEntry:
     """The state of a worker `age_s` seconds before the entry was read.
 
-    Times are in Unix seconds, `seen_at` by Redis' clock and the others by the worker's clock.
+    Times are in Unix seconds. `seen_at` is by Redis' clock, and the others are by the worker's clock.
     """
 
     name: str  # name of the worker
@@ -151,7 +151,7 @@ class Registration:
         self._loop.start()
 
     def close(self) -> None:
-        """Mark the worker as ended. Other workers remove its entry after `ENTRY_TTL_S`."""
+        """Mark the worker as stopped. Other workers remove its entry after `ENTRY_TTL_S`."""
         self._loop.close(HEARTBEAT_S)
 
     def beat_now(self) -> None:
@@ -226,7 +226,7 @@ def _last_cache_hit(model: Model) -> CacheHit | None:
 
 
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
-    """Return a model and the states of its parts. While it is loading, it has few fields except its source."""
+    """Return a model and the states of its parts. While it is loading, most fields except its source are missing."""
     capabilities, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
     status = "stopped" if dead else entry.status  # the process will exit soon

@@ -93,7 +93,7 @@ class SentScript:
 
 
 def sha(name: str) -> str:
-    """Return the digest by which Redis identifies a script that it has run."""
+    """Return the digest by which Redis identifies a script that it has already run."""
     return str(_script(name).sha)
 
 
@@ -169,8 +169,8 @@ class ScriptCall:
 class Gathered:
     """Run scripts of many threads in few round trips. Thread-safe.
 
-    During a round trip, further calls gather and are then sent together. Each script is a step of its own, so an error
-    of one script does not affect others. A call is sent at once if no other thread is sending. Otherwise the thread
+    During a round trip, further calls gather and are then sent together. Each script is a separate step, so an error in
+    one script does not affect others. A call is sent immediately if no other thread is sending. Otherwise the thread
     waits, and the first waiting thread sends the next page for all.
     """
 
@@ -220,7 +220,7 @@ class Gathered:
         return [self._retry_unknown(call, reply) for call, reply in zip(page, replies, strict=True)]
 
     def _retry_unknown(self, call: ScriptCall, reply: Any) -> Any:
-        """Return the reply, but run the script again if Redis did not have it yet."""
+        """Return the reply. If Redis did not have the script yet, run it again."""
         if not isinstance(reply, NoScriptError):
             return reply
         try:

@@ -33,7 +33,7 @@ USAGE = {  # attributes by field of a result's usage
 
 
 def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
-    """Return the attributes of a span about the message of a job, or without an id about messages of several jobs."""
+    """Return the attributes of a span for the message of a job, or for messages of several jobs if there is no id."""
     attributes: dict[str, Any] = {
         "messaging.system": "celery",
         "messaging.destination.name": queue,

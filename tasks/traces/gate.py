@@ -78,6 +78,6 @@ def current_headers() -> dict[str, str]:
 
 
 def current_trace_id() -> str:
-    """Return the id of the current trace as logs have it, or "" without a trace."""
+    """Return the id of the current trace in the format of logs, or "" without a trace."""
     traceparent = current_headers().get(TRACEPARENT, "")
     return traceparent.split("-")[1] if traceparent else ""

@@ -39,7 +39,7 @@ class SpanIds(IdGenerator):
 
     @contextlib.contextmanager
     def fixed(self, run: str, job_id: str) -> Iterator[None]:
-        """Give a span that starts on this thread meanwhile the id of this run, and without a parent the job's trace."""
+        """Use the id of this run for spans of this thread in the block, and the job's trace if they have no parent."""
         self._fixed.ids = (run_span_id(run), int(hashlib.sha256(job_id.encode()).hexdigest()[:32], 16))
         try:
             yield
@@ -174,5 +174,5 @@ def below(span: Span) -> Context:
 
 
 def trace_id_of(span: Span) -> str:
-    """Return the id of a span's trace in hex, as logs have it."""
+    """Return the id of a span's trace in hex, as in logs."""
     return trace.format_trace_id(span.get_span_context().trace_id)

@@ -1,8 +1,8 @@
 """Remote control commands of a worker, which load, unload and change models and adapters. Imported in workers only.
 
 Commands run on the worker's main thread. Each returns immediately, and the worker's registry entry reports its result.
-A command that succeeds also changes the desired state (docs/adr/012-pools.md). It changes that of the worker's pool, so
-that the other workers follow, or that of this worker alone if `whole_pool` is false.
+A command that succeeds also changes the desired state (docs/adr/012-pools.md) of the worker's pool, so that the other
+workers follow. If `whole_pool` is false, it only changes the desired state of this worker.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ModelChanges:
         self._loader.start_command(key_text(key), act)
 
     def _write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
-        """Write an entry of the desired state, and retry until Redis accepts it, because the change is made already."""
+        """Write an entry of the desired state, and retry until Redis accepts it, because the change is already made."""
         with redis_waits.of("the desired state") as waits:
             while True:
                 try:
@@ -83,7 +83,7 @@ class ModelChanges:
                     time.sleep(WRITE_RETRY_S)
 
     def load(self, model: dict[str, Any], *, whole_pool: bool = True) -> None:
-        """Start to load a model from the fields of a `[[models]]` table. Its jobs are taken once it is loaded."""
+        """Start loading a model from the fields of a `[[models]]` table. Its jobs are taken once it has loaded."""
         settings = ModelSettings(**model)
         key = model_key(settings.id)
         override, loaded = override_in(self._record.read(), key), self._loader.models().get(settings.id)
@@ -111,7 +111,7 @@ class ModelChanges:
     def unload(self, model_id: str, timeout_s: float, *, whole_pool: bool = True) -> None:
         """Stop taking jobs of a model, and unload it in the background after its last job. Raises UnknownModel.
 
-        If the model is desired and not loaded, it is only removed from the desired state. If it is loading, it is
+        If the model is desired but not loaded, it is only removed from the desired state. If it is loading, it is
         unloaded afterwards.
         """
         key = model_key(model_id)
@@ -142,7 +142,7 @@ class ModelChanges:
         self._loader.on_change()
 
     def empty_cache(self, model_id: str, *, whole_pool: bool = True) -> None:
-        """Start to empty the cache of a model, on this worker alone. Raises UnknownModel, WrongCapability."""
+        """Start emptying the cache of a model, on this worker only. Raises UnknownModel, WrongCapability."""
         self._loader.start_emptying_cache(model_id)
 
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
@@ -155,7 +155,7 @@ class ModelChanges:
         self._loader.on_change()
 
     def load_adapter(self, model_id: str, name: str, source: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Start to load a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest."""
+        """Start loading a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         override, adapter = override_in(self._record.read(), key), AdapterSettings(source=source, scale=scale)
         is_loaded_soon = key_text(key) in self._loader.busy or self._loader.adapters().get(key) == adapter
@@ -177,7 +177,7 @@ class ModelChanges:
     def unload_adapter(self, model_id: str, name: str, timeout_s: float, *, whole_pool: bool = True) -> None:
         """Refuse new jobs for an adapter, and unload it in the background after its last job.
 
-        If the adapter is desired and not loaded, it is only removed from the desired state. Raises UnknownModel,
+        If the adapter is desired but not loaded, it is only removed from the desired state. Raises UnknownModel,
         UnknownAdapter.
         """
         model, key = self._manager.get(model_id), adapter_key(model_id, name)

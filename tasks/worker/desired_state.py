@@ -177,7 +177,7 @@ def corrections(
 
 
 def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool = True) -> bool:
-    """Return whether both settings load the same model, and with `adapters` also the same adapters."""
+    """Return whether both settings load the same model and, with `adapters`, also the same adapters."""
     ignored = {"id", "default", "hub_token", *(() if adapters else ("adapters",))}
     return one.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
 
@@ -238,7 +238,7 @@ class DesiredStateRecord:
             log.error("desired state entry ignored", record=record, field=name[:80], detail=error)
 
     def text_of(self, key: Key, *, whole_pool: bool) -> bytes:
-        """Return the JSON of an entry as it was read last, or b"" if there was none."""
+        """Return the JSON of an entry as of the last read, or b"" if there was no entry."""
         return self._fields[self._pool if whole_pool else self._worker].get(field_of(key), b"")
 
     def write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
@@ -270,7 +270,7 @@ class DesiredStateRecord:
     # Loads that crash the process
 
     def start_load(self, key: Key) -> None:
-        """Count a load that starts. Raises ModelLoadFailed if the last loads crashed the process."""
+        """Count a starting load. Raises ModelLoadFailed if the last loads crashed the process."""
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
@@ -280,7 +280,7 @@ class DesiredStateRecord:
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 
     def end_load(self, key: Key | None) -> None:
-        """Note that a load has succeeded or failed. None stands for all loads of this worker. Never raises."""
+        """Record that a load has succeeded or failed. None stands for all loads of this worker. Never raises."""
         try:
             if key is None:
                 self._redis.delete(self._loads)

@@ -44,7 +44,7 @@ class Metrics(Middleware):
     """The metrics of one worker, and the server for their port."""
 
     def __init__(self, host: str, port: int, relay: TelemetryRelay, models: LoadedModels) -> None:
-        """Start to serve the metrics. Raises InvalidRequest if the port is not available."""
+        """Start serving the metrics. Raises InvalidRequest if the port is not available."""
         self._relay = relay
         self._loaded_models = models
         self._meter = Meter()
@@ -66,7 +66,7 @@ class Metrics(Middleware):
         self._server.close()
 
     def figures(self) -> Figures:
-        """Return the current values of all metrics. Any thread."""
+        """Return the current values of all metrics. Thread-safe."""
         figures = Figures()
         self._meter.add_to(figures)
         for model_id, model in self._loaded_models().items():  # figures of unloaded models are not reported
@@ -80,7 +80,7 @@ class Metrics(Middleware):
             self.count_steps(model_id, model.engine)
 
     def count_steps(self, model_id: str, engine: Engine) -> None:
-        """Start to count the steps of this engine, on its thread."""
+        """Start counting the steps of this engine, on the engine's thread."""
         self._steps[model_id] = counts = StepCounts(GAPS_S, STEP_TOKENS)
         engine.count_steps(counts)
 

@@ -1,7 +1,7 @@
 """Load and unload models while a worker runs, by command or because its desired state requires it.
 
-`ModelLoader` does so in the background, and keeps the worker's queues and the size of its pool in step. `Reconciler`
-compares the loaded models with the desired state, starts the missing actions, and reports what is missing.
+`ModelLoader` works in the background, and adapts the worker's queues and the size of its pool. `Reconciler` compares
+the loaded models with the desired state, starts the missing actions, and reports what is missing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FailedAction:
 
 
 class ModelLoader:
-    """Loads and unloads models, and keeps the consumer's queues and the pool's size in step.
+    """Loads and unloads models, and adapts the consumer's queues and the pool's size.
 
     Each load or unload is an action with a name, from `key_text` or `evicting_key`. Actions with the same name never
     run concurrently.
@@ -216,7 +216,7 @@ class ModelLoader:
         self.on_change()
 
     def resize_pool(self, num_jobs: int) -> None:
-        """Add this number of threads to the pool; a negative number removes threads. Main thread only."""
+        """Add this number of threads to the pool. A negative number removes threads. Main thread only."""
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
 
@@ -236,7 +236,7 @@ class ModelLoader:
             self._consumer.add_task_queue(queue)
 
     def unload_model(self, model_id: str, timeout_s: float) -> None:
-        """Stop the intake of a model, then drain and unload it. Raises ModelBusy. Never call it on the main thread."""
+        """Stop taking jobs of a model, then drain and unload it. Raises ModelBusy. Never call it on the main thread."""
         queues: list[str] = []
         stopped = threading.Event()
 

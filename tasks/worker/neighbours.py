@@ -22,7 +22,7 @@ log = event_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A worker of this machine, with the report of its CoreSharing. `seen_at` is a time of Redis' clock."""
+    """A worker on this machine, with the report of its CoreSharing. `seen_at` is a time by Redis' clock."""
 
     name: str
     host: str
@@ -33,7 +33,7 @@ class Neighbour:
 class Neighbours:
     """Passes the reports of the machine's other workers to CoreSharing. The registry thread calls `share_cores`.
 
-    Each machine has a key of its report, so the cost does not grow with the number of machines.
+    Each machine has its own key for reports, so the cost does not grow with the number of machines.
     """
 
     def __init__(self, redis: Redis, worker: str, cores: CoreSharing) -> None:
@@ -69,7 +69,7 @@ class Neighbours:
 
 
 def _neighbour_of(data: bytes) -> Neighbour | None:
-    """Parse a report; None if another version of cellama wrote it in another format."""
+    """Parse a report. Return None if another version of cellama wrote it in another format."""
     try:
         return Neighbour(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
@@ -77,7 +77,7 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
 
 
 def peers_of(worker: str, report: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
-    """Return the workers that share a processor with this one. The order of names decides who gets a remainder."""
+    """Return the workers that share a processor with this one. The order of their names decides about remainders."""
     host = socket.gethostname()  # workers of the same container share its CPU limit
     return [
         Peer(

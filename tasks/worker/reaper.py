@@ -1,10 +1,10 @@
-"""Renew the leases of a worker's messages, and recover the jobs of workers that do not renew theirs.
+"""Renew the leases of a worker's messages, and recover the jobs of workers that do not renew their leases.
 
 Each worker has a reaper thread, and the reapers of several workers may run concurrently. A reaper handles four cases:
 
 1. A lease has expired because its worker has crashed or is frozen. The message returns to the head of its queue.
 
-2. The ETA of a job has come. The message returns to the head of its queue.
+2. The ETA of a job has passed. The message returns to the head of its queue.
 
 3. A job is due because its timeout has passed while no worker runs it. Or it has ended, and Celery has not received its
    end, or the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle
@@ -83,7 +83,7 @@ class LeaseKeeper:
     def renew(self) -> int:
         """Renew the lease of every message that this worker holds, and return the number of messages.
 
-        Messages that another worker holds by now, because this one was frozen or disconnected, are forgotten.
+        If another worker holds a message by now, because this one was frozen or disconnected, it is forgotten.
         """
         try:
             held = {taken_of(message): message for message in self._held()}
@@ -134,13 +134,13 @@ class Reaper:
             self.find_missing()
 
     def _acquire_duty(self, duty: str, period_s: float) -> bool:
-        """Return whether this reaper got the lock of a duty for this period."""
+        """Return whether this reaper got the lock for a duty in this period."""
         return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=max(1, int(period_s * 1e3 * LOCK_SHARE))))
 
     # Jobs that are due
 
     def settle_due(self) -> None:
-        """End jobs that are cancelled or late and that no worker runs, and report missing ends to Celery."""
+        """End cancelled or late jobs that no worker runs, and report missing ends to Celery."""
         while claimed := self._ledger.claim_due(DUE_PAGE, self._lease_s):
             for job_id, state in claimed:
                 self._settle_or_log(job_id, state)
@@ -183,7 +183,7 @@ class Reaper:
     # Jobs whose messages are missing
 
     def find_missing(self) -> int:
-        """Queue the jobs again that were also missing one period ago, and return their number."""
+        """Requeue the jobs that were also missing one period ago, and return their number."""
         suspects = dict.fromkeys(self._running_without_lease(), running_key())
         for queue in self._busy_queues():
             for priority in PRIORITIES:

@@ -98,7 +98,7 @@ class Quarantine:
     def passed(self, is_interrupted: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
         """Wait until the job may start, or is interrupted, and yield a function that marks it as proven.
 
-        A suspect passes `alone`. On leaving the context, the job counts as proven in any case. Any thread.
+        A suspect passes `alone`. On leaving the context, the job counts as proven in any case. Thread-safe.
         """
         with self._changed:
             self._num_suspects += alone
@@ -252,7 +252,7 @@ class Runtime:
             trim_heap()
 
     def attach(self, consumer: Any) -> None:
-        """Start to renew the leases of this consumer's messages, and to load and unload models. Idempotent.
+        """Start renewing the leases of this consumer's messages, and loading and unloading models. Idempotent.
 
         Raises RedisError, after which Celery reconnects and calls it again.
         """

@@ -29,11 +29,11 @@ class Signer:
 
     @property
     def has_key(self) -> bool:
-        """Return whether the signer has a key, without which its signatures are empty."""
+        """Return whether the signer has a key. Without a key, its signatures are empty."""
         return self._key is not None
 
     def after(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> Signer:
-        """Return a signer for reasoning that follows these messages, whose signatures hold for no other conversation.
+        """Return a signer for reasoning that follows these messages. Its signatures are only valid after them.
 
         `parent_key` is the key of the context that the messages continue.
         """
@@ -45,7 +45,7 @@ class Signer:
         return Signer(self._key, digest.hexdigest())
 
     def first_wrong(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> int | None:
-        """Return the index of the first message whose reasoning does not match its signature; None if all match."""
+        """Return the index of the first message whose reasoning does not match its signature, or None if all match."""
         digest = hashlib.sha256(_parent_line(parent_key))
         for index, message in enumerate(messages):
             signature, signer = message.get("signature"), Signer(self._key, digest.hexdigest())

@@ -86,7 +86,7 @@ class TelemetryRelay(Middleware):
         self._thread: threading.Thread | None = None
 
     def start(self, middlewares: Middlewares) -> None:
-        """Start to call the hooks of these middlewares."""
+        """Start calling the hooks of these middlewares."""
         self._middlewares = middlewares
         if middlewares.have(Middleware.on_step) or middlewares.have(Middleware.on_request):
             self._thread = threading.Thread(target=self._run, name="cellama-telemetry", daemon=True)
@@ -97,7 +97,7 @@ class TelemetryRelay(Middleware):
             self.watch(model.engine)
 
     def watch(self, engine: Engine) -> None:
-        """Start to relay the events of this engine."""
+        """Start relaying the events of this engine."""
         if self._middlewares.have(Middleware.on_request):
             engine.add_request_listener(self._enqueue)
         if self._middlewares.have(Middleware.on_step):
