@@ -158,7 +158,7 @@ def test_stream_raises_when_redis_has_other_events_after_a_failover() -> None:
         for seq in range(3):
             await server.write_event({"seq": seq, "type": "token", "text": f"other {seq}"}, lost=True)
         server.wire.abort()
-        with pytest.raises(StreamTrimmed, match="other events replace them"):
+        with pytest.raises(StreamTrimmed, match="other events have replaced them"):
             await anext(stream)
 
     with_server(body)

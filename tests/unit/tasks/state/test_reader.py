@@ -83,7 +83,7 @@ def test_cursor_raises_when_repeated_events_differ(in_journal: bool) -> None:
     cursor = EventCursor("j")
     cursor.from_page(page(journaled("a", "b", "c")))
     cursor.reconnected()
-    with pytest.raises(StreamTrimmed, match="other events replace them from seq 1 on"):
+    with pytest.raises(StreamTrimmed, match="other events have replaced them from seq 1 on"):
         cursor.from_page(page(journaled("a", "x", "c", "d"))) if in_journal else cursor.from_message(published("x", 1))
 
 
