@@ -99,7 +99,7 @@ def test_worker_warns_of_an_evicting_redis_at_each_start_even_without_config_per
         worker = WorkerProcess(tmp_path / start, url_of(server, "cellama-worker"), name=start)
         try:
             wait_until(
-                lambda worker=worker: "(maxmemory-policy allkeys-lru); set it to noeviction" in worker.log(), start
+                lambda worker=worker: "maxmemory-policy is allkeys-lru, so Redis evicts jobs" in worker.log(), start
             )
         finally:
             worker.stop()

@@ -144,7 +144,11 @@ def test_clients_and_plain_celery_rerank_alike() -> None:
         (lambda: rerank.delay("texts", "w1", TEXTS), "wrong_capability", "'texts' is loaded for embed, not for rerank"),
         (lambda: embed.delay("ranks", TEXTS), "wrong_capability", "'ranks' is loaded for rerank, not for embed"),
         (lambda: generate.delay("texts", "w1"), "wrong_capability", "'texts' is loaded for embed, not for generate"),
-        (lambda: rerank.delay("ranks", "w1", ["w2", "w3 " * 200]), "prompt_too_long", "document 1 .* at most 128"),
+        (
+            lambda: rerank.delay("ranks", "w1", ["w2", "w3 " * 200]),
+            "prompt_too_long",
+            r"documents\.1: .* but the limit is 128",
+        ),
         (lambda: embed.delay("tokens", ["w1 " * 126] * 9999), "invalid_request", "the limit is 4194304 numbers"),
     ],
 )
