@@ -59,7 +59,7 @@ def test_canvas_steps_run_and_chords_complete_when_workers_are_killed() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_canvas_step_runs_when_the_worker_is_killed_after_the_job_before_it() -> None:
+def test_canvas_step_runs_when_the_worker_is_killed_after_the_previous_job() -> None:
     """A step may run twice if the worker died after it had sent the step: the benchmark counts these."""
     row, *points = chaos("ends", options=("--new", "16", "--ends", "8", "--chord", "6"))
     assert row["kills"] == sum(point["kills"] for point in points) == 8

@@ -42,7 +42,7 @@ def results(folder: Path) -> list[Path]:
     return list((folder / "cellama" / "tuned").glob("*.json"))
 
 
-def test_worker_uses_tuned_options_that_its_settings_leave_open(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_worker_uses_tuned_values_for_unset_options(redis_server: RedisServer, tmp_path: Path) -> None:
     done = tune(tmp_path, "bundled://tiny", *SHORT, "--seconds", "20", "--json")  # even on a busy machine
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

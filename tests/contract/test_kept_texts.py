@@ -92,7 +92,7 @@ def test_texts_of_random_conversations_do_not_depend_on_cached_states(
 
 
 @pytest.mark.parametrize("shape", [WindowShape, RecurrentShape, HybridShape], ids=lambda shape: shape.__name__)
-def test_conversations_continue_from_files_when_states_can_t_be_cut(
+def test_conversations_continue_from_files_when_states_cannot_be_cut(
     manager: ModelManager, tmp_path: Path, shape: type[Shape]
 ) -> None:
     path, prompt = tmp_path / "m.gguf", [random.Random(0).randrange(5, 300) for _ in range(700)]

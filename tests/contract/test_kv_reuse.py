@@ -124,7 +124,7 @@ def test_preempted_request_has_the_same_text(manager: ModelManager, layout: str,
     assert model.engine.snapshot().preemptions >= 3
 
 
-def test_text_is_the_same_when_the_pool_runs_out_of_cells(manager: ModelManager) -> None:
+def test_text_is_the_same_when_cells_run_out(manager: ModelManager) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=8, kv_layout="unified", n_ctx=1024, cache_ram_bytes=1 << 24)
     prompts = [f"{i} " + STORY * (1 + i % 4) for i in range(16)]

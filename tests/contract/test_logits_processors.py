@@ -72,6 +72,6 @@ def test_logits_processors_apply_and_a_failing_one_fails_only_its_request() -> N
     ("path", "message"),
     [("no.such:thing", "can't be imported: No module"), (f"{__name__}:PATIENCE_S", "is not callable")],
 )
-def test_load_fails_when_a_logits_processor_can_t_be_imported(path: str, message: str) -> None:
+def test_load_fails_when_a_logits_processor_cannot_be_imported(path: str, message: str) -> None:
     with closing(ModelManager()) as manager, pytest.raises(InvalidRequest, match=message):
         manager.load("tiny", "bundled://tiny", options=EngineOptions(threads=1, logits_processors=(path,)))

@@ -158,7 +158,7 @@ def test_calls_of_a_model_raise_clear_errors(manager: ModelManager) -> None:
     assert model.prepare_chat(hello[1:], ChatOptions(system="Be brief.")).tokens == prompt_tokens
 
 
-def test_default_moves_when_its_model_unloads_and_back_if_it_stays(manager: ModelManager) -> None:
+def test_default_changes_when_its_model_unloads_and_returns_if_it_stays(manager: ModelManager) -> None:
     for model_id in ("a", "b"):
         manager.load(model_id, TINY, options=OPTIONS)
     with manager.hold("a"):

@@ -199,7 +199,7 @@ def test_least_recently_used_idle_model_is_evicted(make_manager: MakeManager) ->
     assert sorted(manager.models()) == ["c", "d", "default"]
 
 
-def test_no_model_is_evicted_when_all_idle_ones_are_not_enough(make_manager: MakeManager) -> None:
+def test_no_model_is_evicted_when_evicting_all_idle_ones_is_not_enough(make_manager: MakeManager) -> None:
     manager = make_manager(on_full="evict", models=3.5)
     for model_id in ("default", "a", "b"):
         load(manager, model_id)

@@ -152,7 +152,7 @@ def test_blocks_of_page_run(
     check_outputs(blocks, printed, name_of(page))
 
 
-def test_blocks_that_do_not_run_are_few_and_have_reasons() -> None:
+def test_skipped_blocks_are_few_and_have_reasons() -> None:
     assert Counter(block.reason for page in pages() for block in blocks_of(page) if block.reason) == NOT_RUN
 
 

@@ -39,7 +39,7 @@ def tokens_of(result: Any) -> tuple[list[int], list[int]]:
     return result["context_tokens"][:num_prompt], result["tokens"]
 
 
-def test_conversation_by_parent_key_equals_one_by_token_ids() -> None:
+def test_conversation_by_parent_key_equals_the_same_conversation_by_token_ids() -> None:
     key, before = None, []
     for question in QUESTIONS:
         turn = [{"role": "user", "content": question}]

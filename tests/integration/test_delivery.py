@@ -188,7 +188,7 @@ def test_closed_stream_cancels_the_job_only_when_requested(worker: WorkerProcess
     assert ends == ["cancelled", "length", "cancelled"]
 
 
-def test_log_contains_no_prompts_or_texts(worker: WorkerProcess) -> None:
+def test_log_contains_no_prompts_or_generated_text(worker: WorkerProcess) -> None:
     prompt = "Once upon a time, a secretive hedgehog"
     job = generate.delay("tiny", prompt, max_tokens=30, **GREEDY)
     result = job.get(timeout=PATIENCE_S)

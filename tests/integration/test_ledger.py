@@ -89,7 +89,9 @@ def test_copy_of_a_held_message_is_not_taken(ledger: Ledger, job_id: str) -> Non
     assert ledger.renew([first], LEASE_S) == []
 
 
-def test_returned_job_is_the_next_of_its_queue(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+def test_returned_job_is_the_next_one_in_its_queue(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
     second = submit(ledger, queue)
     redis_client.rpop(queue + "\x06\x163")
     taken = take(ledger, job_id)
@@ -109,7 +111,7 @@ def test_message_of_an_expired_job_does_not_start_a_new_job(ledger: Ledger, job_
     assert begin(ledger, job_id, token=taken.token).verdict == "gone"
 
 
-def test_message_rejected_by_celery_is_not_queued_again(
+def test_message_rejected_by_celery_is_not_requeued(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))

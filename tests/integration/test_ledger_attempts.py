@@ -134,7 +134,7 @@ def test_started_job_cannot_be_ended_by_others(ledger: Ledger, job_id: str) -> N
     assert ledger.state(job_id) == "running"
 
 
-def test_write_rejects_events_with_a_gap(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_write_rejects_events_after_a_gap(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED, TOKEN)
     assert ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 4, **TOKEN})]) == (set(), {0})

@@ -35,7 +35,7 @@ def lengths(redis: Redis, model: str) -> dict[int, int]:
     return {p: n for p in range(10) if (n := int(redis.llen(queue_key(queue_name(model), p))))}  # type: ignore[arg-type]
 
 
-def test_plain_message_without_priority_waits_behind_jobs_of_the_default_one(
+def test_plain_message_without_priority_waits_for_jobs_of_default_priority(
     unserved: str, plain: Celery, redis_client: Redis
 ) -> None:
     before = generate.delay(unserved, "first come")

@@ -46,7 +46,7 @@ def test_events_reach_a_terminal_as_the_same_json(environment: dict[str, str], t
     assert "".join(event.get("text", "") for event in events if event["type"] == "token") == HOSTILE
 
 
-def test_text_reaches_a_pipe_as_it_is(environment: dict[str, str], tmp_path: Path) -> None:
+def test_text_reaches_a_pipe_unchanged(environment: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run([*CELLAMA, *ARGV], cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE_S)
     assert done.stdout.decode() == HOSTILE + "\n"
 

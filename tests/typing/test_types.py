@@ -29,7 +29,7 @@ def found() -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_program_with_the_whole_public_api_has_no_any(found: list[str]) -> None:
+def test_program_that_uses_the_whole_public_api_has_no_any_type(found: list[str]) -> None:
     assert [line for line in found if "wrong.py" not in line and not line.startswith("Found ")] == []
 
 

@@ -95,7 +95,7 @@ def test_compose_check_finds_a_mistake(compose: Any, service: str, change: Any) 
         jsonschema.Draft202012Validator(SCHEMA).validate(compose)
 
 
-def test_compose_file_names_settings_commands_and_files_that_exist(compose: Any) -> None:
+def test_compose_file_names_existing_settings_commands_and_files(compose: Any) -> None:
     services = compose["services"]
     assert services["worker-gpu"]["profiles"] == ["gpu"]
     monitoring = {name for name, service in services.items() if service.get("profiles") == ["monitoring"]}
@@ -115,7 +115,7 @@ def test_compose_file_names_settings_commands_and_files_that_exist(compose: Any)
     assert all((ROOT / name).exists() for name in named if name.startswith("./docs"))
 
 
-def test_prometheus_of_compose_scrapes_the_ports_that_its_services_have(compose: Any) -> None:
+def test_compose_prometheus_scrapes_the_ports_of_its_services(compose: Any) -> None:
     told = yaml.safe_load((ROOT / "docs" / "dashboards" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in told["scrape_configs"]}
     (workers,) = jobs["cellama-workers"]["dns_sd_configs"]
@@ -125,7 +125,7 @@ def test_prometheus_of_compose_scrapes_the_ports_that_its_services_have(compose:
     assert jobs["cellama-queues"]["static_configs"] == [{"targets": [f"metrics:{METRICS_PORT}"]}]
 
 
-def test_image_installs_what_its_services_need(compose: Any) -> None:
+def test_image_installs_the_packages_that_its_services_need(compose: Any) -> None:
     [extras] = re.findall(r"'\.\[([a-z,]+)\]'", DOCKERFILE)
     assert {"worker", "flower", "http", "metrics"} <= set(extras.split(","))
     assert f"127.0.0.1:{GATEWAY_PORT}:{GATEWAY_PORT}" in compose["services"]["gateway"]["ports"]

@@ -34,7 +34,7 @@ FIELDS = [(task, name) for task, typed in TYPED.items() for name in get_type_hin
 
 
 @pytest.mark.parametrize(("task", "name"), FIELDS)
-def test_parameter_type_accepts_what_its_payload_accepts(task: str, name: str) -> None:
+def test_parameter_type_accepts_the_same_values_as_its_payload(task: str, name: str) -> None:
     """Each takes something; what a type checker lets pass is refused for its range alone, if at all."""
     accepted = [value for value in VALUES if fits(TYPED[task], name, value)]
     assert accepted

@@ -43,7 +43,7 @@ def test_pages_agree_with_the_code(reference: ModuleType) -> None:
     assert reference.update_pages(only_check=True) == []
 
 
-def test_page_that_differs_from_the_code_is_reported(reference: ModuleType) -> None:
+def test_outdated_page_is_reported(reference: ModuleType) -> None:
     stale = "<!-- generated: codes -->\nold\n<!-- end of generated part -->"
     assert "| `timeout` |" in reference.filled(stale)
 
@@ -82,7 +82,7 @@ def test_pages_of_errors_and_events_have_every_code_and_type() -> None:
     assert all(f"| `{kind}` |" in events for kind in ("started", "token", "reasoning", "done", "error"))
 
 
-def test_python_and_status_pages_have_contents() -> None:
+def test_python_and_status_pages_are_not_empty() -> None:
     assert "### Client.generate_many" in page("python.md")
     assert "| `slots_total` |" in page("status.md")
 

@@ -91,7 +91,7 @@ def test_release_is_refused_when_the_version_has_a_tag(repository: Path) -> None
     assert problems(repository) == ["tag: v1.2.0 exists already; raise the version in pyproject.toml"]
 
 
-def test_release_is_refused_when_the_version_is_not_that_of_a_release(repository: Path) -> None:
+def test_release_is_refused_when_the_version_is_not_a_release_version(repository: Path) -> None:
     assert next(release.release_problems(repository, "1.2.dev0")) == (
         "pyproject.toml: version '1.2.dev0' is not a release; use for example 1.2.0 or 1.2.0rc1"
     )

@@ -31,7 +31,9 @@ def end(commands: Commands, command: subprocess.Popen[str], redis: Redis) -> Non
     assert command.wait(PATIENCE_S) == 1, commands.log()
 
 
-def test_batch_run_completes_lines_of_all_kinds_and_reports_bad_ones(worker: WorkerProcess, commands: Commands) -> None:
+def test_batch_run_completes_lines_of_all_kinds_and_reports_invalid_ones(
+    worker: WorkerProcess, commands: Commands
+) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"messages": question, "temperature": 0}
     commands.write(
@@ -263,7 +265,7 @@ def test_resume_can_switch_from_input_order_to_completion_order(
     assert sorted(each["id"] for each in commands.results()) == sorted(line["id"] for line in lines)
 
 
-def test_new_first_line_is_appended_when_later_lines_are_written_already(
+def test_new_first_line_is_appended_when_later_lines_are_already_written(
     worker: WorkerProcess, commands: Commands
 ) -> None:
     lines = stories(5, max_tokens=2)

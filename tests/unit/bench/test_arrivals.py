@@ -57,7 +57,7 @@ def reading(*pieces_s: float) -> StreamTimes:
     return StreamTimes(Line("a", (1, 2), len(pieces_s)), pieces_s=list(pieces_s))
 
 
-def test_ratios_of_arrivals_are_of_times_and_of_bulk_rates() -> None:
+def test_arrival_ratios_compare_times_and_bulk_rates() -> None:
     phases = [
         Phase(who, load, 2.0, [reading(first, first + gap)], bulk)
         for who, first, gap, bulk in ((OURS, 0.1, 0.01, 300.0), (SERVER, 0.2, 0.04, 200.0))

@@ -16,7 +16,7 @@ MEASURED = re.compile(r"\d ?(?:ms|s|%|×|MB|GB|jobs/s|tokens/s|lines/s)(?![\w/])
 SKIPPED = re.compile(r"^```.*?^```$|`[^`\n]*`|<!--.*?-->", re.MULTILINE | re.DOTALL)
 
 
-def test_performance_guide_shows_what_was_measured() -> None:
+def test_performance_guide_matches_the_measurements() -> None:
     text, results = PAGE.read_text(encoding="utf-8"), Results()
     found = list(figures(text))
     assert len(found) == len(re.findall(r"<!-- (?!generated: |end of generated|not run: )", text)) >= 20
@@ -57,7 +57,7 @@ def results(tmp_path: Path) -> Results:
         ("9<!-- x: other -->", "2"),
     ],
 )
-def test_figure_is_refreshed_with_the_digits_that_it_has(results: Results, text: str, measured: str) -> None:
+def test_figure_keeps_its_number_of_digits_when_refreshed(results: Results, text: str, measured: str) -> None:
     (figure,) = figures(text)
     assert figure.measured(results) == measured
     assert refreshed(f"It is {text} here", results) == f"It is {measured}{text[text.index('<') :]} here"

@@ -46,7 +46,7 @@ def test_load_depends_on_its_seed() -> None:
     assert apart - both < 60
 
 
-def test_each_turn_of_a_chat_begins_with_the_prompt_before() -> None:
+def test_each_chat_turn_starts_with_the_previous_prompt() -> None:
     found = conversations(LoadShape(40, num_chats=5, turns=3))
     chats = [conversation for conversation in found if len(conversation) > 1]
     assert len(flat(found)) == 40

@@ -53,7 +53,7 @@ def test_schemas_counts_outputs_and_instances_of_accepted_schemas(tmp_path: Path
     assert (row["valid"], row["valid accepted"], row["invalid"], row["invalid accepted"]) == (2, 1, 1, 0)
 
 
-def test_schemas_reports_an_instance_that_is_accepted_but_must_not_be(tmp_path: Path) -> None:
+def test_schemas_reports_an_invalid_instance_that_is_accepted(tmp_path: Path) -> None:
     case = {"description": "d", "schema": {"type": "null"}, "tests": [{"data": None, "valid": False}]}
     report = report_of(written(tmp_path, [case]))
     assert report.ratios["invalid instances that are accepted"] == 1

@@ -12,6 +12,6 @@ def test_logprobs_have_the_texts_of_chosen_and_other_tokens() -> None:
     assert (entry.text, entry.top_texts, entry.logprob) == ("ä", ("ä", "bytes:\\xe2\\x82"), -0.5)
 
 
-def test_bytes_that_are_not_text_are_written_as_bytes() -> None:
+def test_invalid_utf8_is_written_as_bytes() -> None:
     assert text_of_bytes(b"") == ""
     assert text_of_bytes(b"\xe2\x82") == "bytes:\\xe2\\x82"

@@ -113,7 +113,7 @@ def unlimited(chance: random.Random) -> tuple[int, float]:
 @pytest.mark.parametrize("load", [0.9, 1.3])
 @pytest.mark.parametrize("num_slots", [1, 4, 16])
 @pytest.mark.parametrize("length", [mixed, equal, unlimited])
-def test_range_holds_for_80_percent_of_the_waits(
+def test_estimated_range_covers_80_percent_of_the_waits(
     length: Callable[[random.Random], tuple[int, float]], num_slots: int, load: float
 ) -> None:
     hits = [hit for seed in range(3) for hit in Queue(num_slots, length, load, random.Random(seed)).hits(600)]

@@ -21,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kwargs", "priority", "expected"), CASES)
-def test_timeout_is_that_of_the_job_or_of_the_settings_except_for_bulk_jobs(
+def test_timeout_comes_from_the_job_or_the_settings_except_for_bulk_jobs(
     settings_environment: Callable[..., None], kwargs: dict[str, Any], priority: int, expected: float | None
 ) -> None:
     settings_environment(default_timeout_s="50")

@@ -75,7 +75,7 @@ def test_thinking_is_disabled_by_default() -> None:
     assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_reasoning
 
 
-def test_default_values_of_refused_parameters_are_accepted() -> None:
+def test_refused_parameters_are_accepted_with_their_default_values() -> None:
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     assert order(speed="standard", mcp_servers=[], context_management=keep, n=1) == order()
 

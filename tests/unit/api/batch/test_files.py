@@ -89,7 +89,7 @@ def test_rewrite_without_removes_outdated_results_in_both_formats(tmp_path: Path
     assert path.read_text() == '{"id": "c"}\n'
 
 
-def test_work_file_can_not_be_opened_twice(work: WorkFile) -> None:
+def test_work_file_cannot_be_opened_twice(work: WorkFile) -> None:
     with pytest.raises(sqlite3.OperationalError):
         WorkFile(work.path)
 
@@ -213,7 +213,7 @@ def test_ids_of_different_types_are_different(work: WorkFile) -> None:
     assert (work.is_outdated(7), work.is_outdated("7"), work.is_outdated(big)) == (True, False, True)
 
 
-def test_twin_is_pending_when_the_result_of_the_first_line_was_in_the_output(work: WorkFile) -> None:
+def test_duplicate_is_pending_when_the_result_of_the_first_line_was_in_the_output(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "a"), merge=True)
     assert work.count(TWIN) == 1
     work.finish_by_id("id1")  # a crash came before the twin got this result

@@ -82,7 +82,7 @@ def test_openai_lines_become_jobs() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_bad_line_is_reported_with_its_number_and_reading_continues(line: Any, message: str) -> None:
+def test_invalid_line_is_reported_with_its_number_and_reading_continues(line: Any, message: str) -> None:
     bad, good = read(line, {"prompt": "fine"})
     assert isinstance(bad, BadLine)
     assert bad.number == 1
@@ -91,7 +91,7 @@ def test_bad_line_is_reported_with_its_number_and_reading_continues(line: Any, m
     assert good.number == 2
 
 
-def test_line_without_a_model_is_bad_when_the_run_has_no_default() -> None:
+def test_line_without_a_model_is_invalid_when_the_run_has_no_default() -> None:
     (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", Defaults(None, {}), 1000)
     assert isinstance(bad, BadLine)
     assert "model is missing" in bad.message
@@ -116,7 +116,7 @@ def test_id_keeps_its_type(line_id: Any) -> None:
 
 
 @pytest.mark.parametrize("line_id", ["", 1.5, True, None, ["a"], "half a pair: \ud800"])
-def test_line_with_an_invalid_id_is_bad(line_id: Any) -> None:
+def test_line_with_an_invalid_id_is_rejected(line_id: Any) -> None:
     body = {"url": "/v1/completions", "body": {"prompt": "x"}}
     for found in read({"id": line_id, "prompt": "x"}, {"custom_id": line_id, **body}):
         assert isinstance(found, BadLine)
@@ -242,7 +242,7 @@ def test_result_line_in_the_openai_format_has_choices_and_usage() -> None:
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "text", "csv"])
-def test_line_is_bad_when_its_job_is_too_large_in_every_format(format_: Format) -> None:
+def test_line_is_invalid_when_its_job_is_too_large_in_every_format(format_: Format) -> None:
     prompts = ["short", '"' * 2000, "é" * 2900]  # a quote and an é take two bytes each in a message
     text = {"jsonl": "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)}
     text["text"] = "".join(prompt + "\n" for prompt in prompts)

@@ -88,7 +88,7 @@ def test_delay_is_rejected_when_tasks_are_eager(eager: None) -> None:
         generate.delay("tiny", "Hi")
 
 
-def test_tasks_can_not_be_called_outside_of_workers() -> None:
+def test_tasks_cannot_be_called_outside_of_workers() -> None:
     with pytest.raises(InvalidJob, match="in its workers"):
         generate.apply(("tiny", "Hi"))
     with pytest.raises(InvalidJob, match="in its workers"):

@@ -32,7 +32,7 @@ from cellama.tasks.contract.errors import (
         ("priority", "flex", "flex"),
     ],
 )
-def test_tier_is_at_most_as_urgent_as_that_of_the_caller(own: str | None, requested: str | None, given: str) -> None:
+def test_tier_is_not_more_urgent_than_that_of_the_caller(own: str | None, requested: str | None, given: str) -> None:
     assert Caller(priority=own).tier(requested) == given
 
 

@@ -75,7 +75,7 @@ class GivesRubbish(BadStore):
 
 
 @pytest.mark.parametrize("store", [BadStore, Raises, Loses, GivesRubbish])
-def test_store_that_fails_costs_only_time(
+def test_failing_store_costs_only_time(
     home: Home, store: type[BadStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: store())

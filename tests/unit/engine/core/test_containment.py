@@ -46,7 +46,7 @@ def is_in_order(engine: Engine, backend: FakeBackend) -> bool:
 
 
 @pytest.mark.parametrize("place", ["new_sampler", "sample", "decode"])
-def test_request_with_an_unexpected_error_ends_alone(make_engine: MakeEngine, place: str) -> None:
+def test_unexpected_error_ends_only_its_request(make_engine: MakeEngine, place: str) -> None:
     engine, backend = make_engine(FaultyBackend(fault=at(place)))
     prompts = [f"good {i}" for i in range(6)]
     handles = [engine.submit(request(prompt)) for prompt in prompts]
@@ -74,7 +74,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_cache_that_fails_costs_time_and_changes_no_text(make_engine: MakeEngine, unified: bool) -> None:
+def test_failing_cache_costs_time_but_changes_no_text(make_engine: MakeEngine, unified: bool) -> None:
     def fault(place: str, _: Any) -> None:
         if place in ("save", "copy", "restore"):
             raise MemoryError
@@ -110,7 +110,7 @@ class Failing(Strategy):
 
 
 @pytest.mark.parametrize("where", ["build_batch", "observe", "may_yield"])
-def test_strategy_that_fails_is_replaced_and_stops_no_request(
+def test_failing_strategy_is_replaced_and_stops_no_request(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     monkeypatch.setattr(Failing, "where", where)
@@ -151,7 +151,7 @@ def test_strategy_observes_computed_steps_and_not_failed_ones(make_engine: MakeE
     assert [seconds > 0 for _, seconds in Learning.told] == [False, True, False, False]
 
 
-def test_listeners_that_fail_affect_no_request(make_engine: MakeEngine) -> None:
+def test_failing_listeners_affect_no_request(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[Any] = []
     for add in (engine.add_listener, engine.add_step_listener, engine.add_request_listener):

@@ -126,7 +126,7 @@ class RaisingBackend(GatedBackend):
         return vectors
 
 
-def test_text_with_an_unexpected_error_fails_only_its_caller() -> None:
+def test_unexpected_error_in_a_text_fails_only_its_caller() -> None:
     backend = RaisingBackend()
     embedder = Embedder(backend)
     occupy(embedder, backend)

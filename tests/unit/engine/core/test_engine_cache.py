@@ -214,7 +214,7 @@ def test_storm_of_failures_loses_nothing(
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_memory_that_cannot_be_truncated_is_reused_whole_or_not_at_all_without_checkpoints(
+def test_memory_that_cannot_be_truncated_is_reused_completely_or_not_at_all_without_checkpoints(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False), cache_ram_bytes=0)
@@ -227,7 +227,7 @@ def test_memory_that_cannot_be_truncated_is_reused_whole_or_not_at_all_without_c
     assert other.text == cold(make_engine, HEAD + "other", max_tokens=5).text
 
 
-def test_third_request_reuses_from_a_checkpoint_the_prefix_that_the_first_two_share(
+def test_third_request_reuses_the_prefix_shared_by_the_first_two_from_a_checkpoint(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False))

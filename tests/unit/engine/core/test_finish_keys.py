@@ -25,7 +25,7 @@ def test_finish_key_names_prompt_and_output(make_engine: MakeEngine) -> None:
     assert engine.complete(HEAD, max_tokens=5, cache_prompt=False).finish_key is None
 
 
-def test_alternatives_have_keys_of_their_own(make_engine: MakeEngine) -> None:
+def test_alternatives_have_their_own_keys(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     done = engine.submit(Request("r", tuple(HEAD.encode()), max_tokens=8, n=3)).result(PATIENCE_S)
     keys = {one.finish_key: one for one in (done, *done.alternatives)}
@@ -107,7 +107,7 @@ def test_prefill_computes_the_prompt_and_samples_nothing(make_engine: MakeEngine
     assert sum(len(chunk.tokens) for batch in backend.batches for chunk in batch) - before == len("Why?") + 4
 
 
-def test_prefill_of_bulk_priority_is_saved_in_ram(make_engine: MakeEngine) -> None:
+def test_bulk_prefill_is_saved_in_ram(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     engine.prefill(HEAD, priority=9)
     engine.complete("somebody else " + HEAD, max_tokens=3, priority=9)

@@ -59,7 +59,7 @@ def test_gap_is_measured_from_the_last_token_of_the_same_sequence(make_engine: M
     assert sum(counts.batches) == engine.snapshot().steps
 
 
-def test_tokens_of_one_step_are_one_gap() -> None:
+def test_tokens_of_one_step_count_as_one_gap() -> None:
     core = EngineCore(FakeBackend(), EngineOptions(n_parallel=4, n_batch=64, speculation="auto"), Pulse("test"))
     core.drafting.gate = Eager(1)  # type: ignore[assignment]
     counts = StepCounts((1e9,), (1e9,))

@@ -93,7 +93,7 @@ def test_cache_ratio_of_a_resumed_request_refers_to_its_prompt(make_engine: Make
     assert (again.usage.cached_tokens, again.timings.prefix_cache_ratio) == (len(HEAD), 1.0)
 
 
-def test_snapshot_is_right_while_the_first_step_runs(make_engine: MakeEngine) -> None:
+def test_snapshot_is_correct_while_the_first_step_runs(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     gate = Gate(backend)
     handles = [engine.submit(request(f"prompt {i}", str(i))) for i in range(10)]

@@ -68,7 +68,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> tuple[str, str]:
 
 
 @given(expressions(), st.lists(st.text("abéc", max_size=6), min_size=1, max_size=10))
-def test_grammar_accepts_what_a_regular_expression_matches(both: tuple[str, str], texts: list[str]) -> None:
+def test_grammar_accepts_the_texts_that_a_regular_expression_matches(both: tuple[str, str], texts: list[str]) -> None:
     gbnf, pattern = both
     automaton = automaton_of(f"root ::= {gbnf}")
     for text in texts:
@@ -222,7 +222,7 @@ def test_automaton_rebuilds_the_states_that_it_dropped(monkeypatch: pytest.Monke
     assert set(np.flatnonzero(other.allows(EVERY))) == expected[0]
 
 
-def test_request_fails_when_its_text_does_not_follow_the_grammar() -> None:
+def test_request_fails_when_its_text_violates_the_grammar() -> None:
     grammar = TokenGrammar(automaton_of('root ::= "b"'), TOKENS, WorkBudget())
     with pytest.raises(GrammarFailed, match="token 2 does not follow the grammar"):
         grammar.accept(2)

@@ -58,7 +58,7 @@ CONSTRAINTS = {
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 @pytest.mark.parametrize("seed", range(8))
-def test_single_token_is_allowed_as_in_the_mask_of_all_tokens(name: str, seed: int) -> None:
+def test_check_of_a_single_token_agrees_with_the_mask_of_all_tokens(name: str, seed: int) -> None:
     """If the text has no alternative, the mask has only its usual spelling, even after `forced_tokens` was called."""
     random = Random(seed)
     constraint, masked, forcing = CONSTRAINTS[name].start(), CONSTRAINTS[name].start(), CONSTRAINTS[name].start()
@@ -133,7 +133,7 @@ def test_grammar_is_rejected_in_one_line_when_it_does_not_compile(kind: str, tex
     assert "\n" not in str(caught.value)
 
 
-def test_matcher_keeps_failing_after_a_text_that_does_not_follow_the_grammar() -> None:
+def test_matcher_keeps_failing_after_a_text_that_violates_the_grammar() -> None:
     constraint = compiled("regex", "ab").start()
     with pytest.raises(GrammarFailed, match="the grammar or schema can't continue the text"):
         constraint.accept(ord("x"))

@@ -85,7 +85,7 @@ def test_saved_state_stays_in_ram_when_the_pool_has_too_few_cells() -> None:
     assert cache.assign_slot(cache.find_slot(longer, "", idle=[0, 2]), longer, "") == 200
 
 
-def test_state_is_dropped_when_it_can_t_be_restored() -> None:
+def test_state_that_cannot_be_restored_is_dropped() -> None:
     cache, backend = new_cache()
     fill(cache, 0, list(range(300)))
     cache.clear(0)

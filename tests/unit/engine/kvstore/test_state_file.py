@@ -90,7 +90,7 @@ def test_invalid_checkpoint_lengths_are_damage_although_the_digest_matches(
     assert read_head(path) is Miss.DAMAGED
 
 
-def test_misses_have_the_right_reason(tmp_path: Path) -> None:
+def test_misses_report_the_correct_reason(tmp_path: Path) -> None:
     state = state_of(range(100))
     path = written(tmp_path, state)
     assert read_head(path.with_name("0" * 64 + ".kv")) is Miss.VANISHED

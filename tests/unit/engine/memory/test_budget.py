@@ -52,13 +52,13 @@ def test_auto_budget_is_the_free_memory_minus_a_margin() -> None:
     assert margin(Device("CPU", "cpu", "", 1000 * GIB, 0)) == GIB
 
 
-def test_vram_is_the_sum_of_all_gpus_and_none_without_any() -> None:
+def test_vram_is_the_sum_of_all_gpus_or_none_without_gpus() -> None:
     cpu, gpus = Device("CPU", "cpu", "", 100, 50), [Device(f"CUDA{i}", "gpu", "", 24, 4 * i) for i in range(3)]
     assert vram_of([cpu, *gpus]) == Vram(72, 12, 60)
     assert vram_of([cpu]) is None
 
 
-def test_quota_of_saved_states_counts_once_however_much_is_used() -> None:
+def test_quota_of_saved_states_counts_once_regardless_of_its_use() -> None:
     machine, used = Machine(90), {"a": 0}
     budget = Budget("auto", machine.devices, used.__getitem__)
     model = with_quota(on_cpu(10), 30)

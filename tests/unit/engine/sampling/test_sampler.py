@@ -199,7 +199,7 @@ def test_constraint_that_allows_nothing_raises_an_error() -> None:
         TokenSampler(SamplingParams(), 1, constraint=Only()).sample(LOGITS.copy())
 
 
-def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+def test_logprobs_come_from_the_unmodified_distribution() -> None:
     params = SamplingParams(temperature=0.0, logprobs=2, logit_bias=((4, 100.0),))
     token, report = sampler_of(params, 0).sample(LOGITS.copy())
     assert report is not None

@@ -46,7 +46,7 @@ def test_steps_of_a_slow_model_become_slightly_longer() -> None:
     assert 0.2 * 1.1 <= 0.2 + 0.01 * sum(counts) / len(counts) <= 0.2 * STRETCH * FAR_STRETCH
 
 
-def test_each_bulk_row_gets_its_turn_and_those_next_to_streams_most_often() -> None:
+def test_each_bulk_row_gets_its_turn_and_rows_next_to_streams_most_often() -> None:
     rows, seen = BulkRows(), Counter[int]()
     for _ in range(FAR_EVERY * 64):
         taken = rows.take(range(3, 64), [0, 1, 2])

@@ -44,7 +44,7 @@ def test_chat_is_cut_before_the_end_of_its_prompt(params: dict[str, Any]) -> Non
     assert first.cuts == ((196,) if params else ())
 
 
-def test_many_branches_give_a_bounded_number_of_cuts() -> None:
+def test_number_of_cuts_is_bounded_when_there_are_many_branches() -> None:
     scheduler = scheduler_of(n_slots=1)
     first = wait(scheduler, list(range(3000)))
     for shared in range(100, 2900, 10):

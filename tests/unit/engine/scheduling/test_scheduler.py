@@ -249,7 +249,7 @@ def test_sequence_records_its_waits_for_a_prefix_and_for_a_slot() -> None:
     assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
 
 
-def test_prompt_that_continues_another_one_waits_for_it_in_every_memory() -> None:
+def test_prompt_that_continues_another_one_waits_for_it_with_every_kind_of_memory() -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, n_batch=200, limits=Limits(200, 200))
     for length in (100, 150):
         scheduler.enqueue(sequence(length), 0)
@@ -261,7 +261,7 @@ def test_prompt_that_continues_another_one_waits_for_it_in_every_memory() -> Non
     assert (second.num_prompt, second.num_cached) == (150, 100)
 
 
-def test_sequence_is_not_preempted_for_one_that_would_still_not_fit() -> None:
+def test_sequence_is_not_preempted_when_the_new_one_would_still_not_fit() -> None:
     scheduler = new_scheduler(
         n_slots=4, ctx_per_slot=200, unified=True, n_cells=220, n_batch=200, limits=Limits(200, 200)
     )

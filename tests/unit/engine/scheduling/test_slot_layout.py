@@ -147,7 +147,7 @@ def test_moves_of_one_step_take_no_longer_than_its_decode_call() -> None:
 
 
 @pytest.mark.parametrize("place", ["save", "restore", "copy", "trim"])
-def test_move_that_fails_costs_time_and_changes_no_text(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_move_costs_time_but_changes_no_text(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = running([0, 2])
     run_step(scheduler, pass_s=1.0, row_s=0.1)
     scheduler.layout.is_active = True
@@ -172,7 +172,7 @@ def test_move_that_fails_costs_time_and_changes_no_text(place: str, monkeypatch:
     assert all(holder is None or holder.state is State.DECODING for holder in scheduler.slots)
 
 
-def test_impossible_move_is_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_move_is_not_retried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, tried = running([0, 2]), list[int]()
 
     def fail(slot: int) -> Any:
@@ -185,7 +185,7 @@ def test_impossible_move_is_not_tried_in_every_step(monkeypatch: pytest.MonkeyPa
     assert len(tried) == 1
 
 
-def test_nothing_is_filled_or_moved_in_one_pool() -> None:
+def test_unified_layout_fills_and_moves_nothing() -> None:
     scheduler = running([0, 2, 5], unified=True, n_cells=4000)
     for _ in range(3):
         run_step(scheduler, pass_s=1.0, row_s=0.1)

@@ -91,7 +91,7 @@ def test_gaps_of_decoding_slots_are_as_long_as_documented() -> None:
         assert tokens(name, views[8:]) == 512  # there is no gap
 
 
-def test_adaptive_prefills_bulk_prompts_in_short_steps_and_not_with_an_interactive_one() -> None:
+def test_adaptive_prefills_bulk_prompts_in_short_steps_and_never_with_an_interactive_one() -> None:
     adaptive = Adaptive()
     views = [SlotView(i, 500, False, 9) for i in range(4)]
 
@@ -179,7 +179,7 @@ class Sometimes(Strategy):
         return [(slots[0].slot, 1)]
 
 
-def test_strategy_that_fails_is_replaced_in_that_step_only_and_logged_less_and_less_often(
+def test_failing_strategy_is_replaced_for_one_step_and_logged_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own, views = Sometimes(), [SlotView(0, 20, False)]
@@ -198,9 +198,7 @@ def test_strategy_that_fails_is_replaced_in_that_step_only_and_logged_less_and_l
 
 
 @pytest.mark.parametrize("method", ["build_batch", "observe", "may_yield"])
-def test_default_strategy_that_fails_is_replaced_in_that_step_only(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_failing_default_strategy_is_replaced_for_one_step(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     default = Adaptive()
     guarded, views = Guarded(default), [SlotView(0, 20, False)]
 

@@ -65,7 +65,7 @@ def small(**values: int | bool) -> FakeBackend:
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(("memory", "least"), [(0, 0.9), (12, 0.0)])
-def test_texts_are_those_of_the_large_model(memory: int, least: float, greedy: bool, unified: bool) -> None:
+def test_draft_model_does_not_change_texts(memory: int, least: float, greedy: bool, unified: bool) -> None:
     plain = run(asked(greedy), None, unified=unified)
     draft = small(memory=memory, end_every=150)
     drafted = run(asked(greedy), draft, unified=unified)

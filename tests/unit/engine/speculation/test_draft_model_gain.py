@@ -86,7 +86,7 @@ def test_a_cheap_accurate_draft_model_makes_streams_faster(
 
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize(("costs", "memory"), [(twentieth, 12), (cpu, 12), (cpu, 0)])
-def test_a_draft_model_that_does_not_pay_costs_nothing(
+def test_a_draft_model_that_does_not_pay_off_costs_nothing(
     monkeypatch: pytest.MonkeyPatch, streams: int, costs: Costs, memory: int
 ) -> None:
     assert seconds(monkeypatch, streams, costs, memory=memory) <= 1.02 * seconds(monkeypatch, streams, None)

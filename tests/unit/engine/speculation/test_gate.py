@@ -97,7 +97,7 @@ def test_correct_drafts_speed_up_a_small_number_of_streams(curve: Seconds, strea
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
-def test_hardly_any_rows_are_drafts_at_saturation() -> None:
+def test_few_rows_are_drafts_at_saturation() -> None:
     machine = Machine(lambda rows: 0.0016 * rows, 64, 0.9)
     for _ in range(100):
         machine.step()
@@ -107,13 +107,13 @@ def test_hardly_any_rows_are_drafts_at_saturation() -> None:
     assert machine.tokens - tokens <= 64 * 103.0  # old measurements are repeated with one slot or a few
 
 
-def test_gate_does_not_flap_where_drafts_hardly_pay() -> None:
+def test_gate_does_not_flap_when_drafts_hardly_pay_off() -> None:
     machine = Machine(cpu, 16, 0.83, noise=0.2)
     machine.gain(2000)
     assert machine.switches < 200
 
 
-def test_gate_detects_when_drafts_start_to_pay() -> None:
+def test_gate_detects_when_drafts_start_to_pay_off() -> None:
     machine = Machine(cpu, 1, 0.05)
     machine.gain(500)
     machine.right, machine.tokens, machine.seconds = 0.97, 0.0, 0.0
@@ -144,7 +144,7 @@ def knowing_gate(seconds: Seconds) -> Gate:
     return Gate(costs, 64, unified=False)
 
 
-def test_slots_without_a_draft_are_decoded_separately_and_considered() -> None:
+def test_slots_without_a_draft_are_decoded_separately_and_their_cost_is_considered() -> None:
     gate = knowing_gate(gpu)
     candidates = [Candidate(slot, [0.95] * 15 if slot < 4 else []) for slot in range(8)]
     gate.begin_step(8)
@@ -176,7 +176,7 @@ def test_a_choice_is_kept_only_while_it_needs_the_same_number_of_passes() -> Non
     assert gate.choose([*candidates[:1], Candidate(1, []), *candidates[2:]], 1.0) == {}
 
 
-def test_gate_crosses_a_step_of_the_curve_at_which_few_drafts_do_not_pay() -> None:
+def test_gate_crosses_a_cost_step_at_which_few_drafts_do_not_pay_off() -> None:
     machine = Machine(lambda rows: 0.010 if rows <= 4 else 0.035, 4, 0.97)  # 8 rows: 0.9 times as fast as 4; 20: 1.4
     assert machine.gain() >= 1.25
 

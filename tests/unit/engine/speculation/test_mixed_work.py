@@ -50,7 +50,7 @@ def test_mixed_bulk_and_interactive_requests_get_no_drafts(priorities: tuple[int
     assert has_drafts == (priorities[0] == priorities[1])
 
 
-def test_a_padded_slot_has_the_same_text_as_alone() -> None:
+def test_a_padded_slot_has_the_same_text_as_without_padding() -> None:
     core, fake = drafting_core()
     requests = [
         predicted("one", 9),

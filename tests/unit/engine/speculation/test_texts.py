@@ -93,7 +93,7 @@ def test_texts_are_the_same_with_drafts(
             assert (left.tokens, left.text, left.finish_reason) == (right.tokens, right.text, right.finish_reason)
 
 
-def test_right_predictions_are_accepted_and_counted() -> None:
+def test_correct_predictions_are_accepted_and_counted() -> None:
     request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=50, ignore_eos=True)
     (plain,) = run([request], eager=None)
     (drafted,) = run([replace(request, prediction=plain.tokens)], eager=1)

@@ -46,7 +46,7 @@ def test_fair_shares_divide_unused_cores_and_give_the_odd_one_to_the_first() -> 
 @pytest.mark.parametrize(
     ("cores", "others", "left"), [(2, 0.0, 2), (2, 0.3, 2), (2, 0.4, 1), (2, 5.0, 1), (16, 0.1, 16), (16, 1.0, 15)]
 )
-def test_little_use_by_other_programs_is_tolerated(cores: int, others: float, left: int) -> None:
+def test_slight_use_by_other_programs_is_tolerated(cores: int, others: float, left: int) -> None:
     assert available_beyond_others(cores, others) == left
 
 
@@ -58,7 +58,7 @@ def test_peers_compute_the_same_division() -> None:
     assert num_threads(place, peers, 0.0) == 1
 
 
-def test_idle_peer_leaves_its_share() -> None:
+def test_share_of_an_idle_peer_is_available_to_others() -> None:
     assert num_threads(Processors(8), [Peer(8, 0.05)], 0.0) == 8
 
 
@@ -69,7 +69,7 @@ def test_quota_of_a_container_is_shared_only_within_it() -> None:
     assert num_threads(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
 
 
-def test_others_are_programs_other_than_this_process_and_its_peers() -> None:
+def test_other_programs_exclude_this_process_and_its_peers() -> None:
     assert others_of(3.5, 1.0, [Peer(4, 1.5), Peer(4, 0.1)]) == 1.0
     assert others_of(1.0, 1.2, []) == 0.0
 
@@ -165,7 +165,7 @@ def test_part_counts_as_in_use_shortly_after_its_last_request() -> None:
     assert first.threads == 2
 
 
-def test_fixed_threads_stay_and_the_other_parts_share_the_rest() -> None:
+def test_fixed_threads_are_kept_and_other_parts_share_the_rest() -> None:
     chosen, engine = StubPart(), StubPart()
     machine = Machine(4, Claim(chosen, 3, fixed=True), Claim(engine, 4))
     machine.run(1, own=4.0, others=0.0)

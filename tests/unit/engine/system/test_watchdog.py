@@ -101,7 +101,7 @@ def test_step_may_take_many_times_as_long_as_earlier_ones_of_its_size(
     assert world.ended
 
 
-def test_first_step_of_a_slow_kind_may_take_long_and_no_other(world: World) -> None:
+def test_only_the_first_step_of_a_slow_kind_may_take_long(world: World) -> None:
     world.pulse.beat("decode", size=512, first_s=FIRST_S)
     world.passes(FIRST_S)
     assert world.ended == []
@@ -119,7 +119,7 @@ def test_limit_falls_again_after_a_slow_step(world: World) -> None:
     assert world.ended
 
 
-def test_time_in_which_the_process_was_suspended_does_not_count(world: World) -> None:
+def test_time_while_the_process_is_suspended_does_not_count(world: World) -> None:
     world.pulse.beat("sample")
     world.passes(2)
     world.now += 3600
@@ -221,7 +221,7 @@ sys.stdin.readline()
 """
 
 
-def test_process_exits_when_it_was_suspended_for_longer_than_the_last_resort_and_not_before() -> None:
+def test_process_exits_only_when_suspended_for_longer_than_the_last_resort() -> None:
     argv = [sys.executable, "-c", SUSPENDED]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -325,7 +325,7 @@ def test_pattern_of_bare_text_is_enforced(pattern: str, fitting: list[str], othe
 
 
 @pytest.mark.parametrize("shape", [{"pattern": "(?=a)"}, {"pattern": "^a|b$"}, {"format": "date"}])
-def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_and_else_a_warning(shape: dict[str, str]) -> None:
+def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_or_gives_a_warning(shape: dict[str, str]) -> None:
     tools = {"f": {"type": "object", "properties": {"when": {"type": "string", **shape}}}}
     place = f"tools.0.function.parameters.properties.when.{next(iter(shape))}"
     with pytest.raises(InvalidRequest, match=rf"tools.0.function.parameters.*properties.when.{next(iter(shape))}"):
@@ -335,7 +335,7 @@ def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_and_else_a_war
     assert [warning.startswith(place) for warning in grammar.warnings] == [True]
 
 
-def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_and_else_a_warning() -> None:
+def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_or_gives_a_warning() -> None:
     shape = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "minProperties": 1}
     with pytest.raises(InvalidRequest, match=r"tools\.0\.function\.parameters\.minProperties"):
         grammar_of("glm", forced=True, tools={"f": shape}, strict=True).write()

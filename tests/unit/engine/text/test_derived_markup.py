@@ -231,7 +231,7 @@ def test_markup_describes_itself(source: str, description: str) -> None:
         "{% endfor %}{% endif %}",
     ],
 )
-def test_hostile_template_has_no_markup_and_costs_little(
+def test_hostile_template_has_no_markup_and_takes_little_time(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_endless = "range(99999)" in source

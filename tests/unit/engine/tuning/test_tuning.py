@@ -75,7 +75,7 @@ def _is_sound(setup: Setup) -> bool:
     return setup.n_parallel != 1 or setup.kv_layout == "unified"
 
 
-def test_sweep_tries_fewer_slots_when_more_gain_nothing() -> None:
+def test_sweep_tries_fewer_slots_when_more_slots_gain_nothing() -> None:
     chosen = SimulatedMachine(lambda setup: 100.0 if (setup.n_parallel or 0) >= 2 else 50.0).sweep().run()
     assert chosen is not None
     assert (chosen.setup.n_parallel, chosen.setup.threads) == (2, 1)
@@ -139,7 +139,7 @@ def test_choice_prefers_fewer_slots_then_fewer_threads_within_two_percent() -> N
     assert choose([]) is None
 
 
-def test_thread_counts_are_repeated_halves_and_the_middles_between_them() -> None:
+def test_thread_counts_are_repeated_halves_and_their_midpoints() -> None:
     assert [thread_counts(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 3, 4, 6], [1, 2, 3, 4, 6, 8, 12, 16]]
 
 
@@ -201,7 +201,7 @@ def keep_for_tiny(options: EngineOptions) -> None:
     tuned.store_result(fingerprint(TINY_PATH), tuned.conditions(options), SETUP)
 
 
-def test_open_options_are_the_tuned_ones(kept_in: Path) -> None:
+def test_unset_options_get_tuned_values(kept_in: Path) -> None:
     assert tuned.apply(EngineOptions(), TINY_PATH) == (EngineOptions(), ())
     keep_for_tiny(EngineOptions())
     options, names = tuned.apply(EngineOptions(), TINY_PATH)
@@ -224,7 +224,7 @@ def test_open_options_are_the_tuned_ones(kept_in: Path) -> None:
         (EngineOptions(n_parallel=8, threads=1, n_ubatch=512), set()),
     ],
 )
-def test_given_options_are_not_replaced_by_tuned_ones(kept_in: Path, given: EngineOptions, taken: set[str]) -> None:
+def test_given_options_override_tuned_values(kept_in: Path, given: EngineOptions, taken: set[str]) -> None:
     keep_for_tiny(EngineOptions())
     options, names = tuned.apply(given, TINY_PATH)
     assert set(names) == taken

@@ -10,7 +10,7 @@ from cellama.engine.tuning.measure import MIN_REQUESTS, NUM_HEADS, RequestLength
 LENGTHS = RequestLengths(64, 32)
 
 
-def test_half_of_the_requests_have_one_length_and_the_others_similar_mixed_lengths() -> None:
+def test_half_of_the_requests_have_equal_lengths_and_the_others_similar_mean_lengths() -> None:
     asked = requests(LENGTHS, 400, 30_000)
     uniform, mixed = asked[::2], asked[1::2]
     assert {(len(prompt), new) for prompt, new in uniform} == {(64, 32)}

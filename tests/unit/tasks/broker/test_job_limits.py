@@ -23,12 +23,12 @@ def test_full_model_does_not_reduce_the_capacity_of_others() -> None:
     assert with_capacity(limits().capacity([A, B], {A: [1] * 4, B: [1] * 3})) == [A]
 
 
-def test_bulk_jobs_do_not_use_the_capacity_of_urgent_jobs_but_urgent_jobs_use_that_of_bulk_jobs() -> None:
+def test_urgent_jobs_use_the_capacity_of_bulk_jobs_but_not_vice_versa() -> None:
     assert with_capacity(limits().capacity([A], {A: [1] * 4})) == [A]
     assert with_capacity(limits().capacity([A], {A: [1] * 4}, {A: [1]})) == []
 
 
-def test_limit_is_the_slots_and_the_look_ahead_for_urgent_and_for_bulk_jobs() -> None:
+def test_limit_is_slots_plus_look_ahead_for_urgent_and_bulk_jobs() -> None:
     eight = limits(look_ahead=4, a=8)
     assert eight.capacity([A], {}, {}) == eight.capacity([A], {}) == {A: 12}
     assert eight.capacity([A], {A: [1] * 5}, {A: [1] * 7}) == {A: 0}

@@ -51,7 +51,7 @@ def test_tasks_use_job_requests() -> None:
     assert symbol_by_name(generate.Request) is JobRequest
 
 
-def test_message_released_with_the_last_event_is_only_forgotten() -> None:
+def test_message_released_with_the_last_event_is_forgotten_without_another_release() -> None:
     forgotten: list[Any] = []
     request = a_request(on_ack=lambda *_: pytest.fail("Redis has let go of it already"))
     request.message.channel = SimpleNamespace(qos=SimpleNamespace(forget=forgotten.append))

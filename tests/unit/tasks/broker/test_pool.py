@@ -57,7 +57,7 @@ def test_pool_runs_jobs_concurrently_and_reports_each_result_once(pool: TaskPool
     assert len(set(numbers)) == 4
 
 
-def test_terminate_job_interrupts_the_job_with_this_number(pool: TaskPool) -> None:
+def test_terminate_job_interrupts_the_job_with_the_given_number(pool: TaskPool) -> None:
     first, second = Job(), Job()
     numbers: dict[str, int] = {}
     pool.on_apply(first, callback=first.results.append, accept_callback=lambda pid, _: numbers.update(first=pid))
@@ -101,7 +101,7 @@ class Unstoppable(threading.Event):
             super().set()
 
 
-def test_interruption_before_the_job_registers_stops_it_at_once() -> None:
+def test_interruption_before_a_job_is_registered_stops_it_at_once() -> None:
     control = JobControl(1)
     control.terminate()
     stopped: list[Interruption] = []

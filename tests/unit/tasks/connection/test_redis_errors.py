@@ -21,7 +21,7 @@ def test_error_of_a_cluster_names_the_cause(error: Exception) -> None:
         raise error
 
 
-def test_error_explains_that_the_server_is_not_the_redis_of_cellama_up(
+def test_error_explains_that_the_server_was_not_started_by_cellama_up(
     settings_environment: Callable[..., None], tmp_path: Path
 ) -> None:
     settings_environment(data_dir=str(tmp_path))

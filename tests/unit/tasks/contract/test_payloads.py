@@ -240,7 +240,9 @@ def test_rejected_payload_is_freed(wrong: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_error_says_that_a_list_is_empty_only_when_it_is(kind: Any, given: dict[str, Any], message: str) -> None:
+def test_error_mentions_an_empty_list_only_when_the_list_is_empty(
+    kind: Any, given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidJob) as refused:
         parse_job(kind, (), (), {"model": "m", **given})
     assert str(refused.value) == message

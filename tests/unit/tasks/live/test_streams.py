@@ -118,7 +118,7 @@ def test_slow_reader_buffers_a_bounded_number_of_unread_bytes() -> None:
     with_server(body)
 
 
-def test_cancelled_reader_releases_its_channel_and_others_continue() -> None:
+def test_cancelled_reader_releases_its_channel_and_other_readers_continue() -> None:
     async def body(server: Server) -> None:
         await server.write_events()
         readers = [asyncio.create_task(seqs(server.streams.events(JOB))) for _ in range(2)]

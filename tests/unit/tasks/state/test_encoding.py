@@ -39,7 +39,7 @@ def test_encode_returns_valid_utf8_for_any_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [{1}, object(), b"x", {"a": [Encoded(b"1"), object()]}])
-def test_encode_rejects_values_that_json_can_not_represent(value: Any) -> None:
+def test_encode_rejects_values_that_json_cannot_represent(value: Any) -> None:
     with pytest.raises(TypeError):
         encode(value)
 

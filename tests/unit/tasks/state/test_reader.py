@@ -119,12 +119,12 @@ def ended_job(last: int = 5, journal: bool = True, entry: bool = True) -> fakere
 
 @pytest.mark.parametrize("after", [5, 6, 10**6])
 @pytest.mark.parametrize(("journal", "entry"), [(True, True), (True, False), (False, True)])
-def test_stream_after_the_last_event_of_an_ended_job_ends_at_once(after: int, journal: bool, entry: bool) -> None:
+def test_stream_after_the_last_event_of_a_finished_job_ends_at_once(after: int, journal: bool, entry: bool) -> None:
     redis = ended_job(journal=journal, entry=entry)
     assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # without waiting
 
 
-def test_stream_ends_with_a_job_whose_last_event_is_before_after() -> None:
+def test_stream_ends_when_the_last_event_of_the_job_precedes_after() -> None:
     cursor = EventCursor("j", after=7)
     assert cursor.from_page(page([])) == []
     assert [cursor.from_message(message(seq, last=5)) for seq in (4, 5)] == [[], []]

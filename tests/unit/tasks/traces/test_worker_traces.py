@@ -185,7 +185,7 @@ def test_unsampled_attempts_export_no_spans(spans: Spans, traces: Tracing) -> No
     assert spans.all == []
 
 
-def test_invalid_request_end_loses_a_span_and_no_event(spans: Spans, traces: Tracing) -> None:
+def test_invalid_request_end_loses_a_span_but_no_event(spans: Spans, traces: Tracing) -> None:
     made = attempt(task=TASK_CHUNK, lines=[])
     run(traces, made, finished(made, line="\x1f3"))
     assert [span.name for span in spans.all] == ["queue", "process q"]

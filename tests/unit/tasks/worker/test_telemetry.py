@@ -85,7 +85,7 @@ def test_hook_receives_typed_events_with_model_and_worker(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake"), SystemExit(3)])
-def test_failing_hook_is_logged_once_per_kind_of_event_and_loses_no_token(
+def test_failing_hook_is_logged_once_per_event_type_and_loses_no_token(
     engine: Engine, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[Stats] = []
@@ -103,7 +103,7 @@ def test_failing_hook_is_logged_once_per_kind_of_event_and_loses_no_token(
     ]
 
 
-def test_hanging_hook_loses_events_and_no_token(
+def test_hanging_hook_loses_events_but_no_token(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(telemetry, "MAX_EVENTS", 3)

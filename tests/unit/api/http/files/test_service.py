@@ -45,7 +45,7 @@ def local(tmp_path: Path) -> Path:
     return path
 
 
-def test_open_returns_contents_that_were_stored_last(store: FileStore, local: Path) -> None:
+def test_open_returns_the_last_stored_contents(store: FileStore, local: Path) -> None:
     store.put(local, "parts/batch_1/a")
     local.unlink()
     local.write_bytes(b"other")
@@ -93,7 +93,7 @@ def test_gateways_agree_when_they_write_a_store_id_concurrently(tmp_path: Path) 
         assert given == {read_store_id(DirectoryStore(place))}
 
 
-def test_store_of_uses_directory_or_url_of_settings(tmp_path: Path) -> None:
+def test_store_of_uses_the_directory_or_url_of_the_settings(tmp_path: Path) -> None:
     def store(**changed: object) -> FileStore:
         return store_of(Settings().model_copy(update={"data_dir": tmp_path, **changed}))
 
