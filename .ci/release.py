@@ -42,12 +42,12 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--tag", action="store_true", help="create the tag at the end")
+    mode.add_argument("--tag", action="store_true", help="create the tag after the last step")
     mode.add_argument("--at-tag", metavar="TAG", help="build for an existing tag, in the forge's workflow")
     parser.add_argument("--check-only", action="store_true", help="stop after step 1")
     parser.add_argument("--skip-tests", action="store_true", help="skip step 2; not allowed with --tag")
-    parser.add_argument("--skip-sbom", action="store_true", help="write no SBOM; not allowed with --tag")
-    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="directory of the files (default: dist)")
+    parser.add_argument("--skip-sbom", action="store_true", help="don't write an SBOM; not allowed with --tag")
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="output directory (default: dist)")
     options = parser.parse_args(argv)
     if options.tag and (options.skip_tests or options.skip_sbom or options.check_only):
         parser.error("--tag needs all steps; remove --check-only, --skip-tests and --skip-sbom")
@@ -93,7 +93,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def project_version(root: Path) -> str:
-    """Return the version in pyproject.toml, which is the only place that has it."""
+    """Return the version in pyproject.toml, the only file that contains it."""
     version: str = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
     return version
 

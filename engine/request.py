@@ -258,7 +258,7 @@ class Request:
     warnings: tuple[str, ...] = ()  # requested features that are not enforced
 
     def __post_init__(self) -> None:
-        check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")
+        check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; add some text")
         check_number("prompt", len(self.prompt), limits.MAX_PROMPT_TOKENS, "tokens")
         check_int("max_tokens", self.max_tokens, 0, limits.MAX_COUNT)
         check_int("n", self.n, 1, limits.MAX_COMPLETIONS)

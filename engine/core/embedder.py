@@ -198,7 +198,7 @@ class Embedder:
 
     def _check(self, index: int, num_tokens: int) -> None:
         if num_tokens == 0:
-            raise InvalidRequest(f"texts.{index} is empty; give it some text")
+            raise InvalidRequest(f"texts.{index} is empty; add some text")
         if num_tokens > self.max_tokens:
             raise PromptTooLong(
                 f"texts.{index} has {num_tokens} tokens, but the limit of the model is {self.max_tokens}; "
@@ -305,7 +305,9 @@ class Embedder:
     def _isolate(self, batch: Batch, error: Exception) -> None:
         """Try each text alone; a request fails only if its text fails alone. Raises if the backend is broken."""
         if len(batch) > 1:
-            log.warning("embedding batch failed", error=repr(error), num_texts=len(batch), detail="each is tried alone")
+            log.warning(
+                "embedding batch failed", error=repr(error), num_texts=len(batch), detail="each text is retried alone"
+            )
             for entry in batch:
                 self._embed([entry])
             return

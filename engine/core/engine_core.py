@@ -261,7 +261,7 @@ class EngineCore:
             cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
 
     def saved_states(self) -> list[SavedState]:
-        """Return all states in RAM. The likeliest to be reused come last, and of those the most recently used."""
+        """Return all states in RAM, in ascending order of the probability of reuse, and then of their last use."""
         return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.reuse_probability)
 
     def offer(self, state: SavedState) -> None:

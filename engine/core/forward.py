@@ -171,7 +171,9 @@ class Forward:
         if len(works) == 1:
             self._fail_alone(works[0].sequence, error)
             return
-        log.warning("decode call failed", error=repr(error), num_requests=len(works), detail="each is now tried alone")
+        log.warning(
+            "decode call failed", error=repr(error), num_requests=len(works), detail="each request is retried alone"
+        )
         for work in works:
             yield from self._compute([work])
 

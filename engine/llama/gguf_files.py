@@ -143,7 +143,7 @@ def _refused(path: Path, problem: str) -> AdapterLoadFailed:
 def _check_metadata(path: Path, metadata: dict[str, tuple[int, Any]], architecture: str) -> None:
     for key in ("general.type", "general.architecture", "adapter.type"):
         if metadata.get(key, (_STRING,))[0] != _STRING:
-            raise _refused(path, f"has a {key} that is not a text; convert it again")
+            raise _refused(path, f"has a {key} that is not a string; convert it again")
     kind = metadata.get("general.type", (_STRING, None))[1]
     if kind != "adapter":
         reason = f"its general.type is {kind!r}" if kind else "it has no general.type"

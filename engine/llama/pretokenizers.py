@@ -1,6 +1,6 @@
 """Vocabularies for which llama.cpp splits texts by `std::regex`, whose recursion depth grows with the word length.
 
-Each character of an unbroken run takes 321 bytes of stack, with all of its expressions (measured with llama-cpp-python
+Each character of an unbroken run takes 321 bytes of stack, with any of the expressions (measured with llama-cpp-python
 0.3.36 on x86-64). Common vocabularies do not recurse, because llama.cpp has code for them (unicode.cpp:
 unicode_regex_split_custom) or their expressions match few characters at once. All other vocabularies count as
 recursive.

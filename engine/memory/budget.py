@@ -160,7 +160,7 @@ class Budget:
         devices: Callable[[], Sequence[Device]],
         num_saved: Callable[[str], int] = lambda model_id: 0,
     ) -> None:
-        """`num_saved` returns the bytes of its quota that the saved states of a model take now."""
+        """`num_saved` returns the bytes that the saved states of a model currently use of its quota."""
         self.limit = limit
         self._devices = devices
         self._num_saved = num_saved

@@ -350,7 +350,7 @@ class ModelManager:
     def close(self, save_until: float | None = None) -> None:
         """Close every model. Running requests fail with EngineStopped. Idempotent.
 
-        With `cache_dir`, KV states are saved first, until `save_until` (time.monotonic()) or as long as in
+        With `cache_dir`, KV states are saved first, until `save_until` (time.monotonic()), or for the default time of
         `Model.close`.
         """
         self.cores.close()

@@ -188,7 +188,7 @@ class Texts:
     ) -> Rendered:
         if options.system is not None or any(message.get("role") == "system" for message in messages[:1]):
             raise InvalidRequest(
-                "messages: a system message can't follow a reply; remove it, because the conversation has its own"
+                "messages: a system message can't follow a reply; remove it, because the conversation already has one"
             )
         return after_reply(messages, lambda all_: self.template.render(all_, **variables))
 

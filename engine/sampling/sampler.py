@@ -274,7 +274,7 @@ class TokenSampler:
         """Return an index into `ids`, drawn with the probabilities of these logits.
 
         This is the Gumbel-max trick, with noise that depends on the token. If another batch shape changes the last bits
-        of logits, the draw stays the same unless two tokens come out equal.
+        of logits, the draw stays the same unless two tokens are nearly tied.
         """
         if len(ids) == 1:
             return 0

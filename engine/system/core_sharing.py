@@ -46,7 +46,7 @@ class Peer:
 
 
 def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
-    """Divide cores among processes that want these numbers, at least 1 for each.
+    """Divide cores among processes that request these numbers of cores, at least 1 for each.
 
     None gets more than it wants, and the others share the rest. The first ones get what can't be divided equally.
     """

@@ -235,7 +235,7 @@ class TemplateProcess:
             raise InvalidRequest(f"messages or template_args are not valid JSON: {error}") from None
         with self._lock:
             if self._closed:
-                raise EngineStopped("the chat template is unloaded; load the model again")
+                raise EngineStopped("the chat template has been unloaded; load the model again")
             if not self._end.alive:
                 self._start()
             answer = self._exchange(line)

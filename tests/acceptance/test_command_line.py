@@ -153,7 +153,7 @@ def test_cancel_stops_a_job_of_another_process(machine: Machine) -> None:
     assert (events[-1]["finish_reason"], job.returncode) == ("cancelled", 1)
 
 
-def test_generate_cancels_its_job_on_ctrl_c_and_prints_that(machine: Machine) -> None:
+def test_generate_cancels_its_job_on_ctrl_c_and_reports_the_cancellation(machine: Machine) -> None:
     argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900"]
     with (
         machine.slowed(),

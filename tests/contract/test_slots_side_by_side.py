@@ -91,7 +91,7 @@ SHAPES = (None, Shape, WindowShape, RecurrentShape, HybridShape)
 
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "padded"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "tiny" if shape is None else str(shape.architecture))
-def test_texts_are_the_same_in_scattered_slots_and_cached_prefixes_stay(
+def test_texts_are_the_same_in_scattered_slots_and_cached_prefixes_are_kept(
     manager: ModelManager, tmp_path: Path, shape: type[Shape] | None, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not moves:

@@ -201,7 +201,7 @@ def test_expired_job_is_revoked(worker: WorkerProcess, events_of: EventsOf) -> N
     assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
 
 
-def test_code_blocks_of_the_canvas_page_run(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_blocks_on_the_canvas_page_run(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first, *blocks = users.BLOCKS
     assert "def load" in first
     for block in blocks:

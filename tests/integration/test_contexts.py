@@ -74,7 +74,7 @@ def test_contexts_are_stored_with_the_last_event(ledger: Ledger, job_id: str, re
 
 
 @pytest.mark.parametrize("value", [b"", b"\x01", b"\xff" * 100, b'{"a": 1}'])
-def test_invalid_context_value_is_treated_as_missing(redis_client: Redis, value: bytes) -> None:
+def test_invalid_context_counts_as_missing(redis_client: Redis, value: bytes) -> None:
     key = new_key()
     redis_client.set(context_key(key), value, ex=60)
     assert read_context(redis_client, key, MODEL, 60) is None

@@ -127,7 +127,7 @@ def test_purge_deletes_malformed_messages(unserved: str, redis_client: Redis) ->
     assert not redis_client.exists(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE))
 
 
-def test_purge_of_a_queue_of_another_app_counts_its_messages(redis_client: Redis) -> None:
+def test_purge_of_another_apps_queue_counts_its_messages(redis_client: Redis) -> None:
     redis_client.lpush("others", "message")
     with app.connection_for_write() as connection:
         assert connection.default_channel.queue_purge("others") == 1

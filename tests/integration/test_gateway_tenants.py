@@ -133,7 +133,7 @@ def test_expired_key_is_reported_as_expired(connect: Connect) -> None:
         complete(connect(expires_at="2020-01-01T00:00:00Z"))
 
 
-def test_model_outside_the_key_is_forbidden_whether_it_exists_or_not(connect: Connect) -> None:
+def test_model_that_the_key_excludes_is_forbidden_whether_it_exists_or_not(connect: Connect) -> None:
     client = connect(models=["other"])
     assert list(client.models.list()) == []
     for model in ("tiny", "nonsense", ":default"):

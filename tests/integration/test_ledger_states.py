@@ -36,7 +36,7 @@ def resumed(ledger: Ledger, job_id: str) -> Any:
     return begin(ledger, job_id, token=take(ledger, job_id).token)
 
 
-def test_resumed_job_is_running_everywhere_from_its_first_event(
+def test_resumed_job_has_the_state_running_from_its_first_event(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     attempt = resumed(ledger, job_id)
@@ -48,7 +48,9 @@ def test_resumed_job_is_running_everywhere_from_its_first_event(
     assert position_of(redis_client, job_id).state == "running"
 
 
-def test_hand_back_after_a_token_does_not_count_as_a_failure(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_handing_a_job_back_after_a_token_does_not_count_as_a_failure(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
     attempt = resumed(ledger, job_id)
     write(ledger, attempt, TOKEN, seq=2)
     ledger.hand_back(attempt)

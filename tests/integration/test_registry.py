@@ -100,7 +100,7 @@ def test_stopped_worker_is_kept_while_jobs_wait_for_its_weights(redis_client: Re
         wait_until(lambda: not redis_client.hexists(workers_key(), name), "the entry pruned")
 
 
-def test_heartbeat_cost_is_independent_of_workers_on_other_machines(
+def test_cost_of_a_heartbeat_is_independent_of_workers_on_other_machines(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, read = f"w-{uuid.uuid4().hex[:8]}@host", []
@@ -140,7 +140,7 @@ def test_one_worker_of_many_prunes_in_each_period(redis_client: Redis, monkeypat
     assert len(pruned) <= 1  # none if a worker of another test was faster
 
 
-def test_neighbours_are_the_live_workers_of_the_same_machine(redis_client: Redis) -> None:
+def test_neighbours_are_the_running_workers_on_the_same_machine(redis_client: Redis) -> None:
     names = [f"{letter}-{uuid.uuid4().hex[:8]}@host" for letter in "abc"]
     first, second = (Neighbours(redis_client, name, CoreSharing(list)) for name in names[:2])
     key = machine_key(machine_id())

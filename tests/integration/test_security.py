@@ -132,6 +132,6 @@ def test_errors_of_wrong_password_and_untrusted_certificate_hide_the_password(se
         ("?ssl_cert_reqs=CERT_OPTIONAL", ssl.CERT_OPTIONAL),
     ],
 )
-def test_certificates_are_checked_unless_the_url_disables_it(query: str, expected: ssl.VerifyMode) -> None:
+def test_certificates_are_verified_unless_the_url_disables_verification(query: str, expected: ssl.VerifyMode) -> None:
     assert broker_options(f"rediss://h/0{query}")["broker_use_ssl"] == {"ssl_cert_reqs": expected}
     assert broker_options(f"redis://h/0{query}")["broker_use_ssl"] is None

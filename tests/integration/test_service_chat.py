@@ -29,7 +29,7 @@ def told(events: list[dict[str, Any]], kind: str) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_reasoning_turn_is_equal_streamed_and_not_streamed(events_of: EventsOf, stream: bool) -> None:
+def test_reasoning_turn_is_the_same_with_and_without_streaming(events_of: EventsOf, stream: bool) -> None:
     job = chat.delay("tiny", FRANCE, enable_thinking=True, stream=stream, **GREEDY)
     result, events = job.get(timeout=PATIENCE_S), events_of(job.id)
     signature = Signer("a secret").after(FRANCE).sign(THOUGHT)
@@ -58,7 +58,7 @@ def test_tool_turn_calls_the_tool_and_uses_its_result(events_of: EventsOf, strea
     assert "tool_calls" not in final["message"]
 
 
-def test_signed_reasoning_can_be_sent_back_and_a_changed_one_cannot(client: Client) -> None:
+def test_signed_reasoning_can_be_sent_back_unless_it_was_changed(client: Client) -> None:
     message = client.chat("tiny", FRANCE, enable_thinking=True, **GREEDY).result(PATIENCE_S)["message"]
     turns = [*FRANCE, message, {"role": "user", "content": "What does a cat say?"}]
     assert "meow" in client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)["text"]

@@ -232,7 +232,7 @@ def test_plain_celery_producer_gets_result_and_events(
     assert told["result"]["text"].startswith(", there was a little fox")
 
 
-def test_concurrent_jobs_give_the_texts_that_they_give_alone(worker: WorkerProcess) -> None:
+def test_concurrent_jobs_give_the_same_texts_as_single_jobs(worker: WorkerProcess) -> None:
     """The 32 jobs of different lengths share 16 slots."""
     prompts = [_prompt(i) for i in range(32)]
     alone = [generate.delay("tiny", p, max_tokens=48, **GREEDY).get(timeout=PATIENCE_S)["text"] for p in prompts]

@@ -73,7 +73,7 @@ def test_version_equals_the_package_version() -> None:
     assert cellama.api.__version__ == version("cellama")
 
 
-def test_version_is_in_pyproject_only() -> None:
+def test_version_is_defined_only_in_pyproject() -> None:
     own = re.compile(rf"(?<![\d.]){re.escape(PYPROJECT['project']['version'])}(?![\d.])")
     files = [file for folder in ("api", "config", "engine", "tasks") for file in (ROOT / folder).rglob("*.py")]
     files += [ROOT / name for name in ("cellama_main.py", "Dockerfile", "docker-compose.yml", "Makefile", "README.md")]

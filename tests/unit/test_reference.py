@@ -39,7 +39,7 @@ def page(name: str) -> str:
     return (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
 
 
-def test_pages_agree_with_the_code(reference: ModuleType) -> None:
+def test_generated_parts_of_pages_agree_with_the_code(reference: ModuleType) -> None:
     assert reference.update_pages(only_check=True) == []
 
 

@@ -110,7 +110,7 @@ def _first(path: Path, args: argparse.Namespace) -> Report:
     cold = [done.tokens for done in found[COLD]]
     texts_off = [way for way, each in found.items() if [done.tokens for done in each] != cold]
     if texts_off:
-        raise RuntimeError(f"other tokens than cold: {texts_off}")
+        raise RuntimeError(f"tokens differ from those of the cold run: {texts_off}")
     times = {way: median(map(_ttft_ms, each)) for way, each in found.items()}
     pairs = ((RESTART, COLD), (RESTART, RAM), (SECOND, COLD), (UNCACHED, COLD))
     return Report(

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Report:
 def _ways(
     model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
 ) -> dict[tuple[str, str], Call]:
-    """Return calls that generate, by the server and the input."""
+    """Return functions that generate, by server and kind of input."""
     once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
     ways: dict[tuple[str, str], Call] = {
         (OURS, TEXT): lambda: model.engine.generate(text, **once),
@@ -83,7 +83,7 @@ def _ways(
 
 
 def _side_by_side(ways: dict[tuple[str, str], Call], callers: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Return the milliseconds of each call by way."""
+    """Return the milliseconds of each call of each function."""
     times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, call in ways.items():

@@ -48,11 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--canvases", type=int, default=6, help="canvases of each kind in scenario canvas")
     parser.add_argument("--chord", type=int, default=50, help="parts per chord")
     parser.add_argument("--ends", type=int, default=2 * len(ENDS), help="kills between a job and its next step")
-    parser.add_argument("--points", nargs="+", choices=list(POINTS), default=list(POINTS), help="points of these kills")
+    parser.add_argument(
+        "--points", nargs="+", choices=list(POINTS), default=list(POINTS), help="points at which these kills happen"
+    )
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
     parser.add_argument("--refused", type=float, default=5.0, help="duration of each refusal in seconds")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ends of workers in scenario expired"
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how workers stop in scenario expired"
     )
     parser.add_argument("--seed", type=int, default=0)
 

@@ -47,9 +47,13 @@ TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", type=int, default=500, help="number of hostile schemas, expressions and grammars")
-    parser.add_argument("--first-form", type=int, default=0, help="number of the first one, to run a single one")
+    parser.add_argument(
+        "--first-form", type=int, default=0, help="number of the first of these, for example to run only one"
+    )
     parser.add_argument("--payloads", type=int, default=10_000, help="number of random payloads")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one, to run a single one")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first random payload, for example to run only one"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm-up", type=int, default=200, help="random payloads before memory and keys are measured")
     parser.add_argument("--corpus", default="", metavar="PART", help="run only entries whose names contain this text")

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="engine options of cellama as JSON")
     parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of -np to try")
     parser.add_argument("--try-lines", type=int, default=256, help="lines for each value of -np")
-    parser.add_argument("--naive-lines", type=int, default=0, help="lines for ways without batching (0: all lines)")
+    parser.add_argument(
+        "--naive-lines", type=int, default=0, help="number of lines for ways without batching (0: all lines)"
+    )
     parser.add_argument("--naive-processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=CORES, help="threads of every server")
     parser.add_argument("--seed", type=int, default=0)

@@ -87,7 +87,7 @@ def _drop_unsupported_patterns(writer: SchemaWriter, policy: Policy) -> bool:
 
 
 def _without_unsupported(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:
-    """Return a string with as many of its patterns and formats as can be compiled, or None if no string has them."""
+    """Return a string with as many of its patterns and formats as can be compiled, or None if no string matches."""
     paths = {path for _, path in form.patterns}
     formats = tuple(each for each in form.formats if each[1] not in paths)  # in one schema, `pattern` replaces `format`
     if formats != form.formats:

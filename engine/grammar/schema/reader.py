@@ -766,7 +766,7 @@ def _pattern_without(texts: list[str]) -> str:
 
 
 def _pattern_after(texts: list[str], at: int) -> str:
-    """Return a pattern for the rest of the strings from position `at` on, up to which all of these are equal."""
+    """Return a pattern for the rest of a string from position `at` on. Up to there, all of these texts are equal."""
     inner = {
         char: [text for text in texts if len(text) > at and text[at] == char]
         for char in {t[at] for t in texts if len(t) > at}

@@ -25,7 +25,7 @@ def is_writable(text: str) -> bool:
 
 
 def number_of(form: Number) -> Written | None:
-    """Return the schema of a number that a double represents and that has an end, or None if there is no such number.
+    """Return a schema for numbers of this form with finitely many digits, or None if a double represents none.
 
     llguidance can't limit the number of digits, so bounds and multipleOf limit them instead.
     """

@@ -113,7 +113,7 @@ def run_batch(client: OpenAI) -> Batch:
     return ended(client, create_batch(client, [request(1)]))
 
 
-def test_lists_have_pages_and_files_are_deletable(openai: OpenAI) -> None:
+def test_lists_are_paginated_and_files_can_be_deleted(openai: OpenAI) -> None:
     ids = [upload(openai, [request(number)]) for number in range(3)]
     listed = [file.id for file in openai.files.list(limit=2, order="asc", purpose="batch")]  # the client fetches pages
     assert [file_id for file_id in listed if file_id in ids] == sorted(ids, key=listed.index)

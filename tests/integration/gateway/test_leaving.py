@@ -141,7 +141,7 @@ def test_stopping_gateway_finishes_streams_and_rejects_new_requests(
     assert "Traceback" not in gateway.log()
 
 
-def test_stopping_gateway_cancels_streams_after_drain_s(
+def test_gateway_cancels_its_streams_when_drain_s_has_passed(
     worker: WorkerProcess, redis_server: RedisServer, jobs_of_test: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_DRAIN_S="1").wait_ready()

@@ -65,7 +65,7 @@ def test_prefixes_are_shared_only_within_a_salt(openai: OpenAI) -> None:
     assert cached("two") == 0
 
 
-def test_gateway_works_mounted_into_another_app(gateway: GatewayProcess, redis_server: Any) -> None:
+def test_gateway_works_when_mounted_in_another_app(gateway: GatewayProcess, redis_server: Any) -> None:
     mounted = create_app(Settings(redis_url=redis_server.url))
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def test_gateway_works_mounted_into_another_app(gateway: GatewayProcess, redis_s
         assert lines[-2] == "data: [DONE]"
 
 
-def test_gateway_is_healthy_but_not_ready_without_redis(tmp_path: Path) -> None:
+def test_gateway_without_redis_is_healthy_but_not_ready(tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path, "redis://someone@127.0.0.1:1/0").wait_ready("/health")
     ready = gateway.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")

@@ -114,7 +114,7 @@ def test_response_has_warnings_in_every_form(openai: OpenAI, gateway: GatewayPro
     check(last.to_dict()["response"]["warnings"])  # type: ignore[index]
 
 
-def test_message_is_lenient_and_has_warnings(anthropic: Anthropic) -> None:
+def test_message_is_not_strict_by_default_and_has_warnings(anthropic: Anthropic) -> None:
     raw = anthropic.messages.with_raw_response.create(**MESSAGE)
     check_text(raw.parse().to_dict()["content"][0]["text"])  # type: ignore[typeddict-item]
     check(raw.http_response.json()["warnings"])

@@ -30,7 +30,7 @@ def test_load_has_mixed_lengths_within_its_bounds() -> None:
     assert NEW_TOKENS[0] <= min(new) < 20 < 150 < max(new) <= NEW_TOKENS[1]
 
 
-def test_a_third_of_the_load_shares_the_heads_of_five_families() -> None:
+def test_a_third_of_the_load_shares_the_prefixes_of_five_families() -> None:
     lines = flat(conversations(LoadShape(160)))
     heads = Counter(line.prompt[:SHARED_TOKENS] for line in lines if len(line.prompt) > SHARED_TOKENS)
     shared = {head: count for head, count in heads.items() if count > 1}

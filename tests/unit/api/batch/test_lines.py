@@ -196,7 +196,7 @@ def test_default_ids_differ_from_given_ids() -> None:
     assert [line.id for line in lines] == ["line-1", 1, "1"]
 
 
-def test_other_columns_are_copied_into_results_and_errors(tmp_path: Path) -> None:
+def test_additional_columns_are_copied_into_results_and_errors(tmp_path: Path) -> None:
     (row,) = read(b"id,question,topic", b"q7,Who?,self", format_="csv", columns=Columns("question"))
     with closing(WorkFile(tmp_path / "x.work")) as work:
         with work.reading():
@@ -212,7 +212,7 @@ def test_other_columns_are_copied_into_results_and_errors(tmp_path: Path) -> Non
     }  # fmt: skip
 
 
-def test_hash_changes_with_the_job_and_keys_sort_by_prompt() -> None:
+def test_hash_changes_with_the_job_and_keys_are_sorted_by_prompt() -> None:
     one, same, other = read({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"}, {"id": "a", "prompt": "y"})
     assert one.hash == same.hash != other.hash
     chats = read({"messages": [*HELLO, {"role": "assistant", "content": "A"}]}, {"messages": HELLO})

@@ -28,7 +28,7 @@ def test_summary_shows_rates_when_the_run_is_short(capsys: pytest.CaptureFixture
     assert tokens == "tokens: 9 in prompts, 200 generated"
 
 
-def test_summary_omits_token_rate_when_nothing_was_generated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_omits_the_token_rate_when_nothing_was_generated(capsys: pytest.CaptureFixture[str]) -> None:
     done, rates, tokens = summary_of(Progress(total=1, finished=1, prompt_tokens=9, cached_tokens=2), capsys)
     assert done == "completed: 1 line done, 0 failed"
     assert "tok/s" not in rates

@@ -116,7 +116,7 @@ def test_tasks_keep_their_app_in_the_registry_of_another_app(finalized: bool) ->
 
 
 @pytest.mark.parametrize(("policy", "tries"), [({"max_retries": 2}, 3), ({"max_retries": 0}, 1)])
-def test_apply_async_retries_as_the_retry_policy_defines(
+def test_apply_async_follows_the_retry_policy(
     policy: dict[str, Any], tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []

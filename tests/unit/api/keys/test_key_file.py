@@ -25,7 +25,7 @@ EVERYTHING = {
 }
 
 
-def test_key_file_is_toml_as_printed_by_the_command_or_json(tmp_path: Path) -> None:
+def test_key_file_is_json_or_the_toml_that_the_command_prints(tmp_path: Path) -> None:
     entries = [key_and_entry(**EVERYTHING)[1], key_and_entry()[1]]
     (tmp_path / "keys.toml").write_text("\n\n".join(map(as_toml, entries)), encoding="utf-8")
     values = {"keys": [entry.model_dump(mode="json") for entry in entries]}

@@ -157,7 +157,7 @@ def test_engine_generate_raises_timeout_error_and_frees_the_slot(make_engine: Ma
 
 
 @pytest.mark.parametrize("code", [1, -1, -3])
-def test_engine_loses_nothing_when_a_batch_fails_once(make_engine: MakeEngine, code: int) -> None:
+def test_engine_loses_no_token_when_a_batch_fails_once(make_engine: MakeEngine, code: int) -> None:
     prompts = ["one", "two two", "three three three"]
     alone, _ = make_engine()
     expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
@@ -236,7 +236,7 @@ def test_engine_counts_only_requests_without_an_idle_slot_for_max_queue(
             handle.result(PATIENCE_S)
 
 
-def test_engine_stream_yields_chunks_and_cancels_when_the_loop_is_left(make_engine: MakeEngine) -> None:
+def test_engine_stream_yields_chunks_and_cancels_the_request_when_the_loop_is_left(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
     whole = engine.generate("hello", temperature=0, max_tokens=20)
     assert "".join(engine.stream("hello", temperature=0, max_tokens=20)) == whole

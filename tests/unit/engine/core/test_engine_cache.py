@@ -68,7 +68,7 @@ def test_requests_that_wait_for_one_prefix_compute_it_once(
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
-def test_prefix_stays_while_a_request_waits_for_it(make_engine: MakeEngine, unified: bool, order: str) -> None:
+def test_prefix_is_kept_while_a_request_waits_for_it(make_engine: MakeEngine, unified: bool, order: str) -> None:
     """Bulk requests, whose states are saved only for waiting requests."""
     heads = [f"Family {name}. {HEAD}" for name in "abcd"]
     engine, backend = make_engine(FakeBackend(n_slots=6, unified=unified, ctx_per_slot=160), chunk_size=16)
@@ -184,7 +184,7 @@ def test_bulk_request_does_not_take_the_slot_of_another(make_engine: MakeEngine)
 
 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
-def test_exhausted_cells_lose_no_token(make_engine: MakeEngine, ram_bytes: int) -> None:
+def test_no_token_is_lost_when_cells_run_out(make_engine: MakeEngine, ram_bytes: int) -> None:
     backend = FakeBackend(n_slots=6, unified=True, ctx_per_slot=256, n_cells=300)
     engine, _ = make_engine(backend, cache_ram_bytes=ram_bytes)
     gate = Gate(backend)
@@ -199,7 +199,7 @@ def test_exhausted_cells_lose_no_token(make_engine: MakeEngine, ram_bytes: int) 
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_storm_of_failures_loses_nothing(
+def test_many_failures_lose_no_token(
     make_engine: MakeEngine, unified: bool, partial_reuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "ATTEMPTS_ALONE", 100)  # no request fails by chance

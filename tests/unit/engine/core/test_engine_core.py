@@ -49,7 +49,7 @@ def test_core_without_work_computes_nothing() -> None:
     assert backend.batches == []
 
 
-def test_core_that_closes_ends_running_requests_and_those_in_the_inbox() -> None:
+def test_closing_core_ends_running_requests_and_those_in_the_inbox() -> None:
     core, backend = new_core()
     running = submitted(core, "one")
     core.step()

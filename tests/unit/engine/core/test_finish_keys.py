@@ -78,7 +78,7 @@ def test_unknown_parent_key_is_an_error(make_engine: MakeEngine, key: Any) -> No
         engine.complete("go on", cache_scope=7)
 
 
-def test_recent_contexts_are_bounded(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_recent_contexts_is_bounded(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram_tier, "MAX_CONTEXTS", 3)
     monkeypatch.setattr(ram_tier, "MAX_CONTEXT_TOKENS", 250)
     engine, _ = make_engine()

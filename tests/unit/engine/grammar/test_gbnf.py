@@ -104,7 +104,7 @@ def test_grammar_starts_at_its_root_and_uses_the_last_rule_of_a_name() -> None:
     assert not accepts(automaton_of(text, "other"), "ab")
 
 
-def test_large_repetitions_are_counted_instead_of_expanded() -> None:
+def test_large_repetitions_are_counted_and_not_expanded() -> None:
     program = compile_grammar('root ::= "a"{3,1000000} "b"', "root")
     assert len(program.nodes) < 10
     automaton = Automaton(program)
@@ -172,7 +172,7 @@ def test_ambiguous_grammar_fails_instead_of_hanging(text: str) -> None:
         generate()
 
 
-def test_request_spends_no_work_on_known_states() -> None:
+def test_known_states_cost_no_work() -> None:
     automaton = automaton_of('root ::= ([a-z] [a-z0-9]* " "?)+')
     first, second = WorkBudget(), WorkBudget()
     for work in (first, second):
@@ -184,7 +184,7 @@ def test_request_spends_no_work_on_known_states() -> None:
     assert second.remaining == limits.GRAMMAR_WORK
 
 
-def test_list_of_thousands_of_texts_takes_little_work() -> None:
+def test_choice_of_thousands_of_texts_takes_little_work() -> None:
     words = [f"{number * 7919 % 10_000:04}" for number in range(5000)]
     automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), WorkBudget()
     for word in words[::50]:

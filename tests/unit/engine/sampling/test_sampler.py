@@ -85,7 +85,7 @@ def test_penalties_equal_those_of_llama_cpp() -> None:
     assert not logits[4:].any()
 
 
-def test_bans_hold_after_all_other_processors() -> None:
+def test_bans_apply_after_all_other_processors() -> None:
     class Wish:
         def apply(self, logits: NDArray[np.float32]) -> None:
             logits[:] += 100

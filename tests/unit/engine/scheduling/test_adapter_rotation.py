@@ -78,7 +78,7 @@ def test_new_group_is_next_and_interactive_groups_get_more_turns_than_bulk_ones(
     assert longest * 0.01 <= SLICE_S + 0.011  # the longest wait of an interactive request with steps of 10 ms
 
 
-def test_single_group_yields_to_a_new_one_and_turns_change_with_a_stopped_clock() -> None:
+def test_single_group_yields_to_a_new_one_and_turns_change_while_the_clock_is_stopped() -> None:
     rotation = AdapterRotation()
     rotation.add("a", interactive=True, now=0.0)
     assert not rotation.is_needed

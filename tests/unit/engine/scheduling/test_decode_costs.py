@@ -26,7 +26,7 @@ def gpu(size: int) -> float:
 
 
 @pytest.mark.parametrize("machine", [cpu, gpu])
-def test_costs_are_learned_from_sums_of_passes_and_despite_noise(machine: Callable[[int], float]) -> None:
+def test_costs_are_learned_from_sums_of_passes_despite_noise(machine: Callable[[int], float]) -> None:
     rng, costs = random.Random(1), DecodeCosts()
     for step in range(400):
         sizes = [run.size for run in runs_of(sorted(rng.sample(range(64), rng.choice([1, 2, 8, 40, 60, 64]))))]

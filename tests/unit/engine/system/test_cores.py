@@ -84,7 +84,7 @@ def test_threads_fall_within_a_second_and_rise_only_when_cores_stay_free() -> No
     assert steady.follow(13.6 + RAISE_S, 4) == 4
 
 
-def test_threads_stay_low_while_a_program_comes_and_goes() -> None:
+def test_number_of_threads_stays_low_while_another_program_starts_and_stops() -> None:
     steady = SteadyThreads(4)
     calls = [(number / 2, 3 if number % 4 == 0 else 4) for number in range(40)]
     assert {steady.follow(at, call) for at, call in calls} == {4}

@@ -16,7 +16,7 @@ def limits(look_ahead: int = 1, **jobs: int) -> JobLimits:
     return JobLimits(jobs or {"a": 4, "b": 2}, look_ahead, lambda: "a")
 
 
-def test_full_model_does_not_reduce_the_capacity_of_others() -> None:
+def test_full_model_does_not_reduce_the_capacity_of_other_models() -> None:
     full = {A: [1] * 5}
     assert with_capacity(limits().capacity([A, B], full)) == [B]
     assert with_capacity(limits().capacity([A, B], {}, full)) == [B]
@@ -35,7 +35,7 @@ def test_limit_is_slots_plus_look_ahead_for_urgent_and_bulk_jobs() -> None:
     assert eight.capacity([A], {A: [1] * 5}) == {A: 7}  # they preempt the bulk jobs, which stay held
 
 
-def test_default_queue_shares_the_capacity_of_its_model() -> None:
+def test_default_queue_shares_the_capacity_of_the_default_model() -> None:
     assert with_capacity(limits().capacity([A, DEFAULT, B], {}, {DEFAULT: [1] * 3, A: [1] * 2})) == [B]
     assert limits().by_model([B, DEFAULT, A]) == [[B], [DEFAULT, A]]
 

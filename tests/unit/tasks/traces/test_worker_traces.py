@@ -162,7 +162,7 @@ def test_each_line_of_a_slice_has_a_request_span(spans: Spans, traces: Tracing) 
     assert found == {"text_completion m": 0, "chat m": 1}
 
 
-def test_work_without_a_slot_gets_a_span_from_its_result(spans: Spans, traces: Tracing) -> None:
+def test_job_without_a_slot_gets_a_span_from_its_result(spans: Spans, traces: Tracing) -> None:
     run(traces, attempt(task=TASK_EMBED), result={"usage": {"prompt_tokens": 9}, "model": "m"})
     assert spans.one("embeddings m").attributes["gen_ai.usage.input_tokens"] == 9
 

@@ -56,7 +56,7 @@ def of_pool(entries: dict[Key, Override]) -> Overrides:
         ),
     ],
 )
-def test_entries_of_commands_override_the_settings(
+def test_entries_from_commands_override_the_settings(
     entries: dict[Key, Override], expected: dict[str, tuple[str, str]]
 ) -> None:
     desired = desired_state(SETTINGS, of_pool(entries))

@@ -107,7 +107,7 @@ def test_engine_counts_a_gap_for_each_token_except_the_first(make_engine: MakeEn
         (SoftTimeLimitExceeded(), Interruption.SOFT_LIMIT, "failure"),
     ],
 )
-def test_attempts_are_counted_by_their_end(metrics: Metrics, error: Any, interruption: Any, end: str) -> None:
+def test_attempts_are_counted_by_their_outcome(metrics: Metrics, error: Any, interruption: Any, end: str) -> None:
     with running(metrics, context(queue="cellama:queue:m", priority=9), interruption):
         if error is not None:
             raise error

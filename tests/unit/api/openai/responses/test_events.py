@@ -88,7 +88,7 @@ def test_events_have_the_order_of_openai() -> None:
         ("failed", "failed", None),
     ],
 )
-def test_status_depends_on_finish_reason(name: str, status: str, details: Any) -> None:
+def test_status_depends_on_the_finish_reason(name: str, status: str, details: Any) -> None:
     received, response = fold(JOURNALS[name])
     assert (response["status"], response["incomplete_details"]) == (status, details)
     assert types(received)[-1] == status
