@@ -1,4 +1,4 @@
 """Anthropic's request and response formats without HTTP: bodies to parameters, results and events to messages.
 
-It may use `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
+This package may use `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
 """

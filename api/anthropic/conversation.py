@@ -64,7 +64,7 @@ def _turn(turn: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
-    """Return the blocks of a content. A text becomes one block."""
+    """Return the blocks of a message's content. A string becomes one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
 """Conversion of a job's events into the events of Anthropic's streams.
 
 A stream has `message_start`, the blocks one after another (`content_block_start`, `_delta`, `_stop`), `message_delta`
-with the usage, and `message_stop`. Reasoning comes before the text. Tool calls follow it, each complete.
+with the usage, and `message_stop`. Reasoning comes before the text. Complete tool calls follow the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REASONING = ("reasoning", "reasoning_end")
 
 @dataclass
 class MessageStream:
-    """The stream of one message. It has the state after the events that were processed so far."""
+    """The stream of one message, with its state after the events processed so far."""
 
     message_id: str
     model: str

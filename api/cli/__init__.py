@@ -1,6 +1,6 @@
 """The command line `cellama`: one module per group of commands.
 
-It may import `client`, `batch`, `machine`, the settings, and `tasks` except the modules that run in workers.
+This package may import `client`, `batch`, `machine`, the settings, and `tasks` except the modules that run in workers.
 """
 
 from .commands import app, main

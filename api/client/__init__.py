@@ -1,4 +1,4 @@
 """The Python client, blocking and for asyncio.
 
-It may import `batch`, and all of `tasks` except the packages that run in workers.
+This package may import `batch`, and all of `tasks` except the packages that run in workers.
 """

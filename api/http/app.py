@@ -75,7 +75,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
 
 
 def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
-    """Return the middleware, the outermost first. Raises SettingsError if the exporter of traces is not available."""
+    """Return the middleware, outermost first. Raises SettingsError if the exporter of traces is not available."""
     return [Middleware(RequestMiddleware, gateway, routes, tracing()), *_cors(settings)]
 
 

@@ -46,8 +46,8 @@ Call = Callable[[str | None], Awaitable[AsyncJob[Any]]]  # queues a job under an
 class RunningJobs:
     """The jobs of one request: one, or one per prompt. Use it with `async with`.
 
-    Closing cancels jobs that have not finished, unless the request has an idempotency key: then the client is expected
-    to send it again.
+    Closing cancels jobs that have not finished, unless the request has an idempotency key. In that case, the client is
+    expected to repeat the request.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class RunningJobs:
     async def wait(self) -> int:
         """Wait until all jobs have finished. Return the number of reasoning tokens in their events. Raises ApiError.
 
-        A result is stored longer than the events. So if a request is repeated with its idempotency key after a day,
-        there are no events any more.
+        A result is stored longer than the events. So if a request is repeated with its idempotency key after a day, no
+        events remain.
         """
         num_tokens = 0
         try:

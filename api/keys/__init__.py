@@ -1,4 +1,4 @@
 """API keys, stored without their secrets in Redis or in a file. The gateway checks keys, `cellama keys` writes them.
 
-It may use the settings, and the connections and the contract of `tasks`.
+This package may use the settings, and the connections and the contract of `tasks`.
 """

@@ -27,7 +27,7 @@ _SECRET_ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class KeyText:
-    """A whole key with its secret, as its owner has it."""
+    """A complete key with its secret, which only its owner has."""
 
     id: str
     text: str = field(repr=False)

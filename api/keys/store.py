@@ -112,7 +112,7 @@ class KeyStore:
     """All API keys. Methods raise RedisError."""
 
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
-        """Make a store. With a file, only its keys exist, and Redis has only the clock and the times of last use."""
+        """Make a store. With a file, only its keys exist, and Redis only has the clock and the times of last use."""
         self._redis = redis
         self._file = file
 
@@ -165,7 +165,7 @@ class KeyStore:
             await self._redis.hdel(api_keys_used_key(), *gone)
 
     async def all(self) -> list[KeyLookup]:
-        """Return all keys, the oldest first."""
+        """Return all keys, oldest first."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.hgetall(api_keys_key())
@@ -203,7 +203,7 @@ def _time(value: bytes | None) -> float | None:
 
 
 def _parsed(value: bytes | None) -> KeyEntry | None:
-    """Return None also for an invalid entry, or one of a newer version. Such a key is rejected."""
+    """Return the entry, or None if it is missing, invalid or of a newer version. Such a key is rejected."""
     if value is None:
         return None
     try:

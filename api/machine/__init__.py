@@ -1,4 +1,4 @@
 """Processes on this machine: a Redis server, and child processes that are restarted when they crash.
 
-It may import `config`, and error codes of `tasks.contract`.
+This package may import `config`, and error codes of `tasks.contract`.
 """

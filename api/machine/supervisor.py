@@ -106,7 +106,7 @@ class Supervisor:
         return 0
 
     def _reap_orphans(self) -> None:
-        """Reap processes whose parent exited before them, which would stay as zombies. Only PID 1 does that.
+        """Reap processes whose parent exited before them, which would remain as zombies. Only PID 1 does that.
 
         The exit codes of children are left to their owner. If a child has exited, the next call reaps later orphans.
         """

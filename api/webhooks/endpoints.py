@@ -118,7 +118,7 @@ class EndpointStore:
         self._redis = redis
 
     async def all(self) -> list[Endpoint]:
-        """Return all endpoints, the oldest first."""
+        """Return all endpoints, oldest first."""
         values: Any = await self._redis.hgetall(webhooks_key())
         found = [endpoint for value in values.values() if (endpoint := _parsed(value)) is not None]
         return sorted(found, key=_age)
@@ -151,7 +151,7 @@ def _age(endpoint: Endpoint) -> tuple[float, str]:
 
 
 def _parsed(value: bytes | None) -> Endpoint | None:
-    """Return None also for an invalid entry, or an entry of a newer version."""
+    """Return the endpoint, or None if its entry is missing, invalid or of a newer version."""
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Report through Celery's remote control how much of a prompt is in this worker's cache. Imported in workers only."""
+"""Report through Celery's remote control how much of a prompt is in this worker's cache. Only workers use it."""
 
 from __future__ import annotations
 

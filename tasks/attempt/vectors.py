@@ -1,4 +1,4 @@
-"""Compute embeddings and rerank documents, and encode vectors as JSON. Used in workers only."""
+"""Compute embeddings and rerank documents, and encode vectors as JSON. Only workers use this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Turn calls of tasks into messages: options of Celery, steps of a canvas, and jobs queued with their ledger entries.
 
-It may import `contract`, `connection` and `state`.
+This package may import `contract`, `connection` and `state`.
 """

@@ -1,4 +1,4 @@
 """Connections to Redis, its errors and clock, and the private parts of Celery and kombu that cellama uses.
 
-It may import `contract` and the settings.
+This package may import `contract` and the settings.
 """

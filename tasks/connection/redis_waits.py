@@ -135,7 +135,7 @@ class RedisLoop:
                 log.warning("Redis refused a command", thread=self._name, detail=f"{error}; the action is retried")
             return False
         except Exception:
-            log.exception("periodic action failed", thread=self._name, detail="it is retried")
+            log.exception("periodic action failed", thread=self._name, detail="the action is retried")
             return False
         redis_waits.ended(f"the {self._name} thread")
         return True

@@ -1,6 +1,6 @@
 """The events of a job, as JSON objects (docs/architecture.md: Events of a job).
 
-The field `type` distinguishes them, for type checkers as well. The publisher numbers events: each event that a reader
+The field `type` distinguishes them, also for type checkers. The publisher numbers events: each event that a reader
 receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a function that
 makes the event, and a row of EVENT_CLASSES.
 """

@@ -81,7 +81,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of several classes, the latest first."""
+    """The samples of several classes, latest first."""
 
     by_class: Mapping[JobClass, Sequence[Sample]]
 

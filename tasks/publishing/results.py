@@ -1,4 +1,4 @@
-"""Convert what the engine reports into the results and events of the contract. Used in workers only."""
+"""Convert what the engine reports into the results and events of the contract. Only workers use this module."""
 
 from __future__ import annotations
 

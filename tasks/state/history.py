@@ -222,7 +222,7 @@ class Earlier:
 
 
 def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
-    """Parse the earlier attempts in the reply of the script `begin`, the oldest first.
+    """Parse the earlier attempts in the reply of the script `begin`, oldest first.
 
     They are the previous attempt and, if that attempt was lost, the earlier attempts that it would have reported.
     """

@@ -1,8 +1,9 @@
-"""Remote control commands of a worker, which load, unload and change models and adapters. Imported in workers only.
+"""Remote control commands of a worker, which load, unload and change models and adapters.
 
 Commands run on the worker's main thread. Each returns immediately, and the worker's registry entry reports its result.
 A command that succeeds also changes the desired state (docs/adr/012-pools.md) of the worker's pool, so that the other
 workers follow. If `whole_pool` is false, it only changes the desired state of this worker.
+Only workers import this module.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Traces(Middleware):
         traced.span.end()
 
     def _add_earlier(self, traced: TracedAttempt, attempt: AttemptContext) -> None:
-        """Add the spans of the waits of the job, and of earlier attempts that no worker reported, the oldest first."""
+        """Add the spans of the waits of the job, and of earlier attempts that no worker reported, oldest first."""
         record, started_ns = attempt.record, traced.started_ns
         free_ns = started_ns - _ns(record.waited_s)  # the time since which no worker has run the job
         previous: Earlier | None = None

@@ -1,6 +1,6 @@
 """Batches of the gateway: bulk runs under a lease, driven in the process of the gateway (docs/adr/019-batches.md).
 
-It may use the package `files`, the modules of the gateway that all endpoints use, and `api.batch`.
+This package may use the package `files`, the modules of the gateway that all endpoints use, and `api.batch`.
 """
 
 from .endpoints import ROUTES

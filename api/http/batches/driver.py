@@ -108,7 +108,7 @@ class BatchDriver:
                 await self._lease.renew()
             await self._poll()
         except (RedisError, RedisUnreachable, RedisRefused) as error:
-            log.warning("batch lease not renewed", batch=self.id, detail=f"{error}; retry in {POLL_S:g} s")
+            log.warning("batch lease not renewed", batch=self.id, detail=f"{error}; retrying in {POLL_S:g} s")
 
     async def _poll(self) -> str:
         """Return the status of the batch, which its tenant or `cellama batch cancel` may have cancelled."""
@@ -136,9 +136,9 @@ class BatchDriver:
             self._await(self._lease.release())
         except (OSError, sqlite3.Error, RedisError, JobError, ApiError) as error:
             # The lease is not released, which delays the next attempt until it expires.
-            log.warning("batch interrupted", batch=self.id, detail=f"{error}; it is retried when the lease expires")
+            log.warning("batch interrupted", batch=self.id, detail=f"{error}; it resumes when the lease expires")
         except Exception:
-            log.exception("batch interrupted", batch=self.id, detail="unexpected error; it is retried")
+            log.exception("batch interrupted", batch=self.id, detail="unexpected error; the batch is retried")
 
     def _run_and_finish(self, redis: Redis) -> None:
         status = self._await(self._poll())  # before the run, which would discard an earlier `cellama batch cancel`

@@ -104,7 +104,7 @@ class BatchRunner:
                 last.stop()
 
     async def _waiting(self) -> list[Record]:
-        """Return the open batches without a driver whose files this gateway can read, the oldest first."""
+        """Return the open batches without a driver whose files this gateway can read, oldest first."""
         found = [entry for entry in await self.batches.open_batches() if entry[0] not in self._driven]
         if found and self.files.known_store_id is None:  # the first file may have been stored after the last sweep
             await self.files.read_store_id()

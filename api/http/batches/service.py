@@ -103,7 +103,7 @@ class BatchService:
             raise ApiError(429, message, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
     async def open_batches(self) -> list[OpenBatch]:
-        """Return the batches that have not ended, the oldest first."""
+        """Return the batches that have not ended, oldest first."""
         with reaching_redis():
             found: Any = await self._redis.zrange(http_open_key(), 0, -1, withscores=True)
         return [(*json.loads(entry), created_at) for entry, created_at in found]

@@ -1,6 +1,6 @@
 """Authentication by API keys, with the rights and the limits of each key.
 
-It may use `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
+This package may use `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
 """
 
 from .access import key_access

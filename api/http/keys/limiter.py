@@ -172,7 +172,7 @@ class Limiter:
             try:
                 await self.renew()
             except RedisError as error:
-                log.warning("job leases not renewed", detail=f"{error}; retry in {RENEW_S:g} s")
+                log.warning("job leases not renewed", detail=f"{error}; retrying in {RENEW_S:g} s")
 
     async def renew(self) -> None:
         """Renew the leases of all requests in progress. Raises RedisError."""

@@ -1,6 +1,6 @@
 """Delivery of webhooks: each event goes to the endpoints of its tenant at least once, with retries for three days.
 
-It may use `api.webhooks`, the settings, and the connections and the contract of `tasks`. `app` starts it.
+This package may use `api.webhooks`, the settings, and the connections and the contract of `tasks`. `app` starts it.
 """
 
 from .delivering import Webhooks, webhooks_of

@@ -78,7 +78,7 @@ class Webhooks:
         return bool(announced or taken)
 
     async def wait_for_attempts(self) -> None:
-        """Return when no attempt is in progress."""
+        """Return as soon as no attempt is in progress."""
         while self._attempts:
             await asyncio.wait(self._attempts)
 
@@ -87,7 +87,7 @@ class Webhooks:
             with contextlib.suppress(RedisError):  # it is retried when the lease expires
                 await self._deliver(delivery)
         except Exception:
-            log.exception("webhook attempt failed", delivery=delivery.id, detail="unexpected error; it is retried")
+            log.exception("webhook attempt failed", delivery=delivery.id, detail="unexpected error; retrying later")
         finally:
             self._num_to[delivery.endpoint_id] -= 1
             self._num_to += Counter()  # removes the endpoints whose count is 0
@@ -105,7 +105,7 @@ class Webhooks:
             await self._endpoints.disable(endpoint)
         retry_in_s = None if outcome.is_gone else wait_after(delivery.attempts, outcome)
         if not outcome.is_delivered and not outcome.is_gone:
-            then = "it was the last attempt" if retry_in_s is None else f"retry in {retry_in_s:.0f} s"
+            then = "it was the last attempt" if retry_in_s is None else f"retrying in {retry_in_s:.0f} s"
             log.warning(
                 "webhook attempt failed",
                 delivery=delivery.id,

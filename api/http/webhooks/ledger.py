@@ -45,7 +45,7 @@ class DeliveryLedger:
         self._scripts = {name: redis.register_script(lua_source(__package__, name)) for name in SCRIPTS}
 
     async def announced(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return the announced events that have no deliveries yet, the oldest first."""
+        """Return the announced events that have no deliveries yet, oldest first."""
         found: Any = await self._redis.xrange(webhook_events_key(), count=MAX_EVENTS)
         return list(found)
 

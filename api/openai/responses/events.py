@@ -146,7 +146,7 @@ def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Open:
-    """The item that is being generated, reasoning or a message."""
+    """The item that is being generated, which is reasoning or a message."""
 
     kind: str  # reasoning or message
     item_id: str

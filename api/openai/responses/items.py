@@ -108,7 +108,7 @@ def _checked(where: str, text: str) -> str:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """Return the texts of a content, which is a text or a list of parts. A refusal counts as text."""
+    """Return the texts of a message's content, which is a text or a list of parts. A refusal counts as text."""
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):
@@ -130,8 +130,8 @@ def _part(where: str, part: Any) -> str:
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Consecutive reasoning, text and calls become one assistant's message.
 
-    Reasoning is sent without its signature, which is only valid for the original messages, because here instructions
-    apply to one response only.
+    Reasoning is sent without its signature. The signature is only valid for the original messages, but here
+    instructions apply to one response only.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that the next item may extend
