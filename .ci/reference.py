@@ -45,7 +45,7 @@ def filled(markdown: str) -> str:
 
 
 def page_for_site(markdown: str) -> str:
-    """Return a page as the site shows it: with the files that it includes, and without the sources of its figures."""
+    """Return a page for the site: with the files that it includes, and without the sources of its figures."""
     return FIGURE.sub("", INCLUDED.sub(lambda found: include(found[1]), markdown))
 
 
@@ -204,7 +204,7 @@ def dataclass_fields(name: str) -> str:
 
 
 def declared(kind: Any) -> Iterable[tuple[str, str, str]]:
-    """Yield name, type and comment of each field, those of the bases first."""
+    """Yield the name, type and comment of each field, with inherited fields first."""
     for base in get_original_bases(kind) if is_typeddict(kind) else kind.__bases__:
         if is_typeddict(base) or dataclasses.is_dataclass(base):
             yield from declared(base)

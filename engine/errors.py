@@ -12,7 +12,7 @@ from typing import ClassVar, TypeGuard
 
 
 class EngineError(Exception):
-    """The engine could not do what a caller requested. `str(error)` is written for people."""
+    """The engine could not do what a caller requested. `str(error)` is a message for people."""
 
     code: ClassVar[str] = "engine_error"
 

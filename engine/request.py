@@ -177,7 +177,7 @@ _NO_DEFAULTS = frozenset({"logprobs"})  # only a caller that reads the report ca
 
 
 def defaults_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling defaults of a model, by the names of SamplingParams, as plain JSON. Raises InvalidRequest."""
+    """Return a model's sampling defaults as plain JSON, with the names of SamplingParams. Raises InvalidRequest."""
     known = SamplingParams.__dataclass_fields__.keys() - _NO_DEFAULTS
     for name in given.keys() - known:
         raise InvalidRequest(f"sampling: {name!r} can't have a default; {nearest(name, known)}")

@@ -108,7 +108,7 @@ class ModelSnapshot:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase of the busiest part; "stopped" if one of them is."""
+        """Return the phase of the busiest part; "stopped" if any part has stopped."""
         return busiest([part.phase for part in self.parts])
 
     @property
@@ -172,6 +172,6 @@ class ManagerSnapshot:
 
 
 def busiest(phases: Sequence[Phase]) -> Phase:
-    """Return the common phase of several engines: "stopped" if one of them is stopped."""
+    """Return the common phase of several engines: "stopped" if any of them has stopped."""
     order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
     return next((phase for phase in order if phase in phases), "idle")

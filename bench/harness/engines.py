@@ -1,4 +1,4 @@
-"""The engine under test: a model, a seeded workload, and what its steps took."""
+"""The engine under test: a model, a seeded workload, and the durations of its steps."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _COUNT = struct.Struct("<q")  # of the tokens that a worker sampled
 
 
 def _count_sampled(path: Path) -> None:
-    """Count what the engines of this worker sample, in a file that survives SIGKILL."""
+    """Count the tokens that this worker's engines sample, in a file that survives SIGKILL."""
     path.write_bytes(bytes(_COUNT.size))
     with path.open("r+b") as file:
         counter = mmap.mmap(file.fileno(), _COUNT.size)
@@ -170,7 +170,7 @@ class Service:
         return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
     def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
-        """Start a worker with a new name or that of a stopped one, and return the name. Its clock can be ahead."""
+        """Start a worker with a new name or a stopped worker's name, and return the name. Its clock can be ahead."""
         name = name or next(self._names)
         self._ahead_s.setdefault(name, ahead_s)
         self.processes[name] = self._starter.submit(self._start, name).result()

@@ -55,7 +55,7 @@ def _environment(path: Path) -> dict[str, str]:
 
 
 def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, num_new: int, *args: str) -> Any:
-    """Return the measurement of `llama-batched-bench` for one number of sequences, as it prints it."""
+    """Return the result that `llama-batched-bench` prints for one number of sequences."""
     command = [str(path), "-m", str(model), "-npp", str(num_prompt), "-ntg", str(num_new)]
     command += ["-npl", str(num_sequences), "--output-format", "jsonl", *args]
     for _ in range(LOST_OUTPUTS):

@@ -131,7 +131,7 @@ def _head(system: str | None) -> list[Segment]:
 
 
 def _turn(question: str, thought: str, answer: str, thinking: bool) -> list[Segment]:
-    """Return prompt and answer exactly as the chat template writes them."""
+    """Return the prompt and the answer exactly as the chat template writes them."""
     prompt = f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
     if thinking:
         prompt += f"{THINK}\n"

@@ -158,7 +158,7 @@ class Matcher:
                 self._matcher.compute_bitmask()
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must come next, as the vocabulary usually spells them."""
+        """Return the tokens that must come next, in the vocabulary's usual spelling."""
         return self._matcher.compute_ff_tokens()
 
     def _retry(self, call: Callable[[LLMatcher], T]) -> T:

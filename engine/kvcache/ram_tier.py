@@ -309,7 +309,7 @@ class RamTier:
 
 
 class RecentContexts:
-    """The contexts that finished last. A request can continue one of them by its key, without sending its tokens.
+    """The contexts that finished last. A request can continue such a context by its key, without its tokens.
 
     One thread adds contexts. Any thread may look up a context, and computes the required keys itself.
     """

@@ -99,8 +99,8 @@ def _padded(num_tokens: int) -> int:
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
     """Return a digest of everything that states of a context depend on, except tokens and adapters.
 
-    `load_log` has the lines that llama.cpp logged when it created the context. Settings in the file, such as those of
-    rope, are covered by its fingerprint. States in memory have no version number in llama.cpp, so its own version is
+    `load_log` has the lines that llama.cpp logged when it created the context. Settings in the file, for example for
+    RoPE, are covered by its fingerprint. States in memory have no version number in llama.cpp, so its own version is
     included, and an update invalidates all states.
     """
     flash_refused = any(

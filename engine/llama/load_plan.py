@@ -1,4 +1,4 @@
-"""The plan of a load: what a model file can be used for, and the memory that the model will take.
+"""The plan of a load: the capabilities of a model file, and the memory that the model will take.
 
 llama.cpp loads the file dry, without weights and cells, and logs the sizes of its buffers. A dry load reads the head of
 the file and plans the compute graphs like a real load, which takes a few hundredths of a second and a few MB. It does

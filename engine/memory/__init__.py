@@ -1,4 +1,4 @@
-"""Memory of the machine: what models need, and what is available.
+"""The machine's memory: the needs of models, and the available memory.
 
 May use: `errors`, `options`, `system`.
 """

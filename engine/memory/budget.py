@@ -24,7 +24,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with separate memory. Its name is that of ggml, such as "CPU" or "CUDA0"."""
+    """A device with separate memory. Its name comes from ggml, for example "CPU" or "CUDA0"."""
 
     name: str
     kind: DeviceKind
@@ -152,7 +152,7 @@ def margin(device: Device) -> int:
 
 
 class Budget:
-    """The memory that each model has reserved, and what is available. Safe from any thread; no call waits."""
+    """The memory that each model has reserved, and the available memory. Safe from any thread; no call waits."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Free RAM for this process: that of the machine, or less if the limit of a container is lower."""
+"""Free RAM for this process: the machine's free RAM, or less if a container has a lower limit."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """Options for downloads. Without a token, that of HF_TOKEN or of `hf auth login` is used."""
+    """Options for downloads. Without a token, the one from HF_TOKEN or `hf auth login` is used."""
 
     cache_dir: str | None = None
     token: str | None = field(default=None, repr=False)

@@ -1,4 +1,4 @@
-"""Store and apply results of `cellama tune`, in one JSON file per model, named by the model's fingerprint.
+"""Store and apply results of `cellama tune`, in one JSON file per model, named after the model's fingerprint.
 
 The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
 

@@ -308,7 +308,7 @@ class SlotLayout:
         return Move(sequence, slot, target)
 
     def _weight(self, slot: int) -> int:
-        """Return the cost of emptying or using this slot, as the number of tokens whose moving costs as much."""
+        """Return the cost of emptying or using this slot, as a number of tokens that cost as much to move."""
         num_tokens = self._num_moved(slot)
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 

@@ -390,7 +390,7 @@ class Adaptive(Strategy):
         return StepKind.PREFILL_SKIPPED if has_bulk_rows and self._skipping.is_available else StepKind.PREFILL
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn the prefill rate, and what bulk work costs while streams decode."""
+        """Learn the prefill rate, and the cost of bulk work while streams decode."""
         self._quiet_s += seconds
         self._skipping.observe(seconds)
         if num_tokens and self._kind is not StepKind.BULK:

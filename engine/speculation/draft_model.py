@@ -219,7 +219,7 @@ class DraftModel:
         return time.monotonic() - started
 
     def _sampler(self, sequence: Sequence) -> Sampler:
-        """Return a sampler like that of the sequence, without processors that depend on earlier tokens."""
+        """Return a sampler like the sequence's own, but without processors that depend on earlier tokens."""
         params = sequence.request.sampling
         names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
         plain = replace(SamplingParams(logprobs=0), **{name: getattr(params, name) for name in names})

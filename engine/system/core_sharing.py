@@ -48,7 +48,8 @@ class Peer:
 def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
     """Divide cores among processes that request these numbers of cores, at least 1 for each.
 
-    None gets more than it wants, and the others share the rest. The first ones get what can't be divided equally.
+    None gets more than it requests, and the others share the rest. Cores that can't be divided equally go to the first
+    ones.
     """
     shares, remaining = [0] * len(wants), total
     modest_first = sorted(range(len(wants)), key=lambda index: (wants[index], -index))
@@ -180,7 +181,7 @@ class CoreSharing:
                 log.exception("cores could not be shared", detail="retried with the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
-        """Compare the processor times with those of the last observation, and set the threads of the parts."""
+        """Compare the processor times with the last observation, and set the threads of the parts."""
         others = self._others(now, reading)
         claims = self._claims()
         in_use = [claim for claim in claims if claim.in_use]

@@ -111,7 +111,7 @@ class ChatPrompt:
 
     @property
     def sampling(self) -> dict[str, str | None]:
-        """The sampling parameters for the grammar of the reply, which replace those of the caller."""
+        """The sampling parameters for the grammar of the reply, which replace the caller's."""
         return {} if self.lark is None else {"json_schema": None, "regex": None, "grammar": None, "lark": self.lark}
 
 

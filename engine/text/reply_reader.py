@@ -164,7 +164,7 @@ class TagReader(ReplyReader):
         return parts, calls
 
     def _advance(self, parts: list[ReplyPart]) -> _State:
-        """Release what the current state allows, and return the next state."""
+        """Release the text that the current state allows, and return the next state."""
         match self._state:
             case _State.START:
                 return self._read_start()

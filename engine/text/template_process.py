@@ -1,4 +1,4 @@
-"""Render one chat template in a separate process, which `chat_template.py` starts by the path of this file.
+"""Render one chat template in a separate process, which `chat_template.py` runs by the path of this file.
 
 Templates are part of models, and their variables are part of jobs. Either can make a template run forever, fill the
 memory, or hold Python's lock in one long call. In a separate process, other jobs are not affected. Only the standard
@@ -86,7 +86,7 @@ class CallerMasks:
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
-        """`control` are the texts of control tokens, and `markup` are those of other tokens in the template."""
+        """`control` has the texts of control tokens, and `markup` the texts of other tokens in the template."""
         self._literals = [text for text in {*control, *markup} if text.strip()]
         self._joined_literals = "\n".join(self._literals)
         self._maskable = sorted({char for text in self._literals for char in text if not char.isspace()})

@@ -135,7 +135,7 @@ class Sweep:
         return self.rows[-1].tokens_per_s
 
     def _has_time(self, setup: Setup) -> bool:
-        """Return whether a measurement would end in time, judged by the fastest earlier one and the number of slots."""
+        """Estimate whether a measurement would end in time, from the fastest earlier one and the number of slots."""
         slots = setup.n_parallel or 1
         expected = [row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows]
         if self.clock() + min(expected, default=0.0) <= self.deadline:

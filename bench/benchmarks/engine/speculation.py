@@ -122,7 +122,7 @@ def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Pr
 
 
 def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
-    """Return the prompts of a run: one per stream, or three in turn for a single stream."""
+    """Return the prompts of a run: one per stream, or three consecutive ones for a single stream."""
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]

@@ -48,7 +48,7 @@ class SchemaClient:
 
 @dataclass(frozen=True)
 class SchemaCall:
-    """One call. `detail` is the error, or what is wrong with the answer.
+    """One call. `detail` is the error, or the problem with the answer.
 
     Outcomes are `valid` (an instance of the model), `loose` (pydantic rejects the answer for a rule that the sent JSON
     Schema does not contain), `refused by client` (nothing was sent), `refused by gateway` (an HTTP error) and `wrong`.

@@ -38,7 +38,7 @@ def prepare_schema(
 ) -> Prepared:
     """Return the schema for llguidance, with the layout of the JSON text in `x-guidance`.
 
-    Every text that it allows conforms to the caller's schema, except for what the warnings list. With `strict`,
+    Every text that it allows conforms to the caller's schema, except for the keywords in the warnings. With `strict`,
     keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns llguidance's
     message, which is empty on success. Its last call is for the returned schema. Raises InvalidRequest, whose message
     calls the schema `where` and names the path within it.

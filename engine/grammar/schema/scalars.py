@@ -104,7 +104,7 @@ def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step
 
 
 def constant_of(value: float) -> float | None:
-    """Return the number as it is written without an exponent, or None if it can't be."""
+    """Return the number written without an exponent, or None if that is impossible."""
     if isinstance(value, int) or value == int(value):
         whole = int(value)
         return whole if abs(whole) <= MAX_NUMBER and int(float(whole)) == whole else None

@@ -71,7 +71,7 @@ def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str
 
 
 def _is_complete(found: CallFormat, turns: Mapping[str, str], ends: Iterable[str]) -> bool:
-    """Return whether the turns are read as the calls of the probes, and no call contains a token that ends a reply."""
+    """Return whether parsing the turns gives the probes' calls, and no call contains a token that ends a reply."""
     reader = ToolReader(found, dict.fromkeys(NAMES, _PARAMETERS))
     rendered_calls = {which: calls for which, calls in CALLS.items() if len(calls) == 1 or found.middle is not None}
     for which, calls in rendered_calls.items():

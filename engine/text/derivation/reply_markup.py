@@ -1,4 +1,4 @@
-"""Derive the markup of a model's replies from what its chat template rendered (see probes). Pure."""
+"""Derive the markup of a model's replies from conversations that its template rendered (see probes). Pure."""
 
 from __future__ import annotations
 

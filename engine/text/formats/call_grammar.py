@@ -2,7 +2,7 @@
 
 A reply with a forced call is one or several calls. Any other reply is optional reasoning, then text and calls in any
 order. Its text is free until a marker starts a call. If a JSON Schema or a regular expression constrains the text, a
-reply is either such a text, or calls.
+reply is either a text that conforms, or calls.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class CallGrammar:
     def _calls(self, before: Sequence[LarkPart], opening: str, *, with_middle: bool) -> str:
         """Return an expression for a call, and for the calls that may follow it directly.
 
-        `before` is what precedes the call, and `opening` is the rest of the format's `open`.
+        `before` is the text before the call, and `opening` is the rest of the format's `open`.
         """
         parts, format_ = self.grammar.parts, self.format
         first = self._either([*before, *parts(opening)])

@@ -61,7 +61,7 @@ def is_pair(opening: str, closing: str) -> bool:
 
 
 def mirrored(opening: str) -> str | None:
-    """Return the closing tag for this one by the usual conventions, or None if it follows none of them."""
+    """Return the closing tag for this tag by the usual conventions, or None if it follows no convention."""
     for before, after in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end")):
         if before in opening:
             return opening.replace(before, after)
