@@ -301,7 +301,7 @@ class Settings(BaseSettings):
     metrics_host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address on which this port listens. Reading the metrics requires no key.",
+        description="Address on which a worker serves `/metrics`. Reading the metrics requires no key.",
     )
     gateway_metrics_token: SecretStr | None = Field(
         default=None,

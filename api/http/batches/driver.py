@@ -136,7 +136,7 @@ class BatchDriver:
             self._await(self._lease.release())
         except (OSError, sqlite3.Error, RedisError, JobError, ApiError) as error:
             # The lease is not released, which delays the next attempt until it expires.
-            log.warning("batch interrupted", batch=self.id, detail=f"{error}; it resumes when the lease expires")
+            log.warning("batch interrupted", batch=self.id, detail=f"{error}; the batch resumes when its lease expires")
         except Exception:
             log.exception("batch interrupted", batch=self.id, detail="unexpected error; the batch is retried")
 
