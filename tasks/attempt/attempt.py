@@ -368,7 +368,9 @@ class JobAttempt:
             return provenance
         workers = self._retry_redis(lambda: recent_workers(self._runtime.redis))
         if not may_be_served(workers, model_id, provenance):
-            has_model = may_be_served(workers, model_id, replace(provenance, llguidance=None))
+            any_version = replace(provenance, llguidance=None)
+            # This worker may have the model before the registry lists it.
+            has_model = any_version.is_in(model) or may_be_served(workers, model_id, any_version)
             raise grammar_changed(provenance, version) if has_model else model_changed(model_id)
         log.info(
             "job handed over",
