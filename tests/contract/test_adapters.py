@@ -99,7 +99,7 @@ def merge(target: Path, model: Path, adapter: Path, scale: float) -> None:
     reader.data.flush()
 
 
-def test_logits_with_an_adapter_equal_those_of_merged_weights(tmp_path: Path) -> None:
+def test_logits_with_an_adapter_equal_the_logits_of_merged_weights(tmp_path: Path) -> None:
     shape = Shape(n_embd=64, n_layer=2, n_head=4, n_head_kv=2, n_ff=96, n_vocab=320, n_ctx=256)
     base, merged, adapters = tmp_path / "base", tmp_path / "merged", [tmp_path / "a", tmp_path / "b"]
     write_model(base, shape, file_type="F32")

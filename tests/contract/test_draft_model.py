@@ -63,9 +63,7 @@ def texts(model: Model, sampling: SamplingParams) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=3)])
-def test_texts_with_a_draft_model_equal_those_without_it(
-    manager: ModelManager, twin: str, sampling: SamplingParams
-) -> None:
+def test_draft_model_does_not_change_the_texts(manager: ModelManager, twin: str, sampling: SamplingParams) -> None:
     plain = manager.load("plain", twin, options=options(None))
     drafted = manager.load("drafted", twin, options=options(TINY))
     drafted.engine._core.drafting.gate = Eager(1)  # type: ignore[assignment]

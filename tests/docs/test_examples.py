@@ -148,7 +148,7 @@ def test_types_of_the_examples_are_checked_strictly() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_testing_example_passes_with_a_redis_and_a_worker_that_it_starts(tmp_path: Path) -> None:
+def test_testing_example_passes_with_its_own_redis_and_worker(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = clean_environment(PATH=path, TMPDIR=str(tmp_path))
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]

@@ -129,7 +129,7 @@ def test_nested_steps_follow_the_routes_of_their_app(users: Any, redis_client: R
     assert not redis_client.exists("celery")  # Celery's default queue
 
 
-def test_step_priority_is_mapped_to_one_that_the_worker_consumes(users: Any) -> None:
+def test_step_priority_is_mapped_to_a_priority_that_the_worker_consumes(users: Any) -> None:
     """Kombu has four priorities unless an app says otherwise; cellama's workers have ten."""
     for priority in range(10):
         done = chord([generate.s("tiny", STORY, **SHORT)] * 2, users.length.s().set(priority=priority)).apply_async()

@@ -108,7 +108,7 @@ def test_messages_and_ranks_of_many_jobs_keep_their_order(unserved: str, redis_c
     assert [Ledger(redis_client).num_ahead(job_id) for job_id in ids] == list(range(NUM))
 
 
-def test_message_of_a_bulk_submission_equals_that_of_celery(unserved: str, redis_client: Redis) -> None:
+def test_message_of_a_bulk_submission_equals_the_message_of_celery(unserved: str, redis_client: Redis) -> None:
     plain = Celery(broker=app.conf.broker_url, backend=app.conf.broker_url)
     plain.conf.broker_transport_options = {"priority_steps": list(range(10))}
     kwargs = {"seed": 1, "priority": 5}

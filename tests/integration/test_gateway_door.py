@@ -258,7 +258,7 @@ def test_pages_of_any_origin_may_use_a_key(door: Door) -> None:
     assert answer.status_code == 400
 
 
-def test_key_cannot_use_adapters_that_it_does_not_list(door: Door) -> None:
+def test_key_cannot_use_unlisted_adapters(door: Door) -> None:
     gateway, key = door.gateway, door.key(adapters=["mine"])
     adapters: dict[str, Any] = {"adapters": ["theirs"]}
     bodies: dict[str, dict[str, Any]] = {

@@ -201,7 +201,7 @@ def test_abandoned_stream_is_charged_for_its_tokens_and_frees_its_slot(
     assert complete(client).choices[0].text
 
 
-def test_tenants_share_no_prefixes_and_no_idempotency_keys(keyed: Keyed, connect: Connect) -> None:
+def test_tenants_share_neither_prefixes_nor_idempotency_keys(keyed: Keyed, connect: Connect) -> None:
     tenant = f"t{uuid.uuid4().hex[:8]}"
     one, same, other = connect(tenant=tenant), connect(tenant=tenant), connect()
     prompt = " ".join(["The little fox lived in a forest."] * 8) + uuid.uuid4().hex

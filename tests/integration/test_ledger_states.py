@@ -92,7 +92,9 @@ def test_user_header_is_not_mistaken_for_a_job_id(
     assert not redis_client.exists(job_key("another"))
 
 
-def test_cancelled_job_leaves_no_message_and_no_queue_entry(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_cancelled_job_leaves_neither_a_message_nor_a_queue_entry(
+    ledger: Ledger, queue: str, redis_client: Redis
+) -> None:
     first, second, third = (submit(ledger, queue) for _ in range(3))
     assert ledger.cancel(second, running=True)
     ledger.settle(second)

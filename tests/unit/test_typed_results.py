@@ -44,7 +44,7 @@ COMPLETIONS = [
 ]
 
 
-def test_counts_and_timings_equal_those_of_the_engine() -> None:
+def test_counts_and_timings_come_from_the_engine() -> None:
     assert Usage.__annotations__.keys() == {*(field.name for field in fields(EngineUsage)), "cache_hit_kind"}
     assert Timings.__optional_keys__ == {field.name for field in fields(EngineTimings)}
     assert get_args(FinishReason) == get_args(EngineFinishReason)

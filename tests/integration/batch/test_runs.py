@@ -103,9 +103,7 @@ def test_ids_keep_their_types_in_results_errors_and_after_a_resume(worker: Worke
     assert {each["id"] for each in commands.errors()} == {7, 8, 9}
 
 
-def test_token_counts_include_those_of_earlier_commands(
-    worker: WorkerProcess, commands: Commands, redis_client: Redis
-) -> None:
+def test_token_counts_include_earlier_commands(worker: WorkerProcess, commands: Commands, redis_client: Redis) -> None:
     lines = [*stories(2, max_tokens=4), *stories(40, max_tokens=20)[2:]]
     tokens = 2 * 4 + 38 * 20
     commands.write(lines)

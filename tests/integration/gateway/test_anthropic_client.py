@@ -204,7 +204,7 @@ def test_models_are_listed(client: Anthropic) -> None:
     assert "tiny" in [model.id for model in client.models.list()]
 
 
-def test_frames_have_event_names_and_no_done(gateway: GatewayProcess) -> None:
+def test_frames_have_event_names_but_no_done(gateway: GatewayProcess) -> None:
     body = {**{name: value for name, value in REQUEST.items() if name != "extra_body"}, "stream": True}
     answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60)
     frames = [frame.split("\n") for frame in answer.text.strip().split("\n\n") if not frame.startswith(":")]

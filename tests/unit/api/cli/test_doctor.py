@@ -76,7 +76,7 @@ def test_invalid_settings_are_a_finding_and_other_checks_run(settings_environmen
     assert "s3cret" not in done.output
 
 
-def test_packages_of_producers_need_fewer_parts_than_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_producers_need_fewer_parts_of_packages_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     required: list[tuple[str, ...]] = []
     monkeypatch.setattr(doctor, "require_parts", lambda *paths: required.append(paths))
     for modules in (("sys",), ("a_missing_module",)):
@@ -179,7 +179,7 @@ def test_eviction_full_memory_and_missing_persistence_have_remedies() -> None:
     assert doctor.persistence_finding({**HEALTHY, "aof_last_write_status": "err"}).level == "error"
 
 
-def test_clock_that_differs_from_that_of_redis_is_a_warning() -> None:
+def test_clock_that_differs_from_the_redis_clock_is_a_warning() -> None:
     assert doctor.clock_finding(-0.4).level == "ok"
     assert "120.0 s behind the clock of Redis" in doctor.clock_finding(-120.0).found
     assert "2.5 s ahead of" in doctor.clock_finding(2.5).found

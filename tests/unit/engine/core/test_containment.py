@@ -219,7 +219,7 @@ def test_watched_engine_with_a_broken_backend_ends_the_process(
         st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=16
     ),
 )
-def test_random_faults_end_each_request_once_and_change_no_other(
+def test_random_faults_end_each_request_once_and_change_no_other_request(
     seed: int,
     trim_fails: bool,
     rate: float,

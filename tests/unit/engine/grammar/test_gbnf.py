@@ -208,7 +208,7 @@ def test_control_tokens_are_allowed_only_if_their_text_is_visible() -> None:
     assert 10 not in allowed_after("root ::= [^a]", [])  # the token starts with a NUL
 
 
-def test_automaton_rebuilds_the_states_that_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automaton_rebuilds_dropped_states(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'root ::= "(" root ")" | [a-c]{2,9} | "a" root'
     walk = [2, 2, 5, 2]
     expected = [allowed_after(text, walk[:count]) for count in range(len(walk) + 1)]

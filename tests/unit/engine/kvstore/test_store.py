@@ -221,7 +221,7 @@ def test_writing_resumes_after_the_suspension_when_the_directory_vanished(
     assert save(store, state_of(TOKENS)) == 1
 
 
-def test_unusable_directories_cause_one_log_line_and_no_exception(
+def test_unusable_directories_cause_one_log_line_but_no_exception(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()

@@ -76,7 +76,7 @@ def test_xtc_applies_with_its_probability() -> None:
     assert share == pytest.approx(0.35, abs=0.04)  # half of the time only the two top choices remain, which have 0.7
 
 
-def test_penalties_equal_those_of_llama_cpp() -> None:
+def test_penalties_equal_the_penalties_of_llama_cpp() -> None:
     params = SamplingParams(repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, repeat_last_n=4)
     penalties = Penalties(params, [9, 1, 1, 2, 0])  # 9 is outside the window
     logits = np.array([2.0, 4.0, -1.0, 3.0] + [0.0] * 6, dtype=np.float32)

@@ -73,7 +73,7 @@ def test_youngest_bulk_request_yields_where_its_work_would_be_lost_or_slots_are_
     assert [victim.order for victim in victims] == list(range(MEMORY["n_slots"]))[::-1]
 
 
-def test_interactive_request_gets_a_slot_next_to_those_with_its_adapters() -> None:
+def test_interactive_request_gets_a_slot_next_to_requests_with_its_adapters() -> None:
     scheduler = full_of_bulk()
     adapters = (AdapterUse(Adapter("a", "key", "handle"), 1.0),)
     new(scheduler, READER, 1)

@@ -48,5 +48,5 @@ def test_bulk_slice_is_constrained_when_a_line_is_constrained() -> None:
     assert not has_constrained_lines(slice_of(("embed", {"texts": ["a"]})), SCHEMA)
 
 
-def test_constraints_of_a_job_match_those_of_the_engine() -> None:
+def test_job_and_engine_agree_on_constraints() -> None:
     assert CONSTRAINTS == OF_THE_ENGINE

@@ -199,7 +199,7 @@ def test_error_lists_the_first_problems_only() -> None:
     assert re.search(r"; and \d+ more$", str(caught.value))
 
 
-def test_documented_limits_equal_those_of_the_code() -> None:
+def test_documented_limits_equal_the_limits_in_the_code() -> None:
     text = (Path(__file__).parents[4] / "docs" / "limits.md").read_text()
     documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", text, re.MULTILINE))
     held = {name: value for name, value in vars(limits).items() if name.isupper()}

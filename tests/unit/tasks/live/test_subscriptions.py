@@ -50,7 +50,7 @@ def test_readers_that_join_together_are_subscribed_with_one_command() -> None:
         assert wire.commands(b"SUBSCRIBE") == [{b"c%d" % n for n in range(10)}, {b"late"}]
 
 
-def test_message_reaches_all_readers_of_its_channel_and_no_other() -> None:
+def test_message_reaches_only_the_readers_of_its_channel() -> None:
     wire = ScriptedWire()
 
     @with_wires(wire)

@@ -258,7 +258,7 @@ def test_celery_gets_the_end_with_the_last_event_unless_the_job_fails() -> None:
     assert [way.result is not None for way in ways.values()] == [True, False, False]
 
 
-def test_end_of_a_job_has_contexts_and_end_of_a_line_has_none() -> None:
+def test_end_of_a_job_has_contexts_but_end_of_a_line_has_none() -> None:
     context = Context(b"an identity", (), "", (5, 6, 7), (1, 2))
     done = replace(COMPLETION, context=context, alternatives=(replace(COMPLETION, index=1, context=context),))
     ledger = MemoryLedger()

@@ -22,7 +22,7 @@ from cellama.tasks.worker.model_loading import check_models, options_of
         ({"cache_dir": "/own", "cache_disk_bytes": 9}, "/own", 9),
     ],
 )
-def test_options_use_the_models_cache_dir_or_that_of_the_worker(own: dict[str, Any], folder: str, quota: int) -> None:
+def test_options_use_the_cache_dir_of_the_model_or_the_worker(own: dict[str, Any], folder: str, quota: int) -> None:
     model = ModelSettings(id="m", source="bundled://tiny", **own)
     options = options_of(model, Settings(cache_dir="/all", cache_disk_bytes=7, models=(model,)))
     assert (options.cache_dir, options.cache_disk_bytes) == (folder, quota)
