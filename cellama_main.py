@@ -1,6 +1,6 @@
 """The entry point of the command `cellama`.
 
-It is outside the packages, so that Ctrl-C exits without a traceback even while they are imported.
+It is outside the packages, so that Ctrl-C exits without a traceback even while the packages are being imported.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Write docs/dashboards/cellama.json, the Grafana dashboard, from a table of panels: `python .ci/board.py`.
+"""Write the Grafana dashboard docs/dashboards/cellama.json from a table of panels: `python .ci/board.py`.
 
 Expressions use `$model` for the selected models, and Grafana's `$__rate_interval`. Sums over workers are sums of rates,
 so they don't drop when a worker exits.

@@ -1,7 +1,7 @@
 """Find sentences that readers of technical English stumble over.
 
-The check covers the prose of Markdown pages, docstrings, comments, texts of errors and logs, help of options,
-descriptions of settings, and names of tests. Its rules are those of docs/CONTRIBUTING.md, "How we write English".
+The check covers the prose of Markdown pages, docstrings, comments, error and log messages, help texts of options,
+descriptions of settings, and names of tests. Its rules are in docs/CONTRIBUTING.md under "How we write English".
 
     .venv/bin/python .ci/language.py            # fail on any finding
     .venv/bin/python .ci/language.py FILE ...   # check these files only
@@ -79,7 +79,7 @@ HELPS = {"help", "description", "short_help", "epilog"}
 
 
 class Finding(NamedTuple):
-    """A place that breaks a rule."""
+    """A place in a file where the text breaks a rule."""
 
     file: str
     line: int
@@ -88,7 +88,7 @@ class Finding(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Prose of a file. `kind` is prose, module, docstring, comment, error, log or help."""
+    """A piece of text from a file. `kind` is prose, module, docstring, comment, error, log or help."""
 
     line: int
     kind: str
@@ -119,7 +119,7 @@ def markdown_texts(text: str) -> Iterator[Text]:
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """Yield docstrings, comments, messages of errors and logs, and help of options."""
+    """Yield docstrings, comments, error and log messages, and help texts of options."""
     tree = ast.parse(source)
     docstrings: set[int] = set()
     for node in ast.walk(tree):
@@ -206,7 +206,7 @@ def files() -> list[str]:
 
 
 def sample(seed: int) -> Iterator[str]:
-    """Draw 200 texts from all files, as many of each kind as SAMPLE says, in random order within each kind."""
+    """Draw 200 texts at random from all files. SAMPLE defines the number of texts of each kind."""
     drawn: dict[str, list[str]] = {kind: [] for kind in SAMPLE}
     for name in files():
         source = (ROOT / name).read_text(encoding="utf-8")

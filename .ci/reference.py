@@ -1,9 +1,9 @@
-"""Write the parts of the documentation that come from the code: tables of settings, parameters, options, metrics.
+"""Write the parts of the documentation that come from the code: tables of settings, parameters, options and metrics.
 
 Each generated part is enclosed in `<!-- generated: KIND NAME -->` and `<!-- end of generated part -->`. Run this script
 after you change a description, a command, a docstring or an error code. With `--check` it writes nothing and fails if a
 page differs from the code. `make check` uses this option. On the site, a page with `<!-- include: PATH -->` also shows
-the file at that path, which MkDocs requests through `on_page_markdown`.
+the file at that path, which `page_for_site` inserts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def filled(markdown: str) -> str:
 
 
 def page_for_site(markdown: str) -> str:
-    """Return a page for the site: with the files that it includes, and without the sources of its figures."""
+    """Return a page for the site. Included files are inserted, and the sources of figures are removed."""
     return FIGURE.sub("", INCLUDED.sub(lambda found: include(found[1]), markdown))
 
 
 def update_pages(only_check: bool) -> list[str]:
-    """Write the generated parts of all pages; return the paths of the pages that differed, relative to the root."""
+    """Write the generated parts of all pages. Return the paths of the pages that differed, relative to the root."""
     changed = []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def update_pages(only_check: bool) -> list[str]:
 
 
 def find(name: str) -> Any:
-    """Return the object with a dotted name, for instance `cellama.config.Settings`."""
+    """Return the object with this dotted name, for instance `cellama.config.Settings`."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -79,7 +79,7 @@ def _cell(text: str) -> str:
 
 
 def fields(name: str) -> str:
-    """Return the fields of a pydantic model. Those that a payload inherits are in the table of its base."""
+    """Return the fields of a pydantic model. Fields that a payload inherits are in the table of its base class."""
     model: type[BaseModel] = find(name)
     schema = model.model_json_schema()
     inherited = set(model.__mro__[1].model_fields) if name.endswith("Job") else set()  # type: ignore[attr-defined]
@@ -176,7 +176,7 @@ def _shown(parameter: click.Parameter) -> str:
 
 
 def members(name: str) -> str:
-    """Return signatures and docstrings of a class with its public methods, or of a function."""
+    """Return the signatures and docstrings of a class and its public methods, or of a function."""
     thing = find(name)
     if not inspect.isclass(thing):
         return _signature(name.rpartition(".")[2], thing)
@@ -239,7 +239,7 @@ def codes(_: str = "") -> str:
 
 
 def json_schema() -> str:
-    """Return the keywords of JSON Schema by group, with their handling in strict and in lenient use."""
+    """Return the keywords of JSON Schema by group, and how they are handled in strict and in lenient use."""
     keywords = find("cellama.engine.grammar.schema.keywords.KEYWORDS")
     return "\n".join(
         f"### {group.capitalize()}\n\n"
@@ -258,7 +258,7 @@ def json_schema_formats() -> str:
 
 
 def measured(path: str) -> str:
-    """Return the kept results that the figures of a page come from."""
+    """Return the stored benchmark results that the figures of a page come from."""
     results = find("cellama.bench.harness.kept.Results")()
     found = find("cellama.bench.harness.kept.figures")((ROOT / path).read_text(encoding="utf-8"))
     lines = {(f.name, line["model"], line["commit"], line["machine"]) for f in found if (line := f.source(results))}
@@ -272,7 +272,7 @@ def include(path: str) -> str:
 
 
 def openai() -> str:
-    """Return the handling of OpenAI's parameters, by endpoint."""
+    """Return how each of OpenAI's parameters is handled, by endpoint."""
     tables = {
         **find("cellama.api.openai.parameters.PARAMETERS"),
         "/v1/responses": find("cellama.api.openai.responses.parameters.RULES"),
@@ -288,14 +288,14 @@ def openai() -> str:
 
 
 def anthropic() -> str:
-    """Return the handling of Anthropic's parameters."""
+    """Return how each of Anthropic's parameters is handled."""
     rules = find("cellama.api.anthropic.parameters.PARAMETERS")
     rows = [(f"`{name}`", rule.handling, _handling(rule)) for name, rule in sorted(rules.items())]
     return table(("parameter", "handling", "details"), rows)
 
 
 def metrics(source: str) -> str:
-    """Return the metrics of a source: name, type, help, labels and, for histograms, the range of buckets."""
+    """Return the metrics of a source: names, types, help texts, labels, and the bucket ranges of histograms."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
     return table(("metric", "type", "meaning"), ((f"`{row.name}`", row.kind, _meaning(row)) for row in rows))
 

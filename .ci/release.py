@@ -3,10 +3,10 @@
 
 Without an option this is a dry run: it does everything except create the tag. The steps are:
 
-1. Check that everything is committed and that the branch is main, as in origin. CHANGELOG.md must have a section with a
-   date for the version in pyproject.toml. The tag must not exist yet.
+1. Check that everything is committed, and that the branch is main and matches origin. CHANGELOG.md must have a section
+   with a date for the version in pyproject.toml. The tag must not exist yet.
 2. Run `.ci/run`.
-3. Build the sdist and the wheel from the commit. Two builds of a commit are identical, byte for byte.
+3. Build the sdist and the wheel from the commit. Two builds of the same commit are identical byte for byte.
 4. Write a CycloneDX SBOM, release notes and SHA-256 sums.
 5. With `--tag`, create the annotated tag vVERSION.
 
@@ -149,7 +149,7 @@ def tag_problems(root: Path, version: str, tag: str) -> Iterator[str]:
 
 
 def clear_output(output: Path) -> None:
-    """Remove the files of an earlier run. Exits if the directory has other files, which are not part of a release."""
+    """Remove the files of an earlier run. Exits if the directory contains files that are not part of a release."""
     old = [file for file in output.glob("*") if file.name.startswith("cellama-") or file.name in OTHER_FILES]
     if foreign := sorted({*output.glob("*")} - {*old}):
         sys.exit(f"release: output: {output} contains {foreign[0].name}; choose an empty directory")
@@ -158,7 +158,7 @@ def clear_output(output: Path) -> None:
 
 
 def export_commit(root: Path, target: Path) -> None:
-    """Write the files of the commit into `target`, so that no other file gets into the packages."""
+    """Write only the committed files into `target`, so that the packages contain no other files."""
     archive = target / "commit.tar"
     git(root, "-c", "tar.umask=0022", "archive", "--output", str(archive), "HEAD")  # modes are part of the packages
     with tarfile.open(archive) as tar:
@@ -167,7 +167,7 @@ def export_commit(root: Path, target: Path) -> None:
 
 
 def build(source: Path, output: Path, epoch: int) -> list[Path]:
-    """Build the sdist, and the wheel from the sdist, into `output`. `epoch` is the time of all files."""
+    """Build the sdist, and the wheel from the sdist, into `output`. All files get the modification time `epoch`."""
     python = environment("build", BUILD_TOOLS)
     variables = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
     argv = [python, "-m", "build", "--outdir", str(output), str(source)]
@@ -180,7 +180,7 @@ def build(source: Path, output: Path, epoch: int) -> list[Path]:
 
 
 def normalize_sdist(sdist: Path, epoch: int) -> None:
-    """Rewrite an sdist with sorted members, one time and no owner, which setuptools does not do."""
+    """Rewrite an sdist so that its members are sorted, share one timestamp and have no owner."""
     with tarfile.open(sdist) as old:
         members = [(member, old.extractfile(member)) for member in sorted(old, key=lambda member: member.name)]
         new = sdist.with_suffix(".new")
@@ -198,7 +198,7 @@ def normalize_sdist(sdist: Path, epoch: int) -> None:
 
 
 def environment(name: str, requirements: tuple[str, ...]) -> str:
-    """Return the Python of a virtual environment below build/, with these packages installed."""
+    """Return the Python interpreter of a virtual environment below build/ in which these packages are installed."""
     folder = ROOT / "build" / f"release-{name}"
     python = str(folder / "bin" / "python")
     if not Path(python).exists():
@@ -208,13 +208,13 @@ def environment(name: str, requirements: tuple[str, ...]) -> str:
 
 
 def pip(python: str, target: str, *arguments: str) -> None:
-    """Install into the environment of the interpreter `target` with the pip of `python`."""
+    """Install packages into the environment of the interpreter `target`, using the pip of `python`."""
     quiet = ("--quiet", "--disable-pip-version-check")
     subprocess.run([python, "-m", "pip", "--python", target, "install", *quiet, *arguments], check=True)
 
 
 def write_sbom(wheel: Path, output: Path, epoch: int) -> None:
-    """Write the CycloneDX SBOM of a complete installation of the wheel, with the versions that the tests use."""
+    """Write the CycloneDX SBOM of a complete installation of the wheel. The tests use the same versions."""
     tools = environment("sbom", SBOM_TOOLS)
     with tempfile.TemporaryDirectory(prefix="cellama-sbom-") as folder:
         venv.create(folder, with_pip=False)

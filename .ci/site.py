@@ -2,8 +2,8 @@
 
     .venv/bin/python .ci/site.py [DIRECTORY]    # writes DIRECTORY/site; default: build
 
-Zensical reads `.ci/mkdocs.yml` and needs pages and configuration in one directory, so the pages are copied first, with
-the files that they include.
+Zensical reads `.ci/mkdocs.yml` and needs pages and configuration in one directory, so the pages are copied first, and
+the files that they include are inserted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(directory: Path) -> int:
-    """Build the site into `directory`/site and return the exit code of Zensical."""
+    """Build the site into `directory`/site and return Zensical's exit code."""
     pages = directory / "pages"
     shutil.rmtree(pages, ignore_errors=True)
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("__pycache__"))

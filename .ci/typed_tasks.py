@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def found_kinds() -> Iterator[tuple[str, Kind]]:
-    """Return the names of all kinds in the modules of the package, with the kinds."""
+    """Return all kinds of jobs that the modules of the package define, by name."""
     for found in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{found.name}")
         yield from ((name, thing) for name, thing in vars(module).items() if isinstance(thing, Kind))
@@ -243,7 +243,10 @@ def base_name(payload: type) -> str:
 
 
 def parameters(payload: type[BaseModel], kind: Kind) -> str:
-    """Return a TypedDict of the parameters that a payload adds to its bases, except positional ones."""
+    """Return the source of a TypedDict with the parameters that a payload adds to its bases.
+
+    Positional parameters are omitted.
+    """
     bases = [f"{base_name(base)}Params" for base in payload.__bases__ if base is not Payload] or ["TypedDict"]
     own = [name for name in inspect.get_annotations(payload) if name not in kind.positional]
     lines = [f"    {name}: {typed(payload.model_fields[name])}" for name in own]
@@ -254,7 +257,7 @@ def parameters(payload: type[BaseModel], kind: Kind) -> str:
 
 
 def call(kind: Kind) -> str:
-    """Return the typed call of a task with all parameters, and the task."""
+    """Return the source of the typed call of a task with all its parameters, and the source of the task."""
     name, fields = base_name(kind.payload), kind.payload.model_fields
     by_name = [f"    {each}: {typed(fields[each])}" for each in kind.positional]
     signature = [
@@ -301,7 +304,7 @@ def source(annotation: Any) -> str:
         return "None"
     if annotation in (str, int, float, bool):
         return str(annotation.__name__)
-    raise TypeError(f"no type for callers is known of {annotation!r}; annotate it with TypedAs")
+    raise TypeError(f"{annotation!r} has no known type for callers; annotate it with TypedAs")
 
 
 def formatted(file: Path, text: str) -> str:

@@ -65,12 +65,12 @@ def _package(benchmark: Benchmark) -> str:
 
 
 def _is_installed(benchmark: Benchmark) -> bool:
-    """Return whether the benchmark is installed. A wheel contains those for users, a checkout contains all."""
+    """Return whether the benchmark is installed. A wheel lacks the benchmarks for developers."""
     return importlib.util.find_spec(_package(benchmark)) is not None
 
 
 def _model(source: str) -> Path:
-    """Return the file of a source. Raises ArgumentTypeError."""
+    """Return the model file of a source. Raises ArgumentTypeError."""
     if source == "padded":
         from cellama.bench.harness.engines import padded_model
 

@@ -1,4 +1,4 @@
-"""Settings, limits and logs for all processes of cellama."""
+"""Settings, limits and logging for all of cellama's processes."""
 
 from .model_ids import MODEL_ID, MODEL_ID_RULE, id_of_source
 from .redis_url import mask_url

@@ -1,7 +1,7 @@
-"""Limits of the parameters of jobs that determine memory or work.
+"""Limits for job parameters that determine how much memory or work a job needs.
 
-Producers check them before they queue a job, and the engine checks them again. docs/limits.md lists them, and a test
-compares both. The size of a whole job is limited by the setting `max_payload_bytes`.
+Producers check these limits before they queue a job, and the engine checks them again. docs/limits.md lists the limits,
+and a test compares this list with the code. The size of a whole job is limited by the setting `max_payload_bytes`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the password of the Redis server that `cellama up` runs, for other programs of the same user."""
+"""Find the password of the Redis server that `cellama up` runs, so that the user's other programs can connect to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stored_url(directory: Path) -> RedisUrl | None:
 
 
 def with_stored_password(where: RedisUrl, data_dir: Path) -> RedisUrl:
-    """Return the URL with the password of the embedded Redis if it names that server and has no credentials."""
+    """Add the embedded Redis's password to the URL if it names this server without credentials, and return the URL."""
     if where.kind != "server" or where.credentials or where.hosts[0][0] not in LOOPBACK_HOSTS:
         return where
     stored = stored_url(redis_dir(data_dir))

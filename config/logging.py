@@ -1,4 +1,4 @@
-"""Structured logs: each event has a constant text and named fields, written to stderr as a line of text or JSON."""
+"""Write structured logs to stderr. Each event has a constant text and named fields, and is one line of text or JSON."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _as_text(value: object) -> str:
 class EventLogger(logging.LoggerAdapter[logging.Logger]):
     """Logs events with named fields.
 
-    The text of an event is constant, so that it can be searched for and counted. Values are fields. `detail` describes
-    the cause, and after a semicolon the consequence, if the event does not explain them:
+    The text of an event is constant, so that you can search for it and count it. Pass values as fields. If the event
+    does not explain its cause and consequence, `detail` describes the cause and, after a semicolon, the consequence:
 
         log = event_logger(__name__)
         log.warning("webhook endpoint disabled", endpoint="we_1", status=410, detail="it receives no more events")
@@ -57,13 +57,13 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def event_logger(name: str) -> EventLogger:
-    """Return the logger of a module; pass its `__name__`."""
+    """Return the logger of the module whose `__name__` is `name`."""
     return EventLogger(logging.getLogger(name), {})
 
 
 @contextlib.contextmanager
 def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
-    """Add the ids of a job and a trace to all lines that this thread or asyncio task logs in the block.
+    """Add the ids of a job and a trace to all lines that this thread or asyncio task logs within the block.
 
     An empty id is omitted.
     """
@@ -76,7 +76,7 @@ def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
 
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        """Append the ids of the context, unless the message has them."""
+        """Append the ids of the context, unless the message already contains them."""
         job_id, trace_id = _context.get()
         line = super().formatMessage(record)
         if job_id and job_id not in line:
@@ -105,7 +105,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, log_format: Literal["text", "json"] = "text") -> None:
-    """Log everything in this process to stderr: cellama and Celery from `level`, other libraries from WARNING."""
+    """Log to stderr in this process: cellama and Celery at `level` and above, other libraries at WARNING and above."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(TEXT_FORMAT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -114,9 +114,9 @@ def configure_logging(level: str, log_format: Literal["text", "json"] = "text") 
 
 
 def telemetry_logger() -> logging.Logger:
-    """Return the logger for telemetry, which writes each message as it is.
+    """Return the logger for telemetry, which writes each message unchanged.
 
-    It logs to stderr whatever `log_level` is, unless the application has given it handlers.
+    It logs to stderr regardless of `log_level`, unless the application has added handlers to it.
     """
     logger = logging.getLogger(TELEMETRY_LOGGER)
     logger.setLevel(logging.INFO)

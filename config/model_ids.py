@@ -1,4 +1,4 @@
-"""Check the ids of models, and derive ids for models without one."""
+"""Check model ids, and derive ids for models that have none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def id_of_source(source: str, taken: Collection[str] = ()) -> str:
 
 
 def with_ids(models: Any) -> Any:
-    """Return the models of the settings. Models without an id get one that is derived from their source."""
+    """Return the models of the settings, in which missing ids have been derived from the models' sources."""
     if not isinstance(models, list | tuple):
         return models
     taken = {model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)}

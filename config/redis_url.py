@@ -1,4 +1,4 @@
-"""Parse and mask the URL of Redis, which may be a server, a server with TLS, a Unix socket, or sentinels."""
+"""Parse and mask Redis URLs, which can name a server with or without TLS, a Unix socket, or sentinels."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class RedisUrl:
 
     @property
     def credentials(self) -> str:
-        """Return USER:PASSWORD@ in the format of a URL, or "" without credentials."""
+        """Return the credentials as `USER:PASSWORD@` for use in a URL, or "" if there are none."""
         if self.username is None and self.password is None:
             return ""
         return f"{quote(self.username or '', safe='')}:{quote(self.password or '', safe='')}@"
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Parse a URL of Redis. Raises ValueError, whose message contains no secret."""
+    """Parse a Redis URL. Raises ValueError with a message that contains no secrets."""
     scheme, found, rest = url.strip().partition("://")
     kind = _KINDS.get(scheme.lower())
     if not found or kind is None:
@@ -74,7 +74,7 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 class _InvalidUrl(ValueError):
-    """A mistake in a URL, with a message that contains no secret."""
+    """A mistake in a URL, with a message that contains no secrets."""
 
 
 def _server(kind: Kind, rest: str) -> RedisUrl:
@@ -134,7 +134,7 @@ def _sentinel(rest: str) -> RedisUrl:
 
 
 def _split_addresses(rest: str) -> tuple[list[str], str]:
-    """Return the addresses of the sentinels, and the rest after the last one. Other addresses may have a database."""
+    """Return the sentinels' addresses, and the text after the last one. A database in other addresses is dropped."""
     chunks = rest.split(";")
     end = min((at for at in map(chunks[-1].find, "/?") if at >= 0), default=len(chunks[-1]))
     addresses = [chunk.partition("/")[0] for chunk in chunks[:-1]] + [chunks[-1][:end]]
@@ -165,7 +165,7 @@ def _db(text: str) -> int:
 
 
 def mask_url(url: str) -> str:
-    """Return the URL with `***` instead of its passwords, for people and logs. It need not be valid."""
+    """Return the URL with `***` in place of its passwords, to be displayed or logged. The URL may be invalid."""
     url = _SECRET.sub(r"\1***", url)
     try:
         kind = parse_redis_url(url).kind

@@ -1,4 +1,4 @@
-"""Read the settings from environment variables `CELLAMA_*`, which override the file `cellama.toml`."""
+"""Read the settings from the file `cellama.toml` and from environment variables `CELLAMA_*`, which take precedence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SettingsError(Exception):
 
 
 class AdapterSettings(BaseModel):
-    """A LoRA adapter of a model. A string is its source, with scale 1."""
+    """A LoRA adapter of a model. A plain string stands for an adapter with this source and scale 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,9 +73,10 @@ AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None 
 
 
 class ModelSettings(BaseModel):
-    """A model that a worker loads, and the options of its engine. None lets cellama choose the value.
+    """A model that a worker loads, and the options of its engine. If an option is None, cellama chooses its value.
 
-    `cellama tune` determines the best n_parallel, n_ubatch, threads and kv_layout, which are then used instead of None.
+    `cellama tune` determines the best values of n_parallel, n_ubatch, threads and kv_layout. Later, these values are
+    used for options that are None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -177,7 +178,7 @@ TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_paralle
 
 
 class Settings(BaseSettings):
-    """All settings of cellama. `get_settings()` returns them."""
+    """All of cellama's settings. `get_settings()` returns them."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
@@ -478,7 +479,7 @@ class Settings(BaseSettings):
 
     @property
     def redis_url_masked(self) -> str:
-        """Return `redis_url` without its password, for people and logs."""
+        """Return `redis_url` without its password, to be displayed or logged."""
         return mask_url(self.redis_url)
 
 
@@ -543,7 +544,7 @@ def explain(problem: Any) -> str:
 
 
 def _masked(where: str, value: Any) -> str:
-    """Return the repr of a setting's value, with secrets masked; `where` is the dotted name of the setting."""
+    """Return the repr of a setting's value, with secrets masked. `where` is the dotted name of the setting."""
     if where == "redis_url":
         return repr(mask_url(str(value)))
     return "***" if where.rpartition(".")[2] in SECRETS else repr(value)
@@ -560,7 +561,7 @@ def _parse_budget(value: Any) -> Any:
 
 
 def _parse_size(text: str) -> int | None:
-    """Return the bytes of `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits; None if it is not a size."""
+    """Parse `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits into bytes. Return None for other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The inference engine: continuous batching on llama.cpp, usable as a library without Celery and Redis."""
+"""The inference engine. It runs continuous batching on llama.cpp, and works as a library without Celery and Redis."""
 
 from .backend import ModelInfo
 from .core.adapters import AdapterInfo

@@ -19,8 +19,8 @@ NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch was
 class DecodeError(Exception):
     """A decode call failed with llama.cpp's return code (llama.h: llama_decode).
 
-    1 means no free KV cells, 2 aborted, and -1 an invalid batch. Codes below -1 are fatal, and a part of the batch may
-    have been computed.
+    The code is 1 if there are no free KV cells, 2 if the call was aborted, and -1 if the batch is invalid. Codes below
+    -1 are fatal, and part of the batch may already have been computed.
     """
 
     def __init__(self, code: int) -> None:
@@ -30,7 +30,7 @@ class DecodeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The description of a loaded model."""
+    """Describes a loaded model."""
 
     architecture: str
     description: str  # in llama.cpp's words, for example "llama 1B Q8_0"
@@ -53,7 +53,7 @@ class Adapter:
 
 
 class AdapterUse(NamedTuple):
-    """An adapter, and the scale with which a decode call applies it. The scale is never 0."""
+    """An adapter, and the scale at which a decode call applies it. The scale is never 0."""
 
     adapter: Adapter
     scale: float
@@ -90,27 +90,27 @@ class Vocabulary(Protocol):
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for a control token."""
+        """Return the bytes of a token, or no bytes for a control token."""
         ...
 
     def is_end(self, token: int) -> bool:
-        """Return whether a token ends a generation."""
+        """Return whether a token ends the generation."""
         ...
 
 
 class Sampler(Protocol):
-    """Samples the tokens of one sequence. Engine thread only."""
+    """Samples the tokens of one sequence. Only the engine thread may use it."""
 
     @property
     def mirostat_mu(self) -> float | None:
-        """The state of mirostat, which `new_sampler` accepts; None without mirostat."""
+        """The state of mirostat for `new_sampler`, or None if the request does not use mirostat."""
         ...
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         """Return the next token, sampled from the logits of the last decode call for this slot.
 
-        `row` is the number of accepted drafts before it. With `forced`, this token is returned unless a grammar forbids
-        it. Raises GrammarFailed.
+        `row` is the number of draft tokens accepted before this token. If `forced` is given, this token is returned
+        unless a grammar forbids it. Raises GrammarFailed.
         """
         ...
 
@@ -119,15 +119,15 @@ class Sampler(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens of a text that the grammar requires next; empty if there is a choice.
+        """Return tokens of the text that the grammar requires next, or an empty list if there is a choice.
 
-        Other tokens may spell the same text.
+        Other tokens may represent the same text.
         """
         ...
 
 
 class SamplingPlan(Protocol):
-    """The prepared sampling parameters of a request, from which its samplers are created."""
+    """The prepared sampling parameters of a request, which its samplers are created from."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class SamplingPlan(Protocol):
 
 
 class KvMemory(Protocol):
-    """The KV cells of the device. Positions of a slot are contiguous and start at 0."""
+    """The KV cells of the device. The positions of a slot are contiguous and start at 0."""
 
     n_slots: int
     ctx_per_slot: int
@@ -145,18 +145,18 @@ class KvMemory(Protocol):
     partial_reuse: bool  # whether a slot can be truncated at any time
 
     def first_cut(self, slot: int) -> int:
-        """Return the smallest length to which a slot can be truncated; greater lengths are also possible.
+        """Return the smallest length to which a slot can be truncated. All greater lengths are also possible.
 
-        0 if any length is possible, and at most the current length. A slot can always be emptied.
+        The result is 0 if any length is possible, and never exceeds the current length. A slot can always be emptied.
         """
         ...
 
     def first_saved_cut(self, num_tokens: int) -> int:
-        """Return the smallest length to which a saved state of `num_tokens` positions can be truncated."""
+        """Return the smallest length to which a saved state with `num_tokens` positions can be truncated."""
         ...
 
     def trim(self, slot: int, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Keep the first positions of a slot. Return False if that is impossible; the slot is then empty."""
+        """Keep the first positions of a slot. If that is impossible, empty the slot and return False."""
         ...
 
     def copy(self, source: int, target: int, num_tokens: int, checkpoint: Any = None) -> bool:
@@ -172,21 +172,21 @@ class KvMemory(Protocol):
         ...
 
     def restore(self, slot: int, data: Any, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Restore the first positions of a saved state into an empty slot. Return False if it is still empty."""
+        """Restore the first positions of a saved state into an empty slot. Return False if the slot is still empty."""
         ...
 
     def portable(self, data: Any, num_tokens: int, *, checkpoint: bool = False) -> Buffer:
         """Return a saved state or a checkpoint in a format that doesn't depend on the number of slots.
 
-        Any thread. Raises ValueError if the state has no such format.
+        Any thread may call this. Raises ValueError if the state has no such format.
         """
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """Return a state for `restore`, or a checkpoint, and its number of tokens.
+        """Return the state or checkpoint that `portable` has converted, and its number of tokens.
 
-        Any thread. Writable buffers are not copied: the state takes them over and modifies them. Raises ValueError if
-        the data is damaged.
+        Any thread may call this. Writable buffers are not copied: the state takes them over and modifies them. Raises
+        ValueError if the data is damaged.
         """
         ...
 
@@ -195,26 +195,27 @@ class KvMemory(Protocol):
         ...
 
     def checkpoint(self, slot: int) -> Any:
-        """Return a checkpoint, with which `trim`, `copy` and `restore` can truncate a state to the current length."""
+        """Return a checkpoint, which lets `trim`, `copy` and `restore` truncate a state to the current length."""
         ...
 
 
 class AdapterStore(Protocol):
-    """Holds the weights of adapters. Any thread."""
+    """Holds the weights of adapters. Any thread may use it."""
 
     def load_adapter(self, path: Path) -> Any:
         """Load an adapter, and return its handle in the backend. Raises AdapterLoadFailed."""
         ...
 
     def free_adapter(self, handle: Any) -> None:
-        """Free the memory of an adapter. No decode call may use it from now on."""
+        """Free the memory of an adapter. Later decode calls must not use it."""
         ...
 
 
 class Backend(KvMemory, AdapterStore, Protocol):
-    """A context with the cells of all slots.
+    """A context of the inference library, with the KV cells of all slots.
 
-    Engine thread only, except `vocabulary`, `prepare`, `abort` and the methods that load and free adapters.
+    Only the engine thread may use it, except for `vocabulary`, `prepare`, `abort` and the methods that load and free
+    adapters.
     """
 
     n_vocab: int
@@ -233,22 +234,22 @@ class Backend(KvMemory, AdapterStore, Protocol):
     def vocabulary(self) -> Vocabulary: ...
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingPlan:
-        """Prepare the sampling parameters of a request for `new_sampler`. All slow work is done here.
+        """Prepare the sampling parameters of a request for `new_sampler`. This method does all slow work.
 
-        `visible` are control tokens whose text belongs to the output, and the only ones that a grammar sees. Raises
-        InvalidRequest for an invalid grammar or an unknown token.
+        `visible` contains the control tokens whose text belongs to the output. A grammar sees no other control tokens.
+        Raises InvalidRequest for an invalid grammar or an unknown token.
         """
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        """Compute the KV cells of the chunks, which are in order of slots, with these adapters.
+        """Compute the KV cells of the chunks with these adapters. The chunks are in the order of their slots.
 
-        Returns after the computation has finished, also on a GPU. Raises DecodeError.
+        The call returns after the computation has finished, even on a GPU. Raises DecodeError.
         """
         ...
 
     def abort(self) -> None:
-        """Abort the current decode call, or the next one, with code 2."""
+        """Abort the current or next decode call, which then fails with code 2."""
         ...
 
     def new_sampler(
@@ -262,11 +263,12 @@ class Backend(KvMemory, AdapterStore, Protocol):
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> Sampler:
-        """Return a sampler for the tokens after `history`, of which the last `num_sampled` were sampled before.
+        """Return a sampler for the tokens that follow `history`.
 
-        `plan` is a result of `prepare`. The grammar doesn't apply to the first `num_unbound` of the sampled tokens;
-        with None it applies after a call of `bind`. With `ban_end` no end token is sampled. `mirostat_mu` is the state
-        of the sampler that this one continues. Raises GrammarFailed.
+        `plan` is a result of `prepare`. The last `num_sampled` tokens of `history` were sampled before. The grammar
+        doesn't apply to the first `num_unbound` of these. If `num_unbound` is None, it applies once `bind` has been
+        called. With `ban_end`, no end token is sampled. `mirostat_mu` is the state of the sampler that this sampler
+        continues. Raises GrammarFailed.
         """
         ...
 
@@ -274,7 +276,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
 
 
 class EmbeddingBackend(Protocol):
-    """A context that turns whole sequences into vectors. Embedder thread only."""
+    """A context that turns whole sequences into vectors. Only the embedder thread may use it."""
 
     max_tokens: int  # limit for one text
     batch_tokens: int  # largest efficient size of a batch of several texts; at most `max_tokens`
@@ -292,9 +294,9 @@ class EmbeddingBackend(Protocol):
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return one array per text, as the model outputs it: [n_embd], or [tokens, n_embd] if `per_token`.
+        """Return one array per text, as the model outputs it: [n_embd], or [tokens, n_embd] if `per_token` is true.
 
-        The texts may have `max_tokens` tokens in total. Raises DecodeError.
+        The texts may have at most `max_tokens` tokens in total. Raises DecodeError.
         """
         ...
 

@@ -1,6 +1,7 @@
 """The errors of the engine, and checks that raise them.
 
-Codes cross processes, objects don't. `tasks/contract/codes.py` describes each code for callers.
+Errors are passed to other processes by code, not as exception objects. `tasks/contract/codes.py` describes each code
+for callers.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class ModelNotLoaded(EngineError):
 
 
 class ModelLoadFailed(EngineError):
-    """The source is missing, damaged or not supported. Nothing of the model stays in memory."""
+    """The source is missing, damaged or not supported. No part of the model stays in memory."""
 
     code = "model_load_failed"
 
 
 class IdTaken(ModelLoadFailed):
-    """Another model, or another adapter of the model, has the id."""
+    """Another model, or another adapter of the same model, already has this id."""
 
     code = "id_taken"
 
@@ -90,7 +91,7 @@ class UnknownKey(EngineError):
 
 
 class AdapterBusy(EngineError):
-    """Requests still used the adapter at the timeout. It stays loaded and available."""
+    """Requests were still using the adapter when the timeout expired. It stays loaded and available."""
 
     code = "adapter_busy"
 
@@ -102,31 +103,31 @@ class ManagerExists(EngineError):
 
 
 class ModelBusy(EngineError):
-    """Requests still used the model at the timeout. It stays loaded and available."""
+    """Requests were still using the model when the timeout expired. It stays loaded and available."""
 
     code = "model_busy"
 
 
 class QueueFull(EngineError):
-    """`max_queue` requests already wait. The handle of the request raises this error."""
+    """`max_queue` requests are already waiting. The handle of the request raises this error."""
 
     code = "queue_full"
 
 
 class DecodeFailed(EngineError):
-    """llama.cpp rejected the tokens of this request (llama.h: llama_decode, llama_encode). Others are not affected."""
+    """llama.cpp rejected the tokens of one request (llama.h: llama_decode, llama_encode). Others are not affected."""
 
     code = "decode_failed"
 
 
 class RequestFailed(EngineError):
-    """An unexpected error affected this request. The log has the error, and other requests continue."""
+    """An unexpected error affected this request. The error is logged, and other requests continue."""
 
     code = "internal_error"
 
 
 class GrammarFailed(EngineError):
-    """Grammar, biases and ignore_eos together allow no token."""
+    """The grammar, the logit biases and `ignore_eos` together allow no token."""
 
     code = "grammar_failed"
 
@@ -153,7 +154,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check(ok: bool, name: str, value: object, condition: str) -> None:
-    """Raise InvalidRequest unless `ok`; the message names the value and the condition that it must fulfil."""
+    """Raise InvalidRequest unless `ok` is true. The message names the value and the condition that it must meet."""
     if not ok:
         raise InvalidRequest(f"{name} is {value!r}; it must be {condition}")
 

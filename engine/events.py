@@ -1,4 +1,4 @@
-"""Events of requests, emitted once per step, and telemetry of steps and requests."""
+"""Events of requests, which are emitted once per step, and telemetry of steps and requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PrefixHit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """Token counts of a request. The `cached_tokens` of the prompt were not computed again."""
+    """Token counts of a request. `cached_tokens` counts the prompt tokens that were reused instead of computed."""
 
     prompt_tokens: int  # number of prompt tokens
     completion_tokens: int  # number of generated tokens
@@ -39,20 +39,20 @@ class RequestUsage:
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:
-        """How much of the prompt was reused."""
+        """Whether all of the prompt, a part of it or nothing was reused."""
         if not self.cached_tokens:
             return "cold"
         return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
 
     @property
     def cache_hit(self) -> PrefixHit:
-        """How much of the prompt was reused, with the length and the tier."""
+        """How much of the prompt was reused, and from which tier."""
         return PrefixHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Times in milliseconds from submission, and rates in tokens per second. None if there was nothing to measure."""
+    """Times in milliseconds from submission, and rates in tokens per second. A value that can't be measured is None."""
 
     queue_ms: float  # until the request got a slot, or ended without one
     ttft_ms: float | None  # until the first token
@@ -65,7 +65,7 @@ class RequestTimings:
 
 
 class Context:
-    """The tokens of a prompt and of the output after it, with the conditions for continuing them. Any thread."""
+    """The tokens of a prompt and its output, with the conditions for continuing them. Any thread may use it."""
 
     __slots__ = ("_key", "adapters", "generated", "identity", "prompt", "scope")
 
@@ -77,7 +77,7 @@ class Context:
         prompt: tuple[int, ...],
         generated: tuple[int, ...] = (),
     ) -> None:
-        """`adapters` are fingerprints and scales. Creating a context is cheap, because the engine thread does it."""
+        """Create a context cheaply, because the engine thread does it. `adapters` are fingerprints and scales."""
         self.identity = identity
         self.adapters = adapters
         self.scope = scope
@@ -87,7 +87,7 @@ class Context:
 
     @property
     def seed(self) -> bytes:
-        """The digest of all that the cells of these tokens depend on, except the tokens."""
+        """The digest of everything that the cells of these tokens depend on, except the tokens themselves."""
         return seed_of(self.identity, self.adapters, self.scope)
 
     @property
@@ -108,9 +108,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a request that did not fail. `text` has no stop string and no incomplete character.
+    """The result of a request that did not fail. `text` contains neither a stop string nor an incomplete character.
 
-    `tokens` and `usage` count everything that was generated. In a chat, `text` excludes reasoning and tool calls.
+    `tokens` and `usage` cover everything that was generated. In a chat, `text` excludes reasoning and tool calls.
     """
 
     text: str
@@ -133,16 +133,16 @@ class Completion:
 
     @property
     def finish_key(self) -> str | None:
-        """The key of the prompt and the output, which a later request continues by passing it as `parent_key`.
+        """The key of the prompt and the output. A later request continues them by passing this key as `parent_key`.
 
-        It is computed by the thread that reads it first. None if `cache_prompt` is False.
+        The first thread that reads the key computes it. The key is None if `cache_prompt` is False.
         """
         return None if self.context is None else self.context.key
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request has a slot."""
+    """A request has received a slot."""
 
     request_id: str
     slot: int
@@ -153,9 +153,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Final text, and the token ids sampled since the last event. Some of them may belong to text that is held back.
+    """Final text, and the token ids sampled since the last event. Some of these may belong to text that is held back.
 
-    The event at the end of reasoning has all of the reasoning as its text.
+    The text of the event at the end of the reasoning is the complete reasoning.
     """
 
     request_id: str
@@ -181,7 +181,7 @@ Event = Started | Text | Finished
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step: the content of its batch, and its duration."""
+    """The batch of one step, and the duration of the step."""
 
     model: str  # id of the model
     at: float  # end of the step, in Unix seconds
@@ -203,7 +203,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Figures of a finished request. Times count from its submission. A time is None if the request ended earlier."""
+    """Measurements of a finished request. Times count from its submission. Values that don't exist are None."""
 
     model: str  # id of the model
     at: float  # end of the request, in Unix seconds

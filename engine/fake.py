@@ -1,7 +1,7 @@
 """Backends without llama.cpp for tests: exact, deterministic and strict.
 
-A token is a byte; 256 ends a generation. The next token is a hash of *what the KV cache of the slot holds*, so a wrong
-position, a lost cell or a mix-up of slots shows as a different text.
+A token is a byte, and token 256 ends a generation. The next token is a hash of *what the KV cache of the slot holds*,
+so a wrong position, a lost cell or a mix-up of slots changes the generated text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FakeVocabulary:
 
 
 class Cell:
-    """A KV cell. Slots that share it hold the same object. `token` is a pair if it was computed with adapters."""
+    """A KV cell. Slots that share it hold the same object. `token` is a pair if the cell was computed with adapters."""
 
     __slots__ = ("token",)
 
@@ -75,7 +75,7 @@ class FakeCheckpoint:
 
 @dataclass
 class FakeBackend:
-    """Keeps the tokens of every slot as its KV cache. `failures` are return codes for the next decode calls."""
+    """Keeps the tokens of every slot as its KV cache. `failures` are the return codes of the next decode calls."""
 
     n_slots: int = 4
     ctx_per_slot: int = 256
@@ -124,7 +124,7 @@ class FakeBackend:
         return 0 if self.partial_reuse and (not self.window or num_tokens <= self.window) else num_tokens
 
     def lose_what_the_window_passed(self, slot: int) -> None:
-        """Lose the cells before the window, as if other slots of a pool had taken them."""
+        """Drop the cells before the window, as if other slots of a pool had taken them."""
         if self.window:
             self.num_lost[slot] = max(self.num_lost[slot], len(self.cells[slot]) - self.window)
 
@@ -281,7 +281,7 @@ class FakePlan:
 
 @dataclass
 class FakeSampler:
-    """Samples greedily without a seed. Otherwise seed, position and the state of mirostat change every token."""
+    """Samples greedily without a seed. Otherwise, seed, position and the state of mirostat affect every token."""
 
     backend: FakeBackend
     seed: int | None

@@ -1,4 +1,4 @@
-"""Options and capabilities with which a model is loaded. Frozen, and valid once created."""
+"""Options and capabilities for loading a model. They are validated when created, and can't be changed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ KvLayout = Literal["auto", "unified", "partitioned"]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options with which a model is loaded and batched. None lets cellama choose. Raises InvalidRequest.
+    """Options for loading a model and batching its requests. None lets cellama choose. Raises InvalidRequest.
 
-    If `cellama tune` was run for this model on this machine, its result replaces None for n_parallel, n_ubatch and
+    If `cellama tune` was run for this model on this machine, its results replace None for n_parallel, n_ubatch and
     threads, and "auto" for kv_layout (tuned_options.py).
     """
 
@@ -107,13 +107,13 @@ class EngineOptions:
 
     @property
     def pass_tokens(self) -> int:
-        """The tokens of one pass: `n_ubatch`, or its default, limited by n_batch."""
+        """The maximum number of tokens in one pass: `n_ubatch` or its default, but at most `n_batch`."""
         widest = max(DEFAULT_UBATCH, self.chunk_size or 0) if self.n_ubatch is None else self.n_ubatch
         return min(widest, self.n_batch)
 
     @property
     def logit_rows(self) -> int:
-        """The tokens of a decode call after which a token can be sampled: one for each slot, and drafts."""
+        """The maximum number of tokens in a decode call that have logits: one for each slot, and some draft tokens."""
         slots = self.num_slots
         rows = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
         return min(self.pass_tokens, rows)
@@ -144,12 +144,12 @@ class EngineOptions:
 
     @property
     def saved_bytes(self) -> int:
-        """`cache_ram_bytes`, or its default if no load has chosen a value."""
+        """`cache_ram_bytes`, or its default if loading the model did not choose a value."""
         return DEFAULT_SAVED_BYTES if self.cache_ram_bytes is None else self.cache_ram_bytes
 
     @property
     def keeps_states(self) -> bool:
-        """Whether KV states go to disk. They are read into RAM, and only states in RAM are written."""
+        """Whether KV states are saved to disk. They pass through RAM, so this also requires a quota for RAM."""
         return bool(self.cache_dir and self.cache_disk_bytes and self.saved_bytes and self.cache_prompt)
 
     @property
@@ -164,7 +164,7 @@ class EngineOptions:
 
     @property
     def held_bytes(self) -> int:
-        """Maximum size in bytes of the saved states in RAM, including those on their way to and from disk."""
+        """Maximum size in bytes of the saved states in RAM, including states on their way to and from disk."""
         return self.saved_bytes + self.queue_bytes + self.warm_bytes
 
     @property
@@ -184,7 +184,7 @@ CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The capabilities for which a model is loaded. `pooling` is the pooling of its embeddings."""
+    """The capabilities that a model is loaded for. `pooling` is the pooling of its embeddings."""
 
     capabilities: frozenset[Capability]
     pooling: Pooling = "mean"

@@ -1,4 +1,4 @@
-"""Requests: a prompt with sampling parameters and limits. Frozen, and valid once created."""
+"""Requests: a prompt with sampling parameters and limits. They are validated when created, and can't be changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .errors import InvalidRequest, check, check_int, check_length, check_number
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token: natural logarithms, before penalties, temperature and filters."""
+    """The log-probabilities of a token and of the likeliest tokens at its position.
+
+    They are natural logarithms, before penalties, temperature and filters apply.
+    """
 
     token: int
     logprob: float
@@ -29,7 +32,7 @@ class TokenLogprob:
 def text_of_bytes(data: bytes) -> str:
     """Return the text of a token.
 
-    Bytes that are not valid UTF-8, such as a part of a character, are written in OpenAI's format: `bytes:\\xe2\\x82`.
+    Bytes that are not valid UTF-8, such as part of a character, are written in OpenAI's format: `bytes:\\xe2\\x82`.
     """
     try:
         return data.decode()
@@ -47,7 +50,7 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # parameters that con
 
 
 def _real(default: float, low: float, high: float) -> Any:
-    """Return a field with a number from `low` to `high`."""
+    """Return a field for a number from `low` to `high`."""
 
     def check_range(name: str, value: object) -> None:
         check(is_real(value) and low <= value <= high, name, value, f"from {low:g} to {high:g}")
@@ -56,7 +59,7 @@ def _real(default: float, low: float, high: float) -> Any:
 
 
 def _above_zero(default: float, high: float) -> Any:
-    """Return a field with a number above 0 and at most `high`."""
+    """Return a field for a number above 0 and at most `high`."""
 
     def check_range(name: str, value: object) -> None:
         check(is_real(value) and 0 < value <= high, name, value, f"above 0 and at most {high:g}")
@@ -65,15 +68,15 @@ def _above_zero(default: float, high: float) -> Any:
 
 
 def _whole(default: int, low: int, high: int) -> Any:
-    """Return a field with a whole number from `low` to `high`."""
+    """Return a field for a whole number from `low` to `high`."""
     return field(default=default, metadata={"check": partial(check_int, low=low, high=high)})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. `temperature=0` is greedy. `seed=None` lets the engine choose a random seed.
+    """Determines how the next token is chosen. `temperature=0` is greedy. `seed=None` means a random seed.
 
-    Raises InvalidRequest for a value out of range.
+    Raises InvalidRequest if a value is out of range.
     """
 
     temperature: float = _real(0.8, 0.0, limits.MAX_TEMPERATURE)
@@ -152,12 +155,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen, independent of the seed."""
+        """Whether the likeliest token is always chosen, regardless of the seed."""
         return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
 
     @property
     def keeps_by_min_p_alone(self) -> bool:
-        """Whether min_p is the only filter, so that the tokens need no order."""
+        """Whether min_p is the only filter, so the tokens need not be sorted."""
         return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
 
     @property
@@ -177,7 +180,7 @@ _NO_DEFAULTS = frozenset({"logprobs"})  # only a caller that reads the report ca
 
 
 def defaults_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's sampling defaults as plain JSON, with the names of SamplingParams. Raises InvalidRequest."""
+    """Return a model's sampling defaults as JSON data, with the names of SamplingParams. Raises InvalidRequest."""
     known = SamplingParams.__dataclass_fields__.keys() - _NO_DEFAULTS
     for name in given.keys() - known:
         raise InvalidRequest(f"sampling: {name!r} can't have a default; {nearest(name, known)}")
@@ -199,7 +202,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def sampling_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the given parameters, and the defaults of the model (`defaults_of`) for all others.
+    """Return sampling parameters with the given values, and with the model's defaults (`defaults_of`) for all others.
 
     A given schema, regular expression or grammar replaces the one in the defaults. Raises InvalidRequest.
     """
@@ -224,7 +227,7 @@ Mode = Literal["generate", "stream"]  # whether a caller gets the text at the en
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The earlier output of a request. It continues after these tokens as if it had never been interrupted."""
+    """The earlier output of a request. The request continues after these tokens as if it had never been interrupted."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -233,7 +236,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A generation: the token ids of a prompt, and how to continue it. Raises InvalidRequest for invalid values."""
+    """A request to generate text: a prompt as token ids, and how to continue it. Raises InvalidRequest."""
 
     id: str
     prompt: tuple[int, ...]
@@ -278,17 +281,17 @@ class Request:
 
     @property
     def called_mode(self) -> Mode:
-        """How the caller gets the text."""
+        """The way in which the caller receives the text."""
         return self.mode or ("stream" if self.stream else "generate")
 
     @property
     def prefill_only(self) -> bool:
-        """Whether it ends when its prompt is computed."""
+        """Whether the request ends when its prompt has been computed."""
         return self.max_tokens == 0
 
     @property
     def is_interactive(self) -> bool:
-        """Whether a reader waits for each token. Otherwise it is bulk work."""
+        """Whether a reader waits for each token. Otherwise, the request is bulk work."""
         return self.priority <= INTERACTIVE_PRIORITY
 
     def _check_adapters(self) -> None:

@@ -78,7 +78,7 @@ class EngineSnapshot:
 class EmbedderSnapshot:
     """The current state of an embedder or reranker. Reading it never waits, not even during a step.
 
-    Counts start when it is created.
+    Counts start when the embedder or reranker is created.
     """
 
     phase: Phase  # never "generating"
@@ -95,7 +95,7 @@ class EmbedderSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """The current states of the parts of a model. None for a part that it lacks."""
+    """The current states of the parts of a model. A part that the model lacks is None."""
 
     engine: EngineSnapshot | None
     embedder: EmbedderSnapshot | None
@@ -108,7 +108,7 @@ class ModelSnapshot:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase of the busiest part; "stopped" if any part has stopped."""
+        """Return the phase of the busiest part, or "stopped" if any part has stopped."""
         return busiest([part.phase for part in self.parts])
 
     @property
@@ -164,7 +164,7 @@ class ManagerSnapshot:
 
     @classmethod
     def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:
-        """Sum over all engines, embedders and rerankers of these models. A figure that a part does not count is 0."""
+        """Return the sums over all parts of these models. A figure that a part does not count is 0 for that part."""
         parts = [part for model in models for part in model.parts]
         names = [field.name for field in fields(cls) if field.name not in ("phase", "models")]
         sums: dict[str, Any] = {name: sum(getattr(part, name, 0) for part in parts) for name in names}
@@ -172,6 +172,6 @@ class ManagerSnapshot:
 
 
 def busiest(phases: Sequence[Phase]) -> Phase:
-    """Return the common phase of several engines: "stopped" if any of them has stopped."""
+    """Return the phase of the busiest of several engines, or "stopped" if any of them has stopped."""
     order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
     return next((phase for phase in order if phase in phases), "idle")

@@ -1,4 +1,4 @@
-"""The Celery application of cellama. It reads the settings when they are first needed, not when it is imported."""
+"""cellama's Celery app. It reads the settings when they are first needed, not when this module is imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EMBEDDING_JOBS = 16  # jobs in progress for a model that only embeds or reranks,
 
 
 class RefusalAwareConnection(Connection):  # type: ignore[misc]
-    """A connection whose channels raise RefusedForNow, and use the password of the Redis of `cellama up`."""
+    """A connection whose channels raise RefusedForNow, and use the password of the Redis that `cellama up` runs."""
 
     credential_provider: Any
 
@@ -52,13 +52,13 @@ class RefusalAwareConnection(Connection):  # type: ignore[misc]
 
 
 class RefusalAwareAMQP(AMQP):  # type: ignore[misc]
-    """Celery's AMQP, which makes these connections."""
+    """Celery's AMQP class, changed to create RefusalAwareConnections."""
 
     Connection = RefusalAwareConnection
 
 
 class BoundedDispatcher(EventDispatcher):  # type: ignore[misc]
-    """Celery's dispatcher of events, with a limit on retries.
+    """Celery's event dispatcher, with a limit on retries.
 
     Events that Redis does not accept are kept for the next connection. Celery retries a worker's heartbeat until Redis
     answers. If a heartbeat is due before the worker detects that its connection is lost, these retries would block the
@@ -71,24 +71,24 @@ class BoundedDispatcher(EventDispatcher):  # type: ignore[misc]
 
 
 class BoundedEvents(Events):  # type: ignore[misc]
-    """Celery's events, which are sent by BoundedDispatcher."""
+    """Celery's Events class, changed to send events with BoundedDispatcher."""
 
     dispatcher_cls = BoundedDispatcher
 
 
 class Worker(Protocol):
-    """The part of the worker process that the app and its tasks use (worker/runtime.py)."""
+    """The interface of the worker's runtime (worker/runtime.py) that the app and its tasks use."""
 
     @property
     def ledger(self) -> Ledger: ...
 
     def close(self, save_until: float = 0.0) -> None:
-        """Close models and threads. Until `save_until` (monotonic), KV states are saved."""
+        """Close models and stop threads. KV states are saved until `save_until`, a monotonic time in seconds."""
         ...
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
-    """A Celery app. In a worker process it also has the worker's runtime."""
+    """A Celery app. In a worker process, it also holds the worker's runtime."""
 
     amqp_cls = RefusalAwareAMQP
     control_cls = "cellama.tasks.broker.control:PersistentControl"
@@ -101,14 +101,14 @@ class CellamaApp(Celery):  # type: ignore[misc]
     server_check: ServerCheck
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
-        """Return a connection as Celery does. A purge through it cancels the jobs whose messages it removes."""
+        """Return a connection as Celery does. A purge over it also cancels the jobs whose messages it removes."""
         from cellama.tasks.broker.control import purge_queue, purging_with
 
         return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
 
 def make_app(redis_url: str | None = None) -> CellamaApp:
-    """Return an app whose jobs go to this Redis, or to that of the settings. Celery's current app is unchanged."""
+    """Return an app whose jobs go to this Redis (default: `redis_url`). Celery's current app stays the same."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
     new.templates = Templates()
@@ -121,7 +121,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Exit with Exit.CONFIG when a worker starts if the installed libraries lack a part that it needs."""
+    """Exit with Exit.CONFIG if a worker starts and the installed libraries lack a part that it needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
@@ -155,7 +155,7 @@ def _remove_traceback_of_reject(record: logging.LogRecord) -> bool:
 
 
 def celery_config(settings: Settings) -> dict[str, Any]:
-    """Return the configuration of Celery for these settings of cellama."""
+    """Return Celery's configuration for these settings."""
     return {
         **broker_options(settings.redis_url),
         **_exchanges(settings.key_prefix),
@@ -192,7 +192,8 @@ def celery_config(settings: Settings) -> dict[str, Any]:
 def _exchanges(prefix: str) -> dict[str, str]:
     """Return the names of Celery's exchanges for remote control and events.
 
-    With the default key prefix they are Celery's own names, so Flower and plain producers need no configuration.
+    With the default key prefix, these are Celery's own names, so Flower and producers with plain Celery need no
+    configuration.
     """
     return {} if prefix == DEFAULT_KEY_PREFIX else {"control_exchange": prefix, "event_exchange": f"{prefix}.events"}
 
@@ -212,13 +213,13 @@ def _transport_options(settings: Settings) -> dict[str, Any]:
 
 
 def _queue(model_id: str) -> Queue:
-    """Return a queue with an exchange of its own. Celery's default exchange could deliver messages of other apps."""
+    """Return a queue with its own exchange, because Celery's default exchange could deliver other apps' messages."""
     name = queue_name(model_id)
     return Queue(name, Exchange(name), name)
 
 
 def concurrency(settings: Settings) -> int:
-    """Return how many jobs a worker holds at the same time: the jobs in progress of all models, and their look-ahead.
+    """Return how many jobs a worker holds at the same time: all models' jobs in progress, plus their look-ahead.
 
     `Runtime.attach` corrects this number after the models have been loaded, because their number of slots may be tuned.
     """
@@ -228,8 +229,8 @@ def concurrency(settings: Settings) -> int:
 def num_jobs_of(model: ModelSettings, slots: int | None = None, capabilities: Collection[str] = ()) -> int:
     """Return how many jobs of a model can be in progress: one per slot, or EMBEDDING_JOBS if it does not generate.
 
-    `slots` and `capabilities` are those of the loaded model. By default they are taken from the settings. A model
-    without capabilities in the settings counts as a generating model.
+    `slots` and `capabilities` describe the loaded model. By default, they are taken from the settings. A model for
+    which the settings list no capabilities counts as a generating model.
     """
     if not {"generate", "chat"} & set(capabilities or model.capabilities or ("generate",)):
         return EMBEDDING_JOBS

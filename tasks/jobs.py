@@ -1,6 +1,6 @@
 """The Celery tasks, one for each kind of job. Calls are checked before anything is queued, one by one or many at once.
 
-`tasks/calls` turns calls into messages, and `tasks/attempt` has what the tasks do in a worker.
+`tasks/calls` turns calls into messages, and `tasks/attempt` implements what the tasks do in a worker.
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ class JobTask(Task):  # type: ignore[misc]
         return 1024 if get_settings().show_prompts else 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Result:
-        """Run the task. Unlike Celery's method, this one accepts a parameter of the name `self`."""
+        """Run the task. Unlike Celery's method, this method accepts a parameter named `self`."""
         result: Result = self.run(*args, **kwargs)
         return result
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
         """Queue the job on its model's queue with its priority. docs/canvas.md describes Celery's options.
 
-        With `idempotency_key`, a second call with the same key returns the job of the first one, as long as its result
-        is kept. Keys are separate for each task and scope (`idempotency_scope`, else `cache_scope`). A key that was
-        used with other parameters is refused. Raises InvalidJob, RedisFull, RedisUnreachable; an invalid step of a
-        canvas fails on its own instead. After RedisUnreachable, a call with `task_id=error.job_id` queues the job
-        unless the first call did.
+        With `idempotency_key`, a second call with the same key returns the job of the first call for as long as its
+        result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). A key
+        that was used with different parameters is refused. Raises InvalidJob, RedisFull and RedisUnreachable. An
+        invalid step of a canvas does not raise, but fails on its own. After RedisUnreachable, a call with
+        `task_id=error.job_id` queues the job unless the first call already did.
         """
         require_parts(*PRODUCER_PARTS)
         is_next_step = is_sending_next_step()
@@ -164,7 +164,7 @@ class JobTask(Task):  # type: ignore[misc]
         return group(self.s(argument) for argument in it)
 
     def starmap(self, it: Iterable[Sequence[Any]]) -> group:
-        """Return a group as `map` does. Each item has all positional arguments of a call."""
+        """Return a group as `map` does. Each item contains all positional arguments of a call."""
         return group(self.s(*arguments) for arguments in it)
 
     def chunks(self, it: Iterable[Any], n: int) -> Any:
@@ -202,7 +202,7 @@ class JobTask(Task):  # type: ignore[misc]
     def queue_many(self, jobs: Sequence[Checked]) -> list[str]:
         """Queue jobs in pages, with one round trip to Redis for each page.
 
-        Raises RedisUnreachable or RedisRefused. The message has the number of queued jobs.
+        Raises RedisUnreachable or RedisRefused, with the number of queued jobs in the message.
         """
         require_parts(*PRODUCER_PARTS)
         num_queued = 0
@@ -243,8 +243,8 @@ class JobTask(Task):  # type: ignore[misc]
     def _template_key(self, *, is_bulk: bool) -> TemplateKey | None:
         """Return the part of a template's key that all jobs of this call share.
 
-        Return None if Celery must build each message. Within a task it adds the ids of the task's parents, and handlers
-        of signals can change a message.
+        Return None if Celery must build each message itself. This is the case within a task, because Celery then adds
+        the ids of the task's parents, and if signal handlers can change messages.
         """
         if current_task or any(signal.receivers for signal in PUBLISHING_SIGNALS):
             return None
@@ -297,7 +297,7 @@ class JobTask(Task):  # type: ignore[misc]
         return job.model_copy(update={"priority": priority, "timeout": timeout_of(kwargs, priority)})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Let the journal of a chunk expire as late as results, because it contains the results of its lines."""
+        """Keep the journal of a chunk for as long as results, because it contains the results of the chunk's lines."""
         if self.kind.keeps_journal and status == states.SUCCESS and self.app.runtime is not None:
             with contextlib.suppress(RedisError):  # the journal then expires as other journals do
                 self.app.runtime.ledger.keep_journal(task_id)

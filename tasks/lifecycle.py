@@ -33,7 +33,7 @@ NEXT_STEP_RETRIES = {"max_retries": 10_000, "interval_start": 0.1, "interval_ste
 
 
 class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Load the models before the consumer takes a job, and show them in `inspect stats`."""
+    """Loads the models before the consumer takes a job, and shows them in `inspect stats`."""
 
     requires = ("celery.worker.components:Pool",)
 
@@ -68,7 +68,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Attach the runtime to the consumer. Leases are renewed even while the consumer reconnects or drains."""
+    """Attaches the runtime to the consumer. Leases are renewed even while the consumer reconnects or drains."""
 
     requires = ("cellama.tasks.broker.consumer:Intake",)
 

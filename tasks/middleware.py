@@ -73,7 +73,7 @@ class AttemptContext:
 
 
 def context_of(task: Task, attempt: Attempt) -> AttemptContext:
-    """Return the context of an attempt that starts now at the current job of this task."""
+    """Return the context of an attempt that is now starting at this task's current job."""
     request, delivery = task.request, task.request.delivery_info or {}
     priority, names = delivery.get("priority"), KINDS[task.name].positional
     return AttemptContext(
@@ -91,7 +91,7 @@ class Middleware:
     """The base class of middlewares, whose hooks do nothing. Override the hooks that you need.
 
     An exception in a hook does not affect the job. It is logged once for each class and hook. Each hook blocks the
-    thread that calls it. The docstring of the hook names this thread.
+    thread that calls it. The hook's docstring names this thread.
     """
 
     def before_attempt(self, attempt: AttemptContext) -> None:
@@ -100,7 +100,7 @@ class Middleware:
     def before_request(self, attempt: AttemptContext, line: str, job: GenerateJob | ChatJob | PrefillJob) -> None:
         """Run before the engine receives a request of the attempt, on the job's thread.
 
-        `line` is the number of the line in a bulk run, or empty for other jobs.
+        `line` is the number of the line in a bulk run, or an empty string for other jobs.
         """
 
     def after_first_token(self, attempt: AttemptContext) -> None:
@@ -118,17 +118,17 @@ class Middleware:
     def after_attempt(self, attempt: AttemptContext) -> None:
         """Run when an attempt has ended and its last event is in Redis, on the job's thread.
 
-        This is before the end is reported to Celery.
+        The end has not been reported to Celery yet.
         """
 
     def on_step(self, stats: StepStats) -> None:
-        """Run with each step of each engine, on the telemetry thread.
+        """Run for each step of each engine, on the telemetry thread.
 
         A slow hook does not delay tokens, but misses steps.
         """
 
     def on_request(self, stats: RequestStats) -> None:
-        """Run with the statistics of each finished request, on the telemetry thread."""
+        """Run for each finished request with its statistics, on the telemetry thread."""
 
     def on_model_loaded(self, model_id: str, model: Model) -> None:
         """Run when the worker has loaded a model, before the model's first job."""
@@ -141,7 +141,7 @@ HOOKS = tuple(name for name in vars(Middleware) if not name.startswith("_"))
 
 
 class Middlewares:
-    """Call the hooks of all middlewares of a worker in the order of the middlewares. Thread-safe."""
+    """Calls the hooks of all middlewares of a worker, in the order of the middlewares. Thread-safe."""
 
     def __init__(self, middlewares: Iterable[Middleware] = ()) -> None:
         self._middlewares = list(middlewares)
@@ -170,7 +170,7 @@ class Middlewares:
 
     @contextlib.contextmanager
     def around(self, attempt: AttemptContext, control: JobControl) -> Iterator[None]:
-        """Call the hooks before and after the attempt in this block, and add its ids to log lines."""
+        """Call the hooks before and after the attempt that runs in this block, and add its ids to log lines."""
         self.call(Middleware.before_attempt, attempt)
         self._attempts[attempt.record.run_id] = attempt
         with log_context(attempt.job_id, attempt.trace_id):

@@ -1,4 +1,4 @@
-"""Anthropic's request and response formats without HTTP: bodies to parameters, results and events to messages.
+"""Convert Anthropic's request bodies into parameters of jobs, and results and events into messages, without HTTP.
 
 This package may use `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
 """

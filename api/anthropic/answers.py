@@ -1,4 +1,4 @@
-"""Conversion of results into Anthropic's messages, and of errors into its error format."""
+"""Convert results into Anthropic's messages, and errors into its error format."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def error_object(status: int, message: str, request_id: str, code: str | None = 
 
 
 def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, Any]:
-    """Return the token counts. Unlike OpenAI's, `input_tokens` excludes cached tokens.
+    """Return the token counts. Unlike in OpenAI's format, `input_tokens` excludes cached tokens.
 
     All tokens are cached automatically and at no cost, so none count as written.
     """
@@ -88,7 +88,7 @@ def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, An
 
 
 def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return the stop reason for a result or a `done` event. An answer that timed out counts as cut off."""
+    """Return the stop reason for a result or a `done` event. An answer that timed out is reported as cut off."""
     reason, sequence = end["finish_reason"], end.get("stop_sequence")
     if reason == "stop":
         if end.get("tool_calls"):
@@ -138,7 +138,7 @@ def message_of(
 
 
 def thinking_block(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
-    """Return a block of reasoning. If its text is hidden, so is the signature, which would not match an empty text."""
+    """Return a block of reasoning. If its text is hidden, the signature is hidden too, because it would not match."""
     return {"type": "thinking", "thinking": text if is_shown else "", "signature": signature if is_shown else ""}
 
 
@@ -156,7 +156,7 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Partial ones are completed as in Anthropic's SDK.
+    """Return the arguments of a call as an object. Partial arguments are completed as in Anthropic's SDK.
 
     Arguments that can't be sent as JSON (1e999, half of a surrogate pair) are returned as text.
     """

@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's request bodies and tools into parameters of jobs, by `parameters`. Raises InvalidJob."""
+"""Convert Anthropic's request bodies and tools into parameters of jobs. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANTHROPIC_NAMES = {  # parameter of the job → Anthropic's name
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A parsed body. `params` are parameters of a chat, without model and messages."""
+    """A parsed body. `params` are the parameters of a chat, except its model and messages."""
 
     messages: list[dict[str, Any]]
     params: dict[str, Any]
@@ -55,7 +55,7 @@ def parse_body(body: Mapping[str, Any]) -> ParsedBody:
 
 
 def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
-    """Parse the body of a request to count tokens. Only parameters for the chat template are used."""
+    """Parse the body of a request to count tokens. Only the parameters for the chat template are used."""
     for name in body:
         if name not in COUNTED:
             raise InvalidJob(f"unknown parameter {shorten(name)}; known parameters: {', '.join(COUNTED)}")
@@ -66,12 +66,12 @@ def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
 
 
 def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return Anthropic's names of a job's parameters, except for those that the body gives under the job's name."""
+    """Return Anthropic's names of a job's parameters, except parameters that the body gives under the job's name."""
     return {name: anthropic_name for name, anthropic_name in _ANTHROPIC_NAMES.items() if name not in body}
 
 
 def _check_duplicates(unmapped: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for a parameter under both of its names. Arguments of templates are merged instead."""
+    """Raise InvalidJob if a parameter is given under both of its names. Template arguments are merged instead."""
     for name in unmapped.keys() & mapped.keys() - {"template_args"}:
         raise InvalidJob(
             f"{name} is {shorten(unmapped[name])}, but {_ANTHROPIC_NAMES[name]} is also given; leave one out"
@@ -105,7 +105,10 @@ def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinks(thinking: Any) -> bool:
-    """Return whether to think. The default is not to, as Anthropic's clients read the text of the first block."""
+    """Return whether the model should reason.
+
+    By default it does not, because Anthropic's clients read the text of the first block.
+    """
     if thinking is None:
         return False
     kind = thinking.get("type") if isinstance(thinking, dict) else None

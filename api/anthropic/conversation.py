@@ -1,6 +1,6 @@
-"""Conversion of Anthropic's system prompt and turns into messages of jobs. Raises InvalidJob.
+"""Convert Anthropic's system prompt and turns into messages of jobs. Functions raise InvalidJob.
 
-Equal turns give equal messages, so that the signature of reasoning is still valid when a client sends it back.
+Equal turns always become equal messages, so a signature of reasoning is still valid when a client sends it back.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _user(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return one message per tool result, and the texts between them as user's messages."""
+    """Return one message per tool result, and the text between tool results as user messages."""
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if block.get("type") == "tool_result":
@@ -109,7 +109,7 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return one message, because chat templates have one place each for reasoning, text and calls."""
+    """Return a single message, because chat templates have only one place each for reasoning, text and calls."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     reasoning: dict[str, Any] = {}

@@ -1,6 +1,7 @@
-"""The handling of each of Anthropic's parameters, from which the documentation is generated.
+"""Define how each of Anthropic's parameters is handled. The documentation is generated from this table.
 
-A parameter that is not in the table is a parameter of jobs (docs/reference/parameters.md), or unknown and refused.
+A parameter that is not in the table must be a parameter of jobs (docs/reference/parameters.md). Otherwise it is
+refused.
 """
 
 from __future__ import annotations

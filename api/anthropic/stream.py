@@ -1,7 +1,8 @@
-"""Conversion of a job's events into the events of Anthropic's streams.
+"""Convert a job's events into the events of Anthropic's streams.
 
-A stream has `message_start`, the blocks one after another (`content_block_start`, `_delta`, `_stop`), `message_delta`
-with the usage, and `message_stop`. Reasoning comes before the text. Complete tool calls follow the text.
+A stream consists of `message_start`, the blocks one after another (`content_block_start`, `_delta`, `_stop`),
+`message_delta` with the usage, and `message_stop`. Reasoning comes before the text. Complete tool calls follow the
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _REASONING = ("reasoning", "reasoning_end")
 
 @dataclass
 class MessageStream:
-    """The stream of one message, with its state after the events processed so far."""
+    """Converts the events of a job into the stream of one message, and keeps the state of the stream between events."""
 
     message_id: str
     model: str
@@ -34,7 +35,7 @@ class MessageStream:
     _events: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Process an event of the job. Return the events for it."""
+        """Process an event of the job, and return the events of the stream that it produces."""
         kind = event["type"]
         if kind == "started":
             self.model = event["model"]
@@ -51,7 +52,7 @@ class MessageStream:
         return events
 
     def _start(self, prompt_tokens: int = 0) -> None:
-        """Start the message, once. The number of cached tokens is only known at the end."""
+        """Start the message unless it has started. The number of cached tokens is only known at the end."""
         if self._has_started:
             return
         self._has_started = True
@@ -83,7 +84,7 @@ class MessageStream:
         self._events.append({"type": "message_stop"})
 
     def _open_block(self, kind: str, block: Mapping[str, Any]) -> None:
-        """Open a block of this type, unless one is open already."""
+        """Open a block of this type, unless a block of this type is already open."""
         self._start()
         if self._open == kind:
             return

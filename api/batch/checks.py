@@ -38,7 +38,7 @@ _OTHERS = (".db", ".sqlite", ".sqlite3", ".duckdb", ".npy", ".npz", ".pkl", ".pi
 
 
 def check_files(options: BatchOptions) -> None:
-    """Raise InvalidJob if the input can't be read, or if the name of an output has the suffix of another format."""
+    """Raise InvalidJob if the input can't be read, or if the name of an output has the suffix of a different format."""
     if options.input != STANDARD and not options.input.is_file():
         raise InvalidJob(f"there is no file {str(options.input)!r}; correct the path")
     for path in (options.output, options.errors):

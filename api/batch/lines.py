@@ -1,4 +1,4 @@
-"""Read the input of a bulk run: JSON lines, text, CSV or Parquet. Check each line before it becomes a job."""
+"""Read the input of a bulk run (JSON lines, text, CSV or Parquet), and check each line before it becomes a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a table. `columns` has all columns except the id and the prompt."""
+    """A row of a table. `columns` contains all columns except the id and the prompt."""
 
     id: str | int
     prompt: str
@@ -59,7 +59,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A valid line. `params` are the parameters of its job, and `number` counts from 1."""
+    """A valid line. `params` are the parameters of its job, and line numbers start at 1."""
 
     number: int
     id: LineId
@@ -77,7 +77,10 @@ class BatchLine:
 
     @property
     def is_repeatable(self) -> bool:
-        """Return whether identical lines have the same result, as embeddings and single greedy completions do."""
+        """Return whether identical lines have the same result.
+
+        This holds for embeddings and single greedy completions.
+        """
         return self.kind == "embed" or (self._is_greedy and self.params.get("n", 1) == 1)
 
     @property
@@ -104,7 +107,7 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The model and the parameters of lines that don't set them."""
+    """The model and the parameters for lines that don't set them."""
 
     model: str | None
     params: Mapping[str, Any]
@@ -121,10 +124,10 @@ def read_lines(
     columns: Columns = Columns(),
     check: CheckLine = lambda number, value: None,
 ) -> Iterator[BatchLine | BadLine]:
-    """Yield each line of a file that is not blank. A line whose job is larger than `max_bytes` becomes a BadLine.
+    """Yield each non-blank line of a file. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    `check` is called with the number and the object of each JSON line before the line is validated, and may raise.
-    Raises InvalidJob if the file does not have this format.
+    `check` is called with the number and the object of each JSON line before the line is validated, and may raise
+    an error. Raises InvalidJob if the file does not have this format.
     """
     if columns.are_named and format_ not in ("csv", "parquet"):
         raise InvalidJob(f"--column and --id-column need CSV or Parquet, but the format is {format_}; leave them out")
@@ -166,7 +169,10 @@ def format_of(path: Path | None, given: Format) -> Format:
 
 
 def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | str]]:
-    """Yield the number and the bytes of each line that is not blank. For an oversized line, yield an error instead."""
+    """Yield the number and the bytes of each non-blank line.
+
+    For an oversized line, yield an error instead of the bytes.
+    """
     number = 0
     while raw := stream.readline(max_bytes + 1):
         number += 1
@@ -290,7 +296,7 @@ def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredLine:
-    """A line in the work file."""
+    """A line as it is stored in the work file."""
 
     number: int
     id: LineId
@@ -357,7 +363,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value if JSON supports it, or else as text (for example a time)."""
+    """Return the value unchanged if JSON supports its type. Convert other values, such as times, to text."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -19,7 +19,10 @@ MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run. Lines and tokens cover all commands of the run, but rates cover only the current one."""
+    """The progress of a run.
+
+    The counts include all commands of the run, but the rates include only the current command.
+    """
 
     total: int = 0
     finished: int = 0
@@ -48,22 +51,22 @@ class Progress:
 
     @property
     def ended(self) -> int:
-        """Return the number of lines that finished or failed in this command."""
+        """Return the number of lines that have finished or failed during this command."""
         return self.finished + self.failed - self.already
 
     @property
     def generated(self) -> int:
-        """Return the number of tokens that were generated in this command."""
+        """Return the number of tokens that this command has generated."""
         return self.completion_tokens - self.tokens_before
 
     @property
     def rate(self) -> float:
-        """Return the generated tokens per second of this command."""
+        """Return how many tokens per second this command has generated."""
         return self.generated / max(MIN_ELAPSED_S, self.seconds)
 
     @property
     def line_rate(self) -> float:
-        """Return the lines per second of this command."""
+        """Return how many lines per second this command has processed."""
         return self.ended / max(MIN_ELAPSED_S, self.seconds)
 
 
@@ -73,7 +76,7 @@ OutputForm = Literal["auto", "openai", "short"]
 
 
 class BatchParams(ChatParams, EmbedParams, total=False):
-    """Options of a run, and parameters of lines that don't set them."""
+    """Options of a run, and parameters for lines that don't set them."""
 
     model: str | None
     ordered: bool
@@ -109,7 +112,7 @@ class BatchOptions:
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
-        """Return the options among the keywords. All other keywords become `params`. Raises InvalidJob."""
+        """Return the options among the keyword arguments. The other arguments become `params`. Raises InvalidJob."""
         options = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
         for name, known in (("format", get_args(Format)), ("form", get_args(OutputForm))):
             if options.get(name, "auto") not in known:

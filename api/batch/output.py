@@ -41,7 +41,7 @@ class LineFile:
         self.count = 0  # lines appended by this object
 
     def append(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines, and return when they are on disk. If it raises OSError, no part of them remains in the file."""
+        """Append lines, and return when they are on disk. If this raises OSError, the file contains no part of them."""
         if not values:
             return
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
@@ -59,7 +59,7 @@ class LineFile:
             _write_all(self._echo, json_for_terminal(text).encode() if self._is_on_terminal else data)
 
     def lines(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the lines from the byte `start` on."""
+        """Yield the lines, starting at the byte `start`."""
         with self.path.open("rb") as file:
             file.seek(start)
             for raw in file:
@@ -88,7 +88,7 @@ def _end_of_whole_lines(fd: int) -> int:
 
 
 def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
-    """Remove each line if `drops` returns True for its id. After a crash, either all or none are removed."""
+    """Remove the lines whose ids make `drops` return True. After a crash, either all of them are removed or none."""
     partial = path.with_name(path.name + ".part")
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
@@ -100,7 +100,7 @@ def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
 
 
 def id_of(value: Mapping[str, Any]) -> Any:
-    """Return the id of a line of the output, in either format."""
+    """Return the id of an output line in either format."""
     return value.get("custom_id", value.get("id"))
 
 
@@ -110,7 +110,7 @@ _RESULT_FIELDS = tuple(
 
 
 def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the line of the output for a result."""
+    """Return the output line for a result."""
     shaped: Any = with_messages(result) if line.kind == "chat" else result
     if line.form == "openai":
         return {**response_of(line.id, _request_id(line), line.kind, shaped), **_columns(line.columns)}
@@ -120,7 +120,7 @@ def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
-    """Return the token counts of a line of the output, in either format."""
+    """Return the token counts of an output line in either format."""
     if "response" not in value:
         usage = value.get("usage") or {}
         return {name: usage.get(name, 0) for name in TOKENS}
@@ -162,7 +162,7 @@ OutcomeList = list[tuple[StoredLine, dict[str, Any]]]  # lines with their result
 
 
 class Outcomes:
-    """Writes and counts each outcome exactly once. It is used by one thread."""
+    """Writes and counts the outcome of each line exactly once. Only one thread uses it."""
 
     def __init__(
         self, work: WorkFile, output: LineFile, errors: LineFile, progress: Progress, *, ordered: bool = False
@@ -177,7 +177,7 @@ class Outcomes:
         self._merges = work.count(TWIN) > 0
 
     def save(self, results: OutcomeList, failures: OutcomeList) -> None:
-        """Write outcomes, and copy them to the twins of their lines.
+        """Write outcomes, and copy each outcome to the twins of its line.
 
         The output is written before the work file. After a crash between the two, the next command reads the end of the
         output.
@@ -192,7 +192,7 @@ class Outcomes:
                     self._write([], [(twin, error) for twin in twins])
 
     def _write(self, results: OutcomeList, failures: OutcomeList, computed: OutcomeList | tuple[()] = ()) -> None:
-        """Write outcomes. Only results in `computed` add tokens, because twins copy the result of another line."""
+        """Write outcomes. Only results in `computed` add to the token counts, because twins copy results."""
         tokens = {
             name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
             for name in TOKENS
@@ -217,7 +217,7 @@ class Outcomes:
             self.write_held()
 
     def write_held(self) -> None:
-        """Write held results up to the first unfinished line, or all of them if the order no longer matters."""
+        """Write held results up to the first unfinished line, or all held results if the order no longer matters."""
         if self._first_open is not None:
             self._first_open = self._work.first_open(self._first_open)
         while held := self._work.held(LINES_PER_WRITE, self._first_open):

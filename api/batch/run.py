@@ -48,7 +48,7 @@ MODEL_TIMEOUT_S = 30.0  # for a model that no worker serves, because a worker ma
 
 
 def check_model(redis: Redis, model: str | None) -> None:
-    """Raise UnknownModel if workers run, but none has the model, so that a typo is found before the input is read."""
+    """Raise UnknownModel if workers are running but none has the model. This finds typos before the input is read."""
     with reaching_redis():
         workers = live_workers(redis)
     known = sorted({entry["id"] for worker in workers for entry in worker.models})
@@ -69,7 +69,7 @@ class Serving:
         self._missing_since: dict[str, float] = {}
 
     def refresh(self, models: Iterable[str]) -> None:
-        """Read the registry. `models` are those of pending lines."""
+        """Read the registry. `models` are the models of pending lines."""
         workers = live_workers(self._redis)
         self._models = {}
         for worker in workers:
@@ -243,7 +243,7 @@ class BatchRun:
         return f"waiting in the queue, {self.progress.ahead} jobs ahead" if self.progress.ahead else ""
 
     def _jobs_ahead(self) -> int:
-        """Return the number of jobs ahead of the first chunk in the queue; 0 after the first line has finished."""
+        """Return the number of jobs ahead of the first chunk in the queue, or 0 after the first line has finished."""
         if self.progress.ended:
             return 0
         try:
@@ -294,7 +294,7 @@ class BatchRun:
             failures.append((line, error))
 
     def _end_chunk(self, name: str, *, tried: bool) -> None:
-        """Forget a chunk. Its unfinished lines are pending again, or fail after MAX_TRIES attempts."""
+        """Forget a chunk. Its unfinished lines become pending again, or fail after MAX_TRIES attempts."""
         with self._work.transaction():
             self._work.give_back(name, tried=tried)
         for line in self._work.tried_out(MAX_TRIES) if tried else ():
@@ -317,7 +317,7 @@ class BatchRun:
             self._app.AsyncResult(name).revoke(terminate=True)
 
     def _stop(self, state: str) -> str:
-        """Cancel the lines in flight, and read the results of those that have finished. Return `state`."""
+        """Cancel the lines in flight, and read the results of lines that have finished. Return `state`."""
         self._report("cancelling" if state == "cancelled" else "finalizing")
         self._revoke_chunks()
         until = time.monotonic() + 10
@@ -341,7 +341,7 @@ class BatchRun:
 
 
 def progress_of(work: WorkFile) -> Progress:
-    """Return the progress of a run from its work file, as of the start of a command."""
+    """Read the progress of a run from its work file at the start of a command."""
     unreadable = int(work.get("unreadable", "0"))
     progress = Progress(
         total=sum(work.count(state) for state in range(5)) + unreadable,
@@ -357,7 +357,10 @@ def progress_of(work: WorkFile) -> Progress:
 
 
 def _fitting_lines(lines: list[StoredLine], room: int) -> list[StoredLine]:
-    """Return as many lines as fit into a message of `room` bytes. At least one fits, as each was checked before."""
+    """Return as many lines as fit into a message of `room` bytes.
+
+    At least one line fits, because the size of each line was checked before.
+    """
     size = 0
     fitting: list[StoredLine] = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Start or resume a bulk run: read its input into the work file, compare it with the output, and run what is left."""
+"""Start or resume a bulk run: read the input into the work file, compare it with the output, and run pending lines."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def run_batch(
 ) -> Summary:
     """Start or resume a run, and return when it has finished. Raises InvalidJob and OSError.
 
-    If it raises, finished lines are saved. A run with its output on stdout prints results as they arrive, and errors to
-    stderr unless a file is given. Such a run can't be resumed. `check` may reject the input while it is read.
+    Even if it raises, finished lines are saved. A run whose output is stdout prints results as they arrive, and
+    prints errors to stderr unless an error file is given. Such a run can't be resumed. `check` may reject the input
+    while it is read.
     """
     check_model(redis, options.model)
     check_files(options)
@@ -170,7 +171,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
-    """Open the work file of this output. Raises InvalidJob if the output belongs to no run."""
+    """Open the work file of this output. Raises InvalidJob if the output does not belong to a run."""
     if options.overwrite:
         if paths.work.exists():
             _work_file(paths).close()  # raises if another command uses it
@@ -208,7 +209,7 @@ def _read_input(
     echo: int | None,
     check: CheckInput | None = None,
 ) -> LineFile:
-    """Add all lines of the input to the work file. Return the error file, which has the invalid lines."""
+    """Add all lines of the input to the work file. Return the error file, which contains the invalid lines."""
     new_errors = paths.errors.with_name(paths.errors.name + ".part")
     new_errors.unlink(missing_ok=True)
     invalid = LineFile(new_errors, echo)
@@ -303,7 +304,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 
 
 def _recover(work: WorkFile, output: LineFile, start: int) -> None:
-    """Mark lines as finished if their results follow byte `start` of the output. A crash had prevented this."""
+    """Mark lines as finished if their results follow byte `start` of the output. This is needed after a crash."""
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
         if work.finish_by_id(id_of(value)):
@@ -322,7 +323,7 @@ def _serialise(options: BatchOptions) -> str:
 
 
 def options_of(output: Path) -> BatchOptions:
-    """Return the options with which the run of this output was started. Raises InvalidJob."""
+    """Return the original options of the run that wrote this output. Raises InvalidJob."""
     paths = paths_of(output)
     if not paths.work.exists():
         raise InvalidJob(

@@ -1,4 +1,7 @@
-"""The work file of a run, an SQLite database with the state of each line. Memory use does not grow with the lines."""
+"""The work file of a run, an SQLite database with the state of each line.
+
+Memory use does not grow with the number of lines.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class WorkFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write everything inside to disk, or nothing if it raises."""
+        """Write all changes made inside the `with` block to disk, or none of them if the block raises."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -79,9 +82,10 @@ class WorkFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Add the whole input inside this context. At the end, lines that are no longer in the input are deleted.
+        """Return a context in which the caller adds the whole input.
 
-        If it raises, the lines of the previous reading remain. The first reading is committed in several parts.
+        At the end, lines that are no longer in the input are deleted. If the context raises, the lines of the previous
+        reading remain. The first reading is committed in several parts.
         """
         self._is_first_reading = self._db.execute("SELECT 1 FROM lines LIMIT 1").fetchone() is None
         self._had_results = self.count(FINISHED) > 0
@@ -122,7 +126,10 @@ class WorkFile:
             self._db.execute("BEGIN IMMEDIATE")
 
     def keeps_results(self) -> bool:
-        """Return False if there are results, but none belongs to a line of the current input. Call it while reading."""
+        """Return False if there are results, but none of them belongs to a line of the current input.
+
+        Call this method while the input is read.
+        """
         query = "SELECT 1 FROM lines WHERE state = ? AND number > 0 LIMIT 1"
         return not self._had_results or self._db.execute(query, (FINISHED,)).fetchone() is not None
 
@@ -133,7 +140,7 @@ class WorkFile:
         self.find_twins()
 
     def find_twins(self) -> None:
-        """Make a line a twin if an identical line before it has no outcome yet, and no other lines."""
+        """Make a line a twin if an identical earlier line has no outcome yet. All other lines stop being twins."""
         self._pending = None
         self._db.execute("UPDATE lines SET state = 0 WHERE state = ?", (TWIN,))
         self._db.execute(
@@ -167,17 +174,20 @@ class WorkFile:
     # Planning
 
     def count(self, state: int) -> int:
-        """Return the number of lines in a state. It scans all lines."""
+        """Return the number of lines in a state. This scans all lines."""
         return int(self._db.execute("SELECT count(*) FROM lines WHERE state = ?", (state,)).fetchone()[0])
 
     def in_flight(self, model: str | None = None) -> int:
-        """Return the number of lines in flight, of one model or of all."""
+        """Return the number of lines in flight, either for one model or for all models."""
         query = "SELECT count(*) FROM lines INDEXED BY chunks WHERE state = 1 AND model = coalesce(?, model)"
         return int(self._db.execute(query, (model,)).fetchone()[0])
 
     @property
     def pending(self) -> Mapping[str, int]:
-        """Return the number of pending lines by model. They are counted once, and then updated."""
+        """Return the number of pending lines by model.
+
+        The lines are counted once, and the counts are updated from then on.
+        """
         if self._pending is None:
             rows = self._db.execute("SELECT model, count(*) FROM lines WHERE state = 0 GROUP BY model")
             self._pending = Counter(dict(rows.fetchall()))
@@ -207,7 +217,10 @@ class WorkFile:
         self._db.executemany("UPDATE lines SET state = ?, chunk = ?, place = ? WHERE number = ?", rows)
 
     def give_back(self, chunk: str, *, tried: bool) -> int:
-        """Make the unfinished lines of a chunk pending again, and return their number. `tried` counts an attempt."""
+        """Make the unfinished lines of a chunk pending again, and return their number.
+
+        If `tried` is true, this counts as an attempt.
+        """
         models = self._db.execute("SELECT model FROM lines WHERE state = 1 AND chunk = ?", (chunk,)).fetchall()
         self._add_pending(row[0] for row in models)
         query = (
@@ -278,13 +291,13 @@ class WorkFile:
             yield number, json.loads(key)
 
     def first_open(self, start: int) -> int | None:
-        """Return the number of the first unfinished line from `start` on; None if all have an outcome."""
+        """Return the number of the first unfinished line at or after `start`, or None if all lines have an outcome."""
         query = "SELECT number FROM lines WHERE number >= ? AND state NOT IN (?, ?) ORDER BY number LIMIT 1"
         row = self._db.execute(query, (start, FINISHED, FAILED)).fetchone()
         return None if row is None else int(row[0])
 
     def held(self, limit: int, before: int | None = None) -> list[tuple[int, str]]:
-        """Return the number and outcome of each finished line not yet written, in order, up to the line `before`."""
+        """Return the number and the outcome of each finished but unwritten line, in order, up to the line `before`."""
         query = (
             "SELECT number, outcome FROM lines WHERE outcome IS NOT NULL AND number < coalesce(?, number + 1) "
             "ORDER BY number LIMIT ?"
@@ -311,7 +324,7 @@ class WorkFile:
 
 
 def _id_text(line_id: Any) -> str:
-    """Return an id in the form that the file stores."""
+    """Return an id in the form in which the file stores it."""
     return json.dumps(line_id, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel runs of all machines."""
+"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel the runs of all machines."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> Any:
 
 @contextlib.contextmanager
 def redis_here() -> Iterator[Redis]:
-    """Yield a connection to the Redis of the settings. Raises RedisUnreachable."""
+    """Yield a connection to the Redis in the settings. Raises RedisUnreachable."""
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         redis.ping()
         yield redis

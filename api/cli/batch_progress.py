@@ -1,4 +1,4 @@
-"""Show the progress of a bulk run as a bar, as lines of a log or as JSON, and a summary at its end."""
+"""Show the progress of a bulk run as a bar, as text lines or as JSON, and print a summary at the end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MIN_COLUMNS = 80  # of a terminal that shows both rates
 
 
 class _Show:
-    """Shows the progress of a run as a bar, as lines or as JSON."""
+    """Shows the progress of a run as a bar, as text lines or as JSON."""
 
     def __init__(self, bar: Bar | None, events: Console | None) -> None:
-        """JSON goes to `events`. Without `bar` and without `events`, text lines go to stderr."""
+        """Write JSON to `events` if it is given. Without `bar` and `events`, write text lines to stderr."""
         self._bar = bar
         self._events = events
         self._task: TaskID | None = None
@@ -56,9 +56,9 @@ class _Show:
 
 @contextlib.contextmanager
 def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
-    """Yield a display of progress. It is a bar if stderr is a terminal that shows nothing else.
+    """Yield a display of progress, which is a bar if stderr is a terminal that shows nothing else.
 
-    With results on stdout, errors of lines go to stderr.
+    If results go to stdout, the errors of lines go to stderr.
     """
     if json or to_stdout or not err.is_terminal:
         yield _Show(None, _events(to_stdout) if json else None)

@@ -129,7 +129,10 @@ def _default_directory() -> Path:
 
 
 def _run(command: str, directory: Path | None, **options: Any) -> Any:
-    """Return the result of a command of `python -m cellama.engine.kvstore`, because `api` never imports the engine."""
+    """Run a command of `python -m cellama.engine.kvstore` and return its result.
+
+    It needs a process of its own, because `api` never imports the engine.
+    """
     check_installed()
     request = {
         "do": command,

@@ -1,4 +1,7 @@
-"""The table of all commands, and the entry point. `tasks/contract/codes.py` defines the exit codes."""
+"""The table of all commands, and the entry point of the command line.
+
+`tasks/contract/codes.py` defines the exit codes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ app = group_of_commands(
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with Ctrl-C mapped to the exit code 130."""
+    """Return the command in a form that exits with code 130 after Ctrl-C."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:

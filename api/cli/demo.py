@@ -92,7 +92,7 @@ def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
 
 
 def main() -> None:
-    """Run the producer process, which only connects to Redis."""
+    """Run the producer process, which connects only to Redis."""
     with Client() as client:
         _stream(client)
         _chat(client)
@@ -151,7 +151,7 @@ def _bulk(client: Client) -> None:
 
 
 def _show_batching(client: Client, num_requests: int) -> None:
-    """Print the number of steps from the worker's heartbeat, as soon as it counts all requests."""
+    """Print the number of steps from the worker's heartbeat as soon as the heartbeat includes all requests."""
     deadline = time.monotonic() + JOB_TIMEOUT_S
     while time.monotonic() < deadline:
         for worker in client.workers():

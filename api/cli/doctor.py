@@ -1,7 +1,7 @@
 """`cellama doctor`: check this machine and its Redis, and print each finding with its remedy.
 
-A check never raises and never hangs: each runs in a thread of its own, and an error or a missed deadline becomes a
-finding. Texts contain no password.
+A check never raises and never hangs: each check runs in a thread of its own, and an error or a missed deadline becomes
+a finding. No finding contains a password.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _MARKS: dict[Level, str] = {"ok": "[green]✔[/]", "warning": "[bold yellow]![/]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check: what was found, and what to do about it unless `level` is ok."""
+    """The result of a check: what was found, and a remedy unless `level` is ok."""
 
     level: Level
     name: str
@@ -127,7 +127,10 @@ def doctor_command(redis: RedisOption = None, json: JsonOption = False) -> None:
 
 
 def _checks(redis: str | None) -> dict[str, Check]:
-    """Return all checks by name, in the order of the output. Without valid settings, only those that need none."""
+    """Return all checks by name, in the order of the output.
+
+    If the settings are invalid, only the checks that don't need settings are returned.
+    """
     checks: dict[str, Check] = {"Python": check_python, "packages": check_packages, "llama.cpp": check_llama_cpp}
     try:
         settings = apply(None, redis)
@@ -200,7 +203,10 @@ def check_python() -> Iterable[Finding]:
 
 
 def check_packages() -> Iterable[Finding]:
-    """Yield whether cellama supports the installed Celery, kombu and redis-py. Workers support fewer versions."""
+    """Yield whether cellama supports the installed Celery, kombu and redis-py.
+
+    Workers support fewer versions than clients.
+    """
     names = {"Celery": "celery", "kombu": "kombu", "redis-py": "redis"}
     found = ", ".join(f"{name} {importlib.metadata.version(package)}" for name, package in names.items())
     try:
@@ -216,7 +222,7 @@ def check_packages() -> Iterable[Finding]:
 
 
 def check_llama_cpp() -> Iterable[Finding]:
-    """Yield the build of llama.cpp, and the parts of the CPU and the GPUs that it can't use."""
+    """Yield the build of llama.cpp, and the CPU features and GPUs that it can't use."""
     if missing := _missing_modules():
         yield _not_installed(missing)
         return
@@ -251,7 +257,7 @@ def has_compiler() -> bool:
 
 
 def read_build(argv: tuple[str, ...] = (sys.executable, "-m", "cellama.engine.llama")) -> dict[str, Any] | Finding:
-    """Return the description of the build by a child process, because `api` never imports the engine."""
+    """Let a child process describe the build of llama.cpp, because `api` never imports the engine."""
     rebuild = f"rebuild llama.cpp on this machine: {_install_command()}"
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
@@ -269,7 +275,7 @@ def read_build(argv: tuple[str, ...] = (sys.executable, "-m", "cellama.engine.ll
 
 
 def _install_command(option: str = "") -> str:
-    """Return the command that builds llama.cpp again, with this option for CMake."""
+    """Return the command that builds llama.cpp again with this CMake option."""
     requirement = "llama-cpp-python"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         declared = importlib.metadata.requires("cellama") or []
@@ -280,7 +286,7 @@ def _install_command(option: str = "") -> str:
 
 
 def cpu_flags(path: Path = CPU_INFO) -> set[str]:
-    """Return the features of the CPU as Linux names them. Empty on other systems."""
+    """Return the features of the CPU as Linux names them, or nothing on other systems."""
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -290,9 +296,10 @@ def cpu_flags(path: Path = CPU_INFO) -> set[str]:
 
 
 def cpu_findings(features: list[str], flags: set[str]) -> Iterable[Finding]:
-    """Yield the CPU features that the build uses, those it lacks, and those that the CPU lacks.
+    """Yield the CPU features that the build uses, the features that it lacks, and the features that the CPU lacks.
 
-    `features` are those of the build, and `flags` those of the CPU. Without flags, nothing is compared.
+    `features` are the features of the build, and `flags` are the features of the CPU. Without flags, nothing is
+    compared.
     """
     used = [name for name in features if name in CPU_FLAGS]
     absent = [name for name in used if CPU_FLAGS[name] not in flags] if flags else []
@@ -313,7 +320,7 @@ def cpu_findings(features: list[str], flags: set[str]) -> Iterable[Finding]:
 
 
 def seen_gpus(folder: Path = PCI_DEVICES) -> list[str]:
-    """Return the vendor of each GPU of this machine, also of those without a driver."""
+    """Return the vendor of each GPU in this machine, even if the GPU has no driver."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ["Apple"]
     vendors = []
@@ -327,7 +334,7 @@ def seen_gpus(folder: Path = PCI_DEVICES) -> list[str]:
 
 
 def gpu_findings(build: dict[str, Any], seen: list[str]) -> Iterable[Finding]:
-    """Yield the GPUs that llama.cpp can use, or why it can't use those of this machine."""
+    """Yield the GPUs that llama.cpp can use, or why it can't use the GPUs in this machine."""
     if build["gpus"]:
         yield Finding("ok", "GPU", ", ".join(build["gpus"]))
         return
@@ -347,7 +354,7 @@ def gpu_findings(build: dict[str, Any], seen: list[str]) -> Iterable[Finding]:
 
 
 def check_redis(settings: Settings) -> Iterable[Finding]:
-    """Yield the state of the Redis of the settings: version, memory, persistence, clock, and workers."""
+    """Yield the state of the Redis in the settings: its version, memory, persistence, clock and workers."""
     limits = {"socket_connect_timeout": REDIS_TIMEOUT_S, "socket_timeout": REDIS_TIMEOUT_S}
     with connect(settings.redis_url, retry=Retry(NoBackoff(), 0), **limits) as redis:
         try:
@@ -422,12 +429,12 @@ def persistence_finding(info: dict[str, Any]) -> Finding:
 
 
 def _problem(setting: str, info: dict[str, Any]) -> str | None:
-    """Return the problem of a setting, as workers log it, without the remedy."""
+    """Return the problem with a setting of Redis as workers log it, without the remedy."""
     return next((text.partition("; ")[0] for text in problems_of(info) if text.startswith(setting)), None)
 
 
 def clock_difference_s(redis: Redis) -> float:
-    """Return by how many seconds the clock of this machine is ahead of that of Redis."""
+    """Return by how many seconds the clock of this machine is ahead of the clock of Redis."""
     before = time.time()
     at_redis = redis_time(redis)
     return (before + time.time()) / 2 - at_redis
@@ -443,7 +450,7 @@ def clock_finding(difference_s: float) -> Finding:
 
 
 def worker_findings(workers: list[WorkerEntry], version: str | None = None) -> Iterable[Finding]:
-    """Yield the versions of the live workers, compared with each other and with `version` of this command."""
+    """Compare the versions of the live workers with each other and with the `version` of this command."""
     version = cellama_version() if version is None else version
     if not workers:
         yield Finding("ok", "workers", "none is running; `cellama up` or `cellama worker` starts one")
@@ -480,7 +487,7 @@ def _names(names: list[str]) -> str:
 
 
 def check_disk(settings: Settings) -> Iterable[Finding]:
-    """Yield the free space of the directories that cellama writes."""
+    """Yield the free space in the directories that cellama writes to."""
     yield directory_finding("data_dir", settings.data_dir.expanduser())
     if settings.cache_dir is not None:
         folder = Path(settings.cache_dir).expanduser()
@@ -488,7 +495,7 @@ def check_disk(settings: Settings) -> Iterable[Finding]:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Return the size of all files in a directory. Files that workers remove at the same time are skipped."""
+    """Return the size of all files in a directory. Files that workers remove in the meantime are skipped."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -498,7 +505,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Finding:
-    """Return whether a directory can be written, and has enough free space. It need not exist yet."""
+    """Return whether a directory is writable and has enough free space. It need not exist yet."""
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # False without access
     free = shutil.disk_usage(existing).free
     shown = f"{setting} {folder}: {readable(free)} free"
@@ -527,7 +534,7 @@ class Port:
 
 
 def check_ports(settings: Settings) -> Iterable[Finding]:
-    """Yield whether the ports of cellama's services are free, or used by these services."""
+    """Yield whether the ports of cellama's services are free, used by these services, or used by other programs."""
     choose = "if you use this service, choose another port with"
     ports = [
         Port("gateway", GATEWAY_PORT, "/health", '{"status":"ok"}', f"{choose} `cellama gateway --port`"),
@@ -542,7 +549,7 @@ def check_ports(settings: Settings) -> Iterable[Finding]:
 
 
 def port_findings(ports: list[Port]) -> Iterable[Finding]:
-    """Yield one finding for all usable ports, and one for each port that another program occupies."""
+    """Yield one finding for all usable ports, and one finding for each port that another program occupies."""
     usable: dict[str, list[str]] = {"free": [], "in use by cellama": []}
     for port in ports:
         try:
@@ -558,7 +565,7 @@ def port_findings(ports: list[Port]) -> Iterable[Finding]:
 
 
 def _is_service(port: Port) -> bool:
-    """Return whether the service of cellama answers on this port."""
+    """Return whether cellama's service answers on this port."""
     connection = http.client.HTTPConnection(port.host, port.number, timeout=HTTP_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", port.path)

@@ -22,11 +22,14 @@ PING_S = 1.0  # between two updates of the position of a job that produces no ou
 class SilenceTimeout:
     """Limits how long a job may produce no output.
 
-    The time that a job waits for a slot does not count, provided that a worker serves its model.
+    The time that a job spends waiting for a slot does not count, provided that a worker serves its model.
     """
 
     def __init__(self, job_id: str, patience_s: float, *, allow_unserved: bool = False) -> None:
-        """Limit a job. With `allow_unserved`, waiting for a worker that serves the model does not count either."""
+        """Limit the silence of a job.
+
+        With `allow_unserved`, waiting for a worker that serves the model does not count either.
+        """
         self._job_id = job_id
         self._patience_s = patience_s
         self._allow_unserved = allow_unserved
@@ -56,7 +59,7 @@ class SilenceTimeout:
         return f"job {self._job_id} is waiting: {position.ahead} job(s) ahead, {self._estimate(position, now)}"
 
     def _estimate(self, position: Position, now: float) -> str:
-        """Return when the job gets a slot. The estimate counts from the last change of the number of jobs ahead."""
+        """Estimate when the job gets a slot. The estimate starts at the last change of the number of jobs ahead."""
         if not position.served:
             return "no worker serves its model"
         if position.eta_s is None:
@@ -98,7 +101,7 @@ def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
 
 
 def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
-    """Yield the events of a job. While there are none, show its state on stderr."""
+    """Yield the events of a job. While there are no events, show the state of the job on stderr."""
     with err.status("…") as spinner:
         spinner.stop()
         for event in job.stream(timeout=math.inf, ping=PING_S):

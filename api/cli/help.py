@@ -1,4 +1,4 @@
-"""Format `--help` as plain text, with a section for each group of options, and without cutting off names."""
+"""Format `--help` as plain text that has a section for each group of options and never cuts off names."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience:
 
 
 def cancel_command(
-    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of the jobs.")],
     json: JsonOption = False,
 ) -> None:
     """Cancel running or waiting jobs.
@@ -87,7 +87,7 @@ def cancel_command(
 
 
 def jobs_cancel_command(
-    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of the jobs.")],
     json: JsonOption = False,
 ) -> None:
     """Cancel running or waiting jobs. This is the same as `cellama cancel`.

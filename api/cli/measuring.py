@@ -92,7 +92,10 @@ def _request(model: ModelSettings, seconds: float, threads: int | None, slots: i
 
 
 def _measure(request: dict[str, Any], *, shows_rows: bool) -> tuple[dict[str, Any], int]:
-    """Run the measuring process, and return its last message and its exit code. After Ctrl-C, print the best row."""
+    """Run the measuring process, and return its last message and its exit code.
+
+    After Ctrl-C, print the best result so far.
+    """
     argv = [sys.executable, "-m", "cellama.engine.tuning"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -152,7 +155,7 @@ def _text_of(row: Row) -> str:
 
 
 def _explain(result: dict[str, Any], settings: ModelSettings) -> None:
-    """Print which values were chosen, for which machine, and which settings override them."""
+    """Print the chosen values, the machine that they are for, and the settings that override them."""
     machine, chosen = result["machine"], result["chosen"]["setup"]
     if not result["generates"]:
         out.print("an embedding model: only threads were tuned")

@@ -283,7 +283,7 @@ def _loading(name: str, undo: str) -> Iterator[None]:
 
 
 def _options(given: list[str]) -> dict[str, Any]:
-    """Return the options that are given as NAME=VALUE. Values that are not valid JSON are text."""
+    """Parse options that are given as NAME=VALUE. Values that are not valid JSON are treated as text."""
     options: dict[str, Any] = {}
     for entry in given:
         name, equals, text = entry.partition("=")
@@ -297,13 +297,13 @@ def _options(given: list[str]) -> dict[str, Any]:
 
 
 def _failures(client: Client, model_id: str, adapter: str | None = None) -> dict[str, LoadFailure]:
-    """Return, by worker, why it could not load or unload the model or the adapter."""
+    """Return the error of each worker that could not load or unload the model or the adapter."""
     found = {worker.name: thing for worker in client.workers() for thing in worker.wanted if thing["model"] == model_id}
     return {name: thing["why"] for name, thing in found.items() if thing["adapter"] == adapter and thing["why"]}
 
 
 def _report(json: bool, value: dict[str, Any], text: str, failures: dict[str, LoadFailure] | None = None) -> None:
-    """Print the outcome. `failures` has the error of each worker on which the command has failed so far."""
+    """Print the outcome. `failures` contains the error of each worker on which the command has failed so far."""
     if json:
         print_json(value)
         return
@@ -378,7 +378,7 @@ def _sizes(usage: DeviceUse) -> list[int]:
 
 
 def render_memory(workers: Sequence[MemoryView]) -> RenderableType:
-    """Return a table per worker with its devices, and with the models below each device."""
+    """Return a table for each worker. It shows the devices of the worker, and the models below each device."""
     return Group(*(_worker_table(worker) for worker in workers))
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and options that are derived from the parameters of a job."""
+"""Define the options that several commands share, and derive options from the parameters of a job."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _default_text(default: Any) -> str:
 
 
 def _kind(name: str, field: FieldInfo) -> Any:
-    """Return the type of the option for typer, based on the field's default and annotation."""
+    """Return the option's type for typer, based on the default and the annotation of the field."""
     if name in _FROM_FILE:
         return str
     names = str(field.annotation)

@@ -1,4 +1,4 @@
-"""Print text, tables, JSON, warnings and errors. Text on a terminal has no control characters."""
+"""Print text, tables, JSON, warnings and errors. Text that is printed on a terminal contains no control characters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def called() -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text without characters that could control the terminal."""
+    """Return the text without control characters that the terminal would interpret."""
     return text.translate(_CONTROLS)
 
 
@@ -72,8 +72,8 @@ def print_warning(message: str) -> None:
 def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:
     """Return an empty table. Cells that are too long wrap, and nothing is cut off.
 
-    `right` names the columns that are aligned to the right (numbers), and `whole` those that never wrap (ids that
-    users copy). Both are lists separated by ", ".
+    `right` names the columns that are aligned to the right because they contain numbers. `whole` names the columns
+    that never wrap because users copy their contents, such as ids. Both are lists separated by ", ".
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:

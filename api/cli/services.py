@@ -54,7 +54,7 @@ SOCKET_TIMEOUT_S = 2.0  # less than the timeout of Prometheus, even if it scrape
 
 
 class NotInstalled(Exception):
-    """Packages of an extra are not installed. The message names the extra."""
+    """Packages of an optional extra are not installed. The message names the extra."""
 
 
 def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
@@ -125,7 +125,7 @@ def up_command(
 
 
 def _check_services(flower_port: int | None, gateway_port: int | None) -> None:
-    """Check that Flower and the gateway can start, if they have a port. Raises NotInstalled and PortTaken."""
+    """Check that Flower and the gateway can start if they have ports. Raises NotInstalled and PortTaken."""
     if flower_port is not None:
         if importlib.util.find_spec("flower") is None:
             raise NotInstalled("Flower is not installed; run `pip install 'cellama[flower]'`, or use --no-flower")
@@ -136,7 +136,7 @@ def _check_services(flower_port: int | None, gateway_port: int | None) -> None:
 
 
 class _RedisChild(Child):
-    """The embedded Redis as a child, which the supervisor restarts when it crashes."""
+    """The embedded Redis as a child process, which the supervisor restarts if it crashes."""
 
     def __init__(self, server: RedisServer) -> None:
         super().__init__("redis", (), final_codes=(), process=server.process, started_at=time.monotonic())
@@ -184,7 +184,7 @@ def is_reachable(url: str) -> bool:
 
 @contextlib.contextmanager
 def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
-    """Yield None if the configured Redis answers, or else start an embedded one on the same loopback port."""
+    """Yield None if the configured Redis answers, or else start an embedded Redis on the same loopback port."""
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
     is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)
@@ -230,13 +230,16 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
 
 
 def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Supervisor) -> None:
-    """Wait until the gateway, if there is one, can serve requests. Raises the same errors as `wait_for_worker`."""
+    """Wait until the gateway can serve requests, if there is one. Raises the same errors as `wait_for_worker`."""
     if gateway is not None and port is not None:
         _wait_for(gateway, lambda: _is_ready(port), "waiting for the gateway …", supervisor)
 
 
 def _wait_for(child: Child, is_ready: Callable[[], bool], status: str, supervisor: Supervisor | None) -> None:
-    """Wait for a child. Raises RedisServerError if it exits, and KeyboardInterrupt if a stop is requested."""
+    """Wait until a child process is ready.
+
+    Raises RedisServerError if it exits, and KeyboardInterrupt if a stop is requested.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     with err.status(status):
         while time.monotonic() < deadline:
@@ -270,7 +273,7 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """Return USER:PASSWORD from the environment. Without it, return None on loopback, or else new credentials."""
+    """Return USER:PASSWORD from the environment. If it is not set, return None on loopback, or else new credentials."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given

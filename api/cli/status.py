@@ -100,7 +100,7 @@ def _watch(
 ) -> None:
     """Show the result of `read` until Ctrl-C. While Redis does not answer, show the last view and the problem.
 
-    Raises the errors of the first call of `read`.
+    Raises the errors that the first call of `read` raises.
     """
     with contextlib.suppress(KeyboardInterrupt):
         view, problem = read(), None
@@ -128,7 +128,7 @@ def _busy_slots(engine: dict[str, Any]) -> int:
 
 
 def _embedding_counts(model: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the counts of a model that embeds or reranks, or None if it does neither."""
+    """Return the counts of embedding and reranking jobs of a model, or None if it neither embeds nor reranks."""
     parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
     return {name: sum(part.get(name, 0) for part in parts) for name in EMBED_FIELDS} if parts else None
 
@@ -142,7 +142,7 @@ def _coloured(text: str, value: float, high: float, very_high: float) -> str:
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
-    """Return the tables of all workers, the totals, and the queues."""
+    """Return the tables of all workers, followed by the totals and the queues."""
     if status["live"]:
         tables = map(_worker_status, status["live"])
         return Group(*tables, *_totals(status["totals"], status["age_s"]), *_queue_lines(status))
@@ -190,7 +190,7 @@ def _disk_lines(models: list[dict[str, Any]]) -> list[str]:
 
 
 def _difference(thing: dict[str, Any]) -> str:
-    """Return how a worker differs from its desired state in one model or adapter; "" if it does not."""
+    """Return how a worker differs from its desired state in one model or adapter, or "" if it does not differ."""
     if thing["state"] == "ready":
         return ""
     name = f"model {thing['model']}" if thing["adapter"] is None else f"adapter {thing['adapter']} of {thing['model']}"
@@ -200,7 +200,7 @@ def _difference(thing: dict[str, Any]) -> str:
 
 
 def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
-    """Return the totals of all workers, with their age."""
+    """Return the totals of all workers and the age of these values."""
     hits = ", ".join(f"{totals[f'cache_hits_{kind}']} {name}" for kind, name in HITS.items())
     disk = f"; on disk: {totals['disk_saves']} written, {totals['disk_loads']} read" if totals["disk_saves"] else ""
     return [
@@ -297,9 +297,10 @@ def _summary(view: dict[str, Any]) -> str:
 
 
 def _queue_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return the queues with jobs. Queues without a worker come first, then those with the longest waits.
+    """Return the table of queues that have jobs.
 
-    Both classes have an estimate, because a new urgent job does not wait for bulk jobs.
+    Queues without a worker come first, followed by the queues with the longest waits. The two priority classes have
+    separate estimates, because a new urgent job does not wait for bulk jobs.
     """
     unserved = view["unserved"]
     names = [model for model in view["classes"] if view["waiting"][model] or _num_plain_messages(view, model)]
@@ -318,7 +319,7 @@ def _queue_table(view: dict[str, Any], max_rows: int) -> Table:
 
 
 def _longest_waits(classes: dict[str, Any]) -> tuple[float, float]:
-    """Return the longest estimate and the longest wait until now, in seconds, over the classes that have jobs."""
+    """Return the longest estimate and the longest wait so far, in seconds, among the classes that have jobs."""
     busy = [found for found in classes.values() if found["waiting"]]
     longest_eta_s = max((found["eta_s"] or 0.0 for found in busy), default=0.0)
     return longest_eta_s, max((found["oldest_s"] for found in busy), default=0.0)
@@ -334,7 +335,7 @@ def _wait(seconds: float | None) -> str:
 
 
 def _model_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return the models of all workers, busiest first."""
+    """Return the table of the models of all workers, busiest first."""
     found = [(worker, model) for worker in view["live"] for model in worker["models"]]
     found.sort(key=lambda pair: (-_load(pair[1]), pair[1]["id"], pair[0]["name"]))
     numbers = ("slots", "wait", "tok/s", "KV", "hits", "lost slots", "errors")
@@ -375,7 +376,7 @@ def _num_errors(count: int) -> str:
 
 
 def _worker_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return the workers. Those without a heartbeat for the longest time come first."""
+    """Return the table of workers. Workers whose last heartbeat is oldest come first."""
     workers = sorted(view["live"], key=lambda worker: (-int(worker["age_s"] / STALE_S), worker["name"]))
     table = table_of("worker", "pool", "seen", "cores", "missing models", right="seen, cores")
     for worker in workers[:max_rows]:
@@ -388,7 +389,7 @@ def _worker_table(view: dict[str, Any], max_rows: int) -> Table:
 
 
 def _error_lines(view: dict[str, Any], max_lines: int) -> list[str]:
-    """Return the last load failures and the last dead jobs, one line each."""
+    """Return one line for each recent load failure and each recent dead job."""
     failures = [
         f"[yellow]{escape(worker['name'])}: {escape(name)}: {escape(failure['message'].partition(chr(10))[0])}[/]"
         for worker in view["live"]

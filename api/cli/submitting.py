@@ -203,7 +203,7 @@ def _take_turn(
     wait: bool,
     params: dict[str, Any],
 ) -> None:
-    """Send a message, and add it and its answer to the conversation. If there is no answer, add neither."""
+    """Send a message, and add the message and its answer to the conversation. Without an answer, add nothing."""
     turn: ChatMessage = {"role": "user", "content": text}
     try:
         answer = _run(client.chat(model, [*messages, turn], wait=wait, **params), json, patience_s, wait)
@@ -216,7 +216,7 @@ def _take_turn(
 
 
 def _read_message() -> str | None:
-    """Return the next message of the user, which is never empty, or None at the end of the conversation."""
+    """Return the user's next message, which is never empty, or None at the end of the conversation."""
     while True:
         try:
             text = Prompt.ask("[bold green]you[/]", console=out).strip()

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class AsyncJob(Generic[R]):
-    """A submitted job, for asyncio; `R` is the type of its result."""
+    """A submitted job, for asyncio. `R` is the type of its result."""
 
     def __init__(self, client: AsyncClient, job_id: str) -> None:
         self.id = job_id
@@ -113,7 +113,7 @@ class AsyncClient:
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Create a client of the Redis at `url`, as `Client` does."""
+        """Create a client for the Redis at `url`, as `Client` does."""
         self._client = Client(url)
         self._url = url
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
@@ -162,9 +162,10 @@ class AsyncClient:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         **options: Unpack[BatchParams],
     ) -> Summary:
-        """Run every line of a file, as `Client.batch` does, in another thread, which also calls `on_progress`.
+        """Run every line of a file as `Client.batch` does, but in another thread. This thread also calls `on_progress`.
 
-        Cancelling this coroutine interrupts the run, and the same call resumes it.
+        Cancelling this coroutine interrupts the run. Call the method again with the same arguments to resume
+        it.
         """
         stopping = threading.Event()
 
@@ -228,13 +229,16 @@ class AsyncClient:
     async def _cancel_shielded(self, job_id: str) -> None:
         """Cancel a job even if the caller is cancelled repeatedly, for example by a cancel scope of anyio.
 
-        A thread starts immediately. A task would not start if its event loop is closing.
+        This uses a thread, because a new task would not start if the event loop is closing.
         """
         cancelling = asyncio.get_running_loop().run_in_executor(None, self._client.cancel, job_id)
         await asyncio.shield(cancelling)
 
     async def result(self, job_id: str, timeout: float | None = None) -> Result:
-        """Wait for the result of a job and return it. It waits by reading the stream, so that no thread is blocked."""
+        """Wait for the result of a job and return it.
+
+        The method reads the stream while it waits, so no thread is blocked.
+        """
         if not await asyncio.to_thread(has_result, self._client, job_id):
             try:
                 async with asyncio.timeout(timeout):

@@ -93,7 +93,7 @@ R = TypeVar("R", covariant=True, default=Result)
 
 
 class Job(Generic[R]):
-    """A submitted job; `R` is the type of its result."""
+    """A submitted job. `R` is the type of its result."""
 
     def __init__(self, client: Client, job_id: str) -> None:
         self.id = job_id
@@ -127,16 +127,17 @@ class Job(Generic[R]):
 
 
 class Client:
-    """Submits jobs to workers, and controls workers, through Redis. Threads can share a client.
+    """Submits jobs to workers and controls workers, both through Redis. Threads can share a client.
 
     Every method raises RedisUnreachable if Redis does not answer, RedisRefused if it rejects a command, and RedisFull
     if its memory is full.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Create a client of the Redis at `url` (default: the setting `redis_url`). The first command connects.
+        """Create a client for the Redis at `url` (default: the setting `redis_url`).
 
-        The size limits of the settings apply to every URL. Raises ValueError if `url` is not the URL of a Redis.
+        The client connects when it sends its first command. The size limits in the settings apply to every URL.
+        Raises ValueError if `url` is not the URL of a Redis.
         """
         self._url = url
         self._app = app if url is None else app_at(url)
@@ -226,9 +227,9 @@ class Client:
     ) -> list[Job[GenerateResult]]:
         """Submit many prompts with the same parameters, and return the jobs in the same order.
 
-        This is much faster than calling `generate` for each. All prompts are checked before any is queued, and
-        InvalidJob names the indexes of all invalid prompts. With `idempotency_keys`, one for each prompt, the call can
-        safely be repeated, for example after RedisUnreachable.
+        This is much faster than calling `generate` for each prompt. All prompts are checked before any is
+        queued, and InvalidJob names the indexes of all invalid prompts. If each prompt has a key in
+        `idempotency_keys`, the call can safely be repeated, for example after RedisUnreachable.
         """
         return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
 
@@ -348,9 +349,10 @@ class Client:
     ) -> Summary:
         """Run every line of a file, as `cellama batch run` does. The same call resumes a run that was interrupted.
 
-        The `options` model, ordered, errors, format, column, id_column, form, deadline_s, merge_identical, retry_failed
-        and overwrite are the options of the command. All other keywords are parameters of lines that don't set them.
-        Raises InvalidJob and OSError. Even if it raises, finished lines are saved.
+        The `options` model, ordered, errors, format, column, id_column, form, deadline_s, merge_identical,
+        retry_failed and overwrite are the options of the command. All other keyword arguments are parameters
+        for lines that don't set them. Raises InvalidJob and OSError. Even if the call raises, finished lines
+        are saved.
         """
         with reaching_redis(self._url):
             self._redis.ping()
@@ -419,7 +421,7 @@ class Client:
             )
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job, whether it is waiting or running. Nothing happens if it is unknown or has finished."""
+        """Cancel a job, whether it is waiting or running. Nothing happens if the job is unknown or has finished."""
         with reaching_redis(self._url):
             self._app.control.revoke(job_id, terminate=True)
 
@@ -432,7 +434,7 @@ class Client:
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """Return up to `limit` running and waiting jobs, of one model or of all, even of models without a worker."""
+        """Return up to `limit` running and waiting jobs of one model or all models, even of models without a worker."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
@@ -472,7 +474,7 @@ class Client:
         return models_of(self.workers())
 
     def memory(self, worker: str | None = None) -> list[MemoryView]:
-        """Return the memory budget, devices and models of all workers, or only of the named one.
+        """Return the memory budget, devices and models of all workers, or only of `worker` if it is given.
 
         Raises UnknownWorker.
         """
@@ -508,10 +510,11 @@ class Client:
     ) -> str:
         """Load a model on workers, and return its id when it is ready for jobs.
 
-        The model is loaded on all workers, on those of a `pool`, or on one `worker`. Workers that join the pool later
-        also load it. With `model_id=None`, the id is derived from the name of the file, and is unique. `options` are
-        those of a `[[models]]` table in the settings. `models()` returns the workers that could not load the model,
-        with their errors. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
+        The model is loaded on all workers, on the workers of a `pool`, or on one `worker`. Workers that join
+        the pool later also load it. With `model_id=None`, the client derives a unique id from the name of the
+        file. `options` are the options of a `[[models]]` table in the settings. `models()` returns the workers
+        that could not load the model, with their errors. Raises UnknownWorker, JobTimeout, and JobFailed if no
+        worker could load the model.
         """
         if model_id is None:
             workers = self.workers()
@@ -528,8 +531,8 @@ class Client:
     ) -> None:
         """Unload a model from workers after its running jobs have finished.
 
-        Raises the same errors as `load_model`. If no worker could unload it, the model stays in service. If only some
-        workers could, the others retry.
+        Raises the same errors as `load_model`. If no worker could unload the model, it stays in service. If
+        only some workers could unload it, the others retry.
         """
         arguments = {"model_id": model_id, "timeout_s": timeout}
         accepted = self._commands.send("cellama_unload", arguments, CommandTarget(worker, pool))
@@ -605,8 +608,8 @@ class Client:
     ) -> None:
         """Unload an adapter after the jobs that use it have finished.
 
-        Raises the same errors as `load_adapter`. If no worker could unload it, the adapter stays in use. If only some
-        workers could, the others retry.
+        Raises the same errors as `load_adapter`. If no worker could unload the adapter, it stays in use. If
+        only some workers could unload it, the others retry.
         """
         arguments = {"model_id": model_id, "name": name, "timeout_s": timeout}
         accepted = self._commands.send("cellama_unload_adapter", arguments, CommandTarget(worker, pool), model_id)
@@ -620,9 +623,10 @@ class Client:
     ) -> list[CachedPrefix]:
         """Return how much of a prompt, or of the `messages` of a chat, each worker has in its cache, and in which tier.
 
-        The worker with the longest cached prefix comes first. The call does not wait for the engine, and changes
-        nothing. `params` are the parameters of `prefill` except `parent_key`. A text may have up to 100,000 characters;
-        pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and JobFailed.
+        The worker with the longest cached prefix comes first. The call does not wait for the engine, and
+        changes nothing. `params` are the parameters of `prefill` except `parent_key`. A text may have up to
+        100,000 characters. Pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and
+        JobFailed.
         """
         parse_job(KINDS[TASK_PREFILL].payload, (), (), {"model": model, "prompt": prompt, **params})
         model_id = None if model == DEFAULT_MODEL else model
@@ -636,7 +640,7 @@ class Client:
         return sorted(found, key=lambda prefix: (-prefix["cached_tokens"], prefix["worker"]))
 
     def last_cache_hit(self, model_id: str) -> dict[str, CacheHit | None]:
-        """Return, for each worker of a model, how much of the prompt of the last started job was in the cache.
+        """Return how much of the last started job's prompt was in the cache, for each worker of a model.
 
         The value is None before the first job. The values come from the last heartbeats. Raises UnknownModel.
         """
@@ -674,7 +678,7 @@ class Client:
 
 
 class Outage:
-    """Suppresses RedisUnreachable until Redis has not answered for OUTAGE_S."""
+    """Suppresses RedisUnreachable, but only until Redis has been unreachable for OUTAGE_S."""
 
     def __init__(self, url: str | None = None) -> None:
         self._url = url
@@ -686,7 +690,7 @@ class Outage:
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Suppress RedisUnreachable inside, unless the outage has lasted for OUTAGE_S."""
+        """Suppress RedisUnreachable inside the `with` block, unless the outage has lasted for OUTAGE_S."""
         try:
             with reaching_redis(self._url):
                 yield

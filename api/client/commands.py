@@ -26,7 +26,7 @@ class CommandTarget:
     pool: str | None = None
 
     def select(self, workers: Iterable[WorkerEntry], model_id: str | None) -> list[str]:
-        """Return the names of the target's workers that have the model. Raises UnknownWorker and UnknownModel."""
+        """Return the names of the targeted workers that have the model. Raises UnknownWorker and UnknownModel."""
         running = list(workers)
         chosen = [
             entry
@@ -86,9 +86,10 @@ class Commands:
         expected: str | None,
         timeout_s: float,
     ) -> None:
-        """Wait until `status` of each worker is `expected` (None: removed), or the worker reports a failure.
+        """Wait until the `status` of each worker is `expected` (None if removed), or the worker reports a failure.
 
-        `key` is the failure_key of the model or the adapter. Raises JobTimeout, and JobFailed if all workers fail.
+        `key` is the `failure_key` of the model or the adapter. Raises JobTimeout, and JobFailed if all workers
+        fail.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -34,9 +34,9 @@ class ClassStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """Totals over all workers, and the queues by model.
+    """Totals over all workers, and the queue of each model.
 
-    The queues are read from Redis by the call. Values of workers come from their last heartbeats.
+    The queues are read from Redis during the call. The values of workers come from their last heartbeats.
     """
 
     workers: int  # number of running workers
@@ -53,9 +53,9 @@ class Stats(TypedDict):
 
 
 def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
-    """Return each model once, with the names of its workers. Its `status` is `ready` if any worker serves it.
+    """Return each model once, with the names of its workers. The `status` is `ready` if any worker serves the model.
 
-    A model that workers should have, but that no worker has, has the status `lacking`.
+    The status is `lacking` if workers should have the model but no worker has it.
     """
     models: dict[str, tuple[WorkerModel, list[str]]] = {}
     for worker in workers:
@@ -72,7 +72,7 @@ def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
 
 
 def lacks_of(workers: list[WorkerEntry], model_id: str) -> dict[str, LoadFailure]:
-    """Return, by worker, why it could not load the model or an adapter of it."""
+    """Return the errors of workers that could not load the model or one of its adapters, by worker."""
     return {
         worker.name: thing["why"]
         for worker in workers
@@ -86,7 +86,10 @@ def _view(model: WorkerModel, workers: list[str], lacks: dict[str, LoadFailure])
 
 
 def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
-    """Return the memory budget, devices and models of all workers, or only of the named one. Raises UnknownWorker."""
+    """Return the memory budget, devices and models of all workers, or only of the named worker.
+
+    Raises UnknownWorker.
+    """
     chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
     if name is not None and not chosen:
         raise UnknownWorker(
@@ -113,8 +116,8 @@ def stats(
 ) -> Stats:
     """Return totals over all workers, and the queues by model.
 
-    `depths` has the number of messages in each queue, `waiting` the jobs without a slot by model and class, and `eta_s`
-    estimates the wait of a new job by class.
+    `depths` contains the number of messages in each queue, and `waiting` contains the jobs without a slot by model
+    and class. `eta_s` estimates how long a new job of each class waits.
     """
     counts = {model: sum(found.num_jobs for found in classes.values()) for model, classes in waiting.items()}
     totals = _totals(workers)
@@ -159,6 +162,6 @@ def _totals(workers: list[WorkerEntry]) -> Totals:
 
 
 def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
-    """Return the models that a worker serves or a job waits for, and `:default`."""
+    """Return `:default` and all models that a worker serves or that a job waits for."""
     served = {entry["id"] for worker in workers for entry in worker.models}
     return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

@@ -1,7 +1,7 @@
 """The gateway: an HTTP server with OpenAI's and Anthropic's endpoints in front of the queue (docs/adr/016-gateway.md).
 
 This package may use `client` and the packages that `client` uses, but no code of workers and engines. Each package in
-this directory is a group of endpoints, and uses no other group.
+this directory is a group of endpoints, and must not use other groups.
 """
 
 from .app import create_app

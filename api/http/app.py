@@ -1,4 +1,4 @@
-"""The ASGI app of the gateway: all routes, one error format, and an id for each request."""
+"""The ASGI app of the gateway, with all routes, a common error format, and an id for each request."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the 
 def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
     """Return the gateway as an ASGI app, which can be served or mounted into another app.
 
-    `settings` defaults to the settings of the process. Without `access`, all requests are accepted as one caller.
-    Raises SettingsError.
+    `settings` defaults to the settings of the process. Without `access`, all requests are accepted, as if they came
+    from the same caller. Raises SettingsError.
 
     The lifespan of the app resumes batches, delivers webhooks, and closes connections at the end. Servers do not run
     the lifespan of a mounted app, so the outer app must do so: `async with app.router.lifespan_context(app)`.
@@ -80,9 +80,11 @@ def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute
 
 
 def _cors(settings: Settings) -> list[Middleware]:
-    """Return the middleware that allows web pages of `gateway_cors_origins` to send requests; by default none.
+    """Return the middleware that allows web pages from `gateway_cors_origins` to send requests.
 
-    Keys are sent in a header, never in a cookie, so a page can only use a key that it has itself.
+    By default there are no such origins.
+
+    Keys are sent in a header, never in a cookie, so a page can only use a key that it knows.
     """
     if not settings.gateway_cors_origins:
         return []
@@ -106,7 +108,7 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Convert errors of the router, for example for an unknown path or method."""
+    """Convert errors of the router, such as errors for unknown paths and methods."""
     message = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
     return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
 

@@ -1,4 +1,4 @@
-"""Authentication and admission of requests: the interface between the endpoints and a store of API keys."""
+"""Authenticate and admit requests. This is the interface between the endpoints and a store of API keys."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ADAPTERS: TypeAdapter[tuple[tuple[str, float], ...] | None] = TypeAdapter(Adapt
 class Caller:
     """The sender of a request, and its rights.
 
-    `tenant` is the scope of prefixes, idempotency keys and ids. Callers without a key share the scope None. `models`
-    are the ids of the models that the caller may use, or None for all. `priority` is the service tier (`TIERS`) of
-    requests that don't name one, and no request may name a more urgent tier. If it is None, the tier is "default", and
-    all tiers are allowed. `max_tokens` limits the tokens that one request may prefill and generate. `adapters` are the
-    LoRA adapters that a request may name, or None for all.
+    `tenant` is the scope of prefixes, idempotency keys and ids. All callers without a key share the scope None.
+    `models` are the ids of the models that the caller may use, or None for all. `priority` is the service tier
+    (`TIERS`) of requests that don't name a tier, and no request may name a more urgent tier. If `priority` is None,
+    the tier is "default", and all tiers are allowed. `max_tokens` limits the tokens that one request may prefill
+    and generate. `adapters` are the LoRA adapters that a request may name, or None for all.
     """
 
     tenant: str | None = None
@@ -53,7 +53,7 @@ class Caller:
             )
 
     def check_adapters(self, choice: Any) -> None:
-        """Raise ApiError (403) if a body's `adapters` name one that is not allowed, whether or not it is loaded.
+        """Raise ApiError (403) if a body's `adapters` name a forbidden adapter, whether or not it is loaded.
 
         Invalid values pass, because the payload of the job rejects them with a message of its own.
         """
@@ -78,11 +78,11 @@ class Caller:
 
     @property
     def light_priority(self) -> int:
-        """The queue priority of jobs that need no slot: the most urgent one that the caller may use."""
+        """The queue priority of jobs that need no slot, which is the most urgent priority that the caller may use."""
         return TIERS[self.priority or "priority"]
 
     def tier(self, requested: str | None) -> str:
-        """Return the service tier of a request that names this tier or "auto", or names no tier."""
+        """Return the service tier of a request. The request may name a tier, name "auto", or name no tier."""
         if requested in (None, "auto"):
             return self.priority or "default"
         most_urgent = self.priority or "priority"
@@ -90,7 +90,7 @@ class Caller:
 
 
 class Admission(Protocol):
-    """A request that was admitted and charged. Its response gets these `headers` (`x-ratelimit-…`)."""
+    """A request that was admitted and charged. `headers` are added to its response (`x-ratelimit-…`)."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
@@ -106,7 +106,8 @@ class Admission(Protocol):
     async def end(self, num_tokens: int | None) -> None:
         """Settle the charge once, after all jobs of the request have finished, failed or been cancelled.
 
-        `num_tokens` is the number of tokens that they used. None means that it is unknown, so the estimate counts.
+        `num_tokens` is the number of tokens that they used. None means that the number is unknown, so the
+        estimate is charged.
         """
         ...
 
@@ -119,7 +120,7 @@ class Access(Protocol):
         ...
 
     async def admit(self, caller: Caller) -> Admission:
-        """Charge one request to this caller before its body is read. Raises ApiError (429)."""
+        """Charge one request to this caller before the body of the request is read. Raises ApiError (429)."""
         ...
 
     async def close(self) -> None:
@@ -141,7 +142,10 @@ class Unlimited:
 
 
 class NoKeys:
-    """Accepts every request, as one caller without a tenant. For loopback, or behind another app."""
+    """Accepts every request, as if all came from one caller without a tenant.
+
+    Use it only on loopback or behind another app.
+    """
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         return Caller()
@@ -182,7 +186,7 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is a loopback one."""
+    """Return whether this is the name or the address of a loopback interface."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

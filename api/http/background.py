@@ -1,4 +1,4 @@
-"""Background work of the gateway: thread pools for blocking calls, and loops that poll for work.
+"""Run the gateway's background work: blocking calls in thread pools, and loops that poll for work.
 
 Each kind of blocking work has a thread pool of its own, so that disks, name servers and large bodies never delay the
 queueing of jobs, which uses the event loop's default executor.
@@ -38,10 +38,13 @@ async def in_thread(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P
 
 
 class PollLoop:
-    """Calls a function every POLL_S, from `start` to `close`, in one event loop. An outage is logged once."""
+    """Calls a function every POLL_S seconds, from `start` to `close`, in one event loop.
+
+    An outage is logged only once.
+    """
 
     def __init__(self, name: str, poll: Callable[[], Awaitable[bool]]) -> None:
-        """Make a loop, which `start` starts. `poll` returns True if it should be called again immediately."""
+        """Create a loop that is not started yet. `poll` returns True if it should be called again immediately."""
         self._name = name
         self._poll = poll
         self._task: asyncio.Task[None] | None = None

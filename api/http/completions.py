@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and /v1/completions, streamed or not."""
+"""The endpoints POST /v1/chat/completions and POST /v1/completions, with and without streaming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GATEWAY_PARAMETERS = ("stream", "stream_options", "service_tier", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(JobsRequest):
-    """A request for completions, with one job for each of the `contents`."""
+    """A request for completions. Each of the `contents` becomes a job."""
 
     url: str
     contents: tuple[Any, ...]
@@ -100,7 +100,7 @@ class CompletionRequest(JobsRequest):
 
 
 def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> CompletionRequest:
-    """Parse a body. The payloads of its jobs validate the other parameters. Raises ApiError."""
+    """Parse a body. The payloads of the jobs validate the remaining parameters. Raises ApiError."""
     body = parsed.body
     tier, names = parsed.tier(), callers_names(PARAMETERS[url], body)
     is_stream, include_usage = _stream(body)
@@ -148,7 +148,7 @@ def _contents(content: Any, url: str) -> tuple[Any, ...]:
 
 
 def _stream(body: dict[str, Any]) -> tuple[bool, bool]:
-    """Return whether to stream, and whether to stream the usage."""
+    """Return whether to stream the answer, and whether to stream the usage."""
     is_stream, options = flag(body, "stream"), body.get("stream_options")
     if options is None:
         return is_stream, False

@@ -1,4 +1,4 @@
-"""The context of a request: its caller, its charge, the memory of its body, and the time limit of its body."""
+"""The context of a request: its caller, its charge, and the memory and the time limit for its body."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class RequestContext:
         self._num_bytes = 0
 
     def hold(self, caller: Caller, num_bytes: int) -> None:
-        """Reserve memory until the request ends. Raises ApiError like BodyMemory.take."""
+        """Reserve memory until the request ends. Raises the same ApiError as BodyMemory.take."""
         self._holder = caller.key_id or caller.tenant or ""
         self.gateway.body_memory.take(self._holder, num_bytes, self._num_bytes)
         self._num_bytes += num_bytes
 
     def hand_over(self) -> Admission:
-        """Return the admission. The caller of this method must then settle it."""
+        """Return the admission, which the caller of this method must settle from then on."""
         admission, self.admission = self.admission, Unlimited()
         return admission
 
@@ -52,8 +52,8 @@ class RequestContext:
 def in_time(receive: Receive, timeout_s: float) -> Receive:
     """Return a `receive` that raises ApiError (408) for a body that arrives too slowly.
 
-    A body may be up to `timeout_s` behind a transfer at MIN_BYTES_PER_S. Only the time spent waiting for the client
-    counts.
+    A body may be up to `timeout_s` seconds later than it would be at a rate of MIN_BYTES_PER_S. Only the time spent
+    waiting for the client counts.
     """
     remaining_s, is_complete = timeout_s, False
 
@@ -68,8 +68,8 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body arrived too slowly: more than {timeout_s:g} s behind {MIN_BYTES_PER_S} bytes per second "
-                "(gateway_body_timeout_s); send it faster, or send a smaller one",
+                f"the body arrived too slowly: it fell more than {timeout_s:g} s behind a rate of {MIN_BYTES_PER_S} "
+                "bytes per second (gateway_body_timeout_s); send it faster, or send a smaller one",
                 code="slow_body",
                 headers={"connection": "close"},
             ) from None
@@ -105,16 +105,17 @@ async def caller_of(request: Request) -> Caller:
 
 
 async def charged(request: Request) -> Caller:
-    """Charge the request to its sender and return the sender. Raises ApiError: 401, 403, 429, 503."""
+    """Charge the request to its sender, and return the sender. Raises ApiError: 401, 403, 429 or 503."""
     caller = await caller_of(request)
     context_of(request).admission = await gateway_of(request).access.admit(caller)
     return caller
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ApiError (403) if a web page of another site asks for a change.
+    """Raise ApiError (403) if a web page from another site sends a request that changes something.
 
-    Without keys, nothing else distinguishes such a request from a request of the user's own programs.
+    Without keys, nothing else distinguishes such a request from a request that one of the user's own programs
+    sends.
     """
     if request.method in READ_ONLY_METHODS:
         return

@@ -1,4 +1,4 @@
-"""Conversion of every error into an HTTP status and OpenAI's error object."""
+"""Convert every error into an HTTP status and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _STATUSES = {410: 404, 504: 408}  # replaced by statuses for which clients have 
 
 
 class ApiError(Exception):
-    """A response with a status of 400 or above. `message` names the problem and the remedy, `param` the wrong field."""
+    """A response with a status of 400 or above.
+
+    `message` names the problem and the remedy, and `param` names the wrong field.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Make an error. `retry_after_s` is set for statuses that clients retry by themselves (429, 503, 507)."""
+        """Create an error. Set `retry_after_s` for statuses that clients retry by themselves (429, 503 and 507)."""
         super().__init__(status, message)
         self.status = status
         self.message = valid_text(message)
@@ -83,7 +86,10 @@ def not_found(kind: str, object_id: str) -> ApiError:
 
 
 def key_reused() -> ApiError:
-    """Return the error for an idempotency key that was used before. Without the header, clients would retry the 409."""
+    """Return the error for an idempotency key that was used before.
+
+    The header `x-should-retry` prevents clients from retrying after this 409.
+    """
     return ApiError(
         409,
         "Idempotency-Key: the key was used with a different body; send a new key with a new body",
@@ -99,7 +105,7 @@ def of_job(error: JobError) -> ApiError:
 
 
 def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
-    """Return the error for a code of a job (docs/reference/errors.md)."""
+    """Return the error for an error code of a job (docs/reference/errors.md)."""
     client_message = message_for_clients(code, message)
     if client_message != message:
         log.warning("error message replaced for client", code=code, detail=message)
@@ -110,9 +116,9 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
 
 
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return the error of a worker with the parameter names that the caller used (see `callers_names`).
+    """Convert an error of a worker, using the parameter names that the caller used (see `callers_names`).
 
-    Only `invalid_request` changes.
+    Only the message of `invalid_request` changes.
     """
     if error.code != "invalid_request":
         return error

@@ -1,4 +1,4 @@
-"""State that the endpoints of an app share: clients, the list of models, memory for bodies, and request counts."""
+"""The state that all endpoints of an app share: clients, the list of models, memory for bodies, and request counts."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """A value that is fetched again when it is older than `fresh_s`, with one fetch for all concurrent callers.
+    """A value that is fetched again when it is older than `fresh_s`. Concurrent callers share one fetch.
 
-    During a fetch, callers get the previous value unless it is older than twice `fresh_s`. So under steady traffic, no
-    caller waits.
+    During a fetch, callers get the previous value unless it is older than twice `fresh_s`. Under steady traffic, no
+    caller therefore waits.
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
-        """Make a cache. `clock` is for tests."""
+        """Create an empty cache. Tests may replace `clock`."""
         self._fetch = fetch
         self._clock = clock
         self._fetching: asyncio.Future[T] | None = None
@@ -54,7 +54,7 @@ class Cached(Generic[T]):
         self._last: tuple[float, T] | None = None  # start of the last successful fetch, and its value
 
     async def get(self, fresh_s: float = FRESH_S) -> T:
-        """Return the value. Raises the error of the fetch. After an error, the next caller fetches again."""
+        """Return the value. If the fetch raises an error, this raises it too, and the next caller fetches again."""
         now = self._clock()
         if self._fetching is None or (self._fetching.done() and now - self._fetched_at > fresh_s):
             self._fetched_at = now
@@ -72,7 +72,7 @@ class Cached(Generic[T]):
 
 
 class BodyMemory:
-    """Memory for the bodies of requests, limited in total and per key. For the event loop only."""
+    """Limits the memory for the bodies of requests, in total and per key. Use it only in the event loop."""
 
     def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -85,10 +85,10 @@ class BodyMemory:
         return self._of_keys.total()
 
     def take(self, holder: str, num_bytes: int, held_bytes: int) -> None:
-        """Reserve memory for a request that holds `held_bytes` already.
+        """Reserve memory for a request that already holds `held_bytes`.
 
-        A request that is alone is always admitted. Raises ApiError: 429 if the key has too much, 503 if the total is
-        too large.
+        If no other request holds memory, the request is always admitted. Raises ApiError: 429 if the requests
+        of the key hold too much memory, 503 if the total is too large.
         """
         of_key, of_all = self._of_keys[holder], self.num_bytes
         if of_key > held_bytes and of_key + num_bytes > self._max_key_bytes:
@@ -116,7 +116,7 @@ class BodyMemory:
 
 
 class RequestCounts:
-    """Counts of requests and tokens for Prometheus since the app was created. For the event loop only."""
+    """Counts requests and tokens for Prometheus since the app was created. Use it only in the event loop."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -150,7 +150,7 @@ class RequestCounts:
 
 
 class Gateway:
-    """The clients and caches that all requests of an app share.
+    """Holds the clients and caches that all requests of an app share.
 
     Clients are created when they are first needed, because an app that mounts the gateway may not run its lifespan.
     """
@@ -170,7 +170,7 @@ class Gateway:
 
     @cached_property
     def redis(self) -> Redis:
-        """A client for data of the gateway itself, such as records of responses."""
+        """A client for the gateway's own data, such as records of responses."""
         return connect_async(self.settings.redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
@@ -179,7 +179,7 @@ class Gateway:
         return [view for view in views if view["status"] == "ready" and caller.may_use_model(view["id"])]
 
     async def find_model(self, caller: Caller, name: object) -> ModelView:
-        """Return the model with this name. Raises ApiError: 400, 403, 404, or 503 if no worker runs."""
+        """Return the model with this name. Raises ApiError: 400, 403, 404, or 503 if no worker is running."""
         if not isinstance(name, str) or not name:
             raise ApiError(400, f"model is {shorten(name)}; use a model that /v1/models lists", param="model")
         caller.check_model(name)
@@ -195,18 +195,18 @@ class Gateway:
         )
 
     async def wait_s(self, model: str, tier: str) -> float:
-        """Return the estimated wait for a slot in seconds, for a new job of a service tier."""
+        """Estimate how many seconds a new job of this service tier waits for a slot."""
         classes = (await self._stats.get(WAITS_FRESH_S))["classes"].get(model)
         return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
-        """Return the error, with the time after which a retry is likely to succeed."""
+        """Add to the error the time after which a retry is likely to succeed, and return the error."""
         if error.retry_after_s is not None:
             error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model, tier))
         return error
 
     def afterwards(self, work: Coroutine[Any, Any, object], *, until_close: bool = False) -> None:
-        """Run a coroutine to completion, even if its request is cancelled. Errors of jobs are ignored.
+        """Run a coroutine to completion, even if its request is cancelled. Errors that jobs raise are ignored.
 
         `close` waits for the coroutine, or cancels it if `until_close` is set.
         """
@@ -220,7 +220,7 @@ class Gateway:
         task.add_done_callback(self._afterwards.pop)
 
     async def close(self) -> None:
-        """Finish the coroutines of `afterwards`, and close the connections."""
+        """Finish the coroutines that `afterwards` started, and close the connections."""
         for task, until_close in self._afterwards.items():
             if until_close:
                 task.cancel()

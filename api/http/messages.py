@@ -1,4 +1,4 @@
-"""Anthropic's endpoints POST /v1/messages, streamed or not, and /v1/messages/count_tokens."""
+"""Anthropic's endpoints POST /v1/messages, with and without streaming, and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRequest(JobsRequest):
-    """A request for a message, which is one job."""
+    """A request for a message, which one job generates."""
 
     messages: list[dict[str, Any]]
     request_id: str
@@ -79,7 +79,7 @@ def with_standard_tier(parsed: ParsedRequest) -> ParsedRequest:
 
 
 def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
-    """Parse a body. The payload of its job validates the other parameters. Raises ApiError."""
+    """Parse a body. The payload of the job validates the remaining parameters. Raises ApiError."""
     tier, is_stream, names = parsed.tier(), flag(parsed.body, "stream"), callers_names(parsed.body)
     for name, instead in _INSTEAD.items():
         if name in parsed.body:
@@ -111,7 +111,7 @@ def count_of(parsed: ParsedRequest) -> tuple[ParsedBody, int]:
 
 
 def wrong(error: InvalidJob, names: Mapping[str, str]) -> ApiError:
-    """Return the error for an invalid body, with Anthropic's names."""
+    """Return the error for an invalid body, using Anthropic's parameter names."""
     message, _ = with_callers_names(str(error), names)
     return ApiError(400, message, code=NO_THREADS if message.startswith("thread is ") else None)
 
@@ -148,7 +148,10 @@ async def create(request: Request) -> Response:
 
 @_with_anthropic_errors
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens: a job with the caller's highest priority, because it needs no slot."""
+    """Handle `POST /v1/messages/count_tokens`.
+
+    The job has the caller's highest priority, because it needs no slot.
+    """
     parsed = with_standard_tier(await read(request))
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     name, client = parsed.name_of(model), parsed.gateway.client

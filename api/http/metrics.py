@@ -1,4 +1,4 @@
-"""The endpoint of metrics. It covers all tenants, so API keys give no access to it."""
+"""The metrics endpoint. Metrics cover all tenants, so API keys give no access to them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ async def metrics(request: Request) -> Response:
         kind, _, sent = request.headers.get("authorization", "").partition(" ")
         token_bytes = token.get_secret_value().encode()
         if kind.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode(), token_bytes):
-            raise ApiError(401, f"/metrics requires the token of gateway_metrics_token; {RULE}")
+            raise ApiError(401, f"/metrics requires the token set in gateway_metrics_token; {RULE}")
     return Response(text_of(gateway.counts.figures()), media_type=CONTENT_TYPE)
 
 
 async def _check_local(request: Request) -> None:
-    """Raise ApiError for requests of other machines. LoopbackOnly would recommend a key, which does not help here."""
+    """Raise ApiError for requests from other machines.
+
+    The error of LoopbackOnly is not used, because it recommends a key, which gives no access to metrics.
+    """
     if request.client is not None and is_loopback(request.client.host):
         with contextlib.suppress(ApiError):
             await LoopbackOnly().authenticate(request.headers)

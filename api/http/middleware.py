@@ -1,4 +1,4 @@
-"""Middleware around all requests: their ids, contexts, spans and counts."""
+"""Middleware around all requests, which adds their ids, contexts and spans, and counts them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ FAILED = 500
 
 
 class RequestMiddleware:
-    """Gives each request a context and an id, which is the client's own or a new one, and counts the request.
+    """Gives each request a context and an id, and counts the request. The client may choose the id.
 
-    A POST, which may create jobs, gets a span, whose parent is the client's span if it sends `traceparent`. In counts
-    and spans, unknown paths are `other`, and aliases have the name of their first path.
+    A POST gets a span, because it may create jobs. If the client sends `traceparent`, the parent of the span is the
+    client's span. In counts and spans, unknown paths are named `other`, and aliases have the name of their first
+    path.
     """
 
     def __init__(

@@ -43,12 +43,12 @@ def _model_object(view: ModelView) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: the gateway runs."""
+    """Handle `GET /health`, which succeeds if the gateway is running."""
     return JSONResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: Redis answers, and a model on a worker accepts jobs."""
+    """Handle `GET /ready`, which succeeds if Redis answers and a model on a worker accepts jobs."""
     try:
         is_ready = bool(await gateway_of(request).models(EVERY_MODEL))
         reason = "no worker has a model that accepts jobs; load one, or start a worker"

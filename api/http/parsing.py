@@ -1,4 +1,4 @@
-"""Parsing of requests: the caller, the JSON body within its limits, common parameters, and pages of lists."""
+"""Parse requests: the caller, the JSON body within its limits, common parameters, and pages of lists."""
 
 from __future__ import annotations
 
@@ -52,14 +52,17 @@ class ParsedRequest:
         return self.context.gateway
 
     async def read_by(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call a function that processes the body. A large body is processed in a thread, to keep the loop free."""
+        """Call a function that processes the body.
+
+        A large body is processed in a thread, so the event loop stays free.
+        """
         if self.num_bytes <= LARGE_BYTES:
             return function(*args, **options)
         return await in_thread(BODIES, function, *args, **options)
 
     @property
     def idempotency_key(self) -> str | None:
-        """The client's idempotency key combined with its tenant. Raises ApiError."""
+        """The idempotency key that the client sent, combined with its tenant. Raises ApiError."""
         key = self.request.headers.get("idempotency-key")
         if key is None:
             return None
@@ -82,7 +85,10 @@ class ParsedRequest:
         return self.caller.tier(requested)
 
     def scope(self) -> str:
-        """Return the scope in which prefixes are shared: the tenant, with `cache_salt` if given. Raises ApiError."""
+        """Return the scope in which prefixes are shared: the tenant, combined with `cache_salt` if it is given.
+
+        Raises ApiError.
+        """
         salt, tenant = self.body.get("cache_salt"), self.caller.tenant or ""
         if salt is None:
             return tenant
@@ -97,9 +103,10 @@ class ParsedRequest:
         return {"priority": TIERS[self.tier()]} | ({"cache_scope": scope} if scope else {})
 
     def name_of(self, model: ModelView) -> str:
-        """Return the model's name for the job, which stays "default" if the body names none or the default model.
+        """Return the model's name for the job.
 
-        The default model is chosen when the job runs.
+        The name stays "default" if the body names no model or the default model, which is chosen when the job
+        runs.
         """
         name = self.body.get("model") or DEFAULT_MODEL
         return DEFAULT_MODEL if name == DEFAULT_MODEL else model["id"]
@@ -107,9 +114,9 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """The requested page of a list: up to `limit` objects after the one with the id `after`.
+    """The requested page of a list: up to `limit` objects after the object with the id `after`.
 
-    `order` "desc" means the newest first, and "asc" the oldest first.
+    `order` is "desc" if the newest objects come first, and "asc" if the oldest come first.
     """
 
     after: str | None
@@ -127,7 +134,10 @@ class PageQuery:
         return cls(query.get("after") or None, int(limit), order)
 
     def to_list(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the page. `found` starts with it, and has at least one more object if there is a next page."""
+        """Return the page.
+
+        `found` starts with the page, and contains at least one more object if there is a next page.
+        """
         data = list(found[: self.limit])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         has_more = len(found) > self.limit
@@ -135,14 +145,14 @@ class PageQuery:
 
 
 def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ApiError if a member has an unknown name."""
+    """Raise ApiError if any member of the object has an unknown name."""
     for name in values:
         if name not in known:
             raise ApiError(400, f"unknown parameter {shorten(name)}; known parameters: {', '.join(known)}", param=name)
 
 
 def declared_bytes(request: Request) -> int:
-    """Return the Content-Length of the request, or 0 if it has none."""
+    """Return the Content-Length of the request, or 0 if the header is missing."""
     given = request.headers.get("content-length", "")
     return int(given[:MAX_LENGTH_DIGITS]) if given.isascii() and given.isdecimal() else 0
 
@@ -154,7 +164,7 @@ def check_not_encoded(request: Request) -> None:
 
 
 def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """Return a member that is true, false or missing. Raises ApiError."""
+    """Return the value of an optional boolean member. Raises ApiError if it is neither true nor false."""
     value = values.get(name)
     if value is None:
         return default
@@ -164,7 +174,7 @@ def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 
 
 async def read(request: Request) -> ParsedRequest:
-    """Authenticate and charge the request, then parse its body, so an invalid body also counts as a request.
+    """Authenticate and charge the request, and then parse its body. An invalid body therefore also counts as a request.
 
     Raises ApiError, and ClientDisconnect if the client disconnects.
     """
@@ -203,7 +213,7 @@ async def _parts(request: Request, limit: int, caller: Caller, context: RequestC
 
 
 def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
-    """Return the body as an object, and its approximate number of values. Raises ApiError."""
+    """Parse the body as an object. Return the object, and an approximate number of values in it. Raises ApiError."""
     raw = b"".join(parts)
     num_values = count_values(raw, MAX_VALUES)
     if num_values > MAX_VALUES:
@@ -232,9 +242,10 @@ _IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in chunks, s
 
 
 def count_values(raw: bytes, limit: int) -> int:
-    """Return the number of values in a JSON text, or an upper bound if that is below the limit.
+    """Return the number of values in a JSON text, or an upper bound if the bound does not exceed the limit.
 
-    Counting stops one above the limit. Strings are only skipped if their commas and brackets could matter.
+    Counting stops as soon as the limit is exceeded. Strings are only skipped if their commas and brackets could
+    matter.
     """
     num_marks = sum(map(raw.count, (b",", b"[", b"{")))
     if num_marks < limit:
@@ -255,7 +266,7 @@ def count_values(raw: bytes, limit: int) -> int:
 
 
 def tokens_of(*contents: Any) -> int:
-    """Estimate the number of tokens. A list of token ids, recognised by its first entry, counts exactly."""
+    """Estimate the number of tokens. Token ids, recognised by the first entry of a list, are counted exactly."""
     num_chars, remaining = 0, list(contents)
     while remaining:
         content = remaining.pop()
@@ -275,12 +286,12 @@ def tokens_of(*contents: Any) -> int:
 
 
 def count(value: Any, default: int) -> int:
-    """Return a positive number of the body, or the default. The payload of the job rejects invalid values later."""
+    """Return a positive number from the body, or the default. The payload of the job rejects invalid values later."""
     return value if type(value) is int and value > 0 else default
 
 
 def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
-    """Return the default of max_tokens: the context length, bounded by what logprobs allow."""
+    """Return the default of max_tokens, which is the context length, or less if logprobs limit it."""
     per_token = count(params.get("n"), 1) * (count(params.get("logprobs"), 0) + 1)
     max_tokens = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
     return max(1, min(model.get("ctx_per_slot") or MIN_TOKENS, max_tokens))
@@ -289,7 +300,7 @@ def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
 def within_limit(limit: int | None, max_tokens: int, num_answers: int = 1) -> int:
     """Return the default of max_tokens for a caller with a limit.
 
-    All answers of the request together may use a quarter of the limit, so that it is not used up at once.
+    All answers of the request together may use a quarter of the limit, so that one request does not exhaust it.
     """
     if limit is None:
         return max_tokens

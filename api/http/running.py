@@ -44,7 +44,7 @@ Call = Callable[[str | None], Awaitable[AsyncJob[Any]]]  # queues a job under an
 
 
 class RunningJobs:
-    """The jobs of one request: one, or one per prompt. Use it with `async with`.
+    """Runs the jobs of one request, which has one job or one job per prompt. Use it with `async with`.
 
     Closing cancels jobs that have not finished, unless the request has an idempotency key. In that case, the client is
     expected to repeat the request.
@@ -61,8 +61,8 @@ class RunningJobs:
     ) -> None:
         """Take over the charge of the request. `model` is the model's name in the jobs.
 
-        Jobs without usage are charged for the estimated tokens. `names` maps parameters of the jobs to the names that
-        the caller used, for errors that a worker reports.
+        Jobs that don't report their usage are charged for the estimated tokens. `names` maps parameters of the
+        jobs to the names that the caller used. It is needed for errors that a worker reports.
         """
         self.parsed = parsed
         self.model = model
@@ -82,16 +82,16 @@ class RunningJobs:
         return dict(self._admission.headers)
 
     def answer(self, body: Mapping[str, Any]) -> JSONResponse:
-        """Return a response that is not streamed."""
+        """Return the response to a request without streaming."""
         return JSONResponse(body, headers={**self.headers, **warning_headers(body)})
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge tokens and jobs. Raises ApiError: 403 for a model that is not allowed, 429 above a limit."""
+        """Charge tokens and jobs. Raises ApiError: 403 if the model is not allowed, 429 if a limit is exceeded."""
         self.parsed.caller.check_model(self.model)
         await self._admission.reserve(num_tokens, num_jobs)
 
     async def submit(self, *calls: Call) -> None:
-        """Queue one job per call. Raises ApiError, and InvalidJob for an invalid body."""
+        """Queue one job per call. Raises ApiError, and InvalidJob if the body is invalid."""
         key = self.parsed.idempotency_key
         for index, call in enumerate(calls):
             job_key = key if key is None or len(calls) == 1 else f"{key} {index}"
@@ -114,7 +114,7 @@ class RunningJobs:
     async def _check_wait(self) -> None:
         """Raise ApiError (429) if the wait exceeds `gateway_max_wait_s`.
 
-        If the queue is long, the position of this job is checked, because bulk jobs do not delay urgent ones.
+        If the queue is long, the position of this job is checked, because bulk jobs do not delay urgent jobs.
         """
         gateway = self.parsed.gateway
         limit = gateway.settings.gateway_max_wait_s
@@ -131,7 +131,7 @@ class RunningJobs:
             )
 
     async def failed(self, error: ApiError) -> ApiError:
-        """Return the error for the client."""
+        """Convert the error of a job into the error for the client."""
         error = of_worker(error, self.names)
         if error.code == "unknown_adapter" and self.parsed.caller.adapters is not None:  # it lists others' adapters
             error = ApiError(
@@ -172,12 +172,12 @@ class RunningJobs:
         waits: bool = True,
         with_failures: bool = False,
     ) -> EventStream:
-        """Return a streamed response. From now on, closing the response also closes the jobs.
+        """Return a streamed response. Closing this response also closes the jobs.
 
-        `frames_of` converts the events into SSE frames, and `error_frame` makes the last frame after an error. With
-        `waits`, the method returns after the first event, so that errors which a worker finds immediately get their
-        HTTP status. With `with_failures`, the failure of a job is passed on as an event. Raises ApiError,
-        ClientDisconnect.
+        `frames_of` converts the events into SSE frames, and `error_frame` makes the last frame after an error.
+        With `waits`, the method returns after the first event, so that errors that a worker finds immediately
+        are returned with their HTTP status. With `with_failures`, the failure of a job is passed on as an
+        event. Raises ApiError and ClientDisconnect.
         """
         keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
         events = self.events_and_failures(keepalive_s) if with_failures else self.events(keepalive_s)
@@ -209,8 +209,8 @@ class RunningJobs:
     async def wait(self) -> int:
         """Wait until all jobs have finished. Return the number of reasoning tokens in their events. Raises ApiError.
 
-        A result is stored longer than the events. So if a request is repeated with its idempotency key after a day, no
-        events remain.
+        A result is stored longer than the events. If a request is repeated with its idempotency key after a
+        day, the events have therefore expired.
         """
         num_tokens = 0
         try:
@@ -230,7 +230,10 @@ class RunningJobs:
             await self.close()
 
     async def close(self) -> None:
-        """Cancel unfinished jobs and settle the charge, even if the request is cancelled. Can be called repeatedly."""
+        """Cancel unfinished jobs and settle the charge, even if the request is cancelled.
+
+        It is safe to call this repeatedly.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -248,7 +251,10 @@ class RunningJobs:
         self.parsed.gateway.counts.count_tokens(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
-        """Replace the charge by the tokens that the jobs used, after they have finished. Cancelled jobs finish soon."""
+        """Wait until the jobs have finished, and replace the charge with the tokens that they used.
+
+        Cancelled jobs finish soon.
+        """
         unfinished = [index for index in range(len(self.jobs)) if index not in self._ended]
         num_tokens = None
         try:
@@ -269,7 +275,10 @@ class RunningJobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsRequest(ABC):
-    """A parsed request that jobs answer. It makes the jobs, and converts events and results into the response."""
+    """A parsed request that jobs answer.
+
+    It provides the calls that queue the jobs, and converts their events and results into the response.
+    """
 
     model: str  # the model's name in the jobs
     params: dict[str, Any]  # of each job
@@ -280,7 +289,7 @@ class JobsRequest(ABC):
 
     @property
     def num_jobs(self) -> int:
-        """The number of texts that are generated."""
+        """The number of texts that the jobs generate."""
         return 1
 
     @property
@@ -290,15 +299,15 @@ class JobsRequest(ABC):
 
     @abstractmethod
     def calls(self, client: AsyncClient) -> list[Call]:
-        """Return one call per job. It gets an idempotency key and queues the job."""
+        """Return one call per job. Each call takes an idempotency key and queues the job."""
 
     @abstractmethod
     def refusal(self, error: InvalidJob) -> ApiError:
-        """Return the error for an invalid body, with the names of this API."""
+        """Return the error for an invalid body, using the parameter names of this API."""
 
     @abstractmethod
     async def body(self, running: RunningJobs) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+        """Return the body of the response to a request without streaming."""
 
     @abstractmethod
     def frames(self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
@@ -310,7 +319,7 @@ class JobsRequest(ABC):
 
 
 async def run_jobs(parsed: ParsedRequest, jobs_request: JobsRequest) -> Response:
-    """Run the jobs of a request, and return their results or a stream. Raises ApiError, ClientDisconnect."""
+    """Run the jobs of a request, and return their results or a stream. Raises ApiError and ClientDisconnect."""
 
     async def start() -> None:
         try:
@@ -334,7 +343,10 @@ async def run_one(
     *,
     has_usage: bool = True,
 ) -> tuple[Any, dict[str, str]]:
-    """Return the result of one job, and the headers of the response. Raises ApiError, InvalidJob, ClientDisconnect."""
+    """Run one job, and return its result and the headers of the response.
+
+    Raises ApiError, InvalidJob and ClientDisconnect.
+    """
 
     async def run() -> Any:
         await running.admit(num_tokens)
@@ -355,7 +367,7 @@ async def _cancel_when_queued(submitting: asyncio.Future[AsyncJob[Any]]) -> None
 
 
 async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[IndexedEvent, None]:
-    """Yield the events of all streams as they arrive. A slow reader delays all of them."""
+    """Yield the events of all streams as they arrive. A slow reader delays all streams."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:  # type: ignore[type-var]
             async for event in only:
@@ -387,7 +399,7 @@ async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Indexed
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, whose request has been read completely.
+    """Return the result of the work for a request that has been read completely.
 
     If the client disconnects first, the work is cancelled, and ClientDisconnect is raised.
     """
@@ -410,9 +422,9 @@ async def _disconnected(request: Request) -> None:
 
 
 def warning_headers(answer: Mapping[str, Any]) -> dict[str, str]:
-    """Return the header for the `warnings` of an answer, a JSON array in ASCII.
+    """Return the header with the `warnings` of an answer, as a JSON array in ASCII.
 
-    If they are too long, the last ones are replaced by their number.
+    If the warnings are too long, the last warnings are replaced by their number.
     """
     warnings: list[str] = answer.get("warnings", [])
     if not warnings:

@@ -1,4 +1,4 @@
-"""Serve the gateway with uvicorn in a process of its own."""
+"""Serve the gateway with uvicorn, in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from .keys import key_access
 def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol with a timeout for the head of each request.
 
-    A connection is closed if it takes longer than `head_timeout_s` to send the head of its first request, or of a later
-    one after its first byte. If a request is answered early, the rest of its body counts like a head.
+    A connection is closed if the head of its first request takes longer than `head_timeout_s`. For later requests,
+    the time starts with the first byte of the head. If a request is answered early, the rest of its body has the
+    same time limit.
     """
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -58,9 +59,10 @@ def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
 
 
 def serve(settings: Settings, host: str, port: int, access: Access | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Then requests may finish within `drain_s`, and the others are cancelled.
+    """Serve until SIGTERM or SIGINT. Requests may then finish within `drain_s`, and all others are cancelled.
 
-    `access` defaults to `key_access`, which raises SettingsError for an address that others can reach without keys.
+    `access` defaults to `key_access`, which raises SettingsError if other machines can reach the address without
+    keys.
     """
     access = access or key_access(settings, host)
     configure_logging(settings.log_level, settings.log_format)

@@ -1,4 +1,4 @@
-"""Responses as server-sent events."""
+"""Stream responses as server-sent events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
-    """Return a frame, with the name of the event if the client needs one."""
+    """Return a frame. `event` is the name of the event, for clients that need it."""
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
@@ -40,9 +40,9 @@ async def with_errors(
 
 
 class EventStream(StreamingResponse):
-    """A streamed response. It calls `close` once when it ends, for example because the client disconnects.
+    """A streamed response. It calls `close` once when it ends, for example when the client disconnects.
 
-    The next frame is requested when the server has accepted the previous one.
+    The next frame is requested when the server has accepted the previous frame.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The endpoints that tokenize and detokenize. Their jobs have the caller's highest priority, as they need no slot."""
+"""The endpoints that tokenize and detokenize. Their jobs need no slot, so they have the caller's highest priority."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def detokenize(request: Request) -> Response:
 async def _run(
     parsed: ParsedRequest, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[ModelView, Any, dict[str, str]]:
-    """Run a job. Without `model`, as in the API of llama-server, it uses the default model."""
+    """Run a job. If `model` is missing, as in requests to llama-server, the default model runs the job."""
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
     name, options = parsed.name_of(model), {"wait": True, "priority": parsed.caller.light_priority}
     try:

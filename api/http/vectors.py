@@ -82,7 +82,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(document: Any) -> Any:
-    """Return a document, or the text of a document that is an object."""
+    """Return the text of a document, which is a string or an object with a text."""
     return document.get("text") if isinstance(document, dict) else document
 
 

@@ -1,6 +1,6 @@
 """The format of API keys, `sk-ID-SECRET`, and the stored entry of a key: its public id, a digest, rights and limits.
 
-A secret has 238 random bits, so it can't be found from its SHA-256. Slow digests are only needed for passwords.
+A secret has 238 random bits, so nobody can find it from its SHA-256. Slow hash functions are only needed for passwords.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECRET_ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class KeyText:
-    """A complete key with its secret, which only its owner has."""
+    """A complete key with its secret, which only the key's owner has."""
 
     id: str
     text: str = field(repr=False)
@@ -38,7 +38,7 @@ class KeyText:
         return "sha256:" + hashlib.sha256(self.text.encode("ascii")).hexdigest()
 
     def has_digest(self, digest: str) -> bool:
-        """Compare the digest in constant time."""
+        """Return whether the key has this digest, comparing in constant time."""
         return hmac.compare_digest(self.digest, digest)
 
 
@@ -56,7 +56,7 @@ def parse_key(text: str) -> KeyText | None:
 
 
 def sent_key(headers: Mapping[str, str]) -> str | None:
-    """Return the key that a client sent as `Authorization: Bearer` (OpenAI) or `x-api-key` (Anthropic)."""
+    """Return the key that a client sent in the header `Authorization` (OpenAI) or `x-api-key` (Anthropic)."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and bearer.strip():
         return bearer.strip()
@@ -69,7 +69,7 @@ State = Literal["active", "expired", "revoked"]
 
 
 class KeyEntry(BaseModel):
-    """A key without its secret: its owner, its rights and its limits. Unknown fields are invalid."""
+    """A key without its secret: its owner, its rights and its limits. Entries with unknown fields are invalid."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -116,7 +116,7 @@ class KeyEntry(BaseModel):
         return None if names is None else sorted(names)
 
     def state(self, now: float) -> State:
-        """Return the state of the key at this time (unix s)."""
+        """Return the state of the key at this time (Unix seconds)."""
         if self.revoked_at is not None:
             return "revoked"
         return "expired" if _has_passed(self.expires_at, now) else "active"

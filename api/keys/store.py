@@ -1,4 +1,4 @@
-"""Storage of API keys, in a file or in Redis. Nothing is cached, so changes apply to the next request."""
+"""Store API keys in a file or in Redis. Nothing is cached, so changes apply from the next request on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Keys(BaseModel):
 class KeyFile:
     """The keys in a file, which is read again after it has changed.
 
-    If this fails, an error is logged, and the keys that were read last stay valid.
+    If reading fails, an error is logged, and the keys that were last read stay valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Return the keys of a file by id. Raises SettingsError with all problems of the file."""
+    """Read the keys in a file, and return them by id. Raises SettingsError with all problems in the file."""
     try:
         text = path.read_text(encoding="utf-8")
         values: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -82,7 +82,7 @@ def read_keys(path: Path) -> dict[str, KeyEntry]:
 
 
 def _explain(problem: Any) -> str:
-    """Describe a problem without the value, which may be a key in place of its digest."""
+    """Describe a problem without showing the value, which may be a key where its digest was expected."""
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown field; use one of: {', '.join(KeyEntry.model_fields)}"
@@ -95,7 +95,7 @@ GONE_AFTER_S = 30 * 86_400.0  # after the last use of a deleted key, its time of
 
 @dataclass(frozen=True, slots=True)
 class KeyLookup:
-    """The result of looking up a key id at a time by Redis' clock (unix s)."""
+    """The result of looking up a key id. The time comes from Redis' clock (Unix seconds)."""
 
     entry: KeyEntry | None
     used_at: float | None
@@ -104,15 +104,19 @@ class KeyLookup:
 
     @property
     def is_use_due(self) -> bool:
-        """Whether the use of the key should be recorded, because that was not done within the last minute."""
+        """Whether the use of the key should be recorded, because no use was recorded in the last minute."""
         return self.entry is not None and (self.used_at is None or self.now - self.used_at >= USED_EVERY_S)
 
 
 class KeyStore:
-    """All API keys. Methods raise RedisError."""
+    """Reads and writes the API keys in Redis, or reads them from a file. Methods raise RedisError."""
 
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
-        """Make a store. With a file, only its keys exist, and Redis only has the clock and the times of last use."""
+        """Create a store.
+
+        If a file is given, only its keys exist, and Redis is only used for its clock and for the times of last
+        use.
+        """
         self._redis = redis
         self._file = file
 
@@ -139,7 +143,7 @@ class KeyStore:
         return [KeyLookup(entry=entry, used_at=_time(at), now=now, num_keys=num_keys) for entry, at in pairs]
 
     async def record_uses(self, uses: Sequence[KeyLookup]) -> list[None]:
-        """Store the current time as the time of last use."""
+        """Store the current time as the keys' time of last use."""
         times: dict[Any, Any] = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(api_keys_used_key(), mapping=times)
@@ -152,7 +156,8 @@ class KeyStore:
     async def _forget_gone(self, now: float) -> None:
         """Delete the times of last use of deleted keys.
 
-        A key that is unknown here may be in the file of another gateway, so its last use must be long ago.
+        A key that this gateway does not know may be in the file of another gateway, so only old times are
+        deleted.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hkeys(api_keys_key())
@@ -184,7 +189,7 @@ class KeyStore:
         return datetime.fromtimestamp(int(seconds_of(time)), UTC)
 
     async def write(self, entry: KeyEntry) -> None:
-        """Store a key, in place of its previous version."""
+        """Store a key, replacing its previous version."""
         await self._redis.hset(api_keys_key(), entry.id, entry.model_dump_json(exclude_none=True))
 
 
@@ -203,7 +208,10 @@ def _time(value: bytes | None) -> float | None:
 
 
 def _parsed(value: bytes | None) -> KeyEntry | None:
-    """Return the entry, or None if it is missing, invalid or of a newer version. Such a key is rejected."""
+    """Return the entry, or None if it is missing, invalid or from a newer version.
+
+    The gateway rejects keys without an entry.
+    """
     if value is None:
         return None
     try:

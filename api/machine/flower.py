@@ -1,4 +1,4 @@
-"""Run Flower with a link to the board: `python -m cellama.api.machine.flower`, with the options of `celery flower`."""
+"""Run Flower with a link to the board. `python -m cellama.api.machine.flower` takes the options of `celery flower`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RedisServerError(Exception):
-    """No server is installed, or it did not start. The message names the remedy."""
+    """The Redis server is not installed, or it did not start. The message names the remedy."""
 
 
 class PortTaken(RedisServerError):
@@ -54,7 +54,10 @@ class PortTaken(RedisServerError):
 
 
 def find_redis_binary() -> Path:
-    """Return the path of the Valkey of the extra `embedded`, or else of the system's Redis. Raises RedisServerError."""
+    """Return the path of the Valkey from the extra `embedded`, or else of the system's Redis.
+
+    Raises RedisServerError.
+    """
     spec = importlib.util.find_spec(VALKEY_PACKAGE)
     if spec is not None and spec.origin is not None:
         for bundled in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
@@ -75,7 +78,7 @@ def _installation_hint() -> str:
 def free_port() -> int:
     """Return a free TCP port on loopback. Raises PortTaken if all are used.
 
-    The port is outside the range that the system assigns to connections, so that no connection takes it.
+    The port is outside the range from which the system assigns ports to connections, so no connection can take it.
     """
     for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -99,11 +102,11 @@ def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
 
 @dataclass
 class RedisServer:
-    """A Redis server on loopback. Its data stays in `data_dir`, and the next server there loads the data.
+    """A Redis server on loopback. Its data stays in `data_dir`, and the next server with this directory loads the data.
 
-    Clients need the password: the given one, or else the one of the last start in `data_dir`, or else a new random
-    one. The file `data_dir/url` contains the password, and only its owner can read the file. The password never
-    appears on a command line.
+    Clients need a password. If no password is given, the password of the last start in `data_dir` is used, and a
+    new random password is created for the first start. The file `data_dir/url` contains the password, and only its
+    owner can read the file. The password never appears on a command line.
     """
 
     port: int
@@ -126,7 +129,7 @@ class RedisServer:
         password: str | None = None,
         admin_commands: bool = False,
     ) -> RedisServer:
-        """Start a server with its append-only file in `data_dir`, and wait until it has loaded the file and answers.
+        """Start a server whose append-only file is in `data_dir`, and wait until it has loaded the file and answers.
 
         Raises PortTaken, and RedisServerError with the last lines of its log.
         """
@@ -141,7 +144,7 @@ class RedisServer:
         self._wait_until_ready()
 
     def begin(self) -> None:
-        """Start the process without waiting."""
+        """Start the process without waiting until it answers."""
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_private(data_dir / URL_FILE, self.url + "\n")
@@ -243,11 +246,11 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a `preexec_fn` with which Linux sends SIGTERM to a child when its parent process exits or crashes.
+    """Return a `preexec_fn` that makes Linux send SIGTERM to a child when its parent process exits or crashes.
 
     Linux watches the parent *thread*, so start children from a thread that lives as long as the children should.
-    Pass the parent's id from before the fork. A parent id of 1 does not mean that the parent has exited, because in a
-    container the parent itself may have this id.
+    Pass the parent's process id, as it was before the fork. A parent id of 1 does not mean that the parent has
+    exited, because in a container the parent itself may have this id.
     """
 
     def request_signal() -> None:

@@ -1,4 +1,4 @@
-"""Keep child processes running: restart those that crash, and stop all of them with their owner."""
+"""Keep child processes running: restart children that crash, and stop all children when their owner stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEALTHY_S = 60.0  # a child that ran longer is restarted without delay
 
 @dataclass
 class Child:
-    """A process to keep running. Without `log_path`, it writes to the output of its owner."""
+    """A process that the supervisor keeps running. Without `log_path`, it writes to its owner's output."""
 
     name: str
     argv: Sequence[str]
@@ -44,7 +44,7 @@ class Child:
     restart_at: float = 0.0
 
     def start(self) -> None:
-        """Start the process in a session of its own, so that only the owner receives Ctrl-C."""
+        """Start the process in its own session, so that only the owner receives Ctrl-C."""
         output = self.log_path.open("ab") if self.log_path else None
         try:
             self.process = subprocess.Popen(
@@ -81,7 +81,7 @@ class Supervisor:
     """Runs children until a stop is requested, or until a child exits with one of its final codes."""
 
     def __init__(self, children: Sequence[Child], external: Sequence[Child] = ()) -> None:
-        """Supervise `children`, and restart the `external` processes even while the children stop.
+        """Supervise `children` and `external` processes. External processes are restarted even while the children stop.
 
         The caller starts and stops the external processes.
         """
@@ -106,9 +106,10 @@ class Supervisor:
         return 0
 
     def _reap_orphans(self) -> None:
-        """Reap processes whose parent exited before them, which would remain as zombies. Only PID 1 does that.
+        """Reap processes whose parent exited before them, which would remain as zombies. Only PID 1 does this.
 
-        The exit codes of children are left to their owner. If a child has exited, the next call reaps later orphans.
+        Exited children are left to the supervisor, which needs their exit codes. If an exited child is found
+        first, the next call reaps the remaining orphans.
         """
         while os.getpid() == 1 and (exited := _next_exited()) is not None:
             if any(
@@ -118,7 +119,7 @@ class Supervisor:
             os.waitpid(exited, 0)
 
     def _watch(self, child: Child) -> int | None:
-        """Restart a child that has exited. Return its exit code instead if it is one of its final codes."""
+        """Restart a child that has exited. If its exit code is one of its final codes, return the code instead."""
         if child.running or child.process is None:
             if child.process is None and time.monotonic() >= child.restart_at:
                 child.start()
@@ -137,12 +138,18 @@ class Supervisor:
         return None
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a stop was requested. Callers that wait for something call it regularly."""
+        """Raise KeyboardInterrupt if a stop was requested.
+
+        Code that waits for something calls this method regularly.
+        """
         if self._num_stops:
             raise KeyboardInterrupt
 
     def request_stop(self) -> None:
-        """Stop `run`. While `stop` waits, the second call hands back running jobs, and the third kills the children."""
+        """Make `run` return.
+
+        While `stop` waits, a second request hands back running jobs, and a third kills the children.
+        """
         self._num_stops += 1
         self._wake.set()
         if self._num_stops > 1:
@@ -150,7 +157,7 @@ class Supervisor:
                 child.signal(signal.SIGTERM if self._num_stops == 2 else signal.SIGKILL)
 
     def stop(self, timeout_s: float = 600.0) -> None:
-        """Stop the children one after another after they have finished their work. Kill those that take too long."""
+        """Stop the children one after another, when they have finished their work. Kill children that take too long."""
         deadline = time.monotonic() + timeout_s
         for child in self.children:
             child.signal(signal.SIGTERM)
@@ -178,7 +185,7 @@ class Supervisor:
 
 
 def _next_exited() -> int | None:
-    """Return the id of an exited child process without reaping it; None if there is none."""
+    """Return the id of an exited child process without reaping it, or None if no child process has exited."""
     try:
         exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -200,7 +207,7 @@ def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None 
 def flower_child(
     address: str, port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Child:
-    """Return Flower as a child process. It reads its credentials from FLOWER_BASIC_AUTH."""
+    """Return Flower as a child process. Flower reads its credentials from FLOWER_BASIC_AUTH."""
     argv = [sys.executable, "-m", "cellama.api.machine.flower"]
     return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)
 

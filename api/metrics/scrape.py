@@ -1,4 +1,4 @@
-"""Read the metrics that come from Redis: queues, leases, bulk runs and tenants. Read them at most once a second."""
+"""Read the metrics of queues, leases, bulk runs and tenants from Redis, at most once a second."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
 
 
 class Scrape:
-    """Reads the metrics. Only the thread of the server calls it."""
+    """Reads the metrics. Only the server's thread uses it."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
@@ -106,9 +106,9 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
 
 
 def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
-    """Add the queues of `:default`, of models that a worker serves, and of models with waiting or running jobs.
+    """Add the queues of `:default`, of models that workers serve, and of models that have waiting or running jobs.
 
-    Return whether some were omitted because of the limits. Raises RedisError.
+    Return whether queues were omitted because of the limits. Raises RedisError.
     """
     serving = Counter(_served(workers))
     running = running_jobs(redis)
@@ -166,7 +166,7 @@ def _add_running(figures: Figures, models: Sequence[str], running: Sequence[List
 
 
 def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
-    """Yield each model once per worker that serves it, and `:default` once per worker that serves it."""
+    """Yield each model, and `:default`, once for each worker that serves it."""
     for worker in workers:
         for model in worker.models:
             if model["status"] == "ready":
@@ -176,7 +176,7 @@ def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
 
 
 def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
-    """Add the sizes of the ledger's sets, as of the time `now` of Redis' clock. Raises RedisError."""
+    """Add the sizes of the ledger's sets at the time `now`, which comes from Redis' clock. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.zcard(leases_key())
     pipeline.zcount(leases_key(), "-inf", now)
@@ -197,12 +197,15 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
 
 
 def _late(first: list[tuple[bytes, float]], now: float) -> float:
-    """Return the seconds since the time of the first entry; 0 if that is in the future, or if there is no entry."""
+    """Return the seconds since the time of the first entry, or 0 if this time is in the future or there is no entry."""
     return max(0.0, now - first[0][1]) if first else 0.0
 
 
 def add_bulk_runs(redis: Redis, figures: Figures) -> bool:
-    """Add bulk runs, unknown states as `other`. Return whether more than MAX_RUNS are active. Raises RedisError."""
+    """Add bulk runs. Return whether more than MAX_RUNS runs are active.
+
+    Runs in an unknown state are added as `other`. Raises RedisError.
+    """
     for state in STATES:
         figures.add("cellama_bulk_runs", 0, state)
     runs = Batches(redis).all(MAX_RUNS + 1)
@@ -221,7 +224,10 @@ def _count(value: object) -> int:
 
 
 def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
-    """Add the tenants of the first MAX_KEYS active keys by id. Return whether more keys exist. Raises RedisError."""
+    """Add the tenants of the first MAX_KEYS active keys, ordered by id. Return whether more keys exist.
+
+    Raises RedisError.
+    """
     stored: Any = redis.hgetall(api_keys_key())
     found = [entry for raw in stored.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
     entries = sorted(found, key=lambda entry: entry.id)[:MAX_KEYS]

@@ -1,4 +1,4 @@
-"""OpenAI's request and response formats without HTTP: bodies to parameters of jobs, results and events to responses.
+"""Convert OpenAI's request bodies into parameters of jobs, and results and events into responses, without HTTP.
 
-This package may use `tasks.contract`. Bulk runs and the gateway call it.
+This package may use `tasks.contract`. Bulk runs and the gateway use it.
 """

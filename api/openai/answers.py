@@ -1,4 +1,4 @@
-"""Conversion of results into OpenAI's responses, and into lines of its batch files."""
+"""Convert results into OpenAI's responses, and into lines of OpenAI's batch files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")  # the text of a token whose
 
 
 def warnings_of(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the `warnings` of the jobs, such as keywords that were not enforced, as a member of the answer."""
+    """Return the answer's member `warnings`, with the warnings of its jobs, such as keywords that were not enforced."""
     warnings = list(dict.fromkeys(warning for result in results for warning in result.get("warnings", ())))
     return {"warnings": warnings} if warnings else {}
 
 
 def usage_of(usages: Sequence[Mapping[str, Any]], reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """Return the token counts of the jobs of an answer, under OpenAI's names."""
+    """Return the token counts of an answer's jobs under OpenAI's names."""
 
     def total(name: str) -> int:
         return sum(usage[name] for usage in usages)
@@ -60,14 +60,17 @@ def body_of(
 
 
 def finish_reason_of(reason: str, calls: object) -> str:
-    """Return OpenAI's finish reason. An answer that timed out counts as cut off."""
+    """Return OpenAI's finish reason. An answer that timed out is reported as cut off."""
     if reason == "timeout":
         return "length"
     return "tool_calls" if calls and reason == "stop" else reason
 
 
 def ended_in_reasoning(result: Mapping[str, Any]) -> bool:
-    """Return whether a chat was cut off during its reasoning. Its stream has no end of reasoning, and no signature."""
+    """Return whether a chat was cut off during its reasoning.
+
+    The stream of such a chat contains neither an end of reasoning nor a signature.
+    """
     message = result["message"]
     has_finished = result["finish_reason"] == "stop" and result.get("stop_sequence") is None
     return not (has_finished or message.get("content") or message.get("tool_calls"))
@@ -106,7 +109,7 @@ def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body for embeddings."""
+    """Return the body of a response with embeddings."""
     data = [
         {"object": "embedding", "index": index, "embedding": vector}
         for index, vector in enumerate(result["embeddings"])
@@ -139,7 +142,7 @@ def bytes_of(text: str) -> bytes:
 
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the logprobs of tokens in the format of chats."""
+    """Return the logprobs of tokens in the format of chat completions."""
     content = [
         {
             **_entry(entry["text"], entry["logprob"]),

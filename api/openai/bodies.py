@@ -1,4 +1,7 @@
-"""Conversion of OpenAI's request bodies into parameters of jobs, by the tables in `parameters`. Raises InvalidJob."""
+"""Convert OpenAI's request bodies into parameters of jobs, using the tables in `parameters`.
+
+Functions raise InvalidJob.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def params_of_body(url: Any, body: Any) -> dict[str, Any]:
 
 
 def set_parameters(body: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters of a body that are not null. Raises InvalidJob for a refused one."""
+    """Return the parameters of a body that are not null. Raises InvalidJob if one of them is refused."""
     given = {str(name): value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name in rules and rules[name].refuses(value):
@@ -40,7 +43,7 @@ def set_parameters(body: Mapping[str, Any], rules: Mapping[str, ParameterRule]) 
 
 
 def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters of the job that a body gives unchanged, or only under another name.
+    """Return the parameters that need no conversion, or only a different name, under their names in jobs.
 
     Raises InvalidJob for a parameter that is given under two names.
     """
@@ -52,7 +55,7 @@ def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterR
 
 
 def put(params: dict[str, Any], name: str, value: Any, callers_name: str) -> None:
-    """Set a parameter of the job. Raises InvalidJob if another value was given under another name."""
+    """Set a parameter of the job. Raises InvalidJob if a different value was given under another name."""
     if name in params and params[name] != value:
         raise InvalidJob(f"{callers_name} is {shorten(value)}, but {name} is also given; leave one out")
     params[name] = value
@@ -65,7 +68,7 @@ def _take_messages(params: dict[str, Any], given: Mapping[str, Any], url: str) -
 
 
 def _message(index: int, message: Any) -> Any:
-    """Convert a message. Values that are not objects pass, because the payload rejects them."""
+    """Convert a message. Values that are not objects are returned unchanged, because the payload rejects them."""
     if not isinstance(message, dict):
         return message
     members = {name: value for name, value in message.items() if value is not None}
@@ -106,9 +109,9 @@ def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: s
 
 
 def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str, Any] | bool, bool]:
-    """Return the schema of a `response_format` or `text.format`, and whether all of it must be enforced.
+    """Return the schema of a `response_format` or `text.format`, and whether the whole schema must be enforced.
 
-    `name` is the parameter, for errors. Raises InvalidJob.
+    `name` is the name of the parameter, which errors mention. Raises InvalidJob.
     """
     schema, strict = definition.get("schema"), definition.get("strict")
     if schema is not None and not isinstance(schema, dict | bool):
@@ -119,7 +122,7 @@ def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str
 
 
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
-    """Combine `logprobs`, which is true or false for chats, with the number `top_logprobs`."""
+    """Combine `logprobs`, which is a boolean in chats, with the number `top_logprobs`."""
     if url != CHAT:
         return
     enabled, top = given.get("logprobs", False), given.get("top_logprobs")
@@ -147,7 +150,7 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> N
 def allow(
     params: dict[str, Any], allowed: Any, choice: Mapping[str, Any], function_of: Callable[[dict[str, Any]], Any]
 ) -> None:
-    """Set the parameters for a `tool_choice` of type allowed_tools, which has a mode and tools.
+    """Set the parameters for a `tool_choice` of type `allowed_tools`, which contains a mode and tools.
 
     `function_of` returns the function of a tool.
     """
@@ -178,7 +181,7 @@ def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url
 
 
 def set_effort(params: dict[str, Any], effort: str) -> None:
-    """Pass the reasoning effort to the chat template. `none` disables thinking."""
+    """Pass the reasoning effort to the chat template. The effort `none` disables thinking."""
     arguments = params.get("template_args", {})
     if isinstance(arguments, dict):  # else the payload reports the error
         params["template_args"] = {"reasoning_effort": effort, **arguments}

@@ -1,4 +1,4 @@
-"""Conversion of a job's events into the chunks of OpenAI's streams."""
+"""Convert a job's events into the chunks of OpenAI's streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def reasoning_tokens_of(event: Mapping[str, Any]) -> int:
 
 @dataclass
 class Chunks:
-    """The chunks of one answer: one job per prompt, with `n` choices each. `common` is added to each chunk."""
+    """Creates the chunks of one answer, which has one job per prompt with `n` choices each.
+
+    `common` is added to each chunk.
+    """
 
     kind: str  # chat or generate
     answer_id: str
@@ -56,7 +59,10 @@ class Chunks:
     def ends(
         self, job_index: int, done: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the chunks for the last event of a job. `choices` are those of its result, if it has several."""
+        """Return the chunks for the last event of a job.
+
+        `choices` are the choices of the job's result, if it has several.
+        """
         self.usages.append(done["usage"])
         if choices:
             ends = [(c["finish_reason"], c.get("message", {}).get("tool_calls")) for c in choices]
@@ -78,13 +84,13 @@ class Chunks:
         return made
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return the last chunk, with the usage, if the request asks for it."""
+        """Return the last chunk, which contains the usage, if the request asks for it."""
         if not self.include_usage:
             return []
         return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]
 
     def _first(self, index: int) -> list[dict[str, Any]]:
-        """Return the first chunk of a choice, once."""
+        """Return the first chunk of a choice, unless it was already returned."""
         if index in self._length:
             return []
         self._length[index] = 0

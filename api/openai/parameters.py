@@ -1,6 +1,7 @@
-"""The handling of each of OpenAI's parameters: one table per endpoint, from which the documentation is generated.
+"""Define how each of OpenAI's parameters is handled.
 
-A parameter that is in no table is a parameter of jobs (docs/reference/parameters.md), or unknown and therefore refused.
+The documentation is generated from these tables, one per endpoint. A parameter that is not in a table must be a
+parameter of jobs (docs/reference/parameters.md). Otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 
 @dataclass(frozen=True, slots=True)
 class ParameterRule:
-    """The handling of a parameter. `to` is its name in jobs. A refused one is accepted with a value in `harmless`."""
+    """Defines how a parameter is handled.
+
+    `to` is its name in jobs. A refused parameter is still accepted if its value is in `harmless`.
+    """
 
     handling: Handling
     note: str = ""
@@ -32,7 +36,7 @@ class ParameterRule:
 
 
 def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a mapping from parameters of jobs to the names that the caller uses for them, for errors.
+    """Return a mapping from parameters of jobs to the caller's names for them. Error messages need these names.
 
     A parameter that the body gives under its name in jobs is not renamed.
     """
@@ -49,10 +53,10 @@ def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
 
 
 def with_callers_names(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Replace the name of a parameter in an error message by the caller's name, and return both.
+    """Replace the name of a parameter in an error message with the caller's name. Return the message and this name.
 
-    The name is None if the message names no parameter. It is found by a regular expression, because errors of workers
-    reach the gateway as text.
+    The returned name is None if the message does not name a parameter. A regular expression finds the name, because
+    errors of workers reach the gateway as text.
     """
     found = _NAMED.match(message)
     if found is None:

@@ -1,4 +1,4 @@
-"""Webhooks without HTTP: registered endpoints, signatures, and announcements of events.
+"""Register webhook endpoints, sign requests to them, and announce events, all without HTTP.
 
 The code that ends an object calls `announcement` or `notify_on_end`. The gateway delivers the events (`http/webhooks`).
 `cellama webhooks` registers endpoints.

@@ -1,4 +1,4 @@
-"""Announcements: the step that ends an object also stores the event, which any gateway delivers later (ADR 021)."""
+"""Announce events. The step that ends an object also stores its event, which any gateway delivers later (ADR 021)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENDS = {  # how a job ended, as in the queue's scripts → how its response end
 
 
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
-    """Return the entry for the stream `webhook_events_key()`, which the step that ends an object writes.
+    """Return the entry that the step that ends an object adds to the stream `webhook_events_key()`.
 
     The endpoints of the tenant get the event at least once. Repeated announcements have the same event id. Raises
     ValueError for an unknown type.
@@ -35,11 +35,11 @@ def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[st
 
 
 async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str | None, ttl_s: int) -> None:
-    """Request an announcement of this object, which the worker makes in the step that ends the job.
+    """Request that the worker announces the end of this object in the step that ends the job.
 
-    Call this before the job is queued. It has no effect on a job that is already queued. `kind` is the first part of
-    the event type, for example `response`. `ttl_s` must be longer than the job may take. The queue stores the text
-    without reading it. Raises RedisError.
+    Call this before the job is queued. It has no effect on a job that is already queued. `kind` is the first part
+    of the event type, for example `response`. `ttl_s` must be longer than the job may take. The queue stores the
+    text of the announcement without reading it. Raises RedisError.
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):
@@ -47,7 +47,10 @@ async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, te
 
 
 def announced(fields: dict[bytes, bytes]) -> dict[str, str]:
-    """Return the event of a stream entry, written by `announcement` or by a script of the queue. Raises ValueError."""
+    """Return the event in a stream entry that `announcement` or a script of the queue has written.
+
+    Raises ValueError.
+    """
     event = {name.decode(): value.decode() for name, value in fields.items()}
     if "heeded" in event:
         request = json.loads(event["heeded"])

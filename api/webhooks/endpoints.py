@@ -1,4 +1,4 @@
-"""Registered webhook endpoints: their fields, the signature of requests to them, and their storage in Redis."""
+"""Define webhook endpoints, sign requests to them, and store them in Redis."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def key_of(secret: str) -> bytes:
 
 
 def signed_headers(secret: str, message_id: str, sent_at: int, body: bytes) -> dict[str, str]:
-    """Return the headers with which a receiver verifies sender and time (unix s) of the body."""
+    """Return the headers that a receiver needs to verify the sender and the time (Unix seconds) of the body."""
     signed = f"{message_id}.{sent_at}.".encode() + body
     digest = hmac.new(key_of(secret), signed, hashlib.sha256).digest()
     return {
@@ -56,7 +56,7 @@ MAX_URL_CHARS = 2000  # longer URLs fail in many servers
 
 
 def check_url(url: str) -> str:
-    """Return the URL if it is valid. Its address is checked at each request. Raises ValueError."""
+    """Return the URL if it is valid. The address is checked before each request. Raises ValueError."""
     if not url.isascii() or any(char <= " " or char == "\x7f" for char in url):
         raise ValueError("it must consist of visible ASCII characters")
     parts = urlsplit(url)
@@ -84,7 +84,7 @@ def check_secret(secret: str) -> str:
 
 
 class Endpoint(BaseModel):
-    """A registered endpoint. `repr` does not show its `secret`."""
+    """A registered endpoint. Its `repr` does not show the `secret`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -97,7 +97,7 @@ class Endpoint(BaseModel):
     state: Literal["on", "off"] = "on"  # "off" after the endpoint has answered 410
 
     def subscribes_to(self, event_type: str, tenant: str) -> bool:
-        """Return whether the endpoint gets events of this type and tenant."""
+        """Return whether the endpoint gets events of this type for this tenant."""
         return self.state == "on" and self.tenant == tenant and (not self.events or event_type in self.events)
 
 
@@ -112,7 +112,7 @@ _REPLACE = "if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSE
 
 
 class EndpointStore:
-    """All registered endpoints. Methods raise RedisError."""
+    """Stores all registered endpoints. Methods raise RedisError."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -129,16 +129,16 @@ class EndpointStore:
         return _parsed(value)
 
     async def write(self, endpoint: Endpoint) -> None:
-        """Store an endpoint, in place of the previous version."""
+        """Store an endpoint, replacing its previous version."""
         await self._redis.hset(webhooks_key(), endpoint.id, endpoint.model_dump_json(exclude_none=True))
 
     async def disable(self, endpoint: Endpoint) -> None:
-        """Stop all events to an endpoint, unless it has been deleted."""
+        """Disable an endpoint, unless it has been deleted."""
         value = endpoint.model_copy(update={"state": "off"}).model_dump_json(exclude_none=True)
         await self._redis.eval(_REPLACE, 1, webhooks_key(), endpoint.id, value)
 
     async def delete(self, endpoint_id: str) -> bool:
-        """Delete an endpoint, which also drops its pending deliveries. Return False if it did not exist."""
+        """Delete an endpoint, which also drops its pending deliveries. Return False if the endpoint did not exist."""
         return bool(await self._redis.hdel(webhooks_key(), endpoint_id))
 
     async def now(self) -> datetime:
@@ -151,7 +151,7 @@ def _age(endpoint: Endpoint) -> tuple[float, str]:
 
 
 def _parsed(value: bytes | None) -> Endpoint | None:
-    """Return the endpoint, or None if its entry is missing, invalid or of a newer version."""
+    """Return the endpoint, or None if its entry is missing, invalid or from a newer version."""
     if value is None:
         return None
     try:

@@ -33,17 +33,17 @@ FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in ev
 
 
 def model_path(given: Path | None) -> Path:
-    """Return the model of a benchmark: the given file, or the 174M model with random weights, written once."""
+    """Return the model of a benchmark: the given file, or a 174M model with random weights, which is written once."""
     return given.absolute() if given else cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
 
 
 def cached_model(name: str, shape: Shape, file_type: str) -> Path:
-    """Return a file with random weights in the cache directory, written if it is missing."""
+    """Return a file with random weights in the cache directory. The file is written if it is missing."""
     return _cached(name, lambda path: write_model(path, shape, file_type=file_type))
 
 
 def padded_model() -> Path:
-    """Return the bundled model at the cost of one with 160M parameters, written once."""
+    """Return the bundled model, padded to the cost of 160M parameters. The file is written once."""
     return _cached("padded-160m-q8_0.gguf", lambda path: write_padded(path, 160.0))
 
 
@@ -59,7 +59,7 @@ def _cached(name: str, write: Callable[[Path], None]) -> Path:
 
 
 def context(slots: int, prompt: int, new: int) -> int:
-    """Return tokens of all KV streams for requests of these lengths, each stream padded as llama.cpp pads it."""
+    """Return the number of tokens in all KV streams for requests of these lengths, with llama.cpp's padding."""
     return -(-(prompt + new) // STREAM_PADDING) * STREAM_PADDING * slots
 
 
@@ -72,7 +72,7 @@ def loaded(path: Path, **options: Any) -> Iterator[Model]:
 
 @contextlib.contextmanager
 def loaded_each(path: Path, **options: Mapping[str, Any]) -> Iterator[dict[str, Model]]:
-    """Load the model into several engines, by name, each with its options."""
+    """Load the model into several engines with different options, and yield them by name."""
     manager = ModelManager()
     try:
         yield {
@@ -86,7 +86,7 @@ def loaded_each(path: Path, **options: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def random_prompts(count: int, length: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
-    """Return prompts of `length` random tokens, of which the first `shared` are the same in all."""
+    """Return prompts of `length` random tokens. The first `shared` tokens of all prompts are the same."""
     rng = random.Random(seed)
 
     def words(number: int) -> list[int]:
@@ -124,7 +124,7 @@ def submit_together(
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Requests that ran at once, measured after the last of their first tokens."""
+    """The results of concurrent requests, measured from the moment when all of them have their first token."""
 
     seconds: float
     num_tokens: int
@@ -166,7 +166,7 @@ def _listener(entries: list[tuple[float, int]]) -> Callable[[Event], None]:
 
 
 def warm_up(model: Model) -> None:
-    """Page in weights and cells."""
+    """Run a short request, so that weights and cells are in memory."""
     run_all(model, [[FIRST_WORD + i for i in range(16)]], 4, cache_prompt=False)
 
 
@@ -183,6 +183,6 @@ def steps_of(model: Model) -> Iterator[list[StepStats]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the quantile of the values for `share`, by nearest rank."""
+    """Return the quantile of the values for `share`, using the nearest-rank method."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

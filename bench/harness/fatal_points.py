@@ -1,8 +1,8 @@
 """Kill a worker at a chosen point of a chosen job, between the end of the job and its follow-up.
 
 The benchmark marks a job with a file in a directory, and the worker process that brings the job to that point kills
-itself with SIGKILL. The worker imports this module with its batch strategy, so the product's code has no part in it. A
-mark is renamed before the kill, so each mark kills one process, and the benchmark can count the kills.
+itself with SIGKILL. The worker imports this module with its batch strategy, so the product itself contains no code for
+this. A mark is renamed before the kill, so each mark kills one process, and the benchmark can count the kills.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _chord: ContextVar[str] = ContextVar("fatal_points_chord", default="")  # id of 
 
 
 def mark(directory: Path, point: str, job_id: str) -> None:
-    """Kill the worker that brings this job, or this body of a chord, to the point. Must precede the job."""
+    """Kill the worker that brings this job, or this body of a chord, to the point. Call this before the job is sent."""
     assert point in POINTS
     (directory / f"{point}{_SEPARATOR}{job_id}").touch()
 
@@ -58,7 +58,7 @@ def unmark(directory: Path, point: str, job_id: str) -> None:
 
 
 def used(directory: Path) -> list[tuple[str, str]]:
-    """Return point and job id of each mark that has killed a worker."""
+    """Return the point and the job id of each mark that has killed a worker."""
     names = [path.name.removesuffix(_USED) for path in directory.glob(f"*{_USED}")]
     return [(name.partition(_SEPARATOR)[0], name.partition(_SEPARATOR)[2]) for name in sorted(names)]
 

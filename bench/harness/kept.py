@@ -56,21 +56,21 @@ class Figure:
         for line in reversed(results.lines(self.name)):
             if self.model in str(line.get("model", "")) and self._of(line) is not None:
                 return dict(line)
-        raise LookupError(f"no kept line of {self.name} has {self.what!r} for {dict(self.where)}, model {self.model!r}")
+        raise LookupError(f"no result of {self.name} has {self.what!r} for {dict(self.where)} and model {self.model!r}")
 
     def value(self, results: Results) -> float:
         """Return the measured value."""
         return float(self._of(self.source(results))) * self.factor
 
     def measured(self, results: Results) -> str:
-        """Return the measured value with the decimals that the page shows; thousands with three digits."""
+        """Return the measured value with the decimals that the page shows. Thousands have three significant digits."""
         value = self.value(results)
         if value >= 1000:
             return f"{float(f'{value:.3g}'):,.0f}"
         return f"{value:.{len(self.shown.partition('.')[2])}f}"
 
     def _of(self, line: Mapping[str, Any]) -> Any:
-        """Return a number, or None."""
+        """Return the figure in this line, or None if the line does not have it."""
         if not self.where:
             return line.get("ratios", {}).get(self.what)
         fitting = [

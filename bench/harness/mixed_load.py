@@ -1,4 +1,4 @@
-"""A load like that of many users: prompts and answers of mixed lengths, families with a shared prefix, and chats.
+"""Draw a load that resembles many users: prompts and answers of mixed lengths, shared prefixes, and chats.
 
 Everything is drawn from a seed as token ids, so that all peers get the same load. `ignore_eos` gives each answer its
 drawn length.
@@ -47,7 +47,7 @@ class LoadShape:
 
 
 def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
-    """Return shuffled conversations with `shape.num_requests` turns in total. Different seeds share no prefix.
+    """Return shuffled conversations, which have `shape.num_requests` turns in total. Different seeds share no prefix.
 
     The prompt of a chat contains its earlier turns. The assistant's turns are also drawn, because generated text
     differs between peers, which round differently.

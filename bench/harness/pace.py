@@ -17,7 +17,7 @@ SLOW_S = 0.05  # per step: the longest text of the bundled model takes more than
 
 
 class Paced(Adaptive):
-    """Adaptive, except that each step first waits for the time in the file. Every step still handles cancellations."""
+    """The Adaptive strategy, but each step first waits for the time in the file. Steps still handle cancellations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Greedy texts of an undisturbed run, and the permitted differences in other runs.
 
-llama.cpp's rounding depends on the number of tokens in a pass, and disturbances change how many jobs run side by side.
-Where the two likeliest tokens are about equally likely, either is correct, and the rest of the text depends on it.
+llama.cpp's rounding depends on the number of tokens in a pass, and disturbances change how many jobs run at the same
+time. Where the two likeliest tokens are about equally likely, either is correct, and the rest of the text depends on
+it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,6 @@ def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
 
 
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:
-    """Return the margin to the next likely token. Likelier tokens could not be chosen, such as the end of a story."""
+    """Return the margin to the token that is next in likelihood. Likelier tokens were not allowed."""
     allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
     return chosen - allowed[1] if len(allowed) > 1 else math.inf

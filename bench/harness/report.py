@@ -78,7 +78,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def where() -> dict[str, str]:
-    """Return hardware and commit. The commit is marked if files differ from it, except kept results."""
+    """Return the hardware and the commit. The commit is marked if files other than kept results differ from it."""
     commit = _git("describe", "--always") + "-dirty" * bool(_git("diff", "HEAD", "--name-only", "--", *_SOURCES))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{platform.machine()}, {_cpu_name()}, {cores} cores, Python {platform.python_version()}"

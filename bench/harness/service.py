@@ -1,4 +1,4 @@
-"""A separate service for benchmarks: a Redis, workers that can be killed, and producers in this process."""
+"""A separate service for benchmarks: a Redis server, workers that can be killed, and producers in this process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one
 
 
 class CountingStrategy(Paced):
-    """Paced, but also counts tokens, and lets poison end its worker."""
+    """The Paced strategy for workers whose tokens are counted. A poison prompt (POISON_TOKENS) kills the worker."""
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -80,7 +80,7 @@ def _redis_port() -> int:
 
 @functools.cache
 def _redis_password() -> str:
-    """Return the password for all services of this process, for the same reason."""
+    """Return the password for all services of this process, because Celery reads its configuration once."""
     return secrets.token_urlsafe(24)
 
 
@@ -92,7 +92,7 @@ class StoredStates:
         self.num_lost = 0
 
     def forget_lost(self, since: set[str], redis: Any) -> None:
-        """Return the keys that were lost and may be stored again: those that are missing or newer than `since`."""
+        """Return the keys that were lost and may be stored again, because they are missing or newer than `since`."""
         for job_id in list(self.states):
             if not redis.exists(f"celery-task-meta-{job_id}"):
                 self.num_lost += 1
@@ -115,7 +115,7 @@ class SlowRedis(RedisServer):
 
 
 class Service:
-    """Redis and workers. Use as a context manager; this process is a producer for them inside."""
+    """Redis and workers. Use it as a context manager. Within the block, this process can send jobs to the workers."""
 
     def __init__(self, folder: Path, models: Sequence[dict[str, Any]], **settings: str) -> None:
         self.folder = folder
@@ -224,7 +224,7 @@ class Service:
         self.processes.clear()
 
     def restart_redis(self, away_s: float = 0.5, load_delay_us: int = 0) -> None:
-        """Restart Redis with the data that it has written, with this delay for each command that it loads."""
+        """Restart Redis with the data that it has written. The loading of each command is delayed by this time."""
         self.redis_server.stop()
         time.sleep(away_s)
         self.redis_server.load_delay_us = load_delay_us

@@ -1,4 +1,4 @@
-"""Simulate batch strategies: the real scheduler with a computed clock, so that results are the same on every machine.
+"""Simulate batch strategies with the real scheduler and a computed clock, so results are the same on every machine.
 
 The differences between strategies are smaller than the noise of a machine.
 """
@@ -30,7 +30,7 @@ SAVED_BYTES = 1 << 20  # one a token: of those that lose their slots
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Milliseconds of a pass of llama.cpp, and of each of its rows."""
+    """The costs in milliseconds of a pass of llama.cpp and of each row in the pass."""
 
     pass_ms: float
     prompt_row_ms: float
@@ -38,7 +38,7 @@ class Costs:
     decode_ms: Mapping[int, float] = field(default_factory=dict)  # of passes of single tokens, by rows, where measured
 
     def of(self, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds of a decode call."""
+        """Return the duration of a decode call in seconds."""
         return sum(self._of_pass(length, rows) for length, rows in passes_of(chunks)) / 1e3
 
     def _of_pass(self, length: int, rows: int) -> float:
@@ -50,7 +50,7 @@ class Costs:
 
 
 def passes_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return length and number of the chunks of each pass. A pass has chunks of equal length in consecutive slots."""
+    """Return the length and number of chunks of each pass. A pass has chunks of equal length in consecutive slots."""
     slots: dict[int, list[int]] = {}
     for chunk in chunks:
         slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
@@ -65,7 +65,7 @@ LOOK_S = 1.5e-3  # between two looks at the clock while sequences are moved: a m
 
 @dataclass
 class Simulated:
-    """The result of a load."""
+    """The result of a simulated load."""
 
     seconds: float = 0.0
     num_passes: int = 0
@@ -73,7 +73,7 @@ class Simulated:
 
     @property
     def ttft_ms(self) -> list[float]:
-        """Return the result for requests that arrived at the start."""
+        """Return the milliseconds to the first token of requests that arrived at the start."""
         return [times[0] * 1e3 for times in self.texts_s.values()]
 
     @property
@@ -94,7 +94,7 @@ def simulate(
     costs: Costs,
     arriving: Sequence[tuple[float, Line]] = (),
 ) -> Simulated:
-    """Simulate all lines at once, and interactive ones at the given times in seconds."""
+    """Simulate a load. All lines arrive at once, and interactive requests arrive at the given times in seconds."""
     context = max(len(line.prompt) + line.num_new for line in [*lines, *(line for _, line in arriving)]) + 1
     backend = FakeBackend(n_slots=slots, ctx_per_slot=context, n_batch=2048)
     scheduler, found = Scheduler(Limits(512, 512), strategy, backend, SAVED_BYTES), Simulated()
@@ -126,7 +126,7 @@ def _move(scheduler: Scheduler, found: Simulated) -> None:
 
 
 def _decode(scheduler: Scheduler, works: list[SlotWork], costs: Costs, found: Simulated) -> int:
-    """Simulate a decode call of the engine, and return the number of its tokens."""
+    """Simulate a decode call of the engine, and return its number of tokens."""
     layout, backend = scheduler.layout, scheduler.cache.memory
     assert isinstance(backend, FakeBackend)
     works, padding = layout.fill(works)

@@ -19,7 +19,7 @@ VARIABLE = "CLOCK_AHEAD_S"
 
 
 def environment_of(ahead_s: float, folder: Path) -> dict[str, str]:
-    """Return the environment of a process whose clock is ahead. Its module is copied to `folder`."""
+    """Return the environment of a process whose clock is ahead. This module is copied to `folder`."""
     folder.mkdir(exist_ok=True)
     shutil.copy(__file__, folder / "sitecustomize.py")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
@@ -35,7 +35,7 @@ def set_ahead(ahead_s: float) -> None:
         return real_clock_ns(clock) + (ahead_ns if clock == time.CLOCK_REALTIME else 0)
 
     class LooksReal(type):
-        """Accept times made by C as instances of this class."""
+        """Accept the times that C code creates as instances of the replaced class."""
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, real_datetime)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Benchmark(NamedTuple):
-    """A module of `bench/benchmarks/`."""
+    """A benchmark in the list, with its directory, the question that it answers, and the options of its short run."""
 
     directory: str
     question: str
@@ -134,9 +134,9 @@ BENCHMARKS = {
 
 
 def run(names: Sequence[str], arguments: Sequence[str]) -> int:
-    """Run the named benchmarks and print how each went; return the number of those that failed."""
+    """Run the named benchmarks, print the outcome of each one, and return the number of failures."""
     parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="run short forms, which show that each works")
+    parser.add_argument("--short", action="store_true", help="run a short form of each benchmark as a smoke test")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
     parser.add_argument("--model", help="GGUF file, bundled://tiny, or padded (default: depends on the benchmark)")
     parser.add_argument("--save", action="store_true", help="append the JSON lines to bench/results/")

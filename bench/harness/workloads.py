@@ -1,4 +1,4 @@
-"""Bulk workloads of comparisons: seeded lines of token ids, written in the short form of `cellama batch run`.
+"""Bulk workloads for comparisons: seeded lines of token ids, written in the short format of `cellama batch run`.
 
 Prompts are token ids, which all peers accept, because the number of tokens in a text depends on the vocabulary.
 """
@@ -16,7 +16,7 @@ from .engines import random_prompts
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line: a prompt, and the number of tokens to generate greedily, past any end token."""
+    """A prompt, and the number of tokens to generate greedily. End tokens are ignored."""
 
     custom_id: str
     prompt: tuple[int, ...]
@@ -62,7 +62,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
-    """Return the minimum number of prompt tokens to compute: each distinct prefix once."""
+    """Return the minimum number of prompt tokens to compute, if each distinct prefix is computed once."""
     num_tokens = 0
     last: Sequence[int] = ()
     for prompt in sorted(map(tuple, prompts)):

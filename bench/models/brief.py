@@ -1,6 +1,6 @@
 """Sampling that makes the bundled model close open brackets and quotes, so that constrained answers are short.
 
-Under a schema, the model writes little that makes sense, and repeats it in endless lists and strings.
+Under a schema, the model writes little that makes sense, and repeats itself in endless lists and strings.
 """
 
 from __future__ import annotations

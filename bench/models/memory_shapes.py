@@ -1,4 +1,4 @@
-"""Shapes of models whose memory can't be cut back to any length, for tests. Write them as F32."""
+"""Shapes of models for tests, whose memory can't be cut back to an arbitrary length. Write them as F32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .synthetic import Shape, Tensor
 
 @dataclass(frozen=True)
 class WindowShape(Shape):
-    """Gemma 2: every other layer looks back on a window only."""
+    """The shape of Gemma 2, in which every other layer attends only to a window."""
 
     architecture: ClassVar[str] = "gemma2"
     window: int = 32
@@ -40,7 +40,7 @@ class WindowShape(Shape):
 
 @dataclass(frozen=True)
 class RecurrentShape(Shape):
-    """Mamba: a state of fixed size instead of cells."""
+    """The shape of Mamba, which has a state of fixed size instead of cells."""
 
     architecture: ClassVar[str] = "mamba"
     d_state: int = 8
@@ -72,7 +72,7 @@ class RecurrentShape(Shape):
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """LFM2: layers with attention and layers with a short convolution take turns."""
+    """The shape of LFM2, in which layers with attention alternate with layers with a short convolution."""
 
     architecture: ClassVar[str] = "lfm2"
     l_cache: int = 3

@@ -2,9 +2,10 @@
 
     python -m cellama.bench.models.padded big.gguf --params 160
 
-Every layer's feed-forward part is widened, and layers are added: these read and multiply random weights like any
-others, but their output weights are zero, so they add nothing. Then all matrices become Q8_0. Benchmarks that compare
-texts need this: random-weight models have near ties, and the bundled model fits into the CPU's cache.
+The feed-forward part of each layer is widened, and layers are added. The added parts read and multiply random weights,
+but their output weights are zero, so they don't change the result. Then all matrices are converted to Q8_0. Benchmarks
+that compare texts need this model, because models with random weights have near ties, and the bundled model fits into
+the CPU's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Array = NDArray[np.float16]
 
 
 def write_padded(path: Path, params_m: float, *, seed: int = 0) -> None:
-    """Write the bundled model padded to about `params_m` million parameters, matrices in Q8_0."""
+    """Write the bundled model, padded to about `params_m` million parameters, with matrices in Q8_0."""
     reader = gguf.GGUFReader(TINY_PATH)
     n_embd, n_layer = _value(reader, "embedding_length"), _value(reader, "block_count")
     total = max(n_layer, round(params_m * 1e6 / (3 * n_embd * N_FF)))
@@ -65,7 +66,7 @@ def _value(reader: gguf.GGUFReader, key: str) -> int:
 
 
 def _widen(name: str, data: Array, rng: np.random.Generator) -> Array:
-    """Return a feed-forward matrix at the new width: random rows lead in, zero columns lead out."""
+    """Return a feed-forward matrix with the new width. Added rows are random, and added columns are zero."""
     if "ffn_gate" in name or "ffn_up" in name:
         more = rng.standard_normal((N_FF - data.shape[0], data.shape[1]), dtype=np.float32)
         return np.concatenate([data, (more / np.sqrt(data.shape[1])).astype(np.float16)])

@@ -27,7 +27,7 @@ NUM_BYTES, CONTROL = 256, ("<|end|>",)
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama shape; the default has 174M parameters. Rows must be multiples of 32 for Q8_0."""
+    """A Llama shape. The default has 174M parameters. For Q8_0, the length of rows must be a multiple of 32."""
 
     architecture: ClassVar[str] = "llama"
     n_embd: int = 576
@@ -62,7 +62,7 @@ class Shape:
         return sum(int(np.prod(dims)) for _, dims in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield name and dimensions (rows, columns) of every tensor, in the order of the file."""
+        """Yield the name and dimensions (rows, columns) of every tensor, in the order of the file."""
         yield "token_embd.weight", (self.n_vocab, self.n_embd)
         for i in range(self.n_layer):
             yield f"blk.{i}.attn_norm.weight", (self.n_embd,)
@@ -72,7 +72,7 @@ class Shape:
         yield "output.weight", (self.n_vocab, self.n_embd)
 
     def kind_of(self, name: str, dims: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-        """Return the type of a tensor in a file with this type of matrices."""
+        """Return the type of a tensor in a file whose matrices have this type."""
         return wanted if len(dims) == 2 else gguf.GGMLQuantizationType.F32
 
     def vector(self, rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> NDArray[np.float32]:
@@ -94,7 +94,7 @@ class Shape:
         writer.add_add_bos_token(False)
 
     def attention(self, i: int) -> Iterator[Tensor]:
-        """Yield the tensors of layer i's attention."""
+        """Yield the attention tensors of layer i."""
         d_kv = self.n_embd // self.n_head * self.n_head_kv
         yield f"blk.{i}.attn_q.weight", (self.n_embd, self.n_embd)
         yield f"blk.{i}.attn_k.weight", (d_kv, self.n_embd)
@@ -102,7 +102,7 @@ class Shape:
         yield f"blk.{i}.attn_output.weight", (self.n_embd, self.n_embd)
 
     def feed_forward(self, i: int) -> Iterator[Tensor]:
-        """Yield the tensors of layer i's feed-forward part."""
+        """Yield the feed-forward tensors of layer i."""
         yield f"blk.{i}.ffn_norm.weight", (self.n_embd,)
         yield f"blk.{i}.ffn_gate.weight", (self.n_ff, self.n_embd)
         yield f"blk.{i}.ffn_up.weight", (self.n_ff, self.n_embd)
@@ -110,7 +110,7 @@ class Shape:
 
 
 def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_0", seed: int = 0) -> None:
-    """Write the file tensor by tensor, so that one is in memory at a time."""
+    """Write the file tensor by tensor, so that only one tensor is in memory at a time."""
     shape = shape or Shape()
     kind, label = FILE_TYPES[file_type]
     writer = gguf.GGUFWriter(path, shape.architecture)
@@ -153,7 +153,7 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, label: gguf.LlamaFileTy
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the character for each byte in byte-level BPE: the byte if it is printable, otherwise one above 255."""
+    """Return each byte's character in byte-level BPE: the byte itself if it is printable, or else one above 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(NUM_BYTES) if byte not in printable)
     moved = {byte: NUM_BYTES + index for index, byte in enumerate(others)}

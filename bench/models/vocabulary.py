@@ -1,7 +1,7 @@
-"""A seeded vocabulary as large as those of current models: the bytes of tokens, without a model.
+"""Create a vocabulary that is as large as the vocabularies of current models, from a seed and without a model.
 
-Its words are made of syllables, so that words share prefixes about as often as in real vocabularies, which affects
-grammars.
+Its words are made of syllables, so that words share prefixes about as often as in real vocabularies. Shared prefixes
+affect the speed of grammars.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _letter(random: Random) -> str:
 
 
 def greedy_spelling(tokens: Sequence[bytes]) -> Callable[[bytes], list[int]]:
-    """Return texts as tokens of a vocabulary with every byte, by greedy longest match."""
+    """Return a tokenizer that always takes the longest token. The vocabulary must contain every byte."""
     ids = {token: number for number, token in enumerate(tokens)}
     longest = max(map(len, tokens))
 

@@ -1,4 +1,4 @@
-"""Gateways of ours, each in a process of its own."""
+"""Run cellama gateways, each in its own process."""
 
 from __future__ import annotations
 

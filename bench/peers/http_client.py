@@ -60,9 +60,9 @@ async def complete(
 async def complete_openai(
     port: int, model: str, prompt: str, num_new: int, note: Callable[[], None]
 ) -> tuple[str, str]:
-    """Return the id and the text of a streamed greedy completion; `note` is called with each piece of text.
+    """Return the id and the text of a streamed greedy completion. `note` is called with each piece of text.
 
-    Raises RuntimeError when the server refuses, or ends early.
+    Raises RuntimeError if the server refuses the request or stops early.
     """
     body = {"model": model, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "stream": True}
     identity, is_finished = "", False

@@ -43,7 +43,7 @@ def noop_worker(
 ) -> Iterator[tuple[subprocess.Popen[bytes], Submit]]:
     """Run a worker, and yield a function that queues a job and returns its id.
 
-    With `threads`, the worker has the pool and settings of cellama's workers, otherwise Celery's defaults.
+    With `threads`, the worker has the pool and settings of cellama's workers. Otherwise, it has Celery's defaults.
     """
     mark = "like-ours-" if threads else ""
     producer = Celery(broker=url, backend=url, set_as_current=False)

@@ -1,6 +1,6 @@
-"""Bulk runs of peers from file to file: each reads JSONL lines, has them completed, and writes a line per result.
+"""Bulk runs of peers from file to file. Each run reads JSONL lines, completes them, and writes a line per result.
 
-All are timed from the start of reading to the end of writing, with a server or worker that is up and warm.
+All runs are timed from the start of reading to the end of writing. The server or worker is already warm.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TimedFile:
 
 
 def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFile:
-    """Time a run with the open output file.
+    """Call `run` with the open output file, and measure how long it takes.
 
-    Raises RuntimeError if a line lacks tokens, because runs would not be comparable.
+    Raises RuntimeError if a result lacks tokens, because runs would not be comparable.
     """
     wanted = {line.custom_id: line.num_new for line in read_lines(source)}
     started = time.monotonic()
@@ -90,7 +90,7 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
 
 
 def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> TimedFile:
-    """Run the naive task: one message per line and one `llama_cpp.Llama` per process, which divide the threads."""
+    """Run the naive task, with a message per line and a `llama_cpp.Llama` per process. Processes divide the threads."""
 
     def run(out: IO[str]) -> None:
         lines = list(read_lines(source))
@@ -110,7 +110,7 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
 
 
 def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> TimedFile:
-    """Compute the time for these prompt tokens and all new ones at the rates of llama-batched-bench, without a run."""
+    """Compute, without a run, the time for these prompt tokens and all new ones at the rates of llama-batched-bench."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
     options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))

@@ -38,7 +38,7 @@ def program(variable: str) -> Path | None:
 
 @contextlib.contextmanager
 def llama_server(model: Path, slots: int, context: int, threads: int, *args: str) -> Iterator[LlamaServer | None]:
-    """Run a warmed-up llama-server with this context per slot and otherwise defaults; yield None if it is missing."""
+    """Run a warm llama-server with this context per slot and default settings, or yield None if it is missing."""
     if not (peer := program(LLAMA_SERVER)):
         yield None
         return
@@ -49,7 +49,7 @@ def llama_server(model: Path, slots: int, context: int, threads: int, *args: str
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """Return the environment of a program, whose shared libraries are in its directory."""
+    """Return the environment of a program, so that it finds the shared libraries in its own directory."""
     libraries = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     return {**os.environ, "LD_LIBRARY_PATH": libraries}
 
@@ -68,7 +68,7 @@ def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, 
 
 @dataclass(frozen=True)
 class Reply:
-    """One request to llama-server, in seconds from its submission."""
+    """The reply of llama-server to one request. Times are in seconds after the request was sent."""
 
     pieces_s: Sequence[float]  # when each piece of text came
     total_s: float
@@ -86,7 +86,7 @@ class Reply:
 
     @property
     def generation_rate(self) -> float:
-        """Return tokens per second after the first one."""
+        """Return the tokens per second after the first token."""
         return (self.num_tokens - 1) / (self.total_s - self.ttft_s)
 
 
@@ -159,7 +159,7 @@ class LlamaServer:
             return list(json.load(response)["tokens"])
 
     def complete_all(self, prompts: Sequence[Sequence[int]], num_new: int | Sequence[int]) -> tuple[float, list[Reply]]:
-        """Run all requests concurrently in threads. Return the seconds until the last, and the replies in order."""
+        """Run all requests concurrently in threads. Return the seconds that this takes, and the replies in order."""
         lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
         started = time.monotonic()
         with ThreadPoolExecutor(len(prompts)) as threads:

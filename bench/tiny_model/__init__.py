@@ -1,1 +1,1 @@
-"""Create the bundled model: its training data, its training, and its GGUF file."""
+"""Create the bundled model: write its training data, train it, and write its GGUF file."""

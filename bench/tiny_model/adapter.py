@@ -57,7 +57,7 @@ def _say(text: str) -> str:
 
 
 def load_base(path: Path) -> TinyLlama:
-    """Return the bundled model with the weights of its file, frozen."""
+    """Return the bundled model with the weights of its file, which are frozen."""
     stored = {tensor.name: torch.from_numpy(np.array(tensor.data)).float() for tensor in gguf.GGUFReader(path).tensors}
     model = TinyLlama(TinyShape(stored["token_embd.weight"].shape[0]))
     model.load_state_dict(stored)
@@ -66,7 +66,7 @@ def load_base(path: Path) -> TinyLlama:
 
 
 def add_adapter(model: TinyLlama, rank: int) -> dict[str, LowRank]:
-    """Wrap every linear layer of the blocks; return the wrappers by the name of their tensor in GGUF."""
+    """Wrap every linear layer of the blocks, and return the wrappers by the names of their tensors in GGUF."""
     wrapped = {}
     for i, block in enumerate(model.blk):
         for name, layer in list(block.named_children()):

@@ -1,7 +1,7 @@
-"""The text that the bundled model is trained on: seeded, low in entropy, split into training and held-out.
+"""Generate the text that the bundled model is trained on. It depends on a seed, and has low entropy.
 
-A document is a list of segments; a target is text that the model must write, and the rest is its input. Held-out
-documents use combinations (numbers, names, cities) that no training document has.
+A document is a list of segments. The model must learn to write the segments that are targets. The other segments are
+its input. Held-out documents use combinations (numbers, names, cities) that no training document has.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WEATHER_TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a document; targets are text that the model must write."""
+    """A piece of a document. The model must learn to write the pieces that are targets."""
 
     text: str
     target: bool
@@ -52,7 +52,7 @@ Turn = tuple[str, str, str]  # question, reasoning, answer
 
 
 def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
-    """Yield an endless sequence of documents, which depends on the seed only."""
+    """Yield an endless sequence of documents, which depends only on the seed."""
     rng = random.Random(f"{seed}/{held_out}")
     makers: list[tuple[float, Callable[[random.Random, bool], Document]]] = [
         (0.62, _conversation),
@@ -66,7 +66,7 @@ def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
 
 
 def is_held_out(*parts: object) -> bool:
-    """Return whether a combination is held out. About one in ten is, and always the same ones."""
+    """Return whether a combination is held out. About one in ten is held out, and always the same ones."""
     return random.Random(repr(parts)).random() < 0.1
 
 
@@ -151,7 +151,7 @@ def _conversation(rng: random.Random, held_out: bool) -> Document:
 
 
 def tool_system(system: str = DEFAULT_SYSTEM) -> str:
-    """Return the system text that the chat template writes for the weather tool."""
+    """Return the system message that the chat template writes for the weather tool."""
     tool = json.dumps(WEATHER_TOOL, ensure_ascii=False)
     return f"{system}\n\n# Tools\n<tools>\n{tool}\n</tools>"
 

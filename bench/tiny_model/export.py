@@ -1,4 +1,4 @@
-"""Writes the trained weights and the tokenizer as a GGUF file."""
+"""Write the trained weights and the tokenizer as a GGUF file."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def train_tokenizer(seed: int = 1, count: int = 8000) -> Tokenizer:
 
 
 def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[bool]]:
-    """Return token ids of a document and which of them are targets.
+    """Return the token ids of a document, and whether each of them is a target.
 
-    Consecutive segments of one kind are encoded as one text, like the prompt of a user.
+    Consecutive segments of one kind are encoded as one text, as a user's prompt would be.
     """
     ids: list[int] = []
     targets: list[bool] = []

@@ -2,7 +2,7 @@
 
     python -m cellama.bench.tiny_model.train --out engine/bundled/tiny.gguf
 
-Needs PyTorch, `tokenizers` and `gguf`, which are not dependencies of the project (see README.md).
+It needs PyTorch, `tokenizers` and `gguf`, which are not dependencies of the project (see README.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
-    """Attention with grouped queries and rotary positions, then SwiGLU. Names are those of llama.cpp's tensors."""
+    """Attention with grouped queries and rotary positions, then SwiGLU. Layers have llama.cpp's tensor names."""
 
     def __init__(self, shape: TinyShape) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs, the layout that llama.cpp expects of this architecture."""
+    """Rotate neighbouring pairs, which is the layout that llama.cpp expects for this architecture."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -100,7 +100,7 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
 def windows(
     tokenizer: Tokenizer, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Yield windows of `length` + 1 tokens packed from (changed) documents, and the loss weight of each token."""
+    """Yield windows of `length` + 1 tokens of changed documents, and the loss weight of each token."""
     ids: list[int] = []
     weights: list[float] = []
     for document in documents(seed):

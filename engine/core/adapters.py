@@ -1,4 +1,4 @@
-"""The LoRA adapters of one model, with their scales and the number of requests that use them. Safe from any thread.
+"""The LoRA adapters of one model, their scales, and the number of requests that use them. Any thread may use them.
 
 The states of an adapter:
 
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class Adapters:
-    """The adapters of a model by name. A request acquires adapters when submitted, and releases them when it ends."""
+    """The adapters of a model by name. A request acquires adapters on submission, and releases them when it ends."""
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
@@ -59,10 +59,10 @@ class Adapters:
         self._changed = threading.Condition()
 
     def load(self, name: str, source: str, path: Path, scale: float = 1.0) -> AdapterInfo:
-        """Load an adapter from a file. From then on it is applied with this scale to requests that choose no adapters.
+        """Load an adapter from a file. From then on, requests that choose no adapters use it at this scale.
 
-        Other requests continue during the load. Raises IdTaken, InvalidRequest and AdapterLoadFailed, and leaves
-        nothing behind.
+        Other requests continue while it loads. If loading fails, nothing stays in memory. Raises IdTaken,
+        InvalidRequest and AdapterLoadFailed.
         """
         with self._changed:
             self.check_new(name, scale)
@@ -101,7 +101,7 @@ class Adapters:
             self._ready(name)
 
     def set_scale(self, name: str, scale: float) -> None:
-        """Set the scale of the adapter for later requests that choose no adapters; 0 disables it for them.
+        """Set the scale of the adapter for later requests that choose no adapters. 0 disables it for them.
 
         Running requests keep their scale. Raises UnknownAdapter and InvalidRequest.
         """
@@ -142,9 +142,9 @@ class Adapters:
     # Requests
 
     def acquire(self, choice: Iterable[tuple[str, float]] | None) -> AdapterSet:
-        """Return the adapters that a request chooses, or the default ones for None.
+        """Return the adapters that a request chooses, or the default adapters if `choice` is None.
 
-        They stay loaded until `release`. Raises UnknownAdapter.
+        They stay loaded until `release` is called. Raises UnknownAdapter.
         """
         if choice is None and not self._default:
             return ()

@@ -41,7 +41,7 @@ Vectors = list[NDArray[np.float32]]
 
 @dataclass(eq=False)
 class EmbeddingHandle:
-    """The handle of one caller's texts. Any thread may use it."""
+    """The handle for one caller's texts. Any thread may use it."""
 
     texts: list[tuple[int, ...]]
     normalize: bool = True
@@ -65,7 +65,7 @@ class EmbeddingHandle:
         self.future.cancel()
 
     def finished(self) -> Vectors:
-        """Return all vectors, with their first `dimensions` numbers, and at unit length if `normalize` is set."""
+        """Return all vectors, cut to their first `dimensions` numbers, and at unit length if `normalize` is set."""
         rows = np.vstack(self.vectors)[:, : self.dimensions]
         if self.normalize:
             lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -82,7 +82,7 @@ class Embedder:
     """Embeds texts. Callers take turns in each batch, so that a caller with few texts doesn't wait for many others."""
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
-        """Create an embedder. `ending` are the tokens after every text, which a truncated text keeps."""
+        """Create an embedder. `ending` contains the tokens that end every text, even if the text is truncated."""
         self._backend = backend
         self._ending = ending
         self._inbox: Inbox[EmbeddingHandle] = Inbox()
@@ -128,9 +128,9 @@ class Embedder:
     ) -> EmbeddingHandle:
         """Submit the token ids of one or more texts. The vectors are float32 with `n_embd` dimensions.
 
-        `dimensions` keeps only the first numbers of each vector, for models that are trained for that. `normalize`
-        then scales each vector to unit length. `truncate` shortens texts that are too long instead of rejecting them.
-        Raises InvalidRequest, PromptTooLong and EngineStopped.
+        `dimensions` keeps only the first numbers of each vector, for models that are trained for this. `normalize` then
+        scales each vector to unit length. `truncate` shortens texts that are too long instead of rejecting them. Raises
+        InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not texts:
             raise InvalidRequest("texts: the list is empty; give at least one text")
@@ -147,7 +147,7 @@ class Embedder:
         return handle
 
     def _truncated(self, text: Sequence[int]) -> Sequence[int]:
-        """Return as much of the start of the text as fits together with the ending."""
+        """Return as much of the start of the text as fits together with its ending."""
         if len(text) <= self.max_tokens:
             return text
         ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
@@ -164,11 +164,11 @@ class Embedder:
 
     @property
     def last_submit(self) -> float:
-        """The time of the last request in Unix seconds; 0 before the first."""
+        """The time of the last request in Unix seconds, or 0 before the first request."""
         return self._inbox.last_submit
 
     def snapshot(self) -> EmbedderSnapshot:
-        """Return the current state. Never waits for the embedder thread."""
+        """Return the current state without waiting for the embedder thread."""
         computing = [handle for handle, _ in list(self._batch)]
         waiting = [handle for handle in [*list(self._waiting), *self._inbox.waiting()] if not handle.future.done()]
         running = {id(handle) for handle in computing if not handle.future.done()}
@@ -206,7 +206,7 @@ class Embedder:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Fail waiting requests with EngineStopped and free the backend; return False if a batch takes too long."""
+        """Fail waiting requests with EngineStopped and free the backend. Return False if a batch takes too long."""
         self._inbox.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -232,7 +232,7 @@ class Embedder:
         self.pulse.close()
 
     def _receive(self) -> bool:
-        """Wait for texts unless some are waiting; return False if the embedder must stop."""
+        """Wait until there are texts. Return False if the embedder must stop."""
         if not self._waiting and not self._inbox:
             self._backend.rest()
             self.pulse.rest()
@@ -243,7 +243,7 @@ class Embedder:
         return True
 
     def _fill_batch(self) -> None:
-        """Fill a batch with waiting texts, one of each caller in turn. A text beyond the limit is computed alone."""
+        """Fill a batch with waiting texts, one from each caller in turn. A text above the limit is computed alone."""
         batch = self._batch
         num_remaining = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
@@ -303,7 +303,7 @@ class Embedder:
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        """Try each text alone; a request fails only if its text fails alone. Raises if the backend is broken."""
+        """Retry each text alone. A request fails only if its text fails again. Raises if the backend is broken."""
         if len(batch) > 1:
             log.warning(
                 "embedding batch failed", error=repr(error), num_texts=len(batch), detail="each text is retried alone"
@@ -348,7 +348,7 @@ class Reranker:
     """Scores pairs of query and document. The score is the first output of the model's classification head."""
 
     def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
-        """`embedder` must have the pooling "rank". Its thread computes the scores."""
+        """Create a reranker. `embedder` must have the pooling "rank", and its thread computes the scores."""
         self._pairs = pairs
         self.embedder = embedder
 

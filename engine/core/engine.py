@@ -54,16 +54,17 @@ class Verdict(NamedTuple):
 
 
 class Engine:
-    """Serves many requests at once on one backend. Every method may be called from any thread."""
+    """Serves many requests at once on one backend. Any thread may call every method."""
 
     def __init__(
         self, backend: Backend, options: EngineOptions, name: str = "engine", draft: Backend | None = None
     ) -> None:
         """Start the engine thread, which owns the backend from now on. `name` is the name of the model in telemetry.
 
-        `draft` is the backend of a draft model, with the same vocabulary and as many slots. The engine also owns it.
+        `draft` is the backend of a draft model with the same vocabulary and the same number of slots. The engine also
+        owns it.
 
-        Raises InvalidRequest, GrammarFailed, and ModelLoadFailed for a draft model that can't decode.
+        Raises InvalidRequest, GrammarFailed, and ModelLoadFailed if the draft model can't decode.
         """
         self.sampling_defaults = options.sampling_defaults
         backend.prepare(sampling_of({}, self.sampling_defaults), None)  # an invalid grammar would fail every request
@@ -91,7 +92,7 @@ class Engine:
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Submit a request. `on_event` is called on the engine thread, so it must only pass the event on.
 
-        Raises InvalidRequest, PromptTooLong, UnknownAdapter and EngineStopped here. QueueFull is raised by the handle.
+        This method raises InvalidRequest, PromptTooLong, UnknownAdapter and EngineStopped. The handle raises QueueFull.
         """
         self._core.scheduler.check(len(request.prompt) + (request.max_tokens - 1 if request.only_checks else 0))
         given = [("prompt", request.prompt), ("prediction", request.prediction)]
@@ -126,23 +127,23 @@ class Engine:
         return handle
 
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """Return the text that follows a prompt, which is text or token ids.
+        """Generate and return the text that follows a prompt. The prompt is text or token ids.
 
-        `params` are the fields of Request and SamplingParams. With `parent_key`, the `finish_key` of a completion, the
+        `params` are the fields of Request and SamplingParams. If `parent_key` is the `finish_key` of a completion, the
         prompt continues the context of that completion, token by token. Raises UnknownKey, and TimeoutError after
-        `timeout_s`. The slot is free in both cases.
+        `timeout_s`. In both cases, the slot is free again.
         """
         return self.complete(prompt, timeout_s=timeout_s, **params).text
 
     def complete(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Return the completion of a prompt: the text, its tokens, usage and timings. Parameters as for `generate`."""
+        """Return the completion of a prompt: text, tokens, usage and timings. Parameters are as for `generate`."""
         return _in_time(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
 
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
         """Prefill a prompt into the cache without sampling.
 
-        Later requests that start with it, or that continue its `finish_key`, don't compute it again. `params` and
-        errors are those of `generate`.
+        Later requests that start with the prompt, or that continue its `finish_key`, don't compute it again. Parameters
+        and errors are the same as for `generate`.
         """
         return self.complete(prompt, timeout_s=timeout_s, **{**params, "max_tokens": 0})
 
@@ -200,9 +201,9 @@ class Engine:
             handle.cancel()
 
     def draft_tokens(self, prefix: Prompt, most: int, *, timeout_s: float = GENERATE_TIMEOUT_S) -> tuple[int, ...]:
-        """Return up to `most` of the likeliest tokens after a prefix, which another model can verify.
+        """Return up to `most` of the likeliest tokens after a prefix, so that another model can verify them.
 
-        The result is shorter if the text ends. Raises TimeoutError, and the errors of `submit`.
+        The result is shorter if the text ends. Raises TimeoutError and the errors of `submit`.
         """
         return self.complete(prefix, timeout_s=timeout_s, max_tokens=most, **_GREEDY).tokens
 
@@ -216,8 +217,8 @@ class Engine:
     ) -> Verdict:
         """Count the leading candidates that are the likeliest tokens after the prefix, and find the token after them.
 
-        `most` limits the number of candidates. Raises TimeoutError, InvalidRequest, PromptTooLong if prefix and
-        candidates leave no room for one more token, and the errors of `submit`.
+        `most` limits the number of candidates. Raises TimeoutError, InvalidRequest and the errors of `submit`. Raises
+        PromptTooLong if the prefix and the candidates leave no room for one more token.
         """
         check_int("most", len(candidates) if most is None else most, 0)
         drafts = tuple(candidates[:most])
@@ -271,8 +272,8 @@ class Engine:
     def context_of(self, key: str, scope: str = "", adapters: AdapterChoice = None) -> tuple[int, ...]:
         """Return the tokens of the context with this `finish_key`, for a request with this scope and these adapters.
 
-        Never waits for the engine thread. Raises UnknownAdapter, and UnknownKey if the context is not stored or belongs
-        to another scope or other adapters.
+        The call never waits for the engine thread. Raises UnknownAdapter, and UnknownKey if the context is not stored
+        or belongs to another scope or other adapters.
         """
         tokens: tuple[int, ...] | None = None
         if isinstance(key, str) and is_key(key):
@@ -289,7 +290,7 @@ class Engine:
 
     @property
     def identity(self) -> bytes:
-        """The digest of all that cells depend on, except tokens, adapters and scope (ADR 014)."""
+        """The digest of everything that cells depend on, except tokens, adapters and scope (ADR 014)."""
         return self._backend.identity
 
     def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
@@ -320,32 +321,32 @@ class Engine:
 
     @property
     def last_submit(self) -> float:
-        """The time of the last request in Unix seconds; 0 before the first."""
+        """The time of the last request in Unix seconds, or 0 before the first request."""
         return self._inbox.last_submit
 
     def add_listener(self, listener: Listener) -> None:
-        """Call `listener` once per step with all events, on the engine thread, so it must only pass them on."""
+        """Call `listener` on the engine thread, once per step with all events. It must only pass them on."""
         self._core.output.listeners.append(listener)
 
     def add_step_listener(self, listener: Callable[[StepStats], None]) -> None:
-        """Call `listener` after every step, on the engine thread."""
+        """Call `listener` on the engine thread after every step."""
         self._core.telemetry.on_step.append(listener)
 
     def add_request_listener(self, listener: Callable[[RequestStats], None]) -> None:
-        """Call `listener` when a request has finished, on the engine thread."""
+        """Call `listener` on the engine thread when a request has finished."""
         self._core.telemetry.on_request.append(listener)
 
     def count_steps(self, counts: StepCounts) -> None:
-        """Add every step and every gap between tokens to these counts, on the engine thread."""
+        """Let the engine thread add every step and every gap between tokens to these counts."""
         self._core.telemetry.step_counts.append(counts)
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the current state. Never waits for the engine thread."""
+        """Return the current state without waiting for the engine thread."""
         return self._core.telemetry.snapshot
 
     @property
     def last_cache_hit(self) -> PrefixHit | None:
-        """The prefix hit of the request that got a slot last; None before the first. Never waits."""
+        """The prefix hit of the last request that got a slot, or None before the first. Reading it never waits."""
         return self._core.telemetry.last_cache_hit
 
     @property
@@ -364,7 +365,7 @@ class Engine:
     ) -> dict[CacheTier, int]:
         """Return how many leading tokens of a prompt are on the device, in RAM and on disk, for this scope.
 
-        Never waits for the engine thread, so it may be slightly out of date. Raises UnknownAdapter.
+        The call never waits for the engine thread, so the result may be slightly out of date. Raises UnknownAdapter.
         """
         key, prompt = adapters_key(self._chosen_adapters(adapters)), tuple(tokens)
         found: dict[CacheTier, int] = {**self._core.probe(prompt, (scope, key) if key else scope), "disk": 0}
@@ -374,9 +375,9 @@ class Engine:
         return found
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write reusable states to the cache directory, including those of running requests; return their number.
+        """Write reusable states to the cache directory, and return their number. Running requests are included.
 
-        States that are not written within `timeout_s` are skipped. Without a directory it does nothing.
+        States that are not written within `timeout_s` are skipped. Without a cache directory, nothing is written.
         """
         if self.store is None:
             return 0
@@ -391,7 +392,7 @@ class Engine:
         return self.store.counters.saves - before
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Save states like `save_states`, then empty idle slots and RAM; return the number of written states.
+        """Save states like `save_states`, then empty idle slots and the RAM tier. Return the number of written states.
 
         The model stays loaded, and running requests continue. Raises EngineStopped, and TimeoutError if a step takes
         too long.
@@ -413,7 +414,7 @@ class Engine:
             raise TimeoutError("the current step takes longer than the timeout; retry or allow more time") from None
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Fail unfinished requests with EngineStopped and free the backend; return False if a step takes too long.
+        """Fail unfinished requests with EngineStopped and free the backend. Return False if a step takes too long.
 
         States in RAM are lost unless `save_states` was called before.
         """
@@ -449,7 +450,7 @@ class Engine:
         self.pulse.close()
 
     def _wait(self) -> bool:
-        """Wait until there is work; return False if the engine must stop."""
+        """Wait until there is work. Return False if the engine must stop."""
         inbox, core = self._inbox, self._core
         if (pause_s := core.pause_s) and not inbox:
             self.pulse.rest()

@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
 
 class EngineCore:
-    """Serves many requests at once, step by step."""
+    """Serves many requests at once, step by step. `Engine` runs it on a thread."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class EngineCore:
     ) -> None:
         """`pulse` reports the current activity to the watchdog. `model` names the model in telemetry.
 
-        `store` is the cache directory, and `draft` the backend of a draft model. Raises InvalidRequest, and
-        ModelLoadFailed for a draft model that can't decode.
+        `store` is the cache directory, and `draft` is the backend of a draft model. Raises InvalidRequest, and
+        ModelLoadFailed if the draft model can't decode.
         """
         self.inbox: Inbox[Command | EngineCall[Any]] = Inbox()
         self._backend = backend
@@ -93,7 +93,7 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> None:
-        """Run all commands and compute the next tokens. Without work it makes no decode call.
+        """Run all commands and compute the next tokens. Without work, no decode call is made.
 
         A failure that a single request causes ends only this request. Raises BackendBroken, and the error of a step
         that fails repeatedly although no single request causes it.
@@ -183,7 +183,7 @@ class EngineCore:
         self._num_faults = 0
 
     def _copy_running_state(self) -> None:
-        """Offer the state of one running sequence to the disk, so that another process can resume it after a crash."""
+        """Offer a running sequence's state to the disk tier, so that another process can resume it after a crash."""
         if self.disk is None or not self.disk.may_copy(time.monotonic()):
             return
         for slot, sequence in enumerate(self.scheduler.slots):
@@ -199,10 +199,10 @@ class EngineCore:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
-        """Find the requests that cause the failure of a step: run one step for each of them alone, and fail those.
+        """Find the requests that make a step fail: run one step for each request alone, and fail those requests.
 
-        If the step fails for every one of several requests, none of them is the cause, and the error is raised. After
-        MAX_FAULTS consecutive failed steps the error is also raised.
+        If the step fails for each of several requests, none of them is the cause, and the error is raised. The error is
+        also raised after MAX_FAULTS consecutive failed steps.
         """
         self._num_faults += 1
         if self._num_faults > MAX_FAULTS:
@@ -233,7 +233,7 @@ class EngineCore:
         return None
 
     def rest(self) -> None:
-        """Release threads while there is no work, and take over the states that were read from disk."""
+        """Let threads rest while there is no work, and take over the states that were read from disk."""
         for backend in self._backends:
             backend.rest()
         if self.disk is not None:
@@ -242,18 +242,18 @@ class EngineCore:
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait for files while there is no other work; 0 otherwise, or if no file is expected."""
+        """Seconds to wait for files while there is no other work. 0 if there is other work or no file is expected."""
         if self.disk is None or self.scheduler.num_busy or not self.scheduler.num_waiting:
             return 0.0
         return max(0.0, min(PAUSE_S, self.disk.wait_s(time.monotonic())))
 
     def slots_to_save(self) -> list[int]:
-        """Return the busy slots, and idle ones with reusable states that are not in RAM."""
+        """Return the busy slots, and the idle slots whose reusable states are not in RAM."""
         running = [slot for slot, holder in enumerate(self.scheduler.slots) if holder and holder.request.cache_prompt]
         return self.scheduler.cache.unsaved() + running
 
     def save_slot(self, slot: int) -> None:
-        """Copy the state of a slot to RAM if it still needs that. The RAM tier offers it to the disk tier."""
+        """Copy the state of a slot to RAM, unless that is unnecessary. The RAM tier offers it to the disk tier."""
         cache, sequence = self.scheduler.cache, self.scheduler.slots[slot]
         if sequence is None:
             cache.save_unsaved(slot)
@@ -261,22 +261,22 @@ class EngineCore:
             cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
 
     def saved_states(self) -> list[SavedState]:
-        """Return all states in RAM, in ascending order of the probability of reuse, and then of their last use."""
+        """Return all states in RAM, sorted by the probability of reuse and then by their last use, both ascending."""
         return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.reuse_probability)
 
     def offer(self, state: SavedState) -> None:
-        """Offer a state to the disk."""
+        """Offer a state to the disk tier."""
         if self.disk is not None:
             self.disk.offer(state)
 
     def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
-        """Return how many leading tokens are on the device and in RAM. Any thread."""
+        """Return how many leading tokens are on the device and in RAM. Any thread may call this."""
         slots = list(self.scheduler.slots)
         running = [None if s is None else (s.tokens[: s.num_computed], s.scope) for s in slots]
         return self.scheduler.cache.probe(running, tokens, scope)
 
     def forget_idle(self) -> None:
-        """Empty the idle slots and the states in RAM."""
+        """Empty the idle slots, and drop the states in RAM."""
         self.drafting.forget_idle()
         for slot, holder in enumerate(self.scheduler.slots):
             if holder is None:
@@ -285,7 +285,7 @@ class EngineCore:
             self.scheduler.cache.ram.forget(state)
 
     def save_one_idle(self) -> bool:
-        """Copy the cells of one idle slot to RAM; return False if no slot has reusable cells. Between steps."""
+        """Copy the cells of one idle slot to RAM between two steps. Return False if no slot has reusable cells."""
         self._pulse.beat("save")
         return self.scheduler.cache.save_one_idle()
 

@@ -25,11 +25,11 @@ BROKEN = 3  # consecutive requests that failed alone; with this many, the reques
 
 
 class Deferred(DecodeError):
-    """A decode call was not started, because an interactive request has arrived. A later step repeats it."""
+    """A decode call was not started because an interactive request arrived. A later step repeats the call."""
 
 
 class BackendBroken(Exception):
-    """The backend can't compute any request any more, so no single request is the cause."""
+    """The backend can't compute requests any more, so no single request is the cause."""
 
 
 class Computed(NamedTuple):
@@ -42,7 +42,10 @@ class Computed(NamedTuple):
 
 
 class Forward:
-    """Computes the work of a step. Engine thread only, except `interrupt_bulk` and reads of `abortable_handle`."""
+    """Computes the work of a step.
+
+    Only the engine thread may use it, except for `interrupt_bulk` and reads of `abortable_handle`.
+    """
 
     def __init__(
         self, backend: Backend, scheduler: Scheduler, requests: EngineRequests, drafting: Drafting, pulse: Pulse
@@ -63,16 +66,16 @@ class Forward:
         self._has_arrival = False
 
     def interrupt_bulk(self) -> None:
-        """Abort bulk work and start no more in this step, because an interactive request has arrived. Any thread."""
+        """Stop the bulk work of this step, because an interactive request has arrived. Any thread may call this."""
         self._has_arrival = True
         if self._is_interruptible:
             self._backend.abort()
 
     def run(self, works: list[SlotWork]) -> Iterator[Computed]:
-        """Decode and yield one micro-batch at a time. Its tokens must be sampled before the next one is decoded.
+        """Decode and yield one micro-batch at a time. Sample its tokens before the next micro-batch is decoded.
 
-        If a micro-batch fails, its requests are tried alone, and those that fail alone end. Raises BackendBroken if
-        another process can take over.
+        If a micro-batch fails, each of its requests is retried alone, and ends if it fails again. Raises BackendBroken
+        if another process can take over.
         """
         self._drafting.begin_step()
         checks, works = self._drafting.take_checks(works)
@@ -126,7 +129,7 @@ class Forward:
     def _decode(
         self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_interrupt: bool
     ) -> Exception | None:
-        """Decode the chunks of these works and padding in one call; return the error if it fails."""
+        """Decode the chunks of these works and the padding in one call. Return the error if the call fails."""
         self.abortable_handle = self._main_request(works, num_tokens)
         self._is_interruptible = may_interrupt
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
@@ -145,7 +148,7 @@ class Forward:
         return None
 
     def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
-        """Return the request with the most tokens in the batch. Cancelling it aborts the call."""
+        """Return the request with most of the tokens in the batch, if there is one. Cancelling it aborts the call."""
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # one token for each request
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
@@ -157,7 +160,7 @@ class Forward:
         return self._backend.partial_reuse and (is_long or self._interruptions.are_affordable)
 
     def _recover(self, works: list[SlotWork], error: Exception) -> Iterator[Computed]:
-        """Restore the slots, then try each request alone. A request ends only if it fails alone."""
+        """Restore the slots, then retry each request alone. A request ends only if it also fails alone."""
         for work in works:
             self._scheduler.rollback(work)
         code = error.code if isinstance(error, DecodeError) else None
@@ -189,14 +192,13 @@ class Forward:
 
 
 def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWork]]:
-    """Split the work of a step into decode calls, in order. Each chunk is in one of them.
+    """Split the work of a step into decode calls, in order. Each chunk is in exactly one call.
 
-    If each slot has a stream of its own (not `unified`), single tokens and longer chunks are in separate calls.
-    Together, llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another, and
-    these would no longer fill its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come
-    first, because a changing order would put two of them between two tokens of a stream. Prompts of interactive
-    requests that end with this chunk are decoded one by one in order of admission, so that the first doesn't wait for
-    the second.
+    If each slot has a stream of its own (not `unified`), single tokens and longer chunks are in separate calls. In one
+    call, llama.cpp would compute the first token of every slot in one pass and the rest of the chunks in another, and
+    the rest would no longer fill its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come first,
+    because a changing order would put two of them between two tokens of a stream. The last chunks of interactive
+    prompts are decoded one by one in order of admission, so that the first request doesn't wait for the second.
     """
     if unified:
         return [list(works)] if works else []

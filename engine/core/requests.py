@@ -1,6 +1,6 @@
 """The requests of one engine, from submission to the terminal event: handles, output, and sequences.
 
-A failure of one request affects no other.
+The failure of one request does not affect other requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CancelReason = Literal["cancelled", "timeout"]
 
 
 class Handle:
-    """Waits for, observes or cancels one request. Any thread may use it."""
+    """Lets a caller wait for, observe or cancel one request. Any thread may use it."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Handle:
         adapters: AdapterSet = (),
         plan: Any = None,
     ) -> None:
-        """`adapters` stay in use until the request has finished. Its samplers are created from `plan`."""
+        """Create a handle. `adapters` stay in use until the request has finished. Samplers are created from `plan`."""
         self.request = request
         self.received_at = time.monotonic()
         self.adapters = adapters
@@ -66,7 +66,7 @@ class Handle:
         self._cancel(self, reason)
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call back when the request has finished, on the engine thread, or now if it already has."""
+        """Call `callback` on the engine thread when the request has finished, or now if it already has."""
         self.future.add_done_callback(lambda _: callback(self))
 
     @property
@@ -75,7 +75,7 @@ class Handle:
         return self.future.done()
 
     def deliver(self, event: Event) -> None:
-        """Pass on one event. Engine thread only."""
+        """Pass on one event. Only the engine thread may call this."""
         if self._on_event is not None:
             try:
                 self._on_event(event)
@@ -97,7 +97,7 @@ class EngineCall(Generic[T]):
         self.future: Future[T] = Future()
 
     def run(self) -> None:
-        """Call the function. Engine thread only."""
+        """Call the function. Only the engine thread may call this."""
         if not self.future.set_running_or_notify_cancel():
             return  # the other thread no longer waits
         try:
@@ -114,7 +114,10 @@ Listener = Callable[[tuple[Event, ...]], None]
 
 
 class EventOutput:
-    """Turns the tokens of sequences into events, and passes them on once per step. Engine thread only."""
+    """Turns the tokens of sequences into events, and passes them on once per step.
+
+    Only the engine thread may use it.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.listeners: list[Listener] = []
@@ -122,7 +125,7 @@ class EventOutput:
         self._events: list[Event] = []
 
     def append(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
-        """Emit the text that one more token makes final; return the stop string that ends the sequence, if any."""
+        """Emit the text that one more token makes final. Return the stop string that ends the sequence, if any."""
         released = self._text_after(sequence, token)
         if isinstance(released, StopMatch):
             self._release(handle, sequence, released.released)
@@ -131,7 +134,7 @@ class EventOutput:
         return None
 
     def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
-        """Process tokens that were reported earlier, without emitting events; return the stop string, if any."""
+        """Process tokens that were reported earlier, without emitting events. Return the stop string, if any."""
         for token in tokens:
             released = self._text_after(sequence, token)
             text = released.released if isinstance(released, StopMatch) else released
@@ -219,7 +222,10 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """The sequences of one request: `n` completions of one prompt, which end together. Engine thread only."""
+    """The sequences of one request: `n` completions of one prompt, which end together.
+
+    Only the engine thread may use it.
+    """
 
     handle: Handle
     sequences: list[Sequence] = field(default_factory=list)
@@ -227,7 +233,7 @@ class RequestGroup:
     finished: list[Completion] = field(default_factory=list)  # in the order in which they finished
 
     def completion(self) -> Completion:
-        """Return the first completion, with the others as its alternatives and the tokens of all in its usage."""
+        """Return the first completion, with the others as its alternatives. Its usage covers all completions."""
         first, *others = sorted(self.finished, key=lambda completion: completion.index)
         if not others:
             return first
@@ -242,7 +248,10 @@ class RequestGroup:
 
 
 class EngineRequests:
-    """Owns the sequences of all requests. Engine thread only. No method raises an error that one request causes."""
+    """Owns the sequences of all requests. Only the engine thread may use it.
+
+    No method raises an error that a single request causes. Such an error ends only that request.
+    """
 
     def __init__(
         self,
@@ -271,14 +280,14 @@ class EngineRequests:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> None:
-        """Run an action for a request, which ends if the action fails."""
+        """Run an action for a request. If the action fails, the request ends."""
         try:
             action(*args, **kwargs)
         except Exception as error:  # the boundary between one request and all others
             self._fail(group, error)
 
     def handle_of(self, sequence: Sequence) -> Handle | None:
-        """Return the request of a sequence; None if it has ended."""
+        """Return the handle of the request that a sequence belongs to, or None if the request has ended."""
         group = self._group_of.get(sequence)
         return None if group is None else group.handle
 
@@ -314,7 +323,7 @@ class EngineRequests:
         self._resume(group)
 
     def _resume(self, group: RequestGroup) -> None:
-        """Give the sequences of a resumed request their earlier output, after which some may be finished."""
+        """Give the sequences of a resumed request their earlier output. This may finish some of them."""
         if group.handle.request.prefill_only:
             return  # it ends when its prompt is computed
         for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
@@ -329,7 +338,7 @@ class EngineRequests:
                 self._end(group, sequence, "length")
 
     def start(self, sequence: Sequence) -> None:
-        """Create the sampler of a sequence that has got a slot, and emit Started; or fail its request."""
+        """Create the sampler of a sequence that has got a slot and emit Started, or fail the request."""
         group = self._group_of.get(sequence)
         if group is not None and sequence.sampler is None:  # a preempted sequence already has a sampler
             self._pulse.beat("start", (sequence.request.id,))
@@ -361,9 +370,9 @@ class EngineRequests:
     # Tokens
 
     def sample(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
-        """Sample the next token of a sequence and process it: text, stop strings, end of the sequence.
+        """Sample the next token of a sequence and process it. The token may make text final or end the sequence.
 
-        While the token equals the next draft of the chunk, the token after it is also sampled.
+        As long as the token equals the next draft token of the chunk, the token after it is also sampled.
         """
         self._pulse.suspect = sequence.request.id  # cheaper than a beat, which would add a third to the time per token
         if (group := self._group_of.get(sequence)) is None:
@@ -408,7 +417,7 @@ class EngineRequests:
     # Finishing
 
     def end(self, handle: Handle, reason: FinishReason) -> None:
-        """End a request early, with its output so far, unless it has ended."""
+        """End a request early, with its output so far, unless it has already ended."""
         if (group := self._groups.get(handle)) is not None:
             self._guarded(group, self._end_all, group, reason)
 
@@ -424,7 +433,7 @@ class EngineRequests:
     def _end(
         self, group: RequestGroup, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None
     ) -> None:
-        """End one sequence. Its request ends with the last of its sequences."""
+        """End one sequence. The request ends together with the last of its sequences."""
         self._output.finish(group.handle, sequence, stopped=stop_sequence is not None, cut=reason != "stop")
         completion = sequence.completion(reason, stop_sequence, timings_of(sequence, time.monotonic()))
         group.finished.append(completion)
@@ -435,12 +444,12 @@ class EngineRequests:
             self._close(group, Finished(sequence.request.id, completion=group.completion()))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """End the request of a sequence with an error, unless it has ended."""
+        """End the request of a sequence with an error, unless it has already ended."""
         if (group := self._group_of.get(sequence)) is not None:
             self._fail(group, error)
 
     def _fail(self, group: RequestGroup, error: Exception) -> None:
-        """End a request with an error. An unexpected error is logged, and becomes RequestFailed."""
+        """End a request with an error. An unexpected error is logged, and reported as RequestFailed."""
         if group.handle not in self._groups:
             return  # it has already ended
         request_id = group.handle.request.id

@@ -31,7 +31,7 @@ MEAN_WEIGHT = 0.05  # weight of a new value in a running mean: about the last tw
 
 
 def timings_of(sequence: Sequence, now: float) -> RequestTimings:
-    """Return the timings of a request until `now`: its time in the queue, to the first token, and its rates."""
+    """Return the timings of a request until `now`: its waiting time, the time to its first token, and its rates."""
     admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
     waiting_since = sequence.prefix_wait_since
     prefix_wait_s = sequence.prefix_wait_s + (0.0 if waiting_since is None else now - waiting_since)
@@ -57,7 +57,7 @@ def _rate(count: int, seconds: float | None) -> float | None:
 class StepCounts:
     """Histograms of the gaps between two tokens of a sequence, and of batch sizes.
 
-    Only the engine thread writes them. Any thread may copy the lists; at worst the copy lacks part of the last gap or
+    Only the engine thread writes them. Any thread may copy the lists. At worst, a copy lacks part of the last gap or
     step.
     """
 
@@ -91,8 +91,8 @@ class Rates:
     def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
         """Record the counters after a step that took `took_s` seconds.
 
-        An idle engine has no rate. The next window starts with the next step if its duration is known, and otherwise
-        after it.
+        An idle engine has no rate. The next window starts with the next step if the duration of that step is known, and
+        otherwise after it.
         """
         now = time.monotonic()
         if self._started_at is None:
@@ -114,7 +114,7 @@ class _EngineLoad(NamedTuple):
 
 
 class Telemetry:
-    """Counts steps, tokens and requests of an engine. Engine thread only, except `snapshot`."""
+    """Counts the steps, tokens and requests of an engine. Only the engine thread may use it, except for `snapshot`."""
 
     def __init__(
         self, scheduler: Scheduler, drafting: Drafting, inbox: Inbox[Any], model: str, disk: DiskTier | None = None
@@ -140,7 +140,7 @@ class Telemetry:
         self._is_stopped = True
 
     def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
-        """Count a step: its chunks, its busy slots and its durations."""
+        """Count a step, with its chunks, its busy slots and its durations."""
         decode = sum([len(chunk.tokens) for chunk in chunks if chunk.decode])
         total = sum([len(chunk.tokens) for chunk in chunks])
         self._prefilled_tokens += total - decode
@@ -167,7 +167,7 @@ class Telemetry:
         self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
-        """Count a request that has ended; without a completion it failed."""
+        """Count a request that has ended. Without a completion, it counts as failed."""
         self._finished += completion is not None
         self._failed += completion is None
         if completion is not None:
@@ -179,14 +179,14 @@ class Telemetry:
             _call(self.on_request, _request_stats(self._model, request, completion, now))
 
     def token(self, gap_s: float | None = None) -> None:
-        """Count a token, and the gap before it; None for the first token and for accepted drafts."""
+        """Count a token and the gap before it, which is None for the first token and for accepted draft tokens."""
         self._generated_tokens += 1
         if gap_s is not None:
             for counter in self.step_counts:
                 counter.gap(gap_s)
 
     def _load(self) -> _EngineLoad:
-        """Return the running and the waiting requests, including those in the inbox. Any thread."""
+        """Return the running and the waiting requests, including requests in the inbox. Any thread may call this."""
         num_ended = self._finished + self._failed  # read first, so that requests ending now don't count as waiting
         sequences = [sequence for sequence in list(self._scheduler.slots) if sequence is not None]
         num_running = len({id(sequence.request) for sequence in sequences})

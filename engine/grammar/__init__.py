@@ -1,4 +1,4 @@
-"""Constrain the text of a request: JSON Schema, regular expressions and Lark by llguidance, GBNF by an automaton.
+"""Constrain generated text, using llguidance for JSON Schema, regular expressions and Lark, or an automaton for GBNF.
 
 May use: `errors`, and the table of limits. Pure. See docs/adr/006-grammars.md.
 """

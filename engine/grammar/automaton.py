@@ -39,7 +39,7 @@ Stack = tuple[int, Frame | None]
 
 
 class WorkBudget:
-    """The remaining work of a request, in parse steps: stacks to examine. Its sequences share it."""
+    """The remaining work of a request, in parse steps. Each step examines one stack. All sequences share the budget."""
 
     def __init__(self, remaining: int = limits.GRAMMAR_WORK) -> None:
         self.remaining = remaining
@@ -147,7 +147,7 @@ class Automaton:
         return state
 
     def step_all(self, states: NDArray[np.int32], classes: NDArray[np.uint8], work: WorkBudget) -> NDArray[np.int32]:
-        """Return the states after one byte each, as `step` does for a single state."""
+        """Return the states that follow these states and bytes, as `step` does for a single state."""
         following: NDArray[np.int32] = self._table[states, classes]
         unknown = following == _UNKNOWN
         if unknown.any():

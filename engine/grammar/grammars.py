@@ -44,7 +44,7 @@ class Constraint(Protocol):
 
 
 class GrammarSpec(NamedTuple):
-    """The constraint of a request on its text. `kind` is json_schema, regex, lark or grammar (GBNF)."""
+    """The constraint that a request sets for its text. `kind` is json_schema, regex, lark or grammar (GBNF)."""
 
     kind: str
     text: str
@@ -77,7 +77,7 @@ class Grammars:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """See MatcherTokens for the arguments."""
+        """Take the same arguments as MatcherTokens."""
         self._pieces = pieces
         self._controls = controls
         self._ends = ends
@@ -119,7 +119,7 @@ class Grammars:
         return cached
 
     def _evict_automata(self) -> None:
-        """Drop the least recently used automata if all need too much memory. They grow while they are used."""
+        """Drop the least recently used automata if all together need too much memory. Automata grow with use."""
         automata = {spec: each.grammar for spec, each in self._cache.items() if isinstance(each.grammar, Automaton)}
         num_bytes = sum(automaton.num_bytes for automaton in automata.values())
         for spec, automaton in list(automata.items())[:-1]:
@@ -140,7 +140,7 @@ class Grammars:
         return _CachedGrammar(SharedGrammar(self._matcher_tokens, grammar, spec.kind), ())
 
     def _from_schema(self, spec: GrammarSpec) -> _CachedGrammar:
-        """Prepare a schema, which includes compiling it, because only that shows whether it can be compiled."""
+        """Prepare a schema and compile it, because only a compilation shows whether llguidance accepts it."""
         attempts: list[tuple[str, LLMatcher]] = []
 
         def try_compile(grammar: str) -> str:

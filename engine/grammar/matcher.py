@@ -40,7 +40,7 @@ LIMITS = LLParserLimits(
 
 
 class MatcherTokens:
-    """A vocabulary in llguidance's format, safe from any thread. It takes 0.7 s and 100 MB for 150,000 tokens."""
+    """A vocabulary in llguidance's format, for use in any thread. It takes 0.7 s and 100 MB for 150,000 tokens."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MatcherTokens:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """`pieces` are the bytes of all tokens, and `controls` the names of control tokens, for `<name>` in Lark.
+        """Take the bytes of all tokens (`pieces`), and the names of control tokens (`controls`), for `<name>` in Lark.
 
         `ends` are the tokens that end a generation. `tokenize` returns the tokens of a text within another one.
         """
@@ -72,7 +72,7 @@ class MatcherTokens:
         return LLMatcher(self._tokenizer, grammar, log_level=_SILENT, limits=LIMITS)
 
     def compile(self, grammar: str, name: str) -> LLMatcher:
-        """Return a matcher at its start, as `attempt` does. Raises InvalidRequest, which calls the grammar `name`."""
+        """Return a matcher at its start, as `attempt` does. Raises InvalidRequest, whose message contains `name`."""
         matcher = self.attempt(grammar)
         if matcher.is_error():
             raise InvalidRequest(f"{name} can't be compiled: {reason_of(matcher.get_error())}")
@@ -82,7 +82,7 @@ class MatcherTokens:
 class SharedGrammar:
     """A compiled grammar. Each sequence gets a copy of it. It is safe to use from any thread.
 
-    All copies share a lexer, which caches the states that it has built and also any error. After one text that needed
+    All copies share a lexer, which caches the states that it has built, and also any error. After one text that needed
     too much work, every copy would fail. In this case, the grammar is compiled again, once for all of its matchers.
     """
 

@@ -135,7 +135,7 @@ class _NullableParts:
 
 
 def _first_rules(part: GbnfPart, nullable: _NullableParts) -> Iterator[str]:
-    """Yield the rules with which a part may start."""
+    """Yield the rules that a part may start with."""
     match part:
         case GbnfReference(name):
             yield name

@@ -1,6 +1,7 @@
-"""The disk tier of the KV cache: load states from the directory into RAM, and save states from RAM (ADR 014).
+"""The disk tier of the KV cache loads states from the directory into RAM, and saves states from RAM (ADR 014).
 
-The threads of the store read, write and hash. The engine thread copies memory, requests files, and receives them.
+The threads of the store read, write and hash. The engine thread copies memory, requests files and receives their
+contents.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StateLoad:
 
 
 class LoadWait(NamedTuple):
-    """A sequence that waits for a load, at most as long as computing the tokens would take."""
+    """A sequence that waits for a load, for at most the time that computing the tokens would take."""
 
     load: StateLoad
     until: float
@@ -63,7 +64,10 @@ class LoadedState(NamedTuple):
 
 
 class DiskTier:
-    """Loads and saves the states of one engine. Engine thread only, unless a method says otherwise."""
+    """Loads and saves the states of one engine.
+
+    Only the engine thread may use it, unless a method says otherwise.
+    """
 
     def __init__(
         self, store: StateStore, memory: KvMemory, ram: RamTier, identity: bytes, nudge: Callable[[], object]
@@ -95,7 +99,7 @@ class DiskTier:
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:
-        """Start to load a file, of which at most `up_to` tokens are useful. Return None if no load was started.
+        """Start to load a file of which at most `up_to` tokens are useful. Return None if nothing is loaded.
 
         `ready` tokens are already on the device or in RAM. Nothing is loaded if computing the tokens is faster, or if
         RAM has no space for the state.
@@ -116,7 +120,7 @@ class DiskTier:
         return LoadWait(load, until)
 
     def _on_loaded(self, load: StateLoad, stored: StoredState | None) -> None:
-        """Convert the state and wake the engine thread. The reading thread calls this."""
+        """Convert the state, and wake the engine thread. The reading thread calls this."""
         loaded = None
         if stored is not None:
             try:
@@ -163,13 +167,13 @@ class DiskTier:
             self._ram.adopt(loaded.state, loaded.checkpoints)
 
     def wait_s(self, now: float) -> float:
-        """Return the longest remaining wait of a sequence for a file in seconds, or 0."""
+        """Return the longest time in seconds that a sequence will still wait for a file, or 0."""
         return max((load.until - now for load in self._loads.values()), default=0.0)
 
     # Writing
 
     def offer(self, state: SavedState) -> None:
-        """Offer a state in RAM to the store, unless it was read from disk or belongs to a single sequence."""
+        """Offer a state in RAM to the store, unless the state was read from disk or belongs to a single sequence."""
         seed = self._seed_maker(state.scope)
         if state.from_disk or seed is None:
             return
@@ -180,7 +184,7 @@ class DiskTier:
         self.store.offer(make, gain_s * state.note.reuse_probability, num_bytes)
 
     def _seed_maker(self, scope: Hashable) -> Callable[[], bytes] | None:
-        """Return a function that hashes the seed of a scope, or None for the scope of a single sequence.
+        """Return a function that hashes the seed of a scope, or None if the scope is a single sequence.
 
         Another thread calls the function.
         """
@@ -194,7 +198,7 @@ class DiskTier:
     def _to_stored(
         self, state: SavedState, checkpoints: Mapping[int, Any], seed: Callable[[], bytes]
     ) -> StoredState | None:
-        """Convert a state for the store, or return None if it has no portable form. The writing thread calls this."""
+        """Convert a state for the store, or return None if it has no portable format. The writing thread calls this."""
         portable, scope = self._memory.portable, state.scope
         last = () if state.note.next_token is None else (state.note.next_token,)
         try:
@@ -213,12 +217,12 @@ class DiskTier:
     def may_copy(self, now: float) -> bool:
         """Return whether a running sequence may be copied now.
 
-        The previous copy must be long enough ago (COPY_SHARE), and the writer must be idle.
+        The previous copy must not be too recent (COPY_SHARE), and the writer must be idle.
         """
         return now >= self._next_copy_at and self.store.is_idle
 
     def save_running(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        """Copy the state of a running sequence and offer it, so that another process can continue after a crash."""
+        """Copy the state of a running sequence, and offer it, so that another process can continue after a crash."""
         started = time.monotonic()
         if self._memory.state_bytes(slot) * MAX_RUNNING_FRACTION <= self._ram.quota_bytes:
             self._ram.save(slot, tokens, scope)
@@ -227,7 +231,7 @@ class DiskTier:
 
 
 def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """Open the directory of states from the options, or return None if the options save no states to disk."""
+    """Open the directory of states that the options specify, or return None if they save no states to disk."""
     if options.cache_dir is None or not options.keeps_states:
         return None
     return StateStore(

@@ -1,8 +1,8 @@
 """The KV cache: which tokens are in which slot, which prefix a new sequence can reuse, and what is saved to RAM.
 
 A slot keeps its cells when its sequence finishes, so that a later sequence with the same prefix can reuse them. When
-another sequence needs the slot, its cells are copied to RAM (ram_tier.py) if they are long enough. Every change of the
-device's cells goes through KvCache. Only the engine thread uses it, except for `probe`.
+another sequence needs the slot, its cells are copied to RAM (ram_tier.py) if there are enough of them. Every change of
+the device's cells goes through KvCache. Only the engine thread uses it, except for `probe`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SlotContents = tuple[Sequence[int], Hashable]  # the tokens that are computed in
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """Consecutive cells with the same owners."""
+    """Consecutive cells that the same slots own."""
 
     size: int
     num_owners: int = 1
 
 
 class Cells:
-    """Counts the KV cells in use exactly, in blocks by position. Cells that slots share count once.
+    """Counts the KV cells in use, in blocks by position. The count is exact, and cells that slots share count once.
 
-    Slots can share the cells of a prefix if `shared` is true. Pure.
+    If `shared` is true, slots can share the cells of a prefix. This class is pure.
     """
 
     def __init__(self, n_slots: int, total: int, *, shared: bool) -> None:
@@ -78,7 +78,7 @@ class Cells:
         self.used += count
 
     def trim(self, slot: int, count: int) -> None:
-        """Keep the first `count` positions of the slot. Later cells become free unless another slot shares them."""
+        """Keep the first `count` positions of the slot. Later cells become free, unless another slot shares them."""
         num_blocks = self._cut(slot, count)
         for block in self._blocks[slot][num_blocks:]:
             block.num_owners -= 1
@@ -87,7 +87,7 @@ class Cells:
         del self._blocks[slot][num_blocks:]
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Give the empty slot `target` the first `count` positions of `source`, as shared or as new cells."""
+        """Give the empty slot `target` the first `count` positions of `source`, either as shared or as new cells."""
         assert not self._blocks[target]
         if not self.shared:
             self.extend(target, count)
@@ -123,7 +123,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of a sequence, and the number of first tokens that it takes over from `source`."""
+    """The slot of a sequence, and the number of leading tokens that it takes over from `source`."""
 
     slot: int
     source: Source | None
@@ -131,13 +131,13 @@ class Placement:
 
     @property
     def tier(self) -> CacheTier:
-        """The tier of the prefix; "device" if there is no prefix."""
+        """The tier of the prefix, or "device" if there is no prefix."""
         return self.source.tier if isinstance(self.source, SavedState) else "device"
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since the start."""
+    """Counts since the start of the engine."""
 
     hits_slot: int = 0  # the sequence continued in the slot that has its prefix
     hits_copy: int = 0  # the prefix was copied from another slot
@@ -148,7 +148,7 @@ class CacheCounters:
 
 @dataclass(slots=True)
 class _SlotRecord:
-    """Bookkeeping of a slot, in addition to its cells, tokens and checkpoints."""
+    """The record of a slot, in addition to its cells, tokens and checkpoints."""
 
     last_used: int = 0  # number of the use, in the order of all uses
     is_unsaved: bool = False  # whether the slot is idle, long enough to save, and not saved yet
@@ -161,9 +161,10 @@ class KvCache:
     def __init__(
         self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
     ) -> None:
-        """Limit saved states and checkpoints to `ram_bytes`; 0 saves nothing.
+        """Limit saved states and checkpoints to `ram_bytes`. With 0, nothing is saved.
 
-        `demanded_prefix` returns the length of the longest prefix of these tokens with which a waiting sequence starts.
+        `demanded_prefix` returns the length of the longest prefix of these tokens that a waiting sequence also starts
+        with.
         """
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
@@ -198,14 +199,14 @@ class KvCache:
         return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def _matches(self, tokens: Sequence[int], scope: Hashable) -> tuple[Iterator[tuple[Source, int]], ...]:
-        """Return two iterators: slots and RAM states that share a prefix with `tokens`, both with the longest first."""
+        """Return two iterators, over slots and over RAM states that share a prefix with `tokens`, the longest first."""
         return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
 
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
-        """Return the source that saves most, and the number of tokens that it provides; None if no source saves any.
+        """Return the source that saves most and the number of tokens that it provides, or None if no source saves any.
 
-        The gain of a source is its tokens, less the cost of moving it. Among sources that must be moved, the chosen one
-        may gain up to MOVE_COST_TOKENS less than another one.
+        The gain of a source is its number of tokens minus the cost of moving it. Among sources that must be moved, the
+        chosen source may gain up to MOVE_COST_TOKENS less than another.
         """
         limit = len(tokens) - 1
         best: tuple[Source, int] | None = None
@@ -245,7 +246,7 @@ class KvCache:
         return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
 
     def _usable(self, source: Source, shared: int) -> int:
-        """Return the number of tokens that the source provides, given that its first `shared` tokens match."""
+        """Return the number of tokens that the source can provide if its first `shared` tokens match."""
         count = min(shared, self._num_held(source))
         return count if count >= self._first_cut(source) else self.checkpoints.longest(source, count)
 
@@ -279,11 +280,11 @@ class KvCache:
         return Placement(self._cheapest(others, preferred), source, count) if others else Placement(idle[0], None, 0)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
-        """Return whether continuing in the slot overwrites at most as much as it reuses, or is the only choice."""
+        """Return whether a sequence may overwrite the rest of a slot: it reuses at least half, or has no other slot."""
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
     def _cheapest(self, idle: Sequence[int], preferred: int | None) -> int:
-        """Return the preferred slot, else the first empty one, else the one that was idle for longest.
+        """Return the preferred slot, or else the first empty slot, or else the slot that has been idle for longest.
 
         A slot is chosen last if a waiting sequence needs its prefix. Empty slots are chosen in order, because llama.cpp
         is faster with dense slot numbers.
@@ -296,7 +297,7 @@ class KvCache:
         return next((slot for slot in order if not self._is_demanded(slot)), order[0])
 
     def _is_demanded(self, slot: int) -> bool:
-        """Return whether a waiting sequence needs a prefix that only this slot has."""
+        """Return whether a waiting sequence needs a prefix that only this slot contains."""
         if slot not in self._index:
             return False
         tokens, scope = self._index.entry_of(slot)
@@ -306,7 +307,7 @@ class KvCache:
         return not self._has_another_source(slot, tokens, scope, length)
 
     def missing_cells(self, placement: Placement, num_tokens: int) -> int:
-        """Return how many cells are missing for `num_tokens` positions after the placement has been carried out."""
+        """Return how many cells are missing for `num_tokens` positions once the placement has been carried out."""
         source = placement.source
         if isinstance(source, SavedState):
             num_tokens = max(num_tokens, source.num_tokens)  # it is restored completely before it is cut
@@ -390,7 +391,7 @@ class KvCache:
         self._records[slot].last_used = self._clock
 
     def extend(self, slot: int, count: int) -> None:
-        """Count `count` positions that were computed in the slot."""
+        """Record that `count` positions were computed in the slot."""
         self.cells.extend(slot, count)
 
     def take_checkpoint(self, slot: int) -> None:
@@ -398,7 +399,7 @@ class KvCache:
         self.checkpoints.take(slot, self.cells.of(slot))
 
     def truncate(self, slot: int, count: int) -> int:
-        """Keep the first `count` positions of a slot, or as many as it can be cut back to. Return their number."""
+        """Keep the first `count` positions of a slot, or fewer if it can't be truncated there. Return their number."""
         first_cut = self.memory.first_cut(slot)
         length = count if count >= first_cut else self.checkpoints.longest(slot, count)
         checkpoint = None if length >= first_cut else self.checkpoints.at(slot, length)
@@ -435,10 +436,10 @@ class KvCache:
         self.truncate(slot, 0)
 
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
-        """Empty idle slots until `missing` cells are free.
+        """Empty idle slots until `missing` more cells are free.
 
-        If the slots have too few cells, empty none and return False. Slots without a demanded prefix are emptied first,
-        in the order of their last use.
+        If emptying all of them frees too few cells, empty none and return False. Slots without a demanded prefix are
+        emptied first, in the order of their last use.
         """
         if missing <= 0:
             return True
@@ -492,7 +493,7 @@ class KvCache:
             return False
 
     def _swap_entries(self, slot: int, other: int) -> None:
-        """Exchange the index entries. Both are removed first, so that no thread finds tokens with a wrong scope."""
+        """Exchange the index entries. Both are removed first, so that no thread finds tokens in a wrong scope."""
         entries = [
             (target, self._index.entry_of(held))
             for held, target in ((slot, other), (other, slot))
@@ -506,19 +507,19 @@ class KvCache:
     # RAM
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
-        """Copy the cells of a slot, which hold `tokens`, to RAM, if they are long enough and fit into the quota."""
+        """Copy the cells of a slot, which hold `tokens`, to RAM if they are long enough and fit into the quota."""
         self._records[slot].is_unsaved = False
         if self._should_save(len(tokens)):
             self.ram.save(slot, tokens, scope, note)
 
     def save_unsaved(self, slot: int) -> None:
-        """Save an idle slot that should be saved and is not saved yet."""
+        """Save an idle slot if it should be saved and has not been saved yet."""
         record = self._records[slot]
         if record.is_unsaved:
             self.save(slot, *self._index.entry_of(slot), record.note)
 
     def save_one_idle(self) -> bool:
-        """Save the slot that has been idle for longest, between steps. Return False if there is no slot to save."""
+        """Save the slot that has been idle for longest, between two steps. Return False if no slot needs saving."""
         slot = min(self.unsaved(), key=lambda slot: self._records[slot].last_used, default=None)
         if slot is None:
             return False
@@ -526,7 +527,7 @@ class KvCache:
         return True
 
     def unsaved(self) -> list[int]:
-        """Return the idle slots that should be saved and are not saved yet."""
+        """Return the idle slots that should be saved but have not been saved yet."""
         return [slot for slot, record in enumerate(self._records) if record.is_unsaved]
 
     def forget_scope(self, scope: Hashable) -> None:
@@ -536,10 +537,10 @@ class KvCache:
     # Any thread
 
     def probe(self, running: Sequence[SlotContents | None], tokens: Tokens, scope: Hashable) -> dict[CacheTier, int]:
-        """Return how many of the first tokens are in a slot, and in RAM.
+        """Return how many leading tokens are in a slot and how many are in RAM.
 
-        Any thread; the result can be slightly outdated. `running` has the computed tokens and scope of each slot's
-        running sequence, or None for an idle slot.
+        Any thread may call this, and the result can be slightly outdated. `running` contains the computed tokens and
+        the scope of each slot's running sequence, or None for an idle slot.
         """
         device = ram = 0
         for slot, contents in enumerate(running):
@@ -560,7 +561,7 @@ class KvCache:
             return None
 
     def _probed(self, source: Source, shared: int, first_cut: int) -> int:
-        """Return the same as `_usable`, without calling the device."""
+        """Return the same number as `_usable`, without accessing the device."""
         if shared >= first_cut:
             return shared
         return max((length for length in self.checkpoints.lengths(source) if length <= shared), default=0)

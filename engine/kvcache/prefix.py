@@ -1,4 +1,4 @@
-"""A radix tree over token ids, which finds the holders of KV states that share a prefix with a prompt. Pure."""
+"""A radix tree over token ids, which finds the holders of KV states that share a prefix with a prompt. It is pure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Node(Generic[Holder]):
 
 
 class PrefixIndex(Generic[Holder]):
-    """The tokens of each holder. Holders of different scopes never match.
+    """Finds the holders whose tokens share a prefix with a prompt. Holders of different scopes never match.
 
-    Insertion, removal and the first match take time proportional to the number of tokens, not of holders.
+    Insertion, removal and the first match take time in proportion to the number of tokens, not of holders.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class PrefixIndex(Generic[Holder]):
         self._ends[holder] = node
 
     def remove(self, holder: Holder) -> None:
-        """Remove the tokens of a holder. Idempotent."""
+        """Remove the tokens of a holder. Calling it again has no effect."""
         node = self._ends.pop(holder, None)
         if node is not None:
             del node.ends[holder]
@@ -83,7 +83,7 @@ class PrefixIndex(Generic[Holder]):
         return tuple(chain.from_iterable(reversed(edges))), node.scope
 
     def matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Yield each holder of the scope that shares a prefix with `tokens`, and its length, the longest first.
+        """Yield each holder of the scope that shares a prefix with `tokens`, and the prefix's length, longest first.
 
         The tree must not change during the iteration.
         """
@@ -94,7 +94,7 @@ class PrefixIndex(Generic[Holder]):
             below = node
 
     def whole_matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Yield each holder of the scope whose tokens are a prefix of `tokens`, and their number, the longest first."""
+        """Yield each holder of the scope whose tokens are a prefix of `tokens`, and their number, the largest first."""
         path = self._walk(tuple(tokens), scope)
         starts = [0, *(length for _, length in path)]
         for (node, length), start in zip(reversed(path), reversed(starts[:-1]), strict=True):
@@ -105,7 +105,7 @@ class PrefixIndex(Generic[Holder]):
     def shared_by(
         self, holders: Iterable[Holder], tokens: Sequence[int], scope: Hashable = ""
     ) -> Iterator[tuple[Holder, int]]:
-        """Yield each of these holders that shares tokens with `tokens`, and their number, in the given order."""
+        """Yield each of these holders that shares a prefix with `tokens`, and its length, in the given order."""
         lengths = {id(node): length for node, length in self._walk(tuple(tokens), scope)}
         for holder in holders:
             node = self._ends.get(holder)
@@ -125,7 +125,7 @@ class PrefixIndex(Generic[Holder]):
         return path[-1][1] if path else 0
 
     def branches(self, tokens: Sequence[int], scope: Hashable = "", at_least: int = 1) -> list[int]:
-        """Return the lengths, shared by at least `at_least` holders, at which holders diverge from `tokens` or end."""
+        """Return the lengths at which holders diverge from `tokens` or end, if `at_least` holders share the prefix."""
         path = self._walk(tuple(tokens), scope)
         return [length for node, length in path if node.num_holders >= at_least]
 
@@ -159,7 +159,7 @@ def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Itera
 
 
 def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> int:
-    """Return the length of the common prefix of `left` and `right[start:]`. Comparing slices first is faster."""
+    """Return the length of the common prefix of `left` and `right[start:]`. For speed, compare slices first."""
     limit, done = min(len(left), len(right) - start), 0
     while done < limit:
         size = min(64, limit - done)
@@ -186,7 +186,7 @@ def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
 
 
 def _merge_with_only_child(node: _Node[Holder]) -> None:
-    """Remove a node in which no holder ends, and prepend its edge to that of its only child."""
+    """Remove a node in which no holder ends, and prepend its edge to the edge of its only child."""
     (child,) = node.children.values()
     assert node.parent is not None
     child.edge, child.parent = node.edge + child.edge, node.parent

@@ -1,4 +1,4 @@
-"""KV states and checkpoints in RAM, each within a quota of bytes, and the tokens of the last contexts by key.
+"""Keeps KV states and checkpoints in RAM, each within a quota of bytes, and the tokens of the last contexts by key.
 
 When a quota is full, the least recently used entries are evicted.
 """
@@ -36,10 +36,10 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """The lengths to which slots and saved states can be cut back, with the required data. Engine thread only.
+    """The lengths to which slots and saved states can be truncated, and the data that this requires.
 
-    Only models whose states can't be cut back to any length need checkpoints. A holder has at most one checkpoint per
-    length.
+    Only the engine thread may use it. Checkpoints are needed only for models whose states can't be truncated to any
+    length. A holder has at most one checkpoint per length.
     """
 
     def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
@@ -96,11 +96,11 @@ class Checkpoints:
             self.used_bytes -= checkpoint.data.nbytes
 
     def longest(self, holder: Hashable, up_to: int) -> int:
-        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint; 0 if there is none."""
+        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint, or 0 without one."""
         return max((length for length in self._of.get(holder, ()) if length <= up_to), default=0)
 
     def at(self, holder: Hashable, num_tokens: int) -> Any | None:
-        """Return the data for cutting the holder back to this length, or None if there is no checkpoint."""
+        """Return the data for truncating the holder to this length, or None if there is no checkpoint."""
         checkpoint = self._of.get(holder, {}).get(num_tokens)
         if checkpoint is None:
             return None
@@ -110,7 +110,7 @@ class Checkpoints:
     def inherit(self, target: Hashable, source: Hashable, num_tokens: int) -> None:
         """Share the checkpoints of `source` up to `num_tokens` with `target`.
 
-        `target` must have the same tokens up to there, and no checkpoints.
+        `target` must have the same tokens up to this length, and no checkpoints.
         """
         for length, checkpoint in self._of.get(source, {}).items():
             if length <= num_tokens:
@@ -121,7 +121,7 @@ class Checkpoints:
         return {length: checkpoint.data for length, checkpoint in self._of.get(holder, {}).items()}
 
     def lengths(self, holder: Hashable) -> list[int]:
-        """Return the lengths of the holder's checkpoints. Any thread."""
+        """Return the lengths of the holder's checkpoints. Any thread may call this."""
         return list(self._of.get(holder, ()))
 
     def adopt(self, holder: Hashable, num_tokens: int, data: Any) -> None:
@@ -142,7 +142,7 @@ class Checkpoints:
                 self._hold(target, checkpoint)
 
     def cut(self, holder: Hashable, num_tokens: int) -> None:
-        """Drop the holder's checkpoints beyond its first `num_tokens`, to which it has been cut."""
+        """Drop the holder's checkpoints beyond its first `num_tokens` tokens, because it has been truncated to them."""
         for length, checkpoint in list(self._of.get(holder, {}).items()):
             if length > num_tokens:
                 self._release(holder, checkpoint)
@@ -184,7 +184,7 @@ class RamTier:
     """Owns the saved states. Only the engine thread may use it, except for the method `states`."""
 
     def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
-        """Limit all states together to `quota_bytes`; 0 saves nothing. A saved state shares its slot's checkpoints."""
+        """Limit all states together to `quota_bytes`. 0 saves nothing. A saved state shares its slot's checkpoints."""
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.num_saves = 0  # since the start
@@ -200,9 +200,9 @@ class RamTier:
         return len(self._states)
 
     def matches(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[SavedState, int]]:
-        """Yield up to MAX_MATCHES states that share a prefix with `tokens`, and its length, the longest first.
+        """Yield up to MAX_MATCHES states that share a prefix with `tokens`, and the prefix's length, the longest first.
 
-        If states can't be cut back to any length, also yield all states whose tokens are a prefix of `tokens`.
+        If states can't be truncated to any length, also yield all states whose tokens are a prefix of `tokens`.
         """
         first = islice(self._index.matches(tokens, scope), MAX_MATCHES)
         if self._memory.first_saved_cut(self._memory.ctx_per_slot) == 0:
@@ -271,7 +271,7 @@ class RamTier:
         return self._checkpoints.of(state)
 
     def states(self) -> list[SavedState]:
-        """Return all states, the least recently used first. Any thread."""
+        """Return all states, the least recently used first. Any thread may call this."""
         return list(self._states)
 
     def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
@@ -291,7 +291,7 @@ class RamTier:
             self._states.move_to_end(state)
 
     def forget(self, state: SavedState) -> None:
-        """Drop a state. Idempotent."""
+        """Drop a state. Calling it again has no effect."""
         if state in self._states:
             del self._states[state]
             self.used_bytes -= state.num_bytes
@@ -309,9 +309,9 @@ class RamTier:
 
 
 class RecentContexts:
-    """The contexts that finished last. A request can continue such a context by its key, without its tokens.
+    """The contexts that finished last. A request can continue such a context by its key, without sending its tokens.
 
-    One thread adds contexts. Any thread may look up a context, and computes the required keys itself.
+    One thread adds contexts. Any thread may look up a context, which includes computing the required keys.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Inspect and clean a directory of states: the child process of `cellama cache`, which must not import the engine.
+"""Inspects and cleans a directory of states as a child process of `cellama cache`, which must not import the engine.
 
 `python -m cellama.engine.kvstore` reads one JSON object from stdin: `do` (list, info, clear, pin or unpin), `folder`,
-`keys` (whole, or their first digits), `scope` and `pinned`. It writes `{"result": …}` or `{"error": …}` to stdout.
+`keys` (complete keys or their first digits), `scope` and `pinned`. It writes `{"result": …}` or `{"error": …}` to
+stdout.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _info(directory: StateDirectory, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clear(directory: StateDirectory, request: dict[str, Any]) -> dict[str, int]:
-    """Remove the states with the given keys, or those of the given scope, or all.
+    """Remove the states with the given keys, the states of the given scope, or all states.
 
     Pinned states are removed only if they are named by key, or if `pinned` is true.
     """

@@ -1,8 +1,8 @@
-"""Decide which states are read and written, by the seconds that a state on disk saves.
+"""Decides which states are read and written, based on the seconds that a state on disk saves.
 
 A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is above
 zero. The expected saving is the saving of one read, multiplied by the probability that a later request continues from
-the state. Pure.
+the state. This module is pure.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def reuse_probability(*, is_prefill: bool, has_shared: bool, is_chat: bool) -> f
 
 
 def saved_s(num_tokens: int, num_bytes: int, prefill_tokens_per_s: float, read_bytes_per_s: float) -> float:
-    """Return the seconds that reading a file saves over computing its tokens; negative if computing is faster."""
+    """Return the seconds that reading a file saves over computing its tokens, negative if computing is faster."""
     return num_tokens / prefill_tokens_per_s - MARGIN * (OPEN_S + num_bytes / read_bytes_per_s)
 
 
 class RunningRate:
-    """A running mean of units per second that starts from an estimate. One thread adds, any thread reads."""
+    """A running mean of units per second that starts from an estimate. One thread adds to it, any thread reads it."""
 
     def __init__(self, initial_per_s: float, initial_units: float, memory_units: float) -> None:
         """Start with `initial_per_s`, which counts like a measurement of `initial_units`.
@@ -53,5 +53,5 @@ class RunningRate:
 
     @property
     def per_s(self) -> float:
-        """The mean, in units per second."""
+        """The mean number of units per second."""
         return self._units / self._seconds

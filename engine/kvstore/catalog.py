@@ -1,4 +1,4 @@
-"""An index in memory of the states of one identity, which follows the changes of all processes in the directory."""
+"""An index, in memory, of one identity's states. It follows the changes that all processes make in the directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SCAN_TIMEOUT_S = 0.1  # how long a request waits for a scan by another thread be
 
 
 class StateCatalog:
-    """The index of one identity's directory. Any thread. The lock guards the index and is not held during I/O."""
+    """The index of one identity's directory. Any thread may use it.
+
+    The lock guards the index, and is not held during I/O.
+    """
 
     def __init__(self, directory: Path, counters: StoreCounters) -> None:
         self.directory = directory
@@ -84,14 +87,14 @@ class StateCatalog:
     # The index
 
     def add(self, head: StateHead) -> None:
-        """Add a state to the index. A state of less than a block never matches, because computing it is faster."""
+        """Add a state to the index. A state shorter than a block never matches, because computing it is faster."""
         with self._lock:
             self._heads[head.key] = head
             if head.blocks:
                 self._groups.setdefault(head.blocks[0], {})[head.key] = head
 
     def remove(self, key: str) -> None:
-        """Remove a state from the index. Idempotent."""
+        """Remove a state from the index. Calling it again has no effect."""
         with self._lock:
             head = self._heads.pop(key, None)
             if head is not None and head.blocks:
@@ -149,7 +152,7 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
 
     `blocks` are the block keys of `tokens`. A block key identifies all tokens up to the end of the block, the adapters
     and the scope. Comparing one block key therefore excludes a state whose prefix can't be longer than the best match,
-    and only a few states are compared token by token. Pure.
+    and only a few states are compared token by token. This function is pure.
     """
     best: StateMatch | None = None
     for head in heads:
@@ -199,7 +202,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _modified_ns(directory: Path) -> int:
-    """Return the time of modification in nanoseconds, or -1 if the directory does not exist."""
+    """Return the modification time in nanoseconds, or -1 if the directory does not exist."""
     try:
         return directory.stat().st_mtime_ns
     except (OSError, ValueError):  # a null byte in a path is a ValueError

@@ -5,8 +5,8 @@
     `ROOT/<identity>/<key>.pin` is an empty file that excludes the state from eviction.
     `ROOT/<identity>/.<hex>.tmp` is an unfinished file, locked as long as its writer is alive.
 
-No thread owns anything here. Processes coordinate only through the lock file, also across machines if the file system
-supports flock.
+No thread owns anything in this module. Processes coordinate only through the lock file, even across machines if the
+file system supports flock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class UnfinishedFile:
 
 
 class StateDirectory:
-    """The files that processes share. Any thread. Methods raise the OSError of the file system."""
+    """The files that processes share. Any thread may use it. Methods raise the OSError of the file system."""
 
     def __init__(self, root: Path, quota_bytes: int) -> None:
         self.root = root
@@ -99,7 +99,7 @@ class StateDirectory:
     def create(self, directory: Path, num_bytes: int) -> UnfinishedFile:
         """Create a file of `num_bytes`, and evict older states to keep the quota. Raises DirectoryFull.
 
-        The file has its full length from the start. Every process counts it, so the quota holds at every moment.
+        The file has its full length from the start. Every process counts this length, so the quota is never exceeded.
         """
         with self.locked():
             self._evict(num_bytes)
@@ -185,10 +185,10 @@ class StateDirectory:
 def files_to_evict(
     files: Sequence[StoredFile], quota_bytes: int, unfinished_bytes: int, new_bytes: int
 ) -> list[StoredFile]:
-    """Return the files to remove before a file of `new_bytes` is created; 0 only restores the quota.
+    """Return the files to remove before a file of `new_bytes` is created. With 0, this only restores the quota.
 
     `files` are sorted by their last use, the oldest first. Pinned files stay. Files larger than the quota are removed
-    first, because they can't be read. Raises DirectoryFull. Pure.
+    first, because they can't be read. Raises DirectoryFull. This function is pure.
     """
     if new_bytes > quota_bytes:
         raise DirectoryFull(f"a file of {new_bytes} bytes exceeds the quota of {quota_bytes}")
@@ -239,7 +239,7 @@ def _states_in(directory: Path) -> Iterator[StoredFile]:
 
 
 def _sweep(directory: Path) -> int:
-    """Remove unfinished files of dead writers, and return the bytes of the others. The caller holds the lock."""
+    """Remove unfinished files of dead writers, and return the size of the others. The caller holds the lock."""
     with contextlib.suppress(FileNotFoundError):
         return sum(_unfinished_size(directory / name) for name in os.listdir(directory) if _TEMPORARY.match(name))
     return 0

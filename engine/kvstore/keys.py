@@ -1,4 +1,4 @@
-"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. Pure.
+"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. This module is pure.
 
 The seed of the chain contains the weights, the adapters with their scales, and the scope. The same tokens therefore
 have different keys if any of these differ.
@@ -23,10 +23,10 @@ def is_key(text: str) -> bool:
 
 
 def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) -> bytes:
-    """Return a digest of 32 bytes over everything that cells depend on, except tokens, and over their scope.
+    """Return a digest of 32 bytes over everything that cells depend on, except tokens, and over the scope.
 
-    `adapters` are pairs of a fingerprint and a scale, in any order. They are identified by fingerprint, because a name
-    can refer to other weights later.
+    `adapters` are pairs of a fingerprint and a scale, in any order. Adapters are identified by fingerprint, because a
+    name can refer to other weights later.
     """
     parts = [b"cellama kv seed 1", identity, scope.encode("utf-8", "surrogatepass")]
     for fingerprint, scale in sorted((name, float(scale) + 0.0) for name, scale in adapters):
@@ -36,7 +36,7 @@ def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) 
 
 
 def as_array(tokens: Sequence[int]) -> array[int]:
-    """Return token ids as an array of type "I", without a copy if they are one. Raises ValueError if out of range."""
+    """Return token ids as an array of type "I", without copying arrays. Raises ValueError if an id is out of range."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     try:
@@ -56,7 +56,7 @@ def block_keys(seed: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 
 def key_of(seed: bytes, tokens: Sequence[int]) -> str:
-    """Return the key of a context: 64 hex digits."""
+    """Return the key of a context, which has 64 hexadecimal digits."""
     return key_and_blocks(seed, pack_tokens(tokens))[0]
 
 

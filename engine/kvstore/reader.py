@@ -1,4 +1,4 @@
-"""The thread that reads states, and memory that it prepares for them.
+"""The thread that reads states, and the memory that it prepares for them.
 
 Requests wait for reads, so this thread never waits for a write.
 """
@@ -35,7 +35,7 @@ OnLoaded = Callable[[StoredState | None], None]
 
 
 class StateReader:
-    """Reads states one after another, and calls `on_loaded` exactly once per request: with None for a miss."""
+    """Reads states one after another, and calls `on_loaded` exactly once per request, with None for a miss."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class WarmMemory:
 
     Some virtual machines provide memory only when it is first touched. There, touching the memory takes up to 20 times
     as long as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen. One
-    thread uses the methods; any thread may read `num_bytes`.
+    thread uses the methods. Any thread may read `num_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Limit all buffers together to `max_bytes`. Only on Linux can an unused part of a buffer be returned."""
+        """Limit all buffers together to `max_bytes`. Returning an unused part of a buffer is possible only on Linux."""
         self._max_bytes = max_bytes if sys.platform == "linux" else 0
         self._buffer_bytes = 0
         self._buffers: list[mmap.mmap] = []
@@ -151,12 +151,12 @@ class WarmMemory:
 
     @property
     def needs_buffer(self) -> bool:
-        """Whether the limits allow one more buffer."""
+        """Whether the limits allow another buffer."""
         num_buffers = len(self._buffers)
         return 0 < self._buffer_bytes * (num_buffers + 1) <= self._max_bytes and num_buffers < MAX_BUFFERS
 
     def expect(self, num_bytes: int) -> None:
-        """Note that a state can have `num_bytes`. Buffers that are too small for it are dropped."""
+        """Record that a state can have `num_bytes`. Buffers that are too small for it are dropped."""
         if self._buffer_bytes < num_bytes <= self._max_bytes:
             self._buffer_bytes, self._buffers = num_bytes, []
             self._unfinished, self._touched = None, 0
@@ -171,7 +171,7 @@ class WarmMemory:
         return buffer
 
     def add_buffer(self, must_stop: Callable[[], bool]) -> None:
-        """Prepare one more buffer until `must_stop` returns True. The next call continues with the same buffer."""
+        """Prepare another buffer until `must_stop` returns True. The next call continues with the same buffer."""
         buffer = self._unfinished = self._unfinished or new_memory(self._buffer_bytes)
         with open("/dev/zero", "rb", buffering=0) as zeros:  # reading releases the GIL, unlike writing from Python
             while self._touched < len(buffer):

@@ -1,9 +1,9 @@
-"""The format of a file with a state (ADR 014). Every part is verified before its bytes are used.
+"""The format of a file that contains a state (ADR 014). Every part is verified before its bytes are used.
 
-1. The fixed part has the magic number, version, length of the head, number of tokens, first cut, number of parts, bytes
-   of the scope, and seed.
+1. The fixed part contains the magic number, version, length of the head, number of tokens, first cut, number of parts,
+   bytes of the scope, and seed.
 2. The tokens are one uint32 each, and the scope is UTF-8.
-3. The list of parts has tokens, bytes and XXH3-128 of the cells, and then of each checkpoint.
+3. The list of parts contains tokens, bytes and XXH3-128 of the cells, and then of each checkpoint.
 4. The digest is SHA-256 over everything before it, and ends the head.
 5. The data are the bytes of the parts, up to the end of the file.
 
@@ -73,7 +73,7 @@ def file_bytes(state: StoredState) -> int:
 def write_state(descriptor: int, state: StoredState, after_chunk: Callable[[], None]) -> StateHead:
     """Write a state into an empty file, and return its head.
 
-    The head is written last, so that a partly written file has none. `after_chunk` may raise to abandon the file.
+    The head is written last, so a partly written file has no head. `after_chunk` may raise to abandon the file.
     Raises ValueError if a token is not a uint32.
     """
     packed, scope = pack_tokens(state.tokens), _scope_of(state)
@@ -194,7 +194,7 @@ def _read_file(path: Path, read: Callable[[int], T]) -> T | Miss:
 
 
 def _head_of(descriptor: int, key: str) -> StateHead:
-    """Return the verified head of an open file. Raises UnusableFile, OSError."""
+    """Return the verified head of an open file. Raises UnusableFile and OSError."""
     file = os.fstat(descriptor)
     if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_mode & 0o077:
         raise UnusableFile(Miss.FOREIGN)

@@ -30,12 +30,12 @@ class StoredState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cells and the checkpoints."""
+        """The number of bytes of the cells and the checkpoints."""
         return sum(memoryview(part).nbytes for part in (self.data, *self.checkpoints.values()))
 
     @property
     def key(self) -> str:
-        """The key, computed on each access. Too slow for the engine thread."""
+        """The key. Each access computes it, which is too slow for the engine thread."""
         return key_of(self.seed, self.tokens)
 
 
@@ -49,7 +49,7 @@ class StatePart:
 
 
 def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequence[int]) -> int:
-    """Return the largest length, up to `num_shared` tokens, to which a state can be cut; 0 if there is none."""
+    """Return the largest length, up to `num_shared` tokens, to which a state can be cut, or 0 if there is none."""
     whole = min(num_shared, num_tokens)
     if whole and whole >= first_cut:
         return whole
@@ -75,7 +75,7 @@ class StateHead:
         return tuple(part.num_tokens for part in self.parts[1:])
 
     def usable(self, num_shared: int) -> int:
-        """Return the largest length, up to `num_shared` tokens, to which the state can be cut; 0 if there is none."""
+        """Return the largest length, up to `num_shared` tokens, to which the state can be cut, or 0 without one."""
         return usable(num_shared, len(self.tokens), self.first_cut, self.checkpoints)
 
 
@@ -125,7 +125,7 @@ class Miss(StrEnum):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counts since the start of the store. Any thread."""
+    """Counts since the start of the store. Any thread may use it."""
 
     hits: int = 0  # states that were read, verified and handed over
     misses: int = 0  # files without a usable state
@@ -137,7 +137,7 @@ class StoreCounters:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: int) -> None:
-        """Add to counters by name."""
+        """Add numbers to the counters with these names."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)

@@ -1,4 +1,4 @@
-"""The KV states of one model in a directory: find, read and write them (ADR 014)."""
+"""Finds, reads and writes the KV states of one model in a directory (ADR 014)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WARM_BYTES = 128 << 20
 
 
 class StateStore:
-    """The states of one identity, in a directory that other models and processes share. Any thread.
+    """The states of one identity, in a directory that other models and processes share. Any thread may use it.
 
-    Calls do not wait for the disk, except `flush`, `close`, and a search (`longest`, `context`) after the directory
+    Calls do not wait for the disk, except for `flush`, `close`, and a search (`longest`, `context`) after the directory
     has changed. Problems with the directory raise no exceptions. They cause misses and drops, which are counted.
     """
 
@@ -66,7 +66,7 @@ class StateStore:
 
     @property
     def read_rate(self) -> float:
-        """Bytes per second including verification; an assumption until the first file has been read."""
+        """The bytes that are read and verified per second. The value is assumed until the first file has been read."""
         return self._reader.rate.per_s
 
     # Writing
@@ -85,12 +85,12 @@ class StateStore:
         self._reader.is_busy = busy
 
     def note_saved(self, seconds: float) -> None:
-        """Note that a load saved the engine `seconds` of computing, which allows more writing."""
+        """Record that a load saved the engine `seconds` of computing, which allows more writing."""
         self._queue.note_saved(seconds)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no state is waiting or being written."""
+        """Whether no state is waiting to be written or being written."""
         return self._queue.is_idle
 
     def flush(self, deadline: float) -> int:
@@ -104,17 +104,17 @@ class StateStore:
 
     @property
     def warm_bytes(self) -> int:
-        """Bytes of memory that are prepared for future reads."""
+        """The number of bytes of memory that are prepared for future reads."""
         return self._reader.memory.num_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all states in the directory, including those of other models and processes, a few seconds ago."""
+        """The bytes of all states in the directory, a few seconds ago. This includes other models and processes."""
         return self._writer.used_bytes
 
     @property
     def quota_bytes(self) -> int:
-        """Limit of `used_bytes`."""
+        """The limit of `used_bytes`."""
         return self.directory.quota_bytes
 
     def close(self) -> None:

@@ -76,10 +76,13 @@ class WriteCredit:
 
 
 class SaveQueue:
-    """States that wait to be written. Any thread offers, one thread takes. The lock is not held during I/O."""
+    """States that wait to be written. Any thread may offer states, and one thread takes them.
+
+    The lock is not held during I/O.
+    """
 
     def __init__(self, max_bytes: int, counters: StoreCounters, clock: Callable[[], float]) -> None:
-        """Limit the waiting states to `max_bytes` together. A single state may be larger."""
+        """Limit the waiting states to `max_bytes` in total. A single state may be larger."""
         self._changed = threading.Condition()
         self._max_bytes = max_bytes
         self._counters = counters
@@ -119,7 +122,7 @@ class SaveQueue:
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
-        """Wait until all states that are queued now are written, or until `deadline`. Return how many were written.
+        """Wait until all states that are queued now are written, or until `deadline`. Return the number written.
 
         States that are offered after the call do not prolong it.
         """
@@ -146,7 +149,7 @@ class SaveQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no state is waiting or being written."""
+        """Whether no state is waiting to be written or being written."""
         return not self._waiting and self._current is None
 
     # The writing thread
@@ -166,7 +169,7 @@ class SaveQueue:
             return offer
 
     def done(self, written: bool, core_s: float) -> None:
-        """Note that the state of `take` has been written or dropped, and charge the `core_s` seconds of a core."""
+        """Record that the state from `take` has been written or dropped, and charge `core_s` seconds of a core."""
         with self._changed:
             if self._is_busy and self._current is not None and not self._current.is_urgent:
                 self._credit.add(-core_s, self._clock())
@@ -197,7 +200,7 @@ def _expected_saved_s(offer: SaveOffer) -> float:
 
 
 class StateWriter:
-    """Writes the states of the queue until the queue is closed, and records which files were used."""
+    """Writes queued states until the queue is closed, and records which files were used."""
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class StateWriter:
         return self._clock() < self._suspended_until
 
     def note_used(self, key: str) -> None:
-        """Note that a file was read. This thread records the use, because that can wait for the fsync of a file."""
+        """Record that a file was read. This thread records the use, because it can wait for the fsync of a file."""
         self._used_keys.append(key)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The implementation of the engine's protocols on llama.cpp, and the only package that imports llama_cpp."""
+"""Implement the engine's protocols with llama.cpp. No other package imports llama_cpp."""
 
 from .backend import LlamaBackend
 from .devices import devices, machine

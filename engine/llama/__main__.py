@@ -1,7 +1,7 @@
-"""Describe the build of llama.cpp: the child process of `cellama doctor`, which must not import the engine.
+"""Describe the build of llama.cpp in a child process of `cellama doctor`, which must not import the engine itself.
 
-`python -m cellama.engine.llama` writes one JSON object to stdout: `version` of llama-cpp-python, the CPU `features`
-that the build uses, `supports_gpu`, and the descriptions of the `gpus` that it found.
+`python -m cellama.engine.llama` writes one JSON object to stdout. It contains the `version` of llama-cpp-python, the
+CPU `features` that the build uses, `supports_gpu`, and descriptions of the `gpus` that llama.cpp found.
 """
 
 from __future__ import annotations

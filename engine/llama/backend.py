@@ -1,4 +1,4 @@
-"""The engine's Backend on llama.cpp: a context, the KV cells of its slots, batches, logits and samplers."""
+"""Implement the engine's Backend with llama.cpp: contexts, the KV cells of slots, batches, logits and samplers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ JOINT_ARGMAX_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The layout of the cells, in tokens."""
+    """The layout of a context's KV cells, with sizes in tokens."""
 
     unified: bool  # one pool for all slots; otherwise one stream per slot
     n_ctx: int  # the value for llama.cpp, which includes padding
@@ -72,7 +72,7 @@ class KvShape:
 
     @staticmethod
     def choose(model: LlamaModel, options: EngineOptions) -> KvShape:
-        """Return the layout for these options. The default context is the training context. Raises InvalidRequest."""
+        """Return the layout for options. The default context is the model's training context. Raises InvalidRequest."""
         slots = options.num_slots
         unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= MAX_AUTO_UNIFIED_SLOTS)
         if unified:
@@ -99,9 +99,9 @@ def _padded(num_tokens: int) -> int:
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
     """Return a digest of everything that states of a context depend on, except tokens and adapters.
 
-    `load_log` has the lines that llama.cpp logged when it created the context. Settings in the file, for example for
-    RoPE, are covered by its fingerprint. States in memory have no version number in llama.cpp, so its own version is
-    included, and an update invalidates all states.
+    `load_log` has the lines that llama.cpp logged when it created the context. The fingerprint of the file covers its
+    settings, for example those for RoPE. llama.cpp's states have no version number, so the digest includes the version
+    of llama.cpp, and an update invalidates all states.
     """
     flash_refused = any(
         "Flash Attention not supported" in line or "flash_attn is not compat" in line for line in load_log
@@ -117,7 +117,10 @@ def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[st
 
 
 class LlamaBackend:
-    """The engine's Backend on llama.cpp. Methods without a docstring are documented in `cellama.engine.backend`."""
+    """The engine's Backend, implemented with llama.cpp.
+
+    Methods without a docstring are documented in `cellama.engine.backend`.
+    """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
         """Allocate the context and the KV cache. Raises ModelLoadFailed, InvalidRequest."""
@@ -224,7 +227,7 @@ class LlamaBackend:
         self._abort.set()
 
     def logits(self, slot: int, row: int = 0) -> NDArray[np.float32]:
-        """Return a writable view of a row of the slot's logits, float32 of shape (n_vocab,). Raises KeyError.
+        """Return a writable view of a row of the slot's logits: float32 with shape (n_vocab,). Raises KeyError.
 
         The view is valid until the next decode call.
         """
@@ -285,7 +288,7 @@ class LlamaBackend:
         return False
 
     def _can_continue(self, slot: int, num_tokens: int) -> bool:
-        """Return whether the next token can be computed after a cut. A window can have lost tokens that this needs."""
+        """Return whether the next token can be computed after a cut. A window may have lost tokens that are needed."""
         if num_tokens == 0:
             return True
         held = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
@@ -350,7 +353,7 @@ class LlamaBackend:
         return data
 
     def _read(self, slot: int, data: NDArray[np.uint8], flags: int) -> bool:
-        """Restore a state, or the part of a state, into the slot. If that fails, empty the slot and return False."""
+        """Restore a state, or part of a state, into the slot. If that fails, empty the slot and return False."""
         self._finish_copy(slot)
         if lib.llama_state_seq_set_data_ext(self.context, _pointer(data), len(data), slot, flags):
             return True
@@ -390,16 +393,16 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
 
 
 def set_threads(context: Any, count: int) -> None:
-    """Set the number of threads from the next decode call on. This takes no time."""
+    """Set the number of threads for all later decode calls. This takes no time."""
     lib.llama_set_n_threads(context, count, count)
 
 
 def end_threads() -> None:
-    """Stop OpenMP's threads of the calling thread. Its next decode call starts new ones in about 0.1 ms.
+    """Stop the OpenMP threads of the calling thread. Its next decode call starts new ones in about 0.1 ms.
 
-    As long as they exist, even idle, OpenMP treats the machine as oversubscribed when another engine of this process
-    computes. The threads of that engine then sleep at each barrier instead of spinning, and its steps take up to twice
-    as long (docs/adr/007-threads.md).
+    While these threads exist, even if they are idle, OpenMP treats the machine as oversubscribed when another engine in
+    this process computes. The threads of that engine then sleep at each barrier instead of spinning, and its steps take
+    up to twice as long (docs/adr/007-threads.md).
     """
     if _pause is not None:
         _pause(_OMP_PAUSE_SOFT)
@@ -454,7 +457,7 @@ class TokenBatch:
         return end - 1
 
     def request_outputs(self, index: int, count: int) -> None:
-        """Request logits for `count` tokens of the batch, from `index` on."""
+        """Request logits for `count` tokens of the batch, starting at `index`."""
         self._outputs[index : index + count] = 1
 
     def close(self) -> None:
@@ -467,8 +470,8 @@ class TokenBatch:
 class AbortFlag:
     """A byte that llama.cpp checks between the nodes of its graph (CPU backends only).
 
-    A callback in Python would take the GIL at every node, so the callback is `strlen` of the C library. It returns 0
-    for the empty text "", which continues the call, and 1 for one byte, which aborts it.
+    A callback in Python would take the GIL at every node, so the callback is the C library's `strlen`. It returns 0 for
+    the empty text "", which continues the call, and 1 for one byte, which aborts it.
     """
 
     def __init__(self, context: Any) -> None:
@@ -479,7 +482,7 @@ class AbortFlag:
         lib.llama_set_abort_callback(context, callback, ctypes.cast(self._text, ctypes.c_void_p))
 
     def set(self) -> None:
-        """Abort the current decode call, or the next one if none is running. Any thread."""
+        """Abort the current decode call, or the next one if none is running. Any thread may call this."""
         self._text[0] = b"\1"
 
     def is_set(self) -> bool:
@@ -495,7 +498,7 @@ class AbortFlag:
 class Outputs:
     """The rows of logits of the last decode call, in the order of the tokens that requested them.
 
-    Engine thread only.
+    Only the engine thread may use this object.
     """
 
     def __init__(self, context: Any, num_rows: int, n_vocab: int) -> None:
@@ -512,13 +515,13 @@ class Outputs:
         self._find_jointly = False
 
     def clear(self) -> None:
-        """Remove all rows, until `set_slots` is called after the next decode call."""
+        """Remove all rows. `row` finds none until `set_slots` is called after the next decode call."""
         if self._first_rows:
             self._find_jointly = self._num_requested >= JOINT_ARGMAX_SHARE * self._num_rows
         self._first_rows, self._likeliest, self._num_requested = {}, None, 0
 
     def set_slots(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Set the slots of the rows of a decode call: pairs of a slot and its number of rows, in order."""
+        """Assign the rows of a decode call to slots, given in order as pairs of a slot and its number of rows."""
         if not slots:
             return
         address = _logits_address(self._context)
@@ -541,7 +544,7 @@ class Outputs:
     def likeliest(self, slot: int, row: int = 0) -> int:
         """Return the token with the highest logit, provided that the row has not been changed. Raises KeyError.
 
-        If most rows of the previous decode call were requested, one call of numpy finds the tokens of all rows.
+        If most rows of the previous decode call were requested, one numpy call finds the tokens of all rows.
         """
         row += self._first_rows[slot]
         self._num_requested += 1
@@ -563,12 +566,12 @@ class LlamaSamplingPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Parts of the constraint that are not enforced."""
+        """The parts of the constraint that are not enforced."""
         return () if self.constraint is None else self.constraint.warnings
 
 
 def constraint_of(params: SamplingParams) -> GrammarSpec | None:
-    """Return the constraint on the text of a request, or None."""
+    """Return the constraint on a request's text, or None if there is none."""
     given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
     if given is None:
         return None

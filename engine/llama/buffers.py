@@ -1,6 +1,7 @@
-"""Sizes of llama.cpp's buffers in bytes per device, parsed from its log of a real or dry load.
+"""Parse the sizes of llama.cpp's buffers, in bytes per device, from its log of a real or dry load.
 
-Other versions of llama.cpp may use other words. A required size that is not found is an error and never counts as 0.
+Other versions of llama.cpp may use different words. If a required size is not found, an error is raised, so it never
+counts as 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) 
 
 
 def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
-    """Return the memory of contexts per device, from the lines that llama.cpp logged while creating them.
+    """Return the memory of contexts on each device, from the lines that llama.cpp logged while creating them.
 
     Set `with_memory` if one of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
     """
@@ -52,7 +53,7 @@ def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bo
 
 
 def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
-    """Return the bytes per device of the states of recurrent layers."""
+    """Return how many bytes the states of recurrent layers take on each device."""
     found = Counter[str]()
     for match in filter(None, map(_STATES.search, lines)):
         found[device_of(match[1], gpus)] += int(float(match[2]) * _MIB)
@@ -60,11 +61,11 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
 
 
 def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
-    """Return the memory of loaded weights per device, from the lines of the load.
+    """Return the memory of loaded weights on each device, from the lines that llama.cpp logged during the load.
 
-    `size_bytes` is the size of all tensors. Weights on the CPU can exist twice, in the mapped file and repacked for the
-    processor. They count once, because repacked pages are not read from the file again. Raises ModelLoadFailed if a
-    size is missing.
+    `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice, in the mapped file and repacked
+    for the processor. They count once, because repacked pages are not read from the file again. Raises ModelLoadFailed
+    if a size is missing.
     """
     lines = list(lines)
     _require(lines, "the weights", _WEIGHTS)
@@ -90,10 +91,10 @@ def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
 
 
 def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, MemoryUse]:
-    """Return the memory that weights will take per device, from the lines of a dry load.
+    """Return the memory that weights will take on each device, from the lines that a dry load logged.
 
-    `tensors` has the bytes of all tensors by name. Layers are on their devices, the output is on the device of the last
-    layer, and everything else is on the CPU. Raises ModelLoadFailed.
+    `tensors` maps the name of each tensor to its size in bytes. Each layer is on the device that the log names for it,
+    the output is on the device of the last layer, and everything else is on the CPU. Raises ModelLoadFailed.
     """
     lines = list(lines)
     _require(lines, "the devices of layers", _LAYER)

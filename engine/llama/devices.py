@@ -1,4 +1,4 @@
-"""The devices of ggml and their memory, from functions of ggml-backend.h that llama_cpp does not wrap."""
+"""Find ggml's devices and their memory with functions of ggml-backend.h that llama_cpp does not wrap."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gpu_names() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the properties of this machine that determine speed: CPU, usable cores, GPUs and version of llama.cpp."""
+    """Return the properties of this machine that determine speed: CPU, usable cores, GPUs and llama.cpp version."""
     found = devices()
     return {
         "cpu": next((device.description for device in found if device.kind == "cpu"), "unknown"),

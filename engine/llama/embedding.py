@@ -1,4 +1,4 @@
-"""Embeddings and scores on llama.cpp: a context for many texts per decode call, and the texts of rerankers."""
+"""Compute embeddings and scores with llama.cpp, many texts per decode call, and format the texts for rerankers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ POOLING: dict[Pooling, int] = {
 
 
 class LlamaEmbeddingBackend:
-    """The EmbeddingBackend on llama.cpp. With pooling "rank", a vector has the outputs of the classification head."""
+    """The EmbeddingBackend, implemented with llama.cpp.
+
+    With pooling "rank", a vector contains the outputs of the classification head.
+    """
 
     def __init__(self, model: LlamaModel, options: EngineOptions, pooling: Pooling) -> None:
         """Allocate the context. `pooling` must not be "auto". Raises ModelLoadFailed."""
@@ -58,7 +61,7 @@ class LlamaEmbeddingBackend:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the context has cells or states. An encoder has none."""
+        """Whether the context has cells or states. An encoder has neither."""
         return bool(self._memory)
 
     def set_threads(self, count: int) -> None:
@@ -93,7 +96,7 @@ class LlamaEmbeddingBackend:
         return pointer
 
     def _token_vectors(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return one array of shape (tokens, n_embd) per text. The rows of llama.cpp are in the order of the batch."""
+        """Return one array of shape (tokens, n_embd) per text. llama.cpp's rows are in the order of the batch."""
         ends = np.cumsum([len(tokens) for tokens in texts])
         rows = np.ctypeslib.as_array(lib.llama_get_embeddings(self._context), (int(ends[-1]), self.n_embd))
         return np.split(rows.copy(), ends[:-1])
@@ -104,24 +107,24 @@ class LlamaEmbeddingBackend:
 
 
 def own_pooling(model: LlamaModel) -> Pooling:
-    """Return the pooling from the model's metadata, or "mean" if the metadata have none."""
+    """Return the pooling from the model's metadata, or "mean" if it is not specified there."""
     named = model.number("pooling_type")
     return next((name for name, code in POOLING.items() if code == named and name != "none"), "mean")
 
 
 class PairFormat:
-    """Joins a query and a document into the input of a reranker. Any thread.
+    """Joins a query and a document into the input of a reranker. It is safe to use from any thread.
 
     If the model has a template (tokenizer.chat_template.rerank, a text with `{query}` and `{document}`), it is filled
-    in as llama-server does. Otherwise the format is [start] query [end] [separator] document [end]. Each special token
-    is used only if the vocabulary adds it to texts. If the vocabulary adds only separators (WordPiece), a separator
-    follows the document, as the tokenizer puts one after every text.
+    in as in llama-server. Otherwise the format is [start] query [end] [separator] document [end]. Each special token is
+    used only if the vocabulary adds it to texts. If the vocabulary adds only separators (WordPiece), a separator also
+    follows the document, just as the tokenizer adds one after every text.
     """
 
     def __init__(self, model: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
-        """Read template and special tokens of the model.
+        """Read the model's template and special tokens.
 
-        With `control_tokens_in_text`, a query and a document in a template may contain control tokens.
+        With `control_tokens_in_text`, queries and documents that are filled into a template may contain control tokens.
         """
         self._model = model
         self._control_tokens_in_text = control_tokens_in_text

@@ -1,7 +1,8 @@
-"""GGUF files of models and adapters, read without loading them.
+"""Read the GGUF files of models and adapters without loading them.
 
-The tensors of a model are listed by ggml (gguf.h), and its fingerprint is computed from them. The header of an adapter
-is parsed in Python, because llama.cpp aborts the process if it is malformed. ggml's docs/gguf.md has the format.
+ggml (gguf.h) lists the tensors of a model, and the model's fingerprint is computed from them. The header of an adapter
+is parsed in Python, because llama.cpp aborts the process if the header is malformed. ggml's docs/gguf.md describes the
+format.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class FileTensor:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return all files of a split model, or the only file of another model."""
+    """Return all files of a split model, or the single file of any other model."""
     return [path.with_name(name) for name in part_names(path.name)]
 
 
 def tensors(path: Path) -> list[FileTensor]:
-    """Return the tensors of one file in their order. Raises ModelLoadFailed."""
+    """Return the tensors of one file, in the order of the file. Raises ModelLoadFailed."""
     context = _open(str(path).encode(), _InitParams(True, None))
     if not context:
         raise ModelLoadFailed(f"{str(path)!r} has no readable GGUF header; download or convert it again")
@@ -76,10 +77,10 @@ def tensors(path: Path) -> list[FileTensor]:
 def fingerprint(path: Path) -> str:
     """Return an id of a model's content: 64 hex digits that do not depend on the path. Raises ModelLoadFailed.
 
-    The id is a SHA-256 over the size and the bytes of each part. Small files are hashed completely. Of larger files,
-    everything before the tensors (metadata, vocabulary, shapes) is hashed, and 4 KiB from the start, middle and end of
-    every tensor. Training and quantizing change every tensor, and therefore the id. Editing single bytes by hand may
-    not.
+    The id is a SHA-256 hash of the size and the bytes of each part. Small files are hashed completely. For larger
+    files, the hash covers everything before the tensors (metadata, vocabulary, shapes), and 4 KiB from the start,
+    middle and end of every tensor. Training and quantizing change every tensor, and therefore the id. Editing single
+    bytes by hand may not change the id.
     """
     digest = hashlib.sha256()
     for part in parts(path):
@@ -93,7 +94,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of the ranges of a file that are hashed."""
+    """Yield the offset and length of each range of a file that is hashed."""
     if size <= MAX_WHOLE_BYTES:
         yield 0, size
         return
@@ -120,8 +121,8 @@ class TensorInfo:
 def check_adapter_file(path: Path, architecture: str) -> None:
     """Raise AdapterLoadFailed unless the file is a LoRA adapter for models of this architecture.
 
-    This rejects files for which llama.cpp would abort the process. llama.cpp itself compares the shapes with those of
-    the model, and logs a readable error.
+    This rejects files that would make llama.cpp abort the process. llama.cpp itself compares the shapes with the
+    model's shapes, and logs a readable error.
     """
     try:
         with path.open("rb") as file:
@@ -178,7 +179,7 @@ def _check_tensor(path: Path, tensor: TensorInfo) -> None:
 
 
 def _check_embedding(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    """Compare the ranks of the embedding's pair, which is stored transposed and which llama.cpp does not check."""
+    """Compare the ranks of the embedding's two matrices, which are stored transposed. llama.cpp does not check them."""
     a, b = (tensors.get(f"token_embd.weight.lora_{side}") for side in "ab")
     if a is not None and b is not None and a.dims[0] != b.dims[0]:
         raise _refused(path, f"has different ranks {a.dims[0]} and {b.dims[0]} for token_embd.weight; convert it again")
@@ -190,7 +191,7 @@ class _AdapterHeader:
         self._readers: dict[int, Callable[[], Any]] = {_STRING: self._text, _ARRAY: self._array}
 
     def read(self) -> tuple[dict[str, tuple[int, Any]], list[TensorInfo]]:
-        """Return the metadata as type and value by key, and the tensors.
+        """Return the tensors, and the metadata with the type and value of each key.
 
         Raises struct.error, KeyError, OverflowError and others if the file is damaged.
         """

@@ -1,10 +1,10 @@
-"""The plan of a load: the capabilities of a model file, and the memory that the model will take.
+"""Plan the load of a model file: choose its capabilities, and calculate the memory that the model will take.
 
-llama.cpp loads the file dry, without weights and cells, and logs the sizes of its buffers. A dry load reads the head of
-the file and plans the compute graphs like a real load, which takes a few hundredths of a second and a few MB. It does
-allocate the outputs of a batch, the states of recurrent layers, and about 50 bytes of bookkeeping per cell. To keep the
-last two small, the plan measures the states of one slot first, and contexts with a growing number of cells until one
-does not fit.
+For the plan, llama.cpp loads the file dry, without weights and cells, and logs the sizes of its buffers. Like a real
+load, a dry load reads the head of the file and plans the compute graphs, which takes a few hundredths of a second and a
+few MB. It also allocates the outputs of a batch, the states of recurrent layers, and about 50 bytes of bookkeeping per
+cell. To keep the states and the bookkeeping small, the plan first measures the states of one slot, and then contexts
+with more and more cells until one does not fit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def has_head(model: LlamaModel) -> bool:
 
 
 def missing_reason(model: LlamaModel, capability: Capability) -> str:
-    """Return why a model was not loaded for a capability, and a remedy."""
+    """Return the reason why a model was not loaded for a capability, and a remedy."""
     if capability in ("generate", "chat") and not can_generate(model):
         return "it is an encoder, which can't generate text; use another model"
     if capability == "chat" and model.chat_template is None:
@@ -81,7 +81,7 @@ def choose_uses(
 ) -> Uses:
     """Return the capabilities that a model is loaded for, and the pooling of its embeddings.
 
-    Without requested capabilities, the model gets those that suit its file. A reranker ranks, and any other encoder
+    If no capabilities are requested, the model gets those that suit its file. A reranker ranks, and any other encoder
     embeds. All other models generate and embed, and also chat if they have a chat template. Raises WrongCapability if
     the model does not support a requested capability, and InvalidRequest if a name is unknown.
     """
@@ -113,7 +113,7 @@ def choose_uses(
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The contexts of a model. A context that no capability needs is None."""
+    """The llama.cpp contexts of a loaded model. A context that no capability needs is None."""
 
     generation: LlamaBackend | None
     embedding: LlamaEmbeddingBackend | None
@@ -121,7 +121,7 @@ class Backends:
 
     @staticmethod
     def make(model: LlamaModel, options: EngineOptions, uses: Uses) -> Backends:
-        """Allocate the contexts, or none of them after a failure. Raises ModelLoadFailed, InvalidRequest."""
+        """Allocate the contexts. If one fails, free the others. Raises ModelLoadFailed, InvalidRequest."""
         with contextlib.ExitStack() as made:
             generation = made.enter_context(closing(LlamaBackend(model, options))) if uses.generates else None
             embedding = ranking = None
@@ -134,12 +134,12 @@ class Backends:
 
     @property
     def have_memory(self) -> bool:
-        """Whether a context has cells or states. The context of an encoder has none."""
+        """Whether a context has cells or states. The context of an encoder has neither."""
         encoders = [backend for backend in (self.embedding, self.ranking) if backend is not None]
         return self.generation is not None or any(backend.has_memory for backend in encoders)
 
     def close(self) -> None:
-        """Free the contexts. No thread may use them."""
+        """Free the contexts. No thread may be using them."""
         for backend in (self.generation, self.embedding, self.ranking):
             if backend is not None:
                 backend.close()
@@ -147,7 +147,7 @@ class Backends:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The plan of a load: options that include the chosen context size, and the memory that the model will take."""
+    """The plan of a load: options, which include the chosen context size, and the memory that the model will take."""
 
     options: EngineOptions
     footprint: Footprint
@@ -164,7 +164,7 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load that fits into the available memory, if these options permit one.
 
-    Without requested capabilities, the model gets those that suit its file. Raises ModelLoadFailed, WrongCapability,
+    If no capabilities are requested, the model gets those that suit its file. Raises ModelLoadFailed, WrongCapability,
     InvalidRequest.
     """
     dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
@@ -223,7 +223,7 @@ def _divided(num_tokens: int | None, divisor: int) -> int | None:
 
 
 class _DryLoad:
-    """A dry model, for which contexts with different options are created until one fits."""
+    """A model that is loaded without weights, to create contexts with different options until one fits."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, available: AvailableMemory) -> None:
         self._model = model
@@ -290,7 +290,7 @@ class _DryLoad:
         return _measure(self._model, lines, backends, self._weights)
 
     def _too_large_states(self) -> Footprint | None:
-        """Return the minimum memory of a recurrent model's states if it exceeds the available memory, else None."""
+        """Return the minimum memory of a recurrent model's states if it exceeds the available memory, or else None."""
         pointer = self._model.pointer
         if not (lib.llama_model_is_recurrent(pointer) or lib.llama_model_is_hybrid(pointer)):
             return None
@@ -319,9 +319,9 @@ class DraftParts(NamedTuple):
 
 
 def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
-    """Return the type of a model's vocabulary, and type and text of each token except unused tokens at the end.
+    """Return the type of a model's vocabulary, and the type and text of each token except unused ones at the end.
 
-    Two models have the same token ids if both results are equal.
+    Two models have the same token ids if their results are equal.
     """
     texts = []
     with model.lifetime:
@@ -335,7 +335,7 @@ def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
 
 
 def check_draft(path: Path, model_path: Path) -> None:
-    """Raise ModelLoadFailed unless the model at `path` can draft for the other one. Reads no weights."""
+    """Raise ModelLoadFailed unless the model at `path` can draft for the other model. This reads no weights."""
     with (
         closing(LlamaModel(path, n_gpu_layers=0, dry=True)) as draft,
         closing(LlamaModel(model_path, n_gpu_layers=0, dry=True)) as model,
@@ -343,8 +343,8 @@ def check_draft(path: Path, model_path: Path) -> None:
         for one, role in ((model, "have a draft model"), (draft, "be a draft model")):
             if lib.llama_model_is_recurrent(one.pointer) or lib.llama_model_is_hybrid(one.pointer):
                 raise ModelLoadFailed(
-                    f"{str(one.path)!r} ({one.info.architecture}) can't {role}: its states can't be cut back after "
-                    "rejected draft tokens; remove the option draft, or choose another model"
+                    f"{str(one.path)!r} ({one.info.architecture}) can't {role}: its state can't be rolled back "
+                    "after rejected draft tokens; remove the draft option, or choose another model"
                 )
         (kind, tokens), (other_kind, other_tokens) = vocabulary_of(draft), vocabulary_of(model)
         if (kind, tokens) != (other_kind, other_tokens):

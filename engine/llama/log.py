@@ -22,7 +22,7 @@ MAX_ERRORS = 4  # messages of llama.cpp that an exception quotes; the last ones 
 
 
 class _ThreadLog(threading.local):
-    """Messages of one thread. llama.cpp logs on the calling thread, and several threads can load models."""
+    """The messages of one thread. llama.cpp logs on the calling thread, and several threads can load models at once."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=MAX_ERRORS)

@@ -44,7 +44,7 @@ def _encode(text: str) -> bytes:
 
 @functools.cache
 def initialise() -> None:
-    """Initialise llama.cpp. Idempotent."""
+    """Initialise llama.cpp. Repeated calls have no effect."""
     llama_log.install()
     lib.llama_backend_init()
 
@@ -54,7 +54,8 @@ def _has_amx() -> bool:
     """Return whether llama.cpp was built with AMX kernels, which can crash the process.
 
     With GCC 12, the instructions that configure the tiles are missing, and the first decode call with quantized weights
-    crashes. With other compilers, Linux can deny llama.cpp's threads the use of the tiles (its pull request 26954).
+    crashes. With other compilers, Linux can deny llama.cpp's threads the use of the tiles (llama.cpp's pull request
+    26954).
     """
     if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
         return False
@@ -67,7 +68,7 @@ def _has_amx() -> bool:
 
 
 class Lifetime:
-    """Counts the current users of an object, so that closing waits for them and rejects new ones. Any thread.
+    """Counts the users of an object, so that closing it waits for them and rejects new ones. Any thread may use it.
 
     with lifetime:  # raises EngineStopped after the object was closed
         ...  # use the object
@@ -94,14 +95,17 @@ class Lifetime:
                 self._changed.notify_all()
 
     def end(self, timeout_s: float) -> bool:
-        """Reject new users, and wait until the last user has finished. Return False after `timeout_s`. Idempotent."""
+        """Reject new users, and wait until the last user has finished. Return False after `timeout_s`.
+
+        Repeated calls are allowed.
+        """
         with self._changed:
             self._ended = True
             return self._changed.wait_for(lambda: not self._num_users, timeout_s)
 
 
 class LlamaModel:
-    """The weights of a GGUF file, which its contexts share. The contexts must be closed first.
+    """The weights of a GGUF file, which its contexts share. The contexts must be closed before the model.
 
     The model is its own Vocabulary. Any thread may tokenize and look up tokens.
     """
@@ -145,7 +149,7 @@ class LlamaModel:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """The cache of compiled grammars for this vocabulary. Any thread."""
+        """The cache of compiled grammars for this vocabulary. It is safe to use from any thread."""
         pieces = [self.token_bytes(token) for token in range(self.info.n_vocab)]
         controls = {special.id: special.text.encode() for special in self.special_tokens if special.is_control}
         return Grammars(pieces, controls, self._ends, functools.lru_cache(_MAX_SPELLINGS)(self._spell))
@@ -157,7 +161,7 @@ class LlamaModel:
         return []
 
     def breakers(self, texts: Sequence[str]) -> Breakers:
-        """Return the tokens of DRY's sequence breakers. Any thread."""
+        """Return the tokens of DRY's sequence breakers. Any thread may call this."""
         return joined(self._breaker(text) for text in texts)
 
     def _find_breaker(self, text: str) -> Breakers:
@@ -189,7 +193,7 @@ class LlamaModel:
             return buffer.value.decode(errors="replace")
 
     def number(self, name: str) -> int | None:
-        """Return a whole number from the metadata of the architecture, for example of "attention.key_length"."""
+        """Return an integer from the architecture's metadata, for example the value of "attention.key_length"."""
         value = self.metadata(f"{self.info.architecture}.{name}")
         return int(value) if value is not None and value.isdigit() else None
 
@@ -206,7 +210,7 @@ class LlamaModel:
 
     @functools.cached_property
     def added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that `tokenize` adds before and after a text, such as BOS, and EOS or SEP for some poolings."""
+        """The tokens that `tokenize` adds before and after a text, such as BOS before it, or EOS or SEP after it."""
         with self.lifetime:
             both = tuple(self.tokenize(""))
             num_before = min(len(both), int(lib.llama_vocab_get_add_bos(self.vocab)))
@@ -214,7 +218,7 @@ class LlamaModel:
 
     @functools.cached_property
     def special_tokens(self) -> list[SpecialToken]:
-        """The texts that llama.cpp finds before it tokenizes the rest of a text, the longest first."""
+        """The special tokens that llama.cpp finds in a text before it tokenizes the rest, longest first."""
         found = []
         with self.lifetime:
             for token in range(self.info.n_vocab):
@@ -299,17 +303,17 @@ class LlamaModel:
         return address
 
     def free_adapter(self, handle: int) -> None:
-        """Free an adapter that no context uses. Idempotent."""
+        """Free an adapter that no context uses. Repeated calls have no effect."""
         with self.adapters_lock:
             if handle in self._adapters:
                 self._adapters.remove(handle)
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Free the adapters and the weights when they are unused. Idempotent.
+        """Wait until the adapters and the weights are unused, and free them. Repeated calls are allowed.
 
-        Return False, and free nothing, if they are still in use after `timeout_s`. Later uses raise EngineStopped. All
-        contexts of the model must be closed.
+        All contexts of the model must be closed first. If the model is still in use after `timeout_s`, nothing is freed
+        and the result is False. Later uses raise EngineStopped.
         """
         if not self.lifetime.end(timeout_s):
             return False

@@ -1,9 +1,9 @@
-"""Vocabularies for which llama.cpp splits texts by `std::regex`, whose recursion depth grows with the word length.
+"""Provide enough stack for vocabularies that make llama.cpp split texts with the recursive `std::regex`.
 
-Each character of an unbroken run takes 321 bytes of stack, with any of the expressions (measured with llama-cpp-python
-0.3.36 on x86-64). Common vocabularies do not recurse, because llama.cpp has code for them (unicode.cpp:
-unicode_regex_split_custom) or their expressions match few characters at once. All other vocabularies count as
-recursive.
+The recursion depth grows with the length of a word. Each character of an unbroken run takes 321 bytes of stack,
+whichever expression is used (measured with llama-cpp-python 0.3.36 on x86-64). Common vocabularies do not recurse,
+because llama.cpp has special code for them (unicode.cpp: unicode_regex_split_custom), or because their expressions
+match few characters at once. All other vocabularies count as recursive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RUNS = {
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The way in which a vocabulary splits texts into words.
+    """The method that a vocabulary uses to split texts into words.
 
     `name` is `tokenizer.ggml.pre` of a BPE vocabulary, "" if it has none, and None for other types of vocabularies.
     """

@@ -1,13 +1,14 @@
-"""Convert a slot's state between llama.cpp's format and a portable format. Pure, any thread.
+"""Convert a slot's state between llama.cpp's format and a portable format. The functions are pure.
 
-llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). It has a magic number, the
-slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with the number of streams.
-Each stream has its number of cells, and the cells if there are any. The cells of a slot are in one stream. The block of
-a recurrent memory has no streams, and is the last block.
+llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). It consists of a magic
+number, the slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with the number
+of streams. Each stream starts with its number of cells, followed by the cells if there are any. The cells of a slot are
+in one stream. The block of a recurrent memory has no streams, and is the last block.
 
-The portable format has `_HEAD`, the lengths of the stored streams of all blocks of cells, reserved space, the streams,
-and the recurrent block. The reserved space precedes the first stream, and is as large as anything that llama.cpp's
-format has before it. With at most one block of cells, a state can therefore be converted back in place.
+The portable format consists of `_HEAD`, the lengths of the stored streams of all blocks of cells, reserved space, the
+streams, and the recurrent block. The reserved space precedes the first stream, and is large enough for everything that
+precedes this stream in llama.cpp's format. If there is at most one block of cells, a state can therefore be converted
+back in place.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> m
 
 
 def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | None) -> tuple[Bytes, int]:
-    """Return a state for llama.cpp with `num_streams` streams, and its number of tokens. Raises ValueError if damaged.
+    """Return a state for llama.cpp with `num_streams` streams, and its number of tokens.
+
+    Raises ValueError if the state is damaged.
 
     A writable buffer is converted in place if possible, which saves a copy.
     """
@@ -77,7 +80,7 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Bytes:
-    """Return the concatenation. Unlike `bytes.join`, this releases the GIL, so that the engine thread can continue."""
+    """Return the concatenated parts. Unlike `bytes.join`, this releases the GIL, so the engine thread can continue."""
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts if len(part)])
 
 
@@ -85,7 +88,7 @@ _Streams = list[tuple[int, int]]  # start and end of the cells of each block; eq
 
 
 def _whole(data: memoryview, num_blocks: int | None) -> Iterator[tuple[_Streams, int]]:
-    """Yield the layouts that fit the whole state, at most one, with the start of the recurrent block."""
+    """Yield the layout that fits the whole state, if there is one, and the start of the recurrent block."""
     for extra in _CELL_EXTRAS:
         for streams, end in _blocks(data, 8, num_blocks, extra):
             if (num_blocks is None) == (end == len(data)):
@@ -152,7 +155,7 @@ def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
 
 
 def _columns(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """Return the end of layers with transposed values, each with a type, the size of an element, and their number."""
+    """Return the end of layers with transposed values, each with a type, an element size, and a number of elements."""
     for _ in range(num_layers):
         _, size, width = struct.unpack_from("<iII", data, at)
         at = _skip(data, at + 12, size * width, count)

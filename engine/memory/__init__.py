@@ -1,4 +1,4 @@
-"""The machine's memory: the needs of models, and the available memory.
+"""Memory planning: how much memory models need, and how much the machine has available.
 
 May use: `errors`, `options`, `system`.
 """

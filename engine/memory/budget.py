@@ -1,8 +1,9 @@
-"""The memory budget: arithmetic about the memory that models need and devices have, without a model or a device.
+"""The memory budget: how much memory models need and devices have. Its arithmetic needs no model and no device.
 
 With "auto", the available memory is the free memory of the devices, minus a margin, minus the needs of loads in
-progress. Mapped weights need special care. A system counts their pages as free, because it can drop and reread them,
-but a model without its weights in memory is as slow as the disk. So they count in full while the model is loaded.
+progress. Mapped weights need special care. The operating system counts their pages as free, because it can drop and
+reread them, but a model without its weights in memory is as slow as the disk. So they count in full while the model is
+loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Vram:
-    """The memory of all devices except the CPU. `used_bytes` includes other programs."""
+    """The memory of all devices except the CPU. `used_bytes` includes the memory of other programs."""
 
     total_bytes: int
     free_bytes: int
@@ -43,7 +44,7 @@ class Vram:
 
 
 def vram_of(devices: Iterable[Device]) -> Vram | None:
-    """Return the total memory of these devices; None if none of them has memory of its own."""
+    """Return the total memory of these devices, or None if none of them has memory of its own."""
     gpus = [device for device in devices if device.kind != "cpu"]
     if not gpus:
         return None
@@ -53,10 +54,10 @@ def vram_of(devices: Iterable[Device]) -> Vram | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The bytes that a model takes on one device. `mapped_bytes` are the part of the weights in the page cache.
+    """The bytes that a model takes on one device. `mapped_bytes` is the part of the weights in the page cache.
 
-    `saved_bytes` are for KV states in RAM, including those on their way to and from disk. They count in full, because
-    they may be used at any time.
+    `saved_bytes` is the space for KV states in RAM, including states on their way to and from disk. It counts in full,
+    because it may be used at any time.
     """
 
     weights_bytes: int = 0
@@ -67,7 +68,7 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        """The total without `mapped_bytes`, which are part of the weights."""
+        """The total without `mapped_bytes`, which is part of the weights."""
         return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.saved_bytes
 
 
@@ -124,7 +125,7 @@ class AvailableMemory:
         return {name: size for name, size in footprint.by_device().items() if name in self.free}
 
     def shortage(self, footprint: Footprint) -> Shortage | None:
-        """Return the device with the largest shortage; None if the footprint fits."""
+        """Return the device with the largest shortage, or None if the footprint fits."""
         shortages = [
             Shortage(name, size, max(0, self.free[name]))
             for name, size in self.needed(footprint).items()
@@ -152,7 +153,7 @@ def margin(device: Device) -> int:
 
 
 class Budget:
-    """The memory that each model has reserved, and the available memory. Safe from any thread; no call waits."""
+    """The memory that each model has reserved, and the available memory. Any thread may use it, and no call waits."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class Budget:
         devices: Callable[[], Sequence[Device]],
         num_saved: Callable[[str], int] = lambda model_id: 0,
     ) -> None:
-        """`num_saved` returns the bytes that the saved states of a model currently use of its quota."""
+        """Create a budget. `num_saved` returns how many bytes of a model's quota its saved states currently use."""
         self.limit = limit
         self._devices = devices
         self._num_saved = num_saved
@@ -172,7 +173,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def reserve(self, model_id: str, footprint: Footprint) -> None:
-        """Reserve memory for a model. Its load is in progress until `settle`."""
+        """Reserve memory for a model. Its load is in progress until `settle` is called."""
         with self._lock:
             if not self._in_flight:
                 self._before = self._measured()
@@ -182,7 +183,7 @@ class Budget:
             self._in_flight.add(model_id)
 
     def settle(self, model_id: str, footprint: Footprint) -> None:
-        """Finish a load. The memory that the model really takes counts from now on."""
+        """Finish a load. From now on, the memory that the model really takes counts."""
         with self._lock:
             self._taken[model_id] = footprint
             self._in_flight.discard(model_id)
@@ -225,7 +226,7 @@ class Budget:
 def choose_victims(
     available: AvailableMemory, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]
 ) -> list[str]:
-    """Return as few of the first `idle` models as free enough memory for a footprint; [] if all are not enough."""
+    """Return the fewest first models of `idle` that free enough memory for a footprint, or [] if all are not enough."""
     for count in range(1, len(idle) + 1):
         if available.plus(taken for _, taken in idle[:count]).shortage(footprint) is None:
             return [model_id for model_id, _ in idle[:count]]

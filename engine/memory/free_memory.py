@@ -18,7 +18,7 @@ _NO_LIMIT = 1 << 60  # v1 reports a number near 2**63 if there is no limit
 
 
 def ram() -> tuple[int, int]:
-    """Return total and free bytes. Page cache counts as free, because the system drops it when memory is needed."""
+    """Return total and free RAM in bytes. The page cache counts as free, because the system drops it on demand."""
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     limit = group_limit()
@@ -26,7 +26,7 @@ def ram() -> tuple[int, int]:
 
 
 def group_limit(root: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
-    """Return the limit of this process's control groups (v1 or v2) and the free bytes within; None without a limit."""
+    """Return the limit of this process's control groups (v1 or v2) and the free bytes, or None without a limit."""
     found = [limit for folder in control_groups("memory", root, own) if (limit := _limit(folder)) is not None]
     return (min(limit for limit, _ in found), min(free for _, free in found)) if found else None
 

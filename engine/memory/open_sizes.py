@@ -1,4 +1,4 @@
-"""Sizes that options leave open: the context of a slot, and the quota of saved states in RAM. Pure."""
+"""Sizes that the options leave open: the context of a slot, and the quota of saved states in RAM. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ RAM_SHARE = 0.25  # largest share of the available memory for saved states with 
 def choose_ctx(
     measure: Callable[[int], Footprint], available: AvailableMemory, n_ctx_train: int, *, first: int | None = None
 ) -> tuple[int, Footprint]:
-    """Return the tokens per slot, and the footprint with them; the minimum if not even that fits.
+    """Return the number of tokens per slot and its footprint. If not even the minimum fits, return the minimum.
 
-    `measure` returns the footprint with a context of this number of tokens per slot. `first` is the first number to
-    try.
+    `measure` returns the footprint for a number of tokens per slot. `first` is the first number to try.
     """
     minimum = min(MIN_TOKENS, n_ctx_train)
     best = minimum, measure(minimum)
@@ -44,7 +43,7 @@ def choose_ctx(
 def _affordable(
     one: tuple[int, Footprint], other: tuple[int, Footprint], available: AvailableMemory, max_tokens: int
 ) -> int:
-    """Return the tokens that fit if the footprint of a context grows linearly through these two points."""
+    """Return the number of tokens that fit if the footprint grows linearly through these two points."""
     tokens = float(max_tokens)
     for start, end in zip(_constraints(one[1], available), _constraints(other[1], available), strict=True):
         slope = (end - start) / (other[0] - one[0])
@@ -58,7 +57,7 @@ def _fullness(footprint: Footprint, available: AvailableMemory) -> float:
 
 
 def _constraints(footprint: Footprint, available: AvailableMemory) -> list[float]:
-    """Return the part of each limit that a footprint takes; 1 is all of it."""
+    """Return the share of each limit that a footprint takes, where 1 means the whole limit."""
     cells = {name: usage.kv_bytes for name, usage in footprint.devices.items()}
     cells[ALL_DEVICES] = sum(cells.values())
     filled = []
@@ -69,7 +68,7 @@ def _constraints(footprint: Footprint, available: AvailableMemory) -> list[float
 
 
 def choose_quota(requested: int | None, footprint: Footprint, available: AvailableMemory) -> int:
-    """Return the bytes for saved states in addition to a model with this footprint."""
+    """Return the requested quota for saved states, or by default what fits alongside a model with this footprint."""
     if requested is not None:
         return requested
     free = [

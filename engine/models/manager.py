@@ -44,7 +44,7 @@ EVICT_TIMEOUT_S = 10.0  # seconds; an evicted model was idle, so it is busy only
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model by its id. While it loads, `model` is None and `capabilities` are the requested ones."""
+    """A model with its id and status. During the load, `model` is None and `capabilities` are the requested ones."""
 
     id: str
     source: str
@@ -56,18 +56,18 @@ class ModelEntry:
 
 
 class ModelManager:
-    """Holds models by id and routes calls to them. Any thread.
+    """Loads models, routes calls to them by id, and unloads them. It is safe to use from any thread.
 
-    A process can have one manager, because all its models share the memory.
+    A process can have only one manager, because all its models share the memory.
     """
 
     _open: ModelManager | None = None
     _class_lock = threading.Lock()
 
     def __init__(self, memory_budget: MemoryBudget = "auto", on_full: OnFull = "refuse") -> None:
-        """Limit the memory of all models together to `memory_budget` bytes, or with "auto" to the free memory.
+        """Limit the total memory of all models to `memory_budget` bytes, or to the free memory with "auto".
 
-        If a load does not fit, it is refused. With "evict", the least recently used idle models are unloaded first, if
+        A load that does not fit is refused. With "evict", the least recently used idle models are unloaded first, if
         that frees enough memory. Raises InvalidRequest, and ManagerExists if another manager is open in this process.
         """
         unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
@@ -95,9 +95,9 @@ class ModelManager:
     ) -> Model:
         """Load a model and return it. Without `model_id`, the id is derived from the source.
 
-        The first model is the default until another one is loaded with `default`. Other models continue to serve, and
-        other threads can load models at the same time. A failed load leaves nothing behind. Without `capabilities`, the
-        model gets those that its file supports. `adapters` maps names to source and scale (see Model.load_adapter).
+        The first model is the default until another one is loaded with `default`. Meanwhile, other models continue to
+        serve, and other threads can load models. A failed load leaves nothing behind. Without `capabilities`, the model
+        gets those that suit its file. `adapters` maps each name to a source and a scale (see Model.load_adapter).
         Raises IdTaken, InsufficientMemory, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
         requested = None if capabilities is None else frozenset(capabilities)
@@ -210,9 +210,10 @@ class ModelManager:
         log.info("model unloaded", model=entry.id)
 
     def get(self, model_id: str) -> Model:
-        """Return the model with this id, or the default model for ":default". Raises ModelNotLoaded.
+        """Return the model with this id, or the default model for the id ":default". Raises ModelNotLoaded.
 
-        After the model has been unloaded, all of its methods raise EngineStopped. Use `hold` for longer uses.
+        After the model has been unloaded, all of its methods raise EngineStopped. To keep it loaded while you use it,
+        call `hold`.
         """
         with self._lock:
             model = self._ready(model_id).model
@@ -261,7 +262,7 @@ class ModelManager:
             return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
-        """Call Model.stream. Also raises ModelNotLoaded, immediately instead of with the first chunk."""
+        """Call Model.stream. Raises ModelNotLoaded immediately, rather than with the first chunk."""
         chosen = self.get(model_id).id
         return self._stream(chosen, prompt, params)
 
@@ -288,7 +289,7 @@ class ModelManager:
             return entry is not None and entry.status == "ready"
 
     def is_leaving(self, model_id: str) -> bool:
-        """Return whether the model is unloading. ":default" counts if there is no default and a model is unloading."""
+        """Return whether the model is unloading. Without a default, ":default" is unloading if any model is."""
         with self._lock:
             if model_id == DEFAULT_MODEL and self._default is None:
                 return any(entry.status == "unloading" for entry in self._entries.values())
@@ -316,11 +317,11 @@ class ModelManager:
             return list(self._entries.values())
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
-        """Evict idle models when memory is needed from now on. `evict` must unload a model before it returns."""
+        """Call `evict` to unload idle models when memory is needed. It must unload the model before it returns."""
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
-        """Return the parts of all models that compute, so that they can share the cores."""
+        """Return the engines and embedders of all models, so that they can share the cores."""
         return [
             Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
             for model in self.models().values()
@@ -328,7 +329,7 @@ class ModelManager:
         ]
 
     def snapshot(self) -> ManagerSnapshot:
-        """Return sums over all models. This never waits for their threads."""
+        """Return totals over all models, without waiting for their threads."""
         return ManagerSnapshot.sum_of([entry.model.snapshot() for entry in self.entries() if entry.model])
 
     def memory(self) -> dict[str, Any]:
@@ -336,7 +337,7 @@ class ModelManager:
         return self._admission.report()
 
     def _idle(self) -> list[str]:
-        """Return the ids of idle models except the default, the least recently used first."""
+        """Return the ids of idle models except the default, least recently used first."""
         with self._lock:
             others = [entry for entry in self._entries.values() if entry.id != self._default]
             ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
@@ -348,10 +349,10 @@ class ModelManager:
         return 0 if model is None else model.num_saved_bytes
 
     def close(self, save_until: float | None = None) -> None:
-        """Close every model. Running requests fail with EngineStopped. Idempotent.
+        """Close every model. Running requests fail with EngineStopped. Repeated calls have no effect.
 
-        With `cache_dir`, KV states are saved first, until `save_until` (time.monotonic()), or for the default time of
-        `Model.close`.
+        If `cache_dir` is set, KV states are saved first. Saving ends at `save_until` (time.monotonic()), or after the
+        default time of `Model.close`.
         """
         self.cores.close()
         with self._lock:

@@ -1,7 +1,7 @@
-"""The admission of models: plan a load in a child process, and load the model only if it fits into the memory budget.
+"""Admit models: plan each load in a child process, and permit it only if the model fits into the memory budget.
 
 llama.cpp checks many properties of a file with assertions, which abort the process. The child reads the head,
-vocabulary and shapes of the file like the real load. A damaged file therefore aborts the child instead of a serving
+vocabulary and shapes of the file, just as the real load does, so a damaged file aborts the child instead of a serving
 process.
 """
 
@@ -57,9 +57,9 @@ _ERRORS: dict[str, type[EngineError]] = {
 
 
 class MemoryAdmission:
-    """Keeps the memory of a process's models within its budget. Any thread.
+    """Keeps the memory of a process's models within a budget. It is safe to use from any thread.
 
-    One load is planned at a time, so that two loads can't reserve the same memory. The loads themselves run
+    Only one load is planned at a time, so that two loads can't reserve the same memory. The loads themselves run
     concurrently.
     """
 
@@ -73,8 +73,8 @@ class MemoryAdmission:
     ) -> None:
         """Create the budget. Raises InvalidRequest.
 
-        `idle` returns the ids of models that may be unloaded, the least recently used first. `evict` unloads a model
-        before it returns. `num_saved` returns the bytes of a model's states in RAM.
+        `idle` returns the ids of models that may be unloaded, least recently used first. `evict` unloads a model before
+        it returns. `num_saved` returns the bytes of a model's states in RAM.
         """
         if not (limit in ("auto", "unlimited") or (isinstance(limit, int) and limit > 0)):
             raise InvalidRequest(f"memory_budget: {limit!r} is invalid; use auto, unlimited, or bytes above 0")
@@ -93,7 +93,7 @@ class MemoryAdmission:
     ) -> LoadPlan:
         """Plan a load and reserve its memory.
 
-        The plan has the tuned options, the context that fits, and the capabilities. Raises InsufficientMemory,
+        The plan contains the tuned options, the context that fits, and the capabilities. Raises InsufficientMemory,
         ModelLoadFailed, WrongCapability, InvalidRequest.
         """
         failed: set[str] = set()  # models that could not be evicted
@@ -121,9 +121,9 @@ class MemoryAdmission:
         }
 
     def _evict_idle(self, model_id: str, footprint: Footprint, failed: set[str]) -> bool:
-        """Evict idle models, if allowed and sufficient.
+        """Evict idle models, if that is allowed and frees enough memory.
 
-        Return whether any model was chosen, so that a retry makes sense.
+        Return whether any model was chosen. If so, a retry makes sense.
         """
         if self.on_full != "evict":
             return False
@@ -144,7 +144,7 @@ class MemoryAdmission:
         others = [
             (other, size) for other, taken in self.budget.taken().items() if (size := taken.on(device).total_bytes)
         ]
-        draft = ", remove the option draft" if plan.options.draft else ""
+        draft = ", remove the draft option" if plan.options.draft else ""
         unload = _models_to_unload(others, shortage.required_bytes - shortage.available_bytes)
         return InsufficientMemory(
             f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} on {device} "
@@ -159,7 +159,7 @@ class MemoryAdmission:
 
 
 def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
-    """Return the last part of the remedy: the smallest sufficient model, else all models, else nothing."""
+    """Return advice to unload the smallest model that suffices, or all models, or "" if even that is not enough."""
     enough = [other for other in others if other[1] >= missing_bytes]
     if enough:
         others = [min(enough, key=lambda other: other[1])]
@@ -187,7 +187,7 @@ def devices() -> list[Device]:
 
 
 def vram_info() -> Vram | None:
-    """Return total, free and used bytes of all GPUs together, or None without a GPU or a GPU build of llama.cpp."""
+    """Return the total, free and used bytes of all GPUs, or None without a GPU or a GPU build of llama.cpp."""
     return vram_of(devices())
 
 
@@ -204,14 +204,14 @@ def plan_in_child(
     """Plan a load in a child process, as `llama.plan_load` does.
 
     Options that are not set get the values from `cellama tune`. The plan includes the memory of the draft model. Raises
-    WrongCapability, InvalidRequest, and ModelLoadFailed, also for a file that aborts llama.cpp.
+    WrongCapability and InvalidRequest. Raises ModelLoadFailed if the file can't be loaded or aborts llama.cpp.
     """
     plan = _plan_one(model_id, path, options, requested, available)
     if plan.options.draft is None:
         return plan
     if not plan.uses.generates:
         raise ModelLoadFailed(
-            f"draft: model {model_id!r} generates no tokens and can't have a draft model; remove the option draft"
+            f"draft: model {model_id!r} generates no tokens and can't have a draft model; remove the draft option"
         )
     draft = _plan_draft(path, plan.options, available)
     if available.shortage(plan.footprint.plus(draft)) is not None:
@@ -222,7 +222,10 @@ def plan_in_child(
 
 
 def _plan_draft(path: Path, options: EngineOptions, available: AvailableMemory) -> Footprint:
-    """Return the memory of the draft model for the model at `path`. Raises ModelLoadFailed if it can't draft for it."""
+    """Return the memory of the draft model for the model at `path`.
+
+    Raises ModelLoadFailed if the draft model can't draft for that model.
+    """
     assert options.draft is not None
     requested: frozenset[Capability] = frozenset({"generate"})
     return _plan_one("draft", Path(options.draft), options.of_draft, requested, available, drafts_for=path).footprint
@@ -284,7 +287,7 @@ def _run_child(path: Path, request: str) -> Mapping[str, Any]:
 
 
 def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
-    """Return the plan as the child writes it."""
+    """Return the plan in the format that the child writes."""
     return {
         "options": asdict(plan.options),
         "footprint": {name: asdict(usage) for name, usage in plan.footprint.devices.items()},

@@ -1,4 +1,4 @@
-"""A loaded model with its engines, and a tokenizer with the vocabulary and chat template only."""
+"""A loaded model with its engines, and a tokenizer that has only the vocabulary and the chat template."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: 
 
 
 class Texts:
-    """The text functions of a model: tokenizing and chat templates. Any thread."""
+    """Tokenizes texts and renders chat prompts for a model. It is safe to use from any thread."""
 
     def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
         """Use the vocabulary of `weights`. `name` appears in error messages.
@@ -80,7 +80,7 @@ class Texts:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The model's chat template. Raises TemplateFailed if it has none, or if the template does not compile."""
+        """The model's chat template. Raises TemplateFailed if it is missing or does not compile."""
         weights, source = self._weights, self._weights.chat_template
         if source is None:
             raise TemplateFailed(
@@ -99,7 +99,7 @@ class Texts:
 
     @functools.cached_property
     def follows_replies(self) -> bool:
-        """Whether the template allows messages to be appended to a reply whose tokens stay unchanged."""
+        """Whether messages can be appended to a reply without changing the tokens of the reply."""
         try:
             after_reply([{"role": "user", "content": "."}], self.template.render)
         except TemplateFailed:
@@ -112,7 +112,7 @@ class Texts:
             template.close()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the token ids of a text. With `parse_special`, the texts of special tokens become these tokens."""
+        """Return the token ids of a text. With `parse_special`, special tokens in the text are recognised."""
         return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def tokens_of(self, texts: Iterable[str | Sequence[int]]) -> list[list[int]]:
@@ -136,7 +136,7 @@ class Texts:
         return self.template.render(messages, **template_args).text
 
     def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
-        """Return the token ids of a conversation's prompt, whose special tokens come from the chat template."""
+        """Return the token ids of a conversation's prompt. Special tokens come from the chat template."""
         return self._tokens_of_prompt(self.template.render(messages, **template_args))
 
     def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
@@ -158,7 +158,7 @@ class Texts:
     ) -> ChatPrompt:
         """Return the prompt of a conversation and the format of the reply. Raises TemplateFailed, InvalidRequest.
 
-        `wanted` is the constraint on the text of the reply (`wanted_text`).
+        `wanted` is the constraint on the text of the reply (see `wanted_text`).
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
         after the reply, with the system message and tools of the context. Without `add_generation_prompt`, the prompt
@@ -200,9 +200,9 @@ class Texts:
 
 
 class Tokenizer(Texts):
-    """The vocabulary and chat template of a model without its weights, which load quickly.
+    """The vocabulary and chat template of a model, which load quickly because they don't include the weights.
 
-    Use it as a context manager, or call `close`.
+    Use it as a context manager, or call `close` when you have finished.
     """
 
     def __init__(self, source: str, hub: HubOptions | None = None) -> None:
@@ -212,7 +212,7 @@ class Tokenizer(Texts):
         super().__init__(source, LlamaModel(resolve(source, hub or HubOptions()), vocab_only=True))
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the memory. Repeated calls have no effect."""
         self._close_template()
         self._weights.close()
 
@@ -239,10 +239,10 @@ class Model(Texts):
         adapters: Mapping[str, tuple[str, float]] | None = None,
         tuned: tuple[str, ...] = (),
     ) -> None:
-        """Load the model from a file, with `adapters` as pairs of source and scale by name.
+        """Load the model from a file. `adapters` maps each name to a source and a scale.
 
-        `tuned` has the names of the options with values from `cellama tune`. After a failure, everything is freed.
-        Raises ModelLoadFailed, and the errors of `load_adapter`.
+        `tuned` contains the names of the options whose values come from `cellama tune`. After a failure, everything is
+        freed. Raises ModelLoadFailed, and the errors of `load_adapter`.
         """
         from cellama.engine.llama import LlamaModel
 
@@ -301,7 +301,7 @@ class Model(Texts):
             self.load_adapter(name, source, scale)
 
     def _load_draft(self) -> LlamaBackend | None:
-        """Return the context of the draft model, with the same number and length of slots, or None without a draft."""
+        """Return a context of the draft model, with slots like those of the model, or None without a draft model."""
         from cellama.engine.llama import load_draft
 
         if self.options.draft is None:
@@ -314,7 +314,7 @@ class Model(Texts):
 
     @property
     def info(self) -> ModelInfo:
-        """The model's description from its file."""
+        """The description of the model from its file."""
         return self._weights.info
 
     @property
@@ -329,12 +329,12 @@ class Model(Texts):
 
     @property
     def threads_are_chosen(self) -> bool:
-        """Whether the number of threads was set by the user. Otherwise cores are shared (core_sharing.py)."""
+        """Whether the user has set the number of threads. If not, engines share the cores (core_sharing.py)."""
         return self.options.threads is not None and "threads" not in self.tuned
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of the KV states in RAM, and of the memory prepared for reading states from disk."""
+        """The bytes of the KV states in RAM, and of the memory that is prepared for reading states from disk."""
         if self._engine is None:
             return 0
         warm = 0 if self._engine.store is None else self._engine.store.warm_bytes
@@ -342,7 +342,7 @@ class Model(Texts):
 
     @property
     def last_used(self) -> float:
-        """Time of the last request, or of the load if there was none, in Unix seconds."""
+        """The time of the last request, or of the load if there has been no request, in Unix seconds."""
         return max(self._loaded_at, *(part.last_submit for part in self.parts))
 
     @property
@@ -398,9 +398,9 @@ class Model(Texts):
     def chat(self, messages: Sequence[Message], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
         """Return the assistant's next turn as a Completion, with text, reasoning and tool calls.
 
-        `params` are fields of ChatOptions, Request and SamplingParams. With `parent_key`, the `finish_key` of a
-        completion, the messages follow that context. Raises TimeoutError, TemplateFailed, InvalidRequest,
-        WrongCapability, UnknownKey, and the errors of `Engine.submit`.
+        `params` are fields of ChatOptions, Request and SamplingParams. If `parent_key` is the `finish_key` of a
+        completion, the messages continue the context of that completion. Raises TimeoutError, TemplateFailed,
+        InvalidRequest, WrongCapability, UnknownKey, and the errors of `Engine.submit`.
         """
         self.require("chat")
         given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
@@ -420,10 +420,10 @@ class Model(Texts):
     def embed(
         self, texts: TextOrTokens | Sequence[TextOrTokens], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any
     ) -> list[Vector]:
-        """Return a vector for each text. A text can be a list of token ids. A single text needs no list.
+        """Return a vector for each text. A text can also be a list of token ids. A single text does not need a list.
 
-        `params` are those of `Embedder.submit`. Raises TimeoutError, WrongCapability, and the errors of
-        `Embedder.submit`.
+        `params` are parameters of `Embedder.submit`. Raises TimeoutError, WrongCapability, and the errors of that
+        method.
         """
         self.require("embed")
         is_single = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
@@ -447,8 +447,8 @@ class Model(Texts):
         """Load a LoRA adapter. Later requests that do not choose adapters use it, unless its scale is 0.
 
         `source` is a path or a file on the hub. `hub` defaults to the model's own options. Running requests are not
-        affected. Raises IdTaken, AdapterLoadFailed, InvalidRequest, and WrongCapability because embeddings don't
-        support adapters.
+        affected. Raises IdTaken, AdapterLoadFailed and InvalidRequest. A model without a generation engine raises
+        WrongCapability, because embeddings don't support adapters.
         """
         loaded = self.engine.adapters
         try:
@@ -462,11 +462,14 @@ class Model(Texts):
         return [] if self._engine is None else self._engine.adapters.infos()
 
     def set_adapter_scale(self, name: str, scale: float) -> None:
-        """Set the scale for later requests that do not choose adapters. Raises the errors of `Adapters.set_scale`."""
+        """Set an adapter's scale for later requests that don't choose adapters.
+
+        Raises the errors of `Adapters.set_scale`.
+        """
         self.engine.adapters.set_scale(name, scale)
 
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Reject new requests for the adapter, and free it when unused. Raises the errors of `Adapters.unload`."""
+        """Reject new requests for an adapter, and free it when it is unused. Raises the errors of `Adapters.unload`."""
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
@@ -479,13 +482,13 @@ class Model(Texts):
         return 0 if self._engine is None else self._engine.save_states(timeout_s)
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Save states, and then empty idle slots and RAM, as `Engine.evict` does. The model stays loaded."""
+        """Save states, and then clear idle slots and RAM, as `Engine.evict` does. The model stays loaded."""
         return self.engine.evict(timeout_s)
 
     # Status and closing
 
     def snapshot(self) -> ModelSnapshot:
-        """Return the current state of engine, embedder and reranker. This never waits for their threads."""
+        """Return the current state of the engine, embedder and reranker, without waiting for their threads."""
         engine, embedder, reranker = self._engine, self._embedder, self._reranker
         return ModelSnapshot(
             engine=None if engine is None else engine.snapshot(),
@@ -514,10 +517,11 @@ class Model(Texts):
         return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 
     def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
-        """Stop the model's threads and free its memory. Running requests fail with EngineStopped. Idempotent.
+        """Stop the model's threads and free its memory. Running requests fail with EngineStopped.
 
-        With `cache_dir`, KV states are saved first, for at most `save_s` seconds. Return False if a step or a
+        If `cache_dir` is set, KV states are saved first, for at most `save_s` seconds. Return False if a step or a
         tokenization does not finish. The weights then stay in memory, because freeing them would crash the process.
+        Repeated calls are allowed.
         """
         self._close_template()
         if save_s > 0:

@@ -1,4 +1,4 @@
-"""Resolve the source of a model, a text, to a GGUF file on this machine.
+"""Resolve the source of a model, which is a string, to a GGUF file on this machine.
 
 A source is a path, `bundled://NAME`, or `hf://ORG/REPO/FILE[@REVISION]` on the Hugging Face hub. FILE can be a pattern
 such as *Q4_K_M*. The first part of a split model stands for all parts. huggingface_hub downloads, resumes, caches and
@@ -34,7 +34,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """Options for downloads. Without a token, the one from HF_TOKEN or `hf auth login` is used."""
+    """Options for downloads. If no token is given, the token from HF_TOKEN or `hf auth login` is used."""
 
     cache_dir: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -44,7 +44,7 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """The parts of a source on the hub. `file` can be a pattern."""
+    """The parts of an `hf://` source. `file` can be a pattern."""
 
     repo: str
     file: str
@@ -68,7 +68,7 @@ class HubFile:
 
 
 def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
-    """Return the file of `bundled://NAME`, `hf://ORG/REPO/FILE` or a path, after a check. Raises ModelLoadFailed."""
+    """Return the file of `bundled://NAME`, `hf://ORG/REPO/FILE` or a path, and check it. Raises ModelLoadFailed."""
     if source.startswith("bundled://"):
         return _bundled(source.removeprefix("bundled://"))
     if source.startswith(HUB_PREFIX):
@@ -189,7 +189,7 @@ def _download(hub_file: HubFile, name: str, options: HubOptions) -> Path:
 
 
 def _verify(path: Path) -> None:
-    """Verify the checksum of a new file. The hub has one for large files, and the cache uses it as the file name."""
+    """Verify the checksum of a new file. The hub has checksums of large files, and the cache uses them as names."""
     blob = path.resolve()
     if not _SHA256.fullmatch(blob.name):
         return
@@ -211,7 +211,7 @@ def _endpoint() -> str | None:
 
 
 def _check_reachable() -> None:
-    """Raise OSError if the hub does not accept connections. Its own client would retry for half a minute."""
+    """Raise OSError if the hub does not accept connections. The hub's client would retry for half a minute."""
     from huggingface_hub import constants
 
     url = urlsplit(_endpoint() or constants.ENDPOINT)

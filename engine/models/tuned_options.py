@@ -1,6 +1,6 @@
-"""Store and apply results of `cellama tune`, in one JSON file per model, named after the model's fingerprint.
+"""Store and apply the results of `cellama tune`. Each model has one JSON file, named after its fingerprint.
 
-The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
+The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`. `$XDG_CACHE_HOME` is `~/.cache` by default. The format is:
 
     `{"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}`
 
@@ -51,7 +51,7 @@ class Measurement:
 
 
 def directory() -> Path:
-    """Return the directory of the results, which may not exist."""
+    """Return the directory of the results, which may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama" / "tuned"
 
 
@@ -112,7 +112,7 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
 
 
 def _is_micro_batch_too_small(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """Return whether a micro-batch would have fewer tokens than the number of slots, or than a prefill chunk."""
+    """Return whether a micro-batch would have fewer tokens than a prefill chunk, or fewer than there are slots."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
     return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 

@@ -1,8 +1,8 @@
-"""The DRY penalty, which makes tokens less likely that would continue a repetition.
+"""The DRY penalty, which makes tokens that would continue a repetition less likely.
 
-For each earlier index, the sampler keeps how many tokens up to there equal the last tokens of the text. With each
-token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp, llama-sampler.cpp, by
-pi6am.
+For each earlier position, the sampler stores how many tokens up to this position equal the last tokens of the text.
+After each token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp,
+llama-sampler.cpp, by pi6am.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Breakers:
     tails: dict[int, tuple[tuple[int, ...], ...]]
 
     def longest(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest breaker here, without its first token; -1 if there is none."""
+        """Return the length of the longest breaker that starts `tokens`, less its first token, or -1 without one."""
         fitting = [len(tail) for tail in self.tails.get(tokens[0], ()) if tuple(tokens[1 : 1 + len(tail)]) == tail]
         return max(fitting, default=-1)
 
@@ -71,10 +71,10 @@ def joined(breakers: Iterable[Breakers]) -> Breakers:
 
 
 class Dry:
-    """The DRY penalty of one sequence. Engine thread only."""
+    """The DRY penalty of one sequence. Only the engine thread may use it."""
 
     def __init__(self, params: SamplingParams, window: int, breakers: Breakers, history: Sequence[int]) -> None:
-        """`window` is the number of recent tokens that count."""
+        """Create the penalty. `window` is the number of recent tokens that it considers."""
         self._params = params
         self._window = window
         self._breakers = breakers
@@ -146,7 +146,7 @@ class Dry:
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """Return for each index how many tokens up to it equal the last ones, by the Z algorithm; 0 for the last index."""
+    """Return, for each index, how many tokens up to it equal the last ones (Z algorithm). The last index gets 0."""
     size = len(tokens)
     found = np.zeros(size, np.int32)
     backwards = list(reversed(tokens))

@@ -1,6 +1,6 @@
 """Logits processors, which change the logits of one sequence before its next token is chosen.
 
-The built-in ones are here and in `dry.py`. The model option `logits_processors` adds others by import path
+The built-in processors are here and in `dry.py`. The model option `logits_processors` adds others by import path
 (docs/how-to/library.md).
 """
 
@@ -25,7 +25,7 @@ Logits = NDArray[np.float32]  # one per token of the vocabulary
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one sequence according to the earlier tokens. Engine thread only."""
+    """Changes the logits of one sequence according to the earlier tokens. Only the engine thread may use it."""
 
     def apply(self, logits: Logits) -> None:
         """Change the logits of the next token in place: float32, one for each token of the vocabulary.
@@ -115,9 +115,9 @@ def make_processors(
 ) -> list[LogitsProcessor]:
     """Return the processors of a sequence in the order in which they apply.
 
-    The built-in ones are in llama.cpp's order (common/sampling.cpp): biases, penalties, DRY. Those in `added` follow.
-    Bans come last, so that no other processor can lift them. `breakers` and `dry_window` are for DRY: the texts that a
-    repetition doesn't cross, and the number of recent tokens that count.
+    The built-in processors are in llama.cpp's order (common/sampling.cpp): biases, penalties, DRY. The processors in
+    `added` follow. Bans come last, so that no other processor can lift them. DRY uses `breakers`, which are the texts
+    that a repetition doesn't cross, and `dry_window`, which is the number of recent tokens that it considers.
     """
     params, made = start.params, list[LogitsProcessor]()
     if params.logit_bias:

@@ -1,7 +1,7 @@
 """The token sampler, with its filters: it chooses the next token from logits, with numpy only.
 
-The randomness of a token depends on the seed and on its position in the output, not on earlier draws. So a sequence can
-be resumed exactly anywhere from its tokens, and one more number with mirostat.
+The randomness of a token depends on the seed and on its position in the output, not on earlier draws. So the tokens are
+enough to resume a sequence exactly at any position. Mirostat needs one more number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def softmax(values: Values) -> Values:
 def top_ids(logits: Logits, count: int) -> Ids:
     """Return at least the `count` likeliest tokens, the likeliest first. Equal tokens are in the order of their ids.
 
-    Impossible tokens may be omitted. The maxima of blocks give a lower bound for the result, so only few tokens are
+    Impossible tokens may be omitted. The maxima of blocks give a lower bound for the result, so only a few tokens are
     sorted. A block consists of every `width`-th token, because the maxima can then be computed in vector registers,
     nine times as fast as with adjacent tokens.
     """
@@ -58,7 +58,7 @@ def top_ids(logits: Logits, count: int) -> Ids:
 
 
 def _sorted(ids: Ids, logits: Logits) -> Ids:
-    """Sort by likelihood, the likeliest first. Equal tokens keep their order."""
+    """Sort token ids by likelihood, the likeliest first. Equally likely tokens keep their order."""
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
@@ -78,7 +78,7 @@ def min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
 
 
 def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Values]:
-    """Apply `top_p` to all tokens, but sort only those that are about as likely as the result."""
+    """Apply `top_p` to all tokens, but sort only the likeliest tokens, which include the result."""
     best = float(logits.max())
     weights = np.exp(logits - np.float64(best))
     total, needed, depth = weights.sum(), params.top_p + _ROUNDING, _FIRST_DEPTH
@@ -92,7 +92,7 @@ def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Value
 
 
 def typical(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
-    """Keep tokens whose surprise is near the mean surprise. Meister et al. 2022, arXiv:2202.00666."""
+    """Keep tokens whose surprise is near the mean surprise (Meister et al. 2022, arXiv:2202.00666)."""
     if params.typical_p >= 1:
         return ids, values
     probabilities = softmax(values)
@@ -120,7 +120,7 @@ def min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values
 def mirostat_top_k(probabilities: Values, mu: float) -> int:
     """Return the number of tokens that mirostat 1 keeps: (ε·2^μ / (1 - N^-ε))^(1/s).
 
-    It is computed with logarithms, because μ has no upper bound.
+    The formula is computed with logarithms, because μ has no upper bound.
     """
     head = probabilities[:_MIROSTAT_M]
     head = head[head > 0]
@@ -155,7 +155,7 @@ class TokenConstraint(Protocol):
         ...
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """Return which of all tokens may come next; None if `allows` is much faster for few tokens."""
+        """Return which of all tokens may come next, or None if `allows` is much faster for a few tokens."""
         ...
 
     def accept(self, token: int) -> None:
@@ -163,7 +163,7 @@ class TokenConstraint(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens of a text that must come next; empty if there is a choice."""
+        """Return the tokens of a text that must come next, or an empty list if there is a choice."""
         ...
 
 
@@ -180,9 +180,9 @@ class TokenSampler:
         num_sampled: int = 0,
         mirostat_mu: float | None = None,
     ) -> None:
-        """`processors` have accepted all earlier tokens, of which the last `num_sampled` were sampled.
+        """Create a sampler that continues after some tokens, which `processors` have already accepted.
 
-        `mirostat_mu` is the state of mirostat after these tokens.
+        The last `num_sampled` of these tokens were sampled. `mirostat_mu` is the state of mirostat after them.
         """
         self._params = params
         self._seed = seed
@@ -216,7 +216,7 @@ class TokenSampler:
         return token, report.of(token) if report else None
 
     def _pick_allowed(self, logits: Logits, constraint: TokenConstraint) -> int:
-        """Sample among the allowed tokens. Without a mask, the likeliest few are usually enough to find one."""
+        """Sample among the allowed tokens. Without a mask, it is usually enough to try the likeliest few."""
         mask = constraint.mask()
         if mask is not None:
             return self._pick(logits, "second draw", np.flatnonzero(mask))
@@ -231,7 +231,7 @@ class TokenSampler:
         return self._pick(logits, "second draw", ids[constraint.allows(ids)])
 
     def _pick(self, logits: Logits, purpose: str, among: Ids | None = None) -> int:
-        """Sample a token of all, or of those in `among`, which are in ascending order. Raises NothingAllowed."""
+        """Sample one of all tokens, or one of `among`, which is in ascending order. Raises NothingAllowed."""
         if among is not None:
             logits = logits[among]
         if not len(logits):
@@ -293,7 +293,7 @@ class TokenSampler:
         return ids[first:], values[first:]
 
     def _mirostat_candidates(self, logits: Logits) -> tuple[Ids, Values]:
-        """Keep the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966, versions 1 and 2."""
+        """Keep the surprise of the text near tau (Basu et al. 2021, arXiv:2007.14966, versions 1 and 2)."""
         ids, values = sorted_candidates(logits, 0)
         values = tempered(values, self._params.temperature)
         probabilities = softmax(values)
@@ -317,7 +317,7 @@ class TokenSampler:
 
 
 class NothingAllowed(Exception):
-    """No token that the constraint and the biases allow has a probability."""
+    """The constraint and the biases together leave no token that can be sampled."""
 
 
 class _LogprobReport:
@@ -335,7 +335,7 @@ class _LogprobReport:
 
 
 def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
-    """Return a number in (0, 1) for each id, which depends on the arguments alone, by splitmix64."""
+    """Return a number in (0, 1) for each id. It is computed with splitmix64, and depends only on the arguments."""
     key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
     state = ids.astype(np.uint64) + np.uint64(_mix(key))
     state = state * np.uint64(0x9E3779B97F4A7C15)

@@ -1,6 +1,6 @@
 """Admission: the waiting queue, the slot and prefix that the next sequence gets, and the cuts of its prefill.
 
-Pure: no llama.cpp, no clock, no threads.
+This module is pure: it uses no llama.cpp, clock or threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TURN_END_TOKENS = 4  # tokens at the end of a chat prompt that the next turn may
 
 
 class _Heap:
-    """Sequences ordered by a number. An entry of a removed sequence stays until it reaches the top."""
+    """Sequences ordered by a number. The entry of a removed sequence stays until it reaches the top."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int]] = []
@@ -48,7 +48,7 @@ class _Heap:
         return self._entries[0] if self._entries else (math.inf, 0)
 
     def pop(self, up_to: float = math.inf) -> Sequence | None:
-        """Remove and return the sequence with the smallest number; None if that is greater than `up_to`."""
+        """Remove and return the sequence with the smallest number, or None if this number is greater than `up_to`."""
         number, order = self.first
         if not self._entries or number > up_to:
             return None
@@ -70,10 +70,10 @@ class _Heap:
 
 
 class WaitingQueue:
-    """Waiting sequences by priority and waiting time, so that none waits forever; and the deadlines of all."""
+    """Orders waiting sequences by priority and waiting time, so that none waits forever, and tracks all deadlines."""
 
     def __init__(self, max_waiting: int = 0) -> None:
-        """`max_waiting` limits the requests that wait in addition to those that can have a slot now. 0 is unlimited."""
+        """Create a queue. `max_waiting` limits the requests that can't have a slot now. 0 means no limit."""
         self.num_waiting = 0
         self._num_requests = 0  # requests whose first sequence waits, which means that all of their sequences wait
         self._max_waiting = max_waiting
@@ -85,7 +85,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
         """Add a new sequence while `num_idle` slots are idle. Raises QueueFull.
 
-        The limit counts requests, not their completions, and never rejects a request that can have a slot now.
+        The limit applies to requests, not to their completions, and never rejects a request that can have a slot now.
         """
         if self._max_waiting and sequence.index == 0:
             num_others = self.num_waiting - self._num_requests
@@ -114,7 +114,10 @@ class WaitingQueue:
         self.requeue(sequence)
 
     def pop(self, *, interactive: bool = False) -> Sequence | None:
-        """Return the next sequence, or the next interactive one. It counts as waiting until `remove`."""
+        """Return the next sequence, or the next interactive sequence if `interactive` is true.
+
+        The sequence counts as waiting until `remove` is called.
+        """
         heap = self._heaps[True] if interactive else min(self._heaps.values(), key=lambda heap: heap.first)
         return heap.pop()
 
@@ -124,7 +127,7 @@ class WaitingQueue:
             self._heaps[sequence.request.is_interactive].push(sequence.rank, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence that has got a slot or finished."""
+        """Remove a waiting sequence that has received a slot or finished."""
         self.num_waiting -= 1
         self._num_requests -= sequence.index == 0
         self._prompts.remove(sequence)
@@ -169,9 +172,9 @@ class SlotFinder:
         self.disk: DiskTier | None = None
 
     def await_prefix(self, sequence: Sequence, now: float) -> bool:
-        """Return whether the sequence waits for a prefix that another slot computes or that is read from a file.
+        """Return whether the sequence waits for a prefix that another slot is computing or that a file contains.
 
-        Reading starts here if there is a file with a longer prefix than slots and RAM have.
+        This method also starts to read a file if it has a longer prefix than the slots and RAM.
         """
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
@@ -205,7 +208,7 @@ class SlotFinder:
         return max((cut for cut in holder.cuts if cut <= shared), default=0)
 
     def find_slot(self, sequence: Sequence, idle: list[int]) -> Placement | None:
-        """Return the slot and the prefix for the sequence; None if it must wait. May empty idle slots for cells."""
+        """Return a slot and a prefix for the sequence, or None if it must wait. May empty idle slots to free cells."""
         placement = self._cache.find_slot(sequence.tokens, sequence.scope, idle, self._preferred_slot(sequence, idle))
         needed = self._cells_needed(sequence)
         others = [slot for slot in idle if slot not in (placement.slot, placement.source)]
@@ -226,22 +229,22 @@ class SlotFinder:
         return self._cells_needed(sequence, victims) <= cells.free + cells.freed_by(slots)
 
     def _preferred_slot(self, sequence: Sequence, idle: list[int]) -> int | None:
-        """Return an empty slot next to those that are decoded together with this sequence, else next to any others."""
+        """Return an empty slot next to the slots that are decoded with this sequence, or else next to busy slots."""
         if self._cache.memory.unified:
             return None
         neighbours = self._slots_like(sequence) or self._slots.busy
         return adjacent_slot(neighbours, [slot for slot in idle if not self._cache.cells.of(slot)])
 
     def _slots_like(self, sequence: Sequence) -> list[int]:
-        """Return the slots that may be decoded in one pass with this sequence: same class and same adapters."""
+        """Return the slots with this sequence's class and adapters, which may be decoded in one pass with it."""
         kind = sequence.request.is_interactive, sequence.adapters
         return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
 
     def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
         """Return the running sequences that this one may preempt, in the order in which they lose their slots.
 
-        The order of the queue decides, and only waiting time makes a sequence older in it. An older bulk request also
-        yields to an interactive one, but not twice in a row without progress.
+        The order of the queue decides, and only waiting time makes a sequence older in this order. An older bulk
+        request also yields to an interactive request, but not twice in a row without progress.
         """
         less_urgent = [s for s in self._slots.running if s.request.priority > sequence.request.priority]
         ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
@@ -251,7 +254,7 @@ class SlotFinder:
         return self._cheapest_first(younger, sequence) + older
 
     def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
-        """Sort by urgency, the least urgent first, then by age or, if states are saved, by nearness."""
+        """Sort victims by urgency, the least urgent first, and then by age, or by nearness if states are saved."""
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
             return sorted(victims, key=preemption_key, reverse=True)
         slots = [victim.slot for victim in victims if victim.slot is not None]
@@ -259,7 +262,7 @@ class SlotFinder:
         return sorted(victims, key=lambda victim: (-victim.request.priority, order[victim.slot or 0]))
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
-        """Return the cells that the sequence and the running ones without the victims need."""
+        """Return the number of cells that the sequence and all running sequences except the victims need."""
         if not self._cache.memory.unified:
             return 0  # each slot has its own cells
         gone = frozenset(victims)
@@ -272,14 +275,15 @@ def _will_compute(sequence: Sequence, length: int) -> bool:
 
 
 def preemption_key(sequence: Sequence) -> tuple[int, float, int]:
-    """Return a sort key: the sequence with the largest key, the least urgent or youngest, loses its slot first."""
+    """Return a sort key. The sequence with the largest key, the least urgent or youngest, loses its slot first."""
     return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
 
 
 class CutPlanner:
     """Plans cuts, the lengths at which a prefill stops to save a checkpoint.
 
-    Only memory that can't be truncated needs them: other sequences can reuse a shared prefix only up to a checkpoint.
+    Cuts are needed only if memory can't be truncated, because then other sequences can reuse a shared prefix only up to
+    a checkpoint.
     """
 
     def __init__(self, cache: KvCache, queue: WaitingQueue, slots: SlotTable) -> None:
@@ -307,7 +311,7 @@ class CutPlanner:
                 sequence.cuts = (*sequence.cuts, end)
 
     def cut_for(self, sequence: Sequence) -> None:
-        """Add a cut to a prefilling sequence at the end of the prefix that a new one shares, if not too late."""
+        """Add a cut to a prefilling sequence at the end of the prefix that a new one shares, unless it is too late."""
         if not self._is_enabled:
             return
         for slot, shared in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
@@ -322,7 +326,7 @@ class CutPlanner:
 
 
 def _cuts(lengths: Iterable[int], start: int, max_length: int) -> tuple[int, ...]:
-    """Return at most MAX_CUTS cuts. A request that shares an omitted length finds a cut not far below."""
+    """Return at most MAX_CUTS cuts. If a length is omitted, requests that share it can use a slightly shorter one."""
     ordered = sorted({min(length, max_length) for length in lengths})
     distance = MIN_CUT_DISTANCE
     while len(cuts := _spaced(ordered, start, distance)) > MAX_CUTS:

@@ -1,8 +1,8 @@
-"""Costs of decode calls and of moves on this machine, learned from their durations. Pure.
+"""The costs of decode calls and moves on this machine, learned from their durations. This module is pure.
 
-llama.cpp decodes a run, which is slots with consecutive indices and equally many tokens, in one pass. The duration of a
-pass grows in steps with its rows. On a CPU, the time depends mostly on the rows. On a GPU, it is mostly a fixed cost
-per pass. Nothing is therefore assumed about the machine.
+A run consists of slots with consecutive indices and equally many tokens. llama.cpp decodes a run in one pass. The
+duration of a pass grows in steps with its number of rows. On a CPU, it depends mostly on the rows. On a GPU, most of it
+is a fixed cost per pass. Therefore, this module makes no assumptions about the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOVE_WEIGHT = 0.3  # weight of a new value in the running mean: moves are rare, 
 
 @dataclass(slots=True)
 class _Size:
-    """The measured cost of passes with a number of rows."""
+    """The measured cost of passes that have a certain number of rows."""
 
     seconds: float  # duration of a pass
     num_measured: float = 0.0
@@ -34,11 +34,11 @@ class _Size:
 
 
 class DecodeCosts:
-    """Learns the duration of a pass by its rows: running means for some sizes, and linear interpolation between them.
+    """Learns how long passes take: running means for some sizes in rows, and linear interpolation between them.
 
-    The sizes are 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, which are the sizes of most passes with drafts. Each size learns
-    separately, so that passes with many draft rows don't change the expected cost of one row
-    (docs/adr/015-speculation.md). Slot layout and speculation share one instance.
+    The sizes are 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, because most passes with drafts have these sizes. Each size
+    learns separately, so that passes with many draft rows don't change the expected cost of one row
+    (docs/adr/015-speculation.md). The slot layout and speculation share one instance.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class DecodeCosts:
     def optimistic(self, rows: int) -> float:
         """Return the lowest plausible duration: less than expected for sizes that are unmeasured or out of date.
 
-        Decisions that use it occasionally try an option that may be better, and learn from the result.
+        Decisions that are based on it occasionally try an option that may be better, and learn from the result.
         """
         doubt = sum([share * self._doubt(size) for size, share in _between(rows)])
         return self.expected(rows) * (1 - doubt)
@@ -90,8 +90,8 @@ class DecodeCosts:
     def observe(self, pass_rows: Seq[int], seconds: float) -> None:
         """Learn from a decode call that had passes with these numbers of rows.
 
-        Only the whole call is measured, so each size learns in proportion to its share of the call. Sizes without a
-        measurement account for the whole difference to the expected duration.
+        Only the whole call is measured, so each size learns in proportion to its share of the call. If some sizes have
+        no measurement yet, the whole difference from the expected duration is attributed to them.
         """
         self._num_calls += 1
         total_s = sum([self.expected(rows) for rows in pass_rows])
@@ -117,7 +117,7 @@ class DecodeCosts:
         return known
 
     def _learn(self, size: _Size, ratio: float, share: float) -> None:
-        """Learn that passes of this size took `ratio` times as long as expected in this share of a decode call."""
+        """Learn that in this share of a decode call, passes of this size took `ratio` times as long as expected."""
         size.num_measured += share
         size.seconds *= 1 + (ratio - 1) * share * max(WEIGHT, min(1.0, 1 / size.num_measured))
         size.measured_at += (self._num_calls - size.measured_at) * share
@@ -134,7 +134,7 @@ def _between(rows: int) -> list[tuple[int, float]]:
 
 
 class MoveCosts:
-    """Learns the duration of moving the cells of a slot to another one."""
+    """Learns how long it takes to move the cells of a slot to another slot."""
 
     def __init__(self) -> None:
         self._token_s = MOVED_TOKEN_S
@@ -143,6 +143,6 @@ class MoveCosts:
         return self._token_s * (num_tokens + MOVE_TOKENS) if num_tokens else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn that moving this many tokens took this time."""
+        """Learn how long it took to move this many tokens."""
         if num_tokens > 0 and seconds >= 0:
             self._token_s += (seconds / (num_tokens + MOVE_TOKENS) - self._token_s) * MOVE_WEIGHT

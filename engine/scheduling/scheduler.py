@@ -1,7 +1,7 @@
 """The scheduler: admission, preemption and the batch of each step.
 
-A decode call can apply one set of adapters only, so steps take turns if running sequences use several sets
-(docs/adr/004-adapters.md). Pure: no llama.cpp, no clock, no threads.
+A decode call can apply only one set of adapters, so the sets take turns if running sequences use several
+(docs/adr/004-adapters.md). This module is pure: it uses no llama.cpp, clock or threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AdapterRotation:
         self._since = -math.inf  # start of the turn
 
     def add(self, key: Hashable, interactive: bool, now: float) -> None:
-        """Add a sequence that has got a slot to its group."""
+        """Add a sequence that has received a slot to its group."""
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) == 1:  # the single group had its turn until now, so the new one is next
@@ -69,7 +69,7 @@ class AdapterRotation:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether there is more than one group."""
+        """Return whether there is more than one group of sequences."""
         return len(self._groups) > 1
 
     def take_turn(self, now: float) -> Hashable:
@@ -103,10 +103,13 @@ class Limits:
 
 
 class Scheduler:
-    """Owns each sequence from `enqueue` to `release`. A slot holds at most one sequence."""
+    """Decides which sequences have slots and what each step computes. A slot holds at most one sequence.
+
+    The scheduler owns each sequence from `enqueue` to `release`.
+    """
 
     def __init__(self, limits: Limits, strategy: Strategy, memory: KvMemory, ram_bytes: int = 0) -> None:
-        """`ram_bytes` is the quota of saved states in RAM; with 0 none are saved."""
+        """Create a scheduler. `ram_bytes` is the quota of saved states in RAM. With 0, no states are saved."""
         self.limits = limits
         self.strategy = Guarded(strategy)
         self.slots = SlotTable(memory.n_slots)
@@ -129,7 +132,7 @@ class Scheduler:
             )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Put a new sequence into the waiting queue. Raises PromptTooLong, QueueFull."""
+        """Put a new sequence into the waiting queue. Raises PromptTooLong and QueueFull."""
         self.check(sequence.num_prompt)
         self.queue.add(sequence, now, num_idle=len(self.slots.idle))
         self._cuts.cut_for(sequence)
@@ -139,9 +142,9 @@ class Scheduler:
     def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
         """Give slots to waiting sequences, the most urgent first, each with the longest prefix that can be reused.
 
-        A sequence whose prefix another one is computing is skipped until that has finished. A running sequence loses
-        its slot to a more urgent one. If admitting a sequence raises an unexpected exception, the sequence is passed
-        to `on_failure`, which releases it.
+        A sequence is skipped while another one computes a prefix that it can reuse. A running sequence loses its slot
+        to a more urgent one. If admitting a sequence raises an unexpected exception, the sequence is passed to
+        `on_failure`, which releases it.
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
@@ -173,7 +176,7 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.slot is not None]
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
-        """Return a slot for the sequence, preempting others if that makes it fit; None if it must wait."""
+        """Return a slot for the sequence, or None if it must wait. Preempts other sequences if that makes it fit."""
         while True:
             idle = self.slots.idle
             if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
@@ -184,7 +187,7 @@ class Scheduler:
             self.preempt(victims[0], now)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Take the slot from a sequence, which waits again. Its cells are saved if the quota allows that."""
+        """Take the slot from a sequence, which then waits again. Its cells are saved if the quota allows that."""
         slot = self.slots.release(sequence)
         self.cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
         self.cache.clear(slot)
@@ -215,10 +218,10 @@ class Scheduler:
     # The batch of a step
 
     def schedule(self, now: float, only: int | None = None) -> list[SlotWork]:
-        """Return the work of this step in order of slots, all with the same adapters; empty if no slot is busy.
+        """Return the work of this step in order of slots. All of it uses the same adapters.
 
-        If there are not enough cells, idle slots are emptied, and then running sequences are preempted one by one.
-        With `only`, the step is for this slot alone.
+        The result is empty if no slot is busy. If there are not enough cells, idle slots are emptied, and then running
+        sequences are preempted one by one. If `only` is given, the step serves only this slot.
         """
         while True:
             works = self._build_batch(now, only)
@@ -229,7 +232,7 @@ class Scheduler:
                 return works
 
     def free_cells(self, missing: int, now: float) -> bool:
-        """Free cells for running sequences; return False if the only running sequence already has all of them."""
+        """Free cells for running sequences. Return False if the only running sequence already has all of the cells."""
         idle = [slot for slot in self.slots.idle if self.cache.cells.of(slot)]
         freed = self.cache.cells.freed_by(idle)
         if freed:
@@ -261,7 +264,7 @@ class Scheduler:
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:
-        """Record a decoded chunk without its drafts. Its sequence decodes from now on if the chunk samples."""
+        """Record a decoded chunk without its drafts. If it samples a token, its sequence decodes from now on."""
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
         sequence.num_computed += count
@@ -278,7 +281,7 @@ class Scheduler:
             self._truncate(sequence, chunk.slot, chunk.position)
 
     def settle(self) -> None:
-        """Restore every slot to the recorded state of its sequence, after a step that raised an exception anywhere."""
+        """Restore every slot to the recorded state of its sequence, after a step has raised an exception."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 self.layout.restore_slot(slot)
@@ -297,7 +300,7 @@ class Scheduler:
         return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """End a sequence. With `keep`, its cells stay for later sequences if its request allows that."""
+        """End a sequence. If `keep` is true and its request allows that, its cells stay for later sequences."""
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
         self.queue.forget(sequence)

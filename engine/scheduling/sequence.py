@@ -39,9 +39,10 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request with its tokens. The engine thread owns it; the scheduler owns `state`, `slot` and `num_computed`.
+    """One completion of a request, with its tokens.
 
-    Times are `time.monotonic()` in seconds.
+    The engine thread owns it, and the scheduler owns `state`, `slot` and `num_computed`. All times are in seconds, as
+    returned by `time.monotonic()`.
     """
 
     request: Request
@@ -98,7 +99,7 @@ class Sequence:
 
     @property
     def matches_prediction(self) -> bool:
-        """Return whether the last output token is the one that the request predicted."""
+        """Return whether the last output token is the token that the request predicted."""
         at = self.num_output - 1
         return at < len(self.request.prediction) and self.tokens[-1] == self.request.prediction[at]
 
@@ -114,7 +115,7 @@ class Sequence:
 
     @property
     def scope(self) -> Hashable:
-        """The scope of reuse: only sequences of equal scopes share states. Cells also depend on the adapters."""
+        """The scope of reuse, which includes the adapters. Sequences with different scopes never share states."""
         if not self.request.cache_prompt:
             return id(self)
         return (self.request.cache_scope, key_of(self.adapters)) if self.adapters else self.request.cache_scope
@@ -125,7 +126,7 @@ class Sequence:
         return None if timeout_s is None else self.submitted_at + timeout_s
 
     def truncate(self, num_tokens: int) -> None:
-        """Record that its slot holds at most this many of its tokens. It computes the others again."""
+        """Record that the slot has at most this many tokens of the sequence, so the others must be computed again."""
         if num_tokens < self.num_computed:
             self.num_computed = num_tokens
             if self.num_pending > 1:
@@ -133,12 +134,12 @@ class Sequence:
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether a later request may continue its state. Bulk states are reused only for prefill jobs."""
+        """Return whether a later request may continue the state: only after interactive or prefill-only requests."""
         return self.request.is_interactive or self.request.prefill_only
 
     @property
     def note(self) -> StateNote:
-        """A note for the cache about the state of the sequence when it finishes."""
+        """Properties of the sequence that the cache records with its state."""
         pending = self.tokens[self.num_computed :]
         return StateNote(
             next_token=pending[0] if len(pending) == 1 else None,
@@ -151,7 +152,7 @@ class Sequence:
 
     @property
     def needs_copy(self) -> bool:
-        """Return whether it has finished its prefill, or grown much since its state was last copied."""
+        """Return whether the sequence has finished its prefill, or grown a lot since its state was last copied."""
         min_tokens = max(MIN_SAVED_TOKENS, GROWTH * max(self.num_stored, self.num_cached))
         return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= min_tokens
 
@@ -162,7 +163,7 @@ class Sequence:
 
     @property
     def reasoning(self) -> str | None:
-        """The model's reasoning so far; None if there is none."""
+        """The model's reasoning so far, or None if there is none."""
         return "".join(self.reasoning_texts) or None
 
     def completion(self, reason: FinishReason, stop_sequence: str | None, timings: RequestTimings) -> Completion:
@@ -203,7 +204,7 @@ class Sequence:
         return Context(self.identity, key_of(self.adapters), request.cache_scope, request.prompt, generated)
 
     def note_prefix_wait(self, is_waiting: bool, now: float) -> None:
-        """Record whether it waits for a prefix from now on."""
+        """Record whether the sequence waits for a prefix from now on."""
         if is_waiting:
             self.prefix_wait_since = now if self.prefix_wait_since is None else self.prefix_wait_since
         elif self.prefix_wait_since is not None:
@@ -267,7 +268,7 @@ class SlotTable:
         return slot
 
     def swap(self, slot: int, other: int) -> list[Sequence]:
-        """Exchange the sequences of two slots, one of which may be idle; return the sequences that have moved."""
+        """Exchange the sequences of two slots, one of which may be idle. Return the sequences that have moved."""
         self._holders[slot], self._holders[other] = self._holders[other], self._holders[slot]
         moved = []
         for index in (slot, other):

@@ -1,9 +1,9 @@
-"""The layout of slots: sequences that decode are kept in neighbouring slots, as far as this saves time.
+"""The layout of slots: sequences that decode are kept in neighbouring slots if this saves time.
 
 If each slot has a stream of cells of its own, llama.cpp computes slots with consecutive indices in one pass, and a hole
-between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Pure: times come
-from a clock that is passed in. Lists of slots are in ascending order. `cost` is a table with the seconds of a pass by
-its number of rows.
+between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. This module is
+pure: times come from a clock that is passed in. Lists of slots are in ascending order. `cost` is a table of the seconds
+that a pass takes, by its number of rows.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def runs_of(slots: Seq[int]) -> list[SlotRun]:
 def cheapest_cover(slots: Seq[int], can_fill: Callable[[int], bool], cost: Seq[float]) -> Cover:
     """Return the holes between these slots whose rows cost less than the passes that they save.
 
-    The result is optimal: the best cover of the first n runs is the best cover of fewer runs, and one pass for the
-    others.
+    The result is optimal: the best cover of the first n runs consists of the best cover of fewer runs, and of one pass
+    for the remaining runs.
     """
     runs = runs_of(slots)
     bridgeable = [all(can_fill(slot) for slot in range(before.end, after.first)) for before, after in pairwise(runs)]
@@ -91,8 +91,9 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
     these, the best window requires the smallest total `weight` to move. Slots outside the window move to idle slots
     inside it.
 
-    Example: slots 0 and 3, idle slots 1, 2 and 5, foreign slot 4. The candidates are 0 1 2 3 5, and of the windows of
-    two only (3, 5) has a break. If slot 3 weighs most, the best of the others is (2, 3), and the only move is (0, 2).
+    Example: slots 0 and 3, idle slots 1, 2 and 5, foreign slot 4. The candidates are 0, 1, 2, 3 and 5. Of the windows
+    of two candidates, only (3, 5) has a break. If slot 3 weighs most, the best of the others is (2, 3), and the only
+    move is (0, 2).
     """
     candidates, moving, count = sorted([*slots, *idle]), set(slots), len(slots)
     breaks = [0] + [int(after != before + 1) for before, after in pairwise(candidates)]
@@ -109,7 +110,7 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
 
 
 def adjacent_slot(running: Seq[int], empty: Seq[int]) -> int | None:
-    """Return the empty slot in which one more sequence fits best next to running ones: a hole if there is one."""
+    """Return the empty slot that fits best for one more sequence: a hole between running slots if there is one."""
     return next(iter(by_nearness(empty, running)), None)
 
 
@@ -147,7 +148,7 @@ RECHECK_STEPS = 16  # steps until the same layout is evaluated again: costs chan
 
 
 class Move(NamedTuple):
-    """A running sequence to move. The content of the target slot, which may be running bulk work, moves back."""
+    """A running sequence to move. The content of the target slot, which may belong to bulk work, moves back."""
 
     sequence: Sequence
     slot: int  # its current slot
@@ -155,7 +156,7 @@ class Move(NamedTuple):
 
 
 class SlotLayout:
-    """Fills holes between slots, and moves sequences. Engine thread only."""
+    """Fills holes between slots, and moves sequences. Only the engine thread may use it."""
 
     def __init__(self, cache: KvCache, slots: SlotTable, costs: DecodeCosts, budget: int) -> None:
         """Create a layout for decode calls of at most `budget` rows."""
@@ -174,7 +175,7 @@ class SlotLayout:
     # Filling holes
 
     def fill(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[Chunk]]:
-        """Add rows to single tokens for the holes between them: next tokens of other slots, and padding.
+        """Fill the holes between single tokens with rows, which are next tokens of other slots or padding.
 
         The caller must remove the padding after the decode call with `remove_padding`, even if the call fails.
         """
@@ -191,7 +192,7 @@ class SlotLayout:
         return sorted(works + useful, key=lambda work: work.chunk.slot), padding
 
     def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
-        """Return the best of three choices: no holes, all of them, or those that are expected to be worth filling."""
+        """Return the best of three choices: no holes, all holes, or the holes that are expected to be worth filling."""
         costs = self._decode_costs
         tables = costs.table(len(self._slots)), self._one_for_each_pass
         covers = [cheapest_cover(slots, can_fill, table) for table in tables]
@@ -207,12 +208,12 @@ class SlotLayout:
         return self._can_pad(slot)
 
     def _can_pad(self, slot: int) -> bool:
-        """Return whether one more token can be removed again. The cells of a slot's own stream are not shared."""
+        """Return whether one more token fits into the slot, which has its own cells, and can be removed again."""
         memory = self._cache.memory
         return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
 
     def _padding(self, slot: int, work: SlotWork) -> Chunk:
-        """Return a row whose result is not used, so it can have any token."""
+        """Return a padding row. Its result is not used, so it can have any token."""
         return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
 
     def remove_padding(self, padding: Seq[Chunk]) -> None:
@@ -221,7 +222,7 @@ class SlotLayout:
             self.restore_slot(chunk.slot)
 
     def restore_slot(self, slot: int) -> None:
-        """Remove the cells of a slot that are not recorded. A state that can't be truncated is discarded."""
+        """Remove the cells of a slot that are not recorded. If its state can't be truncated, discard the state."""
         num_cells = self._cache.cells.of(slot)
         if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
             self._cache.wipe(slot)
@@ -234,7 +235,7 @@ class SlotLayout:
             self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
 
     def expected_steps(self, sequence: Sequence) -> float:
-        """Return how many tokens the sequence will probably still generate.
+        """Return how many more tokens the sequence will probably generate.
 
         Lengths are assumed to be geometrically distributed, so the number of generated tokens doesn't matter.
         """
@@ -247,7 +248,7 @@ class SlotLayout:
         return self.is_active and self._decode_costs.is_measured
 
     def plan_moves(self) -> list[Move]:
-        """Plan moves that take less time than they save until their sequences finish, as far as can be expected."""
+        """Plan moves that are expected to save more time than they take until the sequences finish."""
         busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []
@@ -273,7 +274,7 @@ class SlotLayout:
         """Yield groups of busy slots that are decoded together, and the slots to which each group can move.
 
         The sequences of a group have the same adapters. If a group has both classes, its interactive slots are a second
-        group. Few bulk rows decode with them (strategies.py), so these slots can also swap with bulk slots.
+        group. Few bulk rows decode together with them (strategies.py), so these slots can also swap with bulk slots.
         """
         idle = self._slots.idle
         groups: dict[Hashable, list[int]] = {}
@@ -308,7 +309,7 @@ class SlotLayout:
         return Move(sequence, slot, target)
 
     def _weight(self, slot: int) -> int:
-        """Return the cost of emptying or using this slot, as a number of tokens that cost as much to move."""
+        """Return the cost of emptying or using this slot, expressed as a number of moved tokens."""
         num_tokens = self._num_moved(slot)
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 
@@ -321,7 +322,7 @@ class SlotLayout:
         return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))
 
     def execute(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
-        """Move the sequences one by one, as long as that takes no longer than a decode call.
+        """Move the sequences one by one, as long as this takes no longer than a decode call.
 
         The content of idle slots moves the other way. Lost cells are computed again.
         """

@@ -1,9 +1,10 @@
 """Batch strategies: how a step divides its token budget between slots that decode and slots that prefill.
 
-The default, `Adaptive`, has the whole policy for bulk requests that share an engine with interactive ones. While only
-bulk requests have slots, steps are as large as possible and prefill prompts first. While an interactive request has a
-slot, every step serves interactive requests first. Bulk requests get as many rows as a decode call of 35 ms has time
-for, and steps that prefill bulk prompts in a fifth of the time. A step that also decodes has about 0.25 s of prefill.
+The default, `Adaptive`, contains the whole policy for bulk requests that share an engine with interactive requests.
+While only bulk requests have slots, steps are as large as possible and prefill prompts first. While an interactive
+request has a slot, every step serves interactive requests first. Bulk requests get as many rows as fit into a decode
+call of 35 ms, and a fifth of the time for steps that prefill bulk prompts. A step that also decodes contains about 0.25
+s of prefill.
 
 An arriving interactive request takes the slot of a bulk request. Its prompt is prefilled before bulk prompts that were
 admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
@@ -73,7 +74,7 @@ WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten valu
 class SlotView(NamedTuple):
     """A slot as strategies see it: its index, and the number of tokens to compute before it can sample.
 
-    A decoding slot has exactly one pending token. A prefilling slot may also have one.
+    A decoding slot has exactly one pending token. A prefilling slot may also have only one pending token.
     """
 
     slot: int
@@ -90,7 +91,7 @@ TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in the b
 
 
 class Strategy(ABC):
-    """Allocates the tokens of a step to slots. Your own strategies derive from this class."""
+    """Allocates the tokens of a step to slots. Derive your own strategies from this class."""
 
     @abstractmethod
     def build_batch(
@@ -103,9 +104,9 @@ class Strategy(ABC):
         """
 
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
-        """Learn from a step: the tokens of its batch, and the duration of its decode calls.
+        """Learn from a step, given the tokens of its batch and the duration of its decode calls.
 
-        `num_tokens` is 0 if the step decoded drafts, because its duration doesn't measure the batch then.
+        `num_tokens` is 0 if the step decoded drafts, because its duration does not show how long the batch takes.
         """
 
     def may_yield(self, num_tokens: int) -> bool:
@@ -118,7 +119,7 @@ def decode_first(
 ) -> list[TokenAllocation]:
     """Allocate one token to each decoding slot, and the rest of the budget to prefill chunks of equal size.
 
-    If any slot decodes, the prefill chunks have at most `max_prefill` tokens together.
+    If any slot decodes, the prefill chunks have at most `max_prefill` tokens in total.
     """
     allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
     remaining = budget - len(allocations)
@@ -131,7 +132,7 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Tok
     """Allocate chunks of one size to as many slots as the budget serves well, in order. Short prompts get less.
 
     Equal sizes matter because llama.cpp splits a batch of sequences of different lengths into passes of equal length.
-    The remaining budget goes to the next slots, unless their part would be so small that it only costs another pass.
+    The remaining budget goes to the next slots, unless their chunks would be so small that they only cost another pass.
     """
     allocations: list[TokenAllocation] = []
     min_part = TILE if budget > TILE else 1
@@ -149,7 +150,7 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Tok
 
 
 def _largest_equal_size(needs: list[int], budget: int) -> int:
-    """Return the largest size within the budget if every slot gets this size, or all that it needs if that is less."""
+    """Return the largest size that fits the budget if every slot gets this size, or its whole need if that is less."""
     for index, need in enumerate(sorted(needs)):
         fair = budget // (len(needs) - index)
         if need > fair:
@@ -159,7 +160,7 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
 
 
 class DecodeMaximal(Strategy):
-    """Decodes every slot, and prefills at most MIN_CHUNK tokens in the same step: the shortest gaps."""
+    """Decodes every slot, and prefills at most MIN_CHUNK tokens in the same step, for the shortest gaps."""
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -168,7 +169,7 @@ class DecodeMaximal(Strategy):
 
 
 class PrefillPriority(Strategy):
-    """Prefills first and decodes with the rest of the budget: the highest throughput.
+    """Prefills first, and decodes with the rest of the budget, for the highest throughput.
 
     No decoding slot starves, because every prefill finishes.
     """
@@ -199,7 +200,7 @@ class Balanced(Strategy):
 
 
 class TimeBudget:
-    """The time that bulk work may lose: a share of the elapsed time, of which MAX_SAVED_S can be saved."""
+    """The time that bulk work may lose: a share of the elapsed time. At most MAX_SAVED_S can be saved up."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -270,7 +271,7 @@ class StepKind(Enum):
 
 @dataclass(slots=True)
 class _RowLimit:
-    """The number of bulk rows per step: it grows by one after each short step and shrinks by a fifth after others."""
+    """The number of bulk rows per step. It grows by one after each step, but shrinks by a fifth after long steps."""
 
     max_rows: int = FIRST_ROWS
 
@@ -334,7 +335,7 @@ class BulkPrefill:
         return self.is_due and self._since_s > OVERDUE_S
 
     def observe(self, seconds: float, *, has_bulk: bool = False) -> None:
-        """Record a step while interactive requests have slots; `has_bulk` if it prefilled bulk prompts."""
+        """Record a step while interactive requests have slots. `has_bulk` is true if it prefilled bulk prompts."""
         self._owed_s = max(0.0, self._owed_s - seconds)
         self._since_s += seconds
         if has_bulk:
@@ -344,7 +345,7 @@ class BulkPrefill:
 
 
 class Adaptive(Strategy):
-    """Uses PrefillPriority while only bulk requests have slots. Otherwise it decodes first."""
+    """Uses PrefillPriority while only bulk requests have slots. Otherwise, it decodes first."""
 
     def __init__(self) -> None:
         self._bulk = PrefillPriority()
@@ -375,7 +376,7 @@ class Adaptive(Strategy):
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
-        """Return the interactive prompts, and the older bulk ones if overdue. Without any, return due bulk prompts."""
+        """Return interactive prompts, and older bulk prompts if overdue. If none is interactive, return due prompts."""
         last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=None)
         if last is None:
             return prompts if self._prefill.is_due else []
@@ -408,7 +409,7 @@ class Adaptive(Strategy):
         return num_tokens > self._tokens_in(BULK_STEP_S)
 
     def _tokens_in(self, seconds: float) -> int:
-        """Return how many prompt tokens can be prefilled in this time: whole chunks of MIN_CHUNK, at least one."""
+        """Return how many prompt tokens can be prefilled in this time: whole chunks of MIN_CHUNK, and at least one."""
         return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
 
 
@@ -442,7 +443,7 @@ def make_strategy(name: str) -> Strategy:
 
 
 class Guarded(Strategy):
-    """Calls a strategy, and DecodeMaximal in each step in which the strategy fails, so that no request stops."""
+    """Calls a strategy. If the strategy fails in a step, DecodeMaximal builds the batch, so that no request stops."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy

@@ -1,7 +1,7 @@
 """The draft model: a small model with the same vocabulary, whose slots follow the sequences of the large one.
 
-It uses the same random numbers for seed, position and token as the large model (`sampling/sampler.py`). So where the
-probabilities of both are similar, they sample the same token at any temperature.
+For each seed, position and token, it uses the same random number as the large model (`sampling/sampler.py`). So where
+both models have similar probabilities, they sample the same token at any temperature.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class DraftSlot:
 
 
 class DraftModel:
-    """Makes drafts with a backend of its own. Engine thread only."""
+    """Makes drafts with a backend of its own. Only the engine thread may use it."""
 
     def __init__(self, backend: Backend, pass_tokens: int) -> None:
-        """`backend` has as many slots as the backend of the large model. Its passes have at most `pass_tokens`.
+        """Create a draft model with as many slots as the large model, and passes of at most `pass_tokens` tokens.
 
-        Some passes are measured here, so that their duration is known before a request waits for one. Raises
+        Some passes are measured here, so that their duration is known before a request waits for one of them. Raises
         ModelLoadFailed.
         """
         self.backend = backend
@@ -72,7 +72,7 @@ class DraftModel:
             self._measure()
         except DecodeError as error:
             raise ModelLoadFailed(
-                f"the draft model can't decode: {error}; remove the option draft, or choose another model"
+                f"the draft model can't decode: {error}; remove the draft option, or choose another model"
             ) from None
 
     def _measure(self) -> None:
@@ -96,7 +96,7 @@ class DraftModel:
 
     @property
     def is_considered(self) -> bool:
-        """Whether it may draft: not for some steps after drafts did not pay off, and never after repeated failures."""
+        """Whether the model may draft. It pauses if drafts did not pay off, and stops after repeated failures."""
         return self._num_rest <= 0 and self._num_failures < MAX_FAILURES
 
     def offer(
@@ -113,7 +113,7 @@ class DraftModel:
         )
 
     def seconds(self, num_slots: int, length: int) -> float:
-        """Return the duration of making drafts of `length` tokens, without prefilling unread tokens."""
+        """Return how long it takes to make drafts of `length` tokens, without the prefill of unread tokens."""
         return length * self._costs.expected(num_slots) if num_slots else 0.0
 
     def refuse(self, rates: list[AcceptanceRates]) -> None:
@@ -127,10 +127,10 @@ class DraftModel:
     def draft(
         self, sequences: Mapping[Sequence, AcceptanceRates], length: int
     ) -> tuple[dict[Sequence, DraftTokens], float]:
-        """Return drafts of at most `length` likely tokens, and the seconds that making them took.
+        """Return drafts of at most `length` likely tokens, and the seconds that it took to make them.
 
-        A sequence with many unread tokens is prefilled over several calls, and has a draft after that. The seconds
-        don't include prefilling.
+        A sequence with many unread tokens is prefilled over several calls, and gets a draft after that. The seconds
+        don't include this prefill.
         """
         try:
             made = self._draft(sequences, length)
@@ -172,7 +172,7 @@ class DraftModel:
         self._costs.observe([len(chunks)], self._decode(chunks))
 
     def _grow(self, sequence: Sequence, sampler: Sampler, draft: DraftTokens) -> bool:
-        """Add a token to a draft; return False if no token can follow it."""
+        """Add a token to a draft. Return False if no token can follow it."""
         slot = self._slot_of[sequence]
         token, report = sampler.sample(slot.index)
         if self.backend.vocabulary.is_end(token):
@@ -183,7 +183,7 @@ class DraftModel:
         return len(slot.tokens) + 1 < self.backend.ctx_per_slot
 
     def _read(self, sequences: list[Sequence], length: int) -> tuple[list[Sequence], float]:
-        """Prefill unread tokens. Return the sequences that have none left, and the seconds if there were many."""
+        """Prefill unread tokens. Return the sequences that have none left, and the seconds spent if there were many."""
         remaining = min(max(MIN_READ, len(sequences), int(READ_S / max(self._token_s, 1e-6))), self._pass_tokens)
         chunks: dict[Sequence, Chunk] = {}
         unread = {sequence: len(sequence.tokens) - len(self._follow(sequence).tokens) for sequence in sequences}
@@ -207,7 +207,7 @@ class DraftModel:
         return ready, 0.0
 
     def _decode(self, chunks: list[Chunk]) -> float:
-        """Decode chunks, and return the duration in seconds. After an error all slots are empty."""
+        """Decode chunks, and return the duration in seconds. After an error, all slots are empty."""
         started = time.monotonic()
         try:
             self.backend.decode(sorted(chunks))
@@ -219,7 +219,7 @@ class DraftModel:
         return time.monotonic() - started
 
     def _sampler(self, sequence: Sequence) -> Sampler:
-        """Return a sampler like the sequence's own, but without processors that depend on earlier tokens."""
+        """Return a sampler like the sequence's own sampler, but without processors that depend on earlier tokens."""
         params = sequence.request.sampling
         names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
         plain = replace(SamplingParams(logprobs=0), **{name: getattr(params, name) for name in names})
@@ -238,7 +238,7 @@ class DraftModel:
     # Slots
 
     def _follow(self, sequence: Sequence) -> DraftSlot:
-        """Return the slot of a sequence. It holds only leading tokens of the sequence, and never the last one."""
+        """Return the slot of a sequence, which holds only leading tokens of the sequence, but never its last one."""
         slot = self._slot_of.get(sequence) or self._assign(sequence)
         num_shared = _num_shared(slot.tokens, sequence.tokens)
         if num_shared < len(slot.tokens):
@@ -246,7 +246,7 @@ class DraftModel:
         return slot
 
     def _assign(self, sequence: Sequence) -> DraftSlot:
-        """Give a sequence the slot with the longest common prefix, or the one that has been unused for longest.
+        """Give a sequence the slot with the longest common prefix, or the slot that has been unused for longest.
 
         If no slot is free, a sequence that waits for a slot of the large model loses its slot here.
         """
@@ -267,7 +267,7 @@ class DraftModel:
         del slot.tokens[length if self.backend.trim(slot.index, length) else 0 :]
 
     def end(self, sequence: Sequence) -> None:
-        """Release the slot of a finished sequence. A reusable state stays for a request that continues it."""
+        """Release the slot of a finished sequence. A reusable state stays for requests that continue it."""
         if (slot := self._slot_of.pop(sequence, None)) is None:
             return
         self._num_uses += 1
@@ -287,7 +287,7 @@ class DraftModel:
 
 
 def _num_shared(held: list[int], tokens: list[int]) -> int:
-    """Return how many of the held tokens are the first ones of a sequence, at most all except its last one."""
+    """Return how many of the held tokens match the start of a sequence, not counting its last token."""
     limit = min(len(held), len(tokens) - 1)
     if held[:limit] == tokens[:limit]:
         return limit

@@ -37,14 +37,14 @@ class DraftedSequence:
 
 @dataclass(slots=True)
 class StepAccount:
-    """The result of a step in which the gate was asked."""
+    """The result of a step in which the gate was consulted."""
 
     num_tokens: int = 0  # tokens of the step; 0 if it had no drafts
     seconds: float = 0.0
 
 
 class Drafting:
-    """Owns the drafts of all sequences. Engine thread only.
+    """Owns the drafts of all sequences. Only the engine thread may use it.
 
     begin_step ─► take_checks, plan_calls ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
     """
@@ -57,7 +57,7 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """Create the drafting of an engine. The options enable it and limit the rows of logits of a decode call."""
+        """Create the drafting of an engine. The options enable it, and limit the rows with logits in a decode call."""
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, SourceDrafts] = {}  # totals by source
         self._cache = cache
@@ -82,7 +82,7 @@ class Drafting:
     def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
         """Separate the work of requests that only check candidates (Engine.verify), and add their candidates.
 
-        Each of them gets a decode call of its own at any cost, because that is the purpose of the request.
+        Each of these requests gets a decode call of its own at any cost, because checking is its purpose.
         """
         checks = {
             work.sequence: check
@@ -109,7 +109,7 @@ class Drafting:
         return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return how many drafts fit into its slot, can be removed again, and may belong to its output."""
+        """Return how many drafts fit into the sequence's slot, can be removed again, and may belong to its output."""
         memory, slot = self._cache.memory, sequence.slot
         assert slot is not None
         if memory.first_cut(slot) > sequence.num_computed:
@@ -117,7 +117,7 @@ class Drafting:
         return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
 
     def plan_calls(self, works: list[SlotWork]) -> list[list[SlotWork]]:
-        """Plan the decode calls for these single tokens, with drafts if they pay."""
+        """Plan the decode calls for these single tokens, with drafts if they pay off."""
         if len(works) > self._max_rows:
             return [works]
         try:
@@ -187,7 +187,7 @@ class Drafting:
         return Candidate(slot, rates, can_pad=can_pad)
 
     def _choose_with_model(self, model: DraftModel, works: Seq[SlotWork], max_s: float) -> Mapping[int, int]:
-        """Return the number of drafts to decode by slot, after the draft model has made the chosen ones."""
+        """Let the draft model make the drafts that the gate chooses. Return the number of drafts to decode by slot."""
         model.begin_step()
         candidates = [self._offer_of_model(model, work) for work in works]
         lengths = self.gate.choose(candidates, max_s, model.seconds)
@@ -208,7 +208,7 @@ class Drafting:
         return self.gate.fit([self._candidate(work) for work in works], max_s - seconds)
 
     def _offer_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
-        """Return the draft that the draft model could make for a slot, or the current one if that is likely better."""
+        """Return the draft that the draft model could make for a slot, or the current draft if that may be better."""
         candidate, drafted = self._candidate(work), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
@@ -218,14 +218,14 @@ class Drafting:
         return model.offer(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, expected_tokens)
 
     def _fit(self, works: Seq[SlotWork], lengths: Mapping[int, int]) -> bool:
-        """Return whether there are enough cells for all drafts without taking any from other sequences."""
+        """Return whether there are enough cells for all drafts without taking any cells from other sequences."""
         memory = self._cache.memory
         if memory.unified:
             return self._cache.cells.free >= len(works) + sum(lengths.values())
         return all(self._cache.cells.of(slot) + 1 + length <= memory.ctx_per_slot for slot, length in lengths.items())
 
     def _with_draft(self, work: SlotWork, length: int) -> SlotWork:
-        """Return the work with its draft, padded to this length, because slots of one pass have equally many rows."""
+        """Return the work with its draft, padded to this length, because all slots of a pass need equally many rows."""
         sequence, chunk = work
         if not length:
             return work
@@ -237,7 +237,7 @@ class Drafting:
     # After a decode call
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Record the duration of a decode call of single tokens and drafts."""
+        """Record how long a decode call of single tokens and drafts took."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
         if self._step is not None:
@@ -255,7 +255,7 @@ class Drafting:
             self._count(drafted.draft.source, drafted=chunk.num_drafts, drafts=1)
 
     def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
-        """Count in a new dictionary, because other threads read the current one."""
+        """Update the counts of a source in a new dictionary, because other threads read the current dictionary."""
         before = self.counts.get(source, SourceDrafts(0, 0, 0))
         now = SourceDrafts(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
         self.counts = {**self.counts, source: now}
@@ -288,7 +288,7 @@ class Drafting:
             drafted.draft = None
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence, which still has its slot if it had one."""
+        """End a sequence, which still has its slot if it had one before."""
         if sequence in self._drafted:
             self.end_verifying(sequence)
             pool = self._drafted.pop(sequence).pool

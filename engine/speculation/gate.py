@@ -1,8 +1,8 @@
-"""The gate, which decides how many draft tokens a decode call has: as many as increase the tokens per second. Pure.
+"""The gate, which decides how many draft tokens a decode call has, to maximize the tokens per second.
 
 The benefit of drafts follows from their acceptance rates and the measured duration of their rows. Both may be wrong, so
-an account tracks the time that drafts have saved and lost. Without credit there are no drafts, and trying options that
-are hardly known may cost at most the share EXPLORING of the time.
+an account tracks the time that drafts have saved and lost. Without credit, there are no drafts. Trying options that
+have hardly been measured may cost at most a share of EXPLORING of the time. This module is pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative 
 
 
 class Candidate(NamedTuple):
-    """A decoding slot, with the probability that each of its drafts is accepted if those before it are."""
+    """A decoding slot, with the probability that each of its drafts is accepted if all earlier drafts are."""
 
     slot: int
     rates: Seq[float]  # empty without drafts
@@ -55,7 +55,7 @@ Making = Callable[[int, int], float]  # (slots, tokens per slot) → seconds tha
 
 
 class _Offer:
-    """The candidates of a step, and their expected gains."""
+    """The candidates of a step, and the gains that are expected from their drafts."""
 
     def __init__(self, candidates: Seq[Candidate], making: Making) -> None:
         self.candidates = candidates
@@ -70,7 +70,7 @@ class _Offer:
         return len(self._gains[slot]) - 1
 
     def gains(self, length: int) -> dict[int, float]:
-        """Return the expected tokens of at most `length` drafts by slot, the largest first."""
+        """Return the number of tokens expected from at most `length` drafts by slot, the largest number first."""
         gains = [(slot, sums[min(length, len(sums) - 1)]) for slot, sums in self._gains.items()]
         return dict(sorted(gains, key=lambda pair: -pair[1]))
 
@@ -91,14 +91,14 @@ class Gate:
         self._num_held = 0  # steps for which it is kept
 
     def begin_step(self, num_slots: int) -> bool:
-        """Return whether this step considers drafts. It doesn't for a while after they didn't pay."""
+        """Return whether this step considers drafts. After drafts did not pay off, some steps don't consider any."""
         if num_slots != self._num_slots:
             self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
         self._num_rest -= 1
         return self._num_rest < 0
 
     def observe(self, seconds: float) -> None:
-        """Record the duration of a decode call of single tokens and drafts."""
+        """Record how long a decode call of single tokens and drafts took."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + EXPLORING * seconds)
 
     def account(self, num_tokens: int, seconds: float) -> None:
@@ -108,11 +108,11 @@ class Gate:
     def choose(
         self, candidates: Seq[Candidate], max_s: float, making: Making = lambda _slots, _length: 0.0
     ) -> Mapping[int, int]:
-        """Return the number of drafts to decode by slot, without slots that have none.
+        """Return the number of drafts to decode for each slot that has any.
 
         A call with drafts is expected to take at most `max_s`. `candidates` are in order of slots. Without `unified`
-        cells, all slots with drafts get equally many, by padding. Slots without drafts are also padded if one pass of
-        all slots is faster than several.
+        cells, all slots with drafts are padded to the same number of drafts. Slots without drafts are also padded if
+        one pass of all slots is faster than several passes.
         """
         offer = _Offer(candidates, making)
         none = self._plan(offer, 0, [])
@@ -131,7 +131,7 @@ class Gate:
         return self._decide(self._explore(plans, chosen))
 
     def fit(self, candidates: Seq[Candidate], max_s: float) -> Mapping[int, int]:
-        """Return the number of drafts to decode by slot, for finished drafts, of which only the rows cost time."""
+        """Return the number of drafts to decode by slot. The drafts already exist, so only their rows cost time."""
         offer = _Offer(candidates, lambda _slots, _length: 0.0)
         plans = [plan for plan in self._plans(offer) if self._seconds(plan) <= max_s]
         plans = [self._plan(offer, 0, []), *plans]
@@ -145,7 +145,7 @@ class Gate:
         return plan.lengths
 
     def _hold(self, offer: _Offer) -> DraftPlan | None:
-        """Return the last choice for the drafts of this step; None if it has no drafts or needs more passes now."""
+        """Return the last choice for the drafts of this step, or None if it has no drafts or needs more passes now."""
         length, min_gain = self._choice.length, SIMILAR * self._choice.min_gain
         chosen = [slot for slot, gain in offer.gains(length).items() if gain >= min_gain]
         plan = self._plan(offer, length, chosen[: self._max_slots(length)], is_padded=self._choice.is_padded)

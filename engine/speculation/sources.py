@@ -1,8 +1,8 @@
-"""Sources of drafts, and how often the tokens of each are accepted.
+"""Sources of drafts, and the share of each source's tokens that is accepted.
 
-A source proposes a continuation that was seen before, or the only one that a grammar allows. Indexing a growing text
-takes constant time and about 32 bytes of memory per token. A new position of a run of tokens replaces an older one in
-the index, and sometimes the position of another run, so a position is compared before it is used.
+A source proposes a continuation that was seen before, or the only continuation that a grammar allows. Indexing a
+growing text takes constant time and about 32 bytes of memory per token. In the index, a new position of a run of tokens
+replaces an older position, and sometimes the position of another run. So a position is verified before it is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BREAK = -1  # separates the texts of a pool; not a token
 
 
 class DraftTokens(NamedTuple):
-    """Proposed next tokens, and for each the bucket of the source's confidence (AcceptanceRates)."""
+    """Proposed next tokens, each with the bucket of the source's confidence in it (AcceptanceRates)."""
 
     source: str
     tokens: list[int]
@@ -39,14 +39,14 @@ class Source(Protocol):
     """Proposes the next tokens of one sequence."""
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
-        """Return at most `max_tokens` tokens for the current end of the sequence; None without a proposal."""
+        """Return at most `max_tokens` tokens for the current end of the sequence, or None without a proposal."""
         ...
 
 
 class ForcedText:
     """A source that proposes the text that the grammar of a sequence requires.
 
-    The bytes are certain, but the tokens that spell them are not, so they are drafts like any others.
+    The bytes are certain, but the tokens that represent them are not, so they are drafts like any others.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -62,7 +62,7 @@ class Index:
     """An index of the last position of each run of tokens in a text that only grows."""
 
     def __init__(self, tokens: list[int]) -> None:
-        """Create a source for `tokens`, which the caller owns and extends."""
+        """Create an index of `tokens`, which the caller owns and extends."""
         self.tokens = tokens
         self._num_read = 0
         self._tables: list[array[int]] = []
@@ -99,7 +99,7 @@ class Follower:
     """A source that proposes the tokens that followed the last tokens of a sequence at an earlier position."""
 
     def __init__(self, name: str, index: Index, text: list[int]) -> None:
-        """`text` has the growing tokens of the sequence. `index` may be an index of the same list."""
+        """Create a follower. `text` contains the growing tokens of the sequence. `index` may index the same list."""
         self.name = name
         self._index = index
         self._text = text
@@ -109,7 +109,7 @@ class Follower:
         self._num_seen = len(text)
 
     def expect(self, at: int) -> None:
-        """Propose the tokens at the position `at` of the index, because the text is known to follow it."""
+        """Propose the tokens from position `at` of the index, because the text is known to follow them."""
         self._at, self._matched = at, RUNS[0]
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
@@ -123,7 +123,7 @@ class Follower:
         return DraftTokens(self.name, tokens, [BUCKETS[min(self._matched + i, last)] for i in range(len(tokens))])
 
     def _catch_up(self) -> None:
-        """Follow the text as far as it matched the proposal. Otherwise the next draft searches again."""
+        """Advance over new tokens that match the proposal. If one doesn't match, the next draft searches again."""
         known = self._index.tokens
         for token in self._text[self._num_seen :]:
             if not 0 <= self._at < len(known) or known[self._at] != token:
@@ -147,7 +147,7 @@ class Pool:
         self.index = Index([])
 
     def add(self, text: Seq[int]) -> None:
-        """Add a text, or the end of a long one. A Follower keeps its older index."""
+        """Add a text, or the end of a long text. If the index is replaced, a Follower keeps the older index."""
         text = text[-POOL_TOKENS // 2 :]
         if len(self.index.tokens) + len(text) >= POOL_TOKENS:
             recent = self.index.tokens[-POOL_TOKENS // 4 :]
@@ -158,7 +158,7 @@ class Pool:
 
 
 class Pools:
-    """A pool for each scope that has generated text recently. No scope gets drafts from the texts of another one."""
+    """A pool for each scope that has generated text recently. No scope gets drafts from the texts of another scope."""
 
     def __init__(self) -> None:
         self._pools: OrderedDict[Hashable, Pool] = OrderedDict()
@@ -184,14 +184,14 @@ FIRST_RATES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9)  # initial rates by buck
 
 
 class AcceptanceRates:
-    """The share of accepted tokens by source and bucket: a running mean that starts with `general` or initial rates."""
+    """The share of accepted tokens by source and bucket: a running mean that starts at `general` or initial rates."""
 
     def __init__(self, general: AcceptanceRates | None = None) -> None:
         self._general = general
         self._counts: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted, seen
 
     def of(self, source: str, bucket: int) -> float:
-        """Return the probability that a token of this bucket is accepted if all earlier ones of its draft are."""
+        """Return the probability that a token of this bucket is accepted if all earlier tokens of its draft are."""
         accepted, seen = self._counts.get((source, bucket), (0.0, 0.0))
         if self._general is None:
             initial = FIRST_RATES[min(bucket, len(FIRST_RATES) - 1)]
@@ -204,7 +204,7 @@ class AcceptanceRates:
         return [rates[bucket] for bucket in draft.buckets]
 
     def observe(self, draft: DraftTokens, tokens: Seq[int]) -> None:
-        """Learn from the tokens with which the sequence continued, even if the draft was not decoded."""
+        """Learn from the tokens that continued the sequence, even if the draft was not decoded."""
         for drafted, bucket, token in zip(draft.tokens, draft.buckets, tokens, strict=False):
             self._count(draft.source, bucket, is_accepted=drafted == token)
             if drafted != token:

@@ -1,4 +1,4 @@
 """Access to the operating system: cores, control groups, threads and child processes, and the watchdog for threads.
 
-May import nothing else of cellama's engine.
+This package must not import anything else from cellama's engine.
 """

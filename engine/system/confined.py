@@ -11,7 +11,7 @@ from pathlib import Path
 def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
     """Limit a child's memory and CPU time, and make it the first process to be killed when memory runs out.
 
-    Does nothing on systems other than Linux, where only the parent limits the child's time.
+    On systems other than Linux, this does nothing, and only the parent limits the child's time.
     """
     if sys.platform != "linux":
         return

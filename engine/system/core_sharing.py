@@ -1,4 +1,4 @@
-"""Core sharing: divides the cores of a machine among workers and the models of each, considering other programs.
+"""Core sharing: divides the cores of a machine among workers and their models, and allows for other programs.
 
 The threads of llama.cpp wait for each other many times per token. A thread without a core delays all others, so each
 thread must have a core of its own (docs/adr/007-threads.md has figures). The functions are pure, and `CoreSharing` owns
@@ -48,8 +48,8 @@ class Peer:
 def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
     """Divide cores among processes that request these numbers of cores, at least 1 for each.
 
-    None gets more than it requests, and the others share the rest. Cores that can't be divided equally go to the first
-    ones.
+    No process gets more than it requests, and the others share the rest. Cores that can't be divided equally go to the
+    first processes.
     """
     shares, remaining = [0] * len(wants), total
     modest_first = sorted(range(len(wants)), key=lambda index: (wants[index], -index))
@@ -62,14 +62,14 @@ def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
 def available_beyond_others(cores: int, others: float) -> int:
     """Return the number of cores that remain if other programs use `others` cores, at least 1.
 
-    Slight use is tolerated: on few cores, the loss of one costs more than a program that runs occasionally.
+    Slight use is ignored. On a machine with few cores, losing one costs more than a program that runs occasionally.
     """
     lost = math.ceil(others - max(LEAST_TOLERATED, TOLERATED / cores))
     return max(1, cores - max(0, lost))
 
 
 def num_threads(local: Processors, peers: Sequence[Peer], others: float) -> int:
-    """Return the number of threads for a process with these peers, if other programs use `others` cores."""
+    """Return the number of threads for a process with these peers if other programs use `others` cores."""
     active = [peer for peer in peers if peer.uses >= ACTIVE]
     share = _share(available_beyond_others(local.cores, others), local.available, active)
     if local.available < local.cores:
@@ -90,7 +90,7 @@ def others_of(busy: float, local: float, peers: Sequence[Peer]) -> float:
 
 
 class SteadyThreads:
-    """A number of threads that falls within a second, and rises only when the demand lasts."""
+    """A number of threads that falls after a second of lower demand, and rises only if a higher demand lasts."""
 
     def __init__(self, current: int) -> None:
         self.current = current
@@ -112,7 +112,7 @@ class SteadyThreads:
 
 
 class Threaded(Protocol):
-    """An engine or an embedder."""
+    """An engine or an embedder, whose number of threads can be set."""
 
     @property
     def last_submit(self) -> float: ...  # Unix seconds
@@ -125,7 +125,7 @@ class Threaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A part that computes, and the threads that it would use alone. `fixed` if the user has set its threads."""
+    """A part that computes, and the threads that it would use alone. `fixed` is true if the user has set them."""
 
     part: Threaded
     threads: int
@@ -140,7 +140,7 @@ class CoreSharing:
     """Owns a thread that observes the machine twice a second and sets the number of threads of each part."""
 
     def __init__(self, claims: Callable[[], Sequence[Claim]], own: Processors | None = None) -> None:
-        """`claims` returns the current claims. `own` are the processors of this process; None detects them."""
+        """`claims` returns the current claims. `own` are the processors of this process, detected by default."""
         self._claims = claims
         self._processors = own or processors.own_limits()
         self._peers: Sequence[Peer] = ()
@@ -165,11 +165,11 @@ class CoreSharing:
         self._thread.join()
 
     def meet(self, peers: Sequence[Peer]) -> None:
-        """Set the other workers of this machine."""
+        """Set the other workers on this machine."""
         self._peers = peers
 
     def report(self) -> dict[str, Any]:
-        """Return the description of this process for other workers, as JSON."""
+        """Return a description of this process for other workers, as JSON."""
         machine = {"machine": processors.machine_id(), "processors": processors.own_processors()}
         return {**machine, "wants": self._wants, "uses": round(self._uses, 2), "threads": self._threads.current}
 
@@ -181,7 +181,7 @@ class CoreSharing:
                 log.exception("cores could not be shared", detail="retried with the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
-        """Compare the processor times with the last observation, and set the threads of the parts."""
+        """Compare the processor times with the last observation, and set the number of threads of each part."""
         others = self._others(now, reading)
         claims = self._claims()
         in_use = [claim for claim in claims if claim.in_use]
@@ -193,7 +193,7 @@ class CoreSharing:
         self._warn_about_others(others, now, share)
 
     def _others(self, now: float, reading: ProcessorTimes | None) -> float:
-        """Return the number of cores that other programs than this process and its peers have used recently."""
+        """Return the number of cores that programs other than this process and its peers have used recently."""
         last, self._last = self._last, None if reading is None else (now, reading)
         if last is None or reading is None or now <= last[0]:
             return 0.0
@@ -203,7 +203,7 @@ class CoreSharing:
         return others_of((reading.busy_s - last[1].busy_s) / seconds, used, self._peers)
 
     def _warn_about_others(self, others: float, now: float, share: int) -> None:
-        """Log once that other programs use cores, which may explain why a worker is slow."""
+        """Log once that other programs use cores, because this may explain why a worker is slow."""
         cores = self._processors.cores
         if self._quiet_at is None or available_beyond_others(cores, others) == cores:
             self._quiet_at = now

@@ -11,7 +11,7 @@ Command = TypeVar("Command")
 
 
 class Inbox(Generic[Command]):
-    """Commands in order of arrival. Any thread may add one. Only one thread, the owner, takes them out."""
+    """Commands in order of arrival. Any thread may add commands. Only one thread, the owner, takes them out."""
 
     def __init__(self) -> None:
         # Reentrant, because the garbage collector may close a generator on any thread, which cancels its request.
@@ -26,7 +26,7 @@ class Inbox(Generic[Command]):
     # Any thread
 
     def submit(self, command: Command) -> bool:
-        """Add a request, which is unfinished until `end`; return False, without adding it, if the inbox is closed."""
+        """Add a request, which is unfinished until `end`. Return False without adding it if the inbox is closed."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -36,7 +36,7 @@ class Inbox(Generic[Command]):
             return self.put(command)
 
     def put(self, command: Command) -> bool:
-        """Add a command; return False, without adding it, if the inbox is closed."""
+        """Add a command. Return False without adding it if the inbox is closed."""
         with self._changed:
             if not self._is_closed:
                 self._commands.append(command)
@@ -44,7 +44,7 @@ class Inbox(Generic[Command]):
             return not self._is_closed
 
     def nudge(self) -> None:
-        """Wake the owner, because it has work outside of the inbox."""
+        """Wake the owner, because it has work outside the inbox."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
@@ -72,7 +72,7 @@ class Inbox(Generic[Command]):
         return self._is_closed
 
     def close(self) -> bool:
-        """Accept no more commands, and wake the owner; return False if the inbox was already closed."""
+        """Accept no more commands, and wake the owner. Return False if the inbox was already closed."""
         with self._changed:
             was_open, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
@@ -90,13 +90,13 @@ class Inbox(Generic[Command]):
         return bool(self._commands)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for commands, a nudge, the closing of the inbox, or `timeout_s`."""
+        """Wait for a command, a nudge or the closing of the inbox, but no longer than `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
             self._is_nudged = False
 
     def take(self, most: int | None = None) -> list[Command]:
-        """Remove and return all commands, or the first `most`. Never waits."""
+        """Remove and return all commands, or only the first `most` commands. Never waits."""
         if not self._commands:
             return []
         with self._changed:

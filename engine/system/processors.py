@@ -1,4 +1,4 @@
-"""Processors that this process may use, limits of its container, and the processor times of the machine."""
+"""The processors that this process may use, the limits of its container, and the processor times of the machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Total processor times in seconds: of all programs on these processors, and of this process."""
+    """Total processor times in seconds of all programs on these processors, and of this process."""
 
     busy_s: float
     own_s: float
@@ -44,7 +44,7 @@ def own_processors() -> list[int]:
 
 
 def own_limits() -> Processors:
-    """Return the processors of this process, with the quota of its container."""
+    """Return the processors of this process, and the quota of its container."""
     return Processors(len(own_processors()), cpu_quota())
 
 
@@ -54,7 +54,7 @@ def available_cores() -> int:
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """Return the processor seconds per second that the control groups of this process allow; None without a limit."""
+    """Return the processor seconds per second that this process's control groups allow, or None without a limit."""
     found = [quota for folder in control_groups("cpu", root, own) if (quota := _quota(folder)) is not None]
     return min(found, default=None)
 
@@ -69,12 +69,12 @@ def _quota(folder: Path) -> float | None:
 
 
 def machine_id() -> str:
-    """Return an id that all processes on one running system share, also in containers on Linux; else the host name."""
+    """Return the boot id, which all containers on a Linux machine share, or the host name if there is none."""
     return text_of(_BOOT_ID) or socket.gethostname()
 
 
 def read() -> ProcessorTimes | None:
-    """Return the processor times; None if the system doesn't report them."""
+    """Return the processor times, or None if the system doesn't report them."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError):
@@ -87,7 +87,7 @@ def read() -> ProcessorTimes | None:
 
 
 def _busy_s(times: object) -> float:
-    """Return the busy time of one processor. Time of guests is part of the user time."""
+    """Return the busy time of one processor. The user time already includes the time of guests."""
     kinds = ("user", "system", "irq", "softirq")
     return sum(getattr(times, kind, 0.0) for kind in kinds) + LOW_PRIORITY_COST * getattr(times, "nice", 0.0)
 
@@ -109,7 +109,7 @@ def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> li
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a file of a control group; None if there is no such file."""
+    """Return the text of a file of a control group, or None if there is no such file."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

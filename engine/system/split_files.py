@@ -1,4 +1,7 @@
-"""Names of the files of a split model, such as `…-00001-of-00003.gguf` (llama.h: llama_split_path). Pure."""
+"""Names of the files of a split model, such as `…-00001-of-00003.gguf` (llama.h: llama_split_path).
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all files of the model, the first one first. A file that is not a part is returned alone."""
+    """Return the names of all files of the model in order. If the file is not a part, return only its name."""
     part = _PART.search(name)
     if part is None:
         return [name]
@@ -17,6 +20,6 @@ def part_names(name: str) -> list[str]:
 
 
 def is_first_part(name: str) -> bool:
-    """Return whether the file represents its model, because it is the first part or all of it."""
+    """Return whether the file represents its model, because it is the first part or the only file."""
     part = _PART.search(name)
     return part is None or int(part[1]) == 1

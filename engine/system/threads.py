@@ -49,7 +49,7 @@ def in_background(action: Callable[[], T], name: str) -> Future[T]:
 
 
 def at_low_priority(work: Callable[[], T]) -> T:
-    """Call a function at low priority, and return its result or raise its exception. Only Linux lowers the priority.
+    """Call a function at low priority, and return its result or raise its exception. Only Linux supports this.
 
     Threads that the function starts keep the low priority, so the thread of an engine must be started elsewhere.
     """
@@ -69,7 +69,7 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
 
 def give_way() -> None:
-    """Lower the priority of this thread for good. Systems other than Linux don't support that."""
+    """Lower the priority of this thread permanently. Systems other than Linux don't support that."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # affects this thread only

@@ -1,8 +1,8 @@
 """The watchdog: if a thread with work makes no progress for too long, it logs the cause and ends the process.
 
-A thread that serves many requests reports each step to its `Pulse`, and also when there is nothing to do. One watchdog
-per process checks all of them. After the process has ended, other processes continue its work. Without the watchdog, a
-hang would hold the work forever, and a failed thread would fail all of it.
+A thread that serves many requests reports to its `Pulse` when a step starts and when there is nothing to do. One
+watchdog per process checks all pulses. After the process has ended, other processes continue its work. Without the
+watchdog, a hang would block the work forever, and a failed thread would make all of it fail.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WatchedStep(NamedTuple):
 
 
 class Pulse:
-    """The progress of a thread. Only its thread may use it, except `name` and the fields that the watchdog reads."""
+    """The progress of a thread. Only its thread may use it, except for `name` and the fields for the watchdog."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Pulse:
     def beat(self, kind: str, suspects: Suspects = (), size: int = 1, first_s: float = AT_LEAST_S) -> None:
         """Report the start of a step for the requests `suspects`, and the end of the previous one.
 
-        Larger `size` means a longer step among those of one kind. `first_s` limits the first steps of a kind.
+        Among steps of one `kind`, a larger `size` means a longer step. `first_s` limits the first step of a kind.
         """
         now = self._clock()
         self._note(now)
@@ -85,7 +85,7 @@ class Pulse:
             slowest[bits] = max(now - step.began, slowest.get(bits, 0.0) * FADING)
 
     def _expected_s(self, kind: str, size: int) -> float | None:
-        """Return the slowest duration of this size, or of the next larger one, or extrapolated from the largest one."""
+        """Return the slowest duration of this or the next larger size, or else extrapolate from the largest size."""
         slowest, bits = self._slowest.get(kind), size.bit_length()
         if not slowest:
             return None
@@ -118,7 +118,7 @@ class _Watch:
 
 
 class Watchdog:
-    """Checks the pulses of a process. `look` is pure except for `end`; `start` calls it every second."""
+    """Checks the pulses of a process. `look` is pure except for `end`. After `start`, it is called every second."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class Watchdog:
         num_paged: Callable[[], int] | None = None,
         last_resort_s: float = 0.0,
     ) -> None:
-        """`at_least_s` is the lowest limit for a step. `end` gets the reason, and ends the process by default.
+        """Create a watchdog. `at_least_s` is the lowest limit for a step. `end` gets the reason, and ends the process.
 
         `num_paged` counts the pages that the process has read from disk. After `start`, C code that needs no GIL ends
         the process if the watchdog's thread makes no check for `last_resort_s`, which is at least `LAST_RESORT_S` and
-        twice `at_least_s`. The reason may be a thread that holds the GIL, or a suspension of the process.
+        at least twice `at_least_s`. The reason may be a thread that holds the GIL, or a suspension of the process.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -146,7 +146,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, *pulses: Pulse) -> None:
-        """Watch these pulses: the process ends if one of their threads fails or hangs. Any thread."""
+        """Watch these pulses. If one of their threads fails or hangs, the process ends. Any thread may call this."""
         for pulse in pulses:
             pulse.on_death = self._end
             with self._lock:
@@ -187,10 +187,10 @@ class Watchdog:
             self.look(time.monotonic())
 
     def _arm_last_resort(self) -> None:
-        """Set the timer of faulthandler, whose C thread ends the process after `last_resort_s` unless set again.
+        """Set faulthandler's timer, whose C thread ends the process after `last_resort_s` unless it is set again.
 
-        It reads the stacks without the GIL. If another thread runs at the same time, as after a suspension, reading can
-        crash, and the process ends with SIGSEGV instead of exit code 1.
+        That thread reads the stacks without the GIL. If another thread runs at the same time, as after a suspension,
+        reading can crash, and the process ends with SIGSEGV instead of exit code 1.
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)

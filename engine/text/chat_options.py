@@ -19,7 +19,7 @@ from .reply_reader import ReplyFormat
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of a chat request. `tools` have the OpenAI format."""
+    """The options of a chat request. `tools` are in OpenAI's format."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
@@ -31,9 +31,9 @@ class ChatOptions:
     allowed_tools: Sequence[str] | None = None  # names of tools that may be called; None: all tools
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with the system message of the options, if any, at the start.
+        """Return the messages, preceded by the system message of the options if there is one.
 
-        Raises InvalidRequest if both have a system message.
+        Raises InvalidRequest if the messages and the options both contain a system message.
         """
         if self.system is None:
             return messages
@@ -48,7 +48,7 @@ class ChatOptions:
 
     @property
     def callable(self) -> list[OfferedTool]:
-        """The tools that may be called. Raises InvalidRequest for an unknown name."""
+        """The tools that may be called. Raises InvalidRequest if an option names an unknown tool."""
         functions = [tool["function"] for tool in self.tools]
         names = [function["name"] for function in functions]
         all_names = f"the tools are: {', '.join(sorted(names)) or 'none'}"
@@ -111,7 +111,7 @@ class ChatPrompt:
 
     @property
     def sampling(self) -> dict[str, str | None]:
-        """The sampling parameters for the grammar of the reply, which replace the caller's."""
+        """The sampling parameters that set the grammar of the reply. They replace the caller's parameters."""
         return {} if self.lark is None else {"json_schema": None, "regex": None, "grammar": None, "lark": self.lark}
 
 
@@ -149,7 +149,7 @@ def reply_format_of(
 
 
 def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
-    """Return a reader for calls of the offered tools, or None without tools or if their format is unknown."""
+    """Return a reader for calls of the offered tools, or None if there are none or their format is unknown."""
     if not options.offered or markup.calls is None:
         return None
     parameters = {tool.name: tool.parameters for tool in options.callable}
@@ -161,8 +161,8 @@ def grammar_of_calls(
 ) -> CallGrammar | None:
     """Return the grammar of a reply with tool calls, or None if nothing needs to be enforced.
 
-    `constraint` is the request's constraint on the text. A `grammar` or `lark` of the caller constrains the whole
-    reply, so that the reply has no tool calls. Raises InvalidRequest.
+    `constraint` is the request's constraint on the text. If the caller sets `grammar` or `lark`, it constrains the
+    whole reply, so the reply has no tool calls. Raises InvalidRequest.
     """
     tools, offered = format_.tools, options.callable
     if options.forces_call:

@@ -39,7 +39,8 @@ Message = Mapping[str, Any]
 class Rendered:
     """A prompt as text, including its control tokens.
 
-    `marked` is the same text with FROM_CALLER in place of each caller's character that could be part of markup.
+    `marked` is the same text, in which FROM_CALLER replaces each of the caller's characters that could be part of
+    markup.
     """
 
     text: str
@@ -66,7 +67,7 @@ class ChatTemplate:
         """Compile the template.
 
         `specials` are the special tokens of the vocabulary, and `ends` are the texts of those that end a reply. With
-        `mark`, prompts show which characters are the caller's. Raises TemplateFailed.
+        `mark`, prompts also record which characters come from the caller. Raises TemplateFailed.
         """
         specials = list(specials)
         self._control = {special.text: special.id for special in specials if special.is_control}
@@ -99,7 +100,7 @@ class ChatTemplate:
     ) -> Rendered:
         """Return the prompt of a conversation.
 
-        Messages have the OpenAI format. An assistant message may also have `reasoning`. `template_args` are variables
+        Messages are in OpenAI's format. An assistant message may also have `reasoning`. `template_args` are variables
         of the template, for instance `enable_thinking`. Raises TemplateFailed, InvalidRequest.
         """
         variables = {**template_args, "add_generation_prompt": add_generation_prompt}
@@ -146,12 +147,12 @@ class ChatTemplate:
         return tuple((token, text.encode()) for text, token in self._control.items() if text and text in joined)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process. Repeated calls have no effect."""
         self._process.close()
 
 
 def for_template(message: Any, *, arguments_as_text: bool = False) -> dict[str, Any]:
-    """Return a message as chat templates expect it.
+    """Return a message in the form that chat templates expect.
 
     The content is a string, the arguments of tool calls are an object or JSON text, and reasoning has the names that
     templates use. Raises InvalidRequest.
@@ -216,12 +217,12 @@ def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], R
 class TemplateProcess:
     """A process that renders one template (template_process.py).
 
-    It handles one request at a time, and is started again after it was killed. It ends with `close`, and at the latest
-    with this object or this Python process. It is safe to use from any thread.
+    It handles one request at a time, and is restarted after it was killed. It ends when `close` is called, when this
+    object is deleted, or when the Python process exits. It is safe to use from any thread.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Compile the template. `setup` is the first line for the process, without `cpu_s`. Raises TemplateFailed."""
+        """Compile the template. `setup` is the first line to send, except for `cpu_s`. Raises TemplateFailed."""
         self._setup = {**setup, "cpu_s": CPU_S}
         self._lock = threading.Lock()
         self._closed = False
@@ -247,7 +248,7 @@ class TemplateProcess:
         raise TemplateFailed(f"the model's chat template {verb} the messages: {answer['error']}")
 
     def close(self) -> None:
-        """End the process. Later requests fail. Idempotent."""
+        """End the process. Later requests fail. Repeated calls have no effect."""
         with self._lock:
             self._closed = True
             self._end()
@@ -271,7 +272,7 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template does not compile: {answer['error']}")
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
-        """Write a line and read one. If the process does not answer in time, kill it and raise TemplateFailed."""
+        """Write a line and read the answer. If none arrives in time, kill the process and raise TemplateFailed."""
         stdin, stdout = _pipes(self._process)
         timer = threading.Timer(WALL_S, self._process.kill)
         timer.start()

@@ -17,8 +17,9 @@ class StopMatch:
 class TextStream:
     """A stream that releases text when it can no longer be part of a stop string or of an unfinished character.
 
-    The result does not depend on how the bytes are split. The stop string that *ends* first wins, and the longest one
-    among those. Invalid bytes become U+FFFD, and an unfinished character at the very end is dropped.
+    The result does not depend on how the bytes are split. The stop string that *ends* first wins. If several end at the
+    same position, the longest wins. Invalid bytes become U+FFFD, and an unfinished character at the very end is
+    dropped.
     """
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
@@ -41,7 +42,7 @@ class TextStream:
         return self._release(len(self._held) - partial_marker_length(self._held, self._stops))
 
     def flush(self) -> str:
-        """End the stream without a stop string, and return the text that was held back for one."""
+        """End the stream, and return the text that was held back because it could have started a stop string."""
         return self._release(len(self._held))
 
     def _release(self, length: int) -> str:

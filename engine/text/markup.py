@@ -2,7 +2,7 @@
 
 A prompt has a second form, `marked`: the same text, in which FROM_CALLER replaces each of the caller's characters that
 could be part of a control token. A control token that is found in `marked` is therefore the template's own. The same
-characters in a caller's text are not found there, and stay text.
+characters in a caller's text are not found there, and remain text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SpecialToken:
 
 
 def from_caller(text: str) -> str:
-    """Return the marked form of a caller's text. Space stays, because some tokens drop the space around them."""
+    """Return the marked form of a caller's text. Space is kept, because some tokens drop the space around them."""
     return re.sub(r"\S", FROM_CALLER, text)
 
 
@@ -40,10 +40,10 @@ def tokenize_marked(
     markup: frozenset[str],
     tokenize: Callable[[str, bool], list[int]],
 ) -> list[int]:
-    """Return the tokens of a prompt. The caller's text becomes neither a control token nor one of `markup`.
+    """Return the tokens of a prompt. The caller's text never becomes a control token or a token of `markup`.
 
-    `specials` are all special tokens of the vocabulary, the longest first. `tokenize(text, parse_special)` tokenizes a
-    text and adds no tokens around it. If the caller's text has no control tokens, the prompt is tokenized as a whole.
+    `specials` are all special tokens of the vocabulary, longest first. `tokenize(text, parse_special)` tokenizes a text
+    and adds no tokens around it. If the caller's text has no control tokens, the prompt is tokenized as a whole.
     """
     guarded = [special.text for special in specials if special.is_control or special.text in markup]
     if marked == text or all(text.count(literal) == marked.count(literal) for literal in guarded):
@@ -61,7 +61,7 @@ def tokenize_marked(
 
 
 def _tokens_of_text(text: str, markup: frozenset[str], tokenize: Callable[[str, bool], list[int]]) -> list[int]:
-    """Tokenize a text in pieces that contain no whole text of `markup`, because llama.cpp would always find it."""
+    """Tokenize a text in pieces, so that no piece contains a whole text of `markup`. llama.cpp would always find it."""
     cuts = sorted({match.start() + 1 for literal in markup if len(literal) > 1 for match in _found(literal, text)})
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for piece in pieces if piece for token in tokenize(piece, False)]

@@ -1,7 +1,7 @@
 """Separate the reasoning, text and tool calls of a reply while the model generates it. Pure.
 
-The readers change what callers see and nothing else: sampled tokens, usage and the KV cache stay the same. The parts of
-a reply do not depend on how its text is split.
+The readers change only what callers see. Sampled tokens, usage and the KV cache stay the same. The parts of a reply do
+not depend on how its text is split.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def open_reply(format_: ReplyFormat) -> ReplyReader:
 
 
 class ReplyReader(ABC):
-    """A reader of one reply, which its sequence owns."""
+    """A reader of one reply, owned by the sequence that generates the reply."""
 
     def __init__(self, format_: ReplyFormat) -> None:
         self._format = format_
@@ -76,7 +76,7 @@ class ReplyReader(ABC):
     @property
     @abstractmethod
     def num_unbound(self) -> int | None:
-        """The number of leading tokens that no grammar constrains, or None until it is known."""
+        """The number of leading tokens that no grammar constrains, or None while it is unknown."""
 
     @property
     def forced_token(self) -> int | None:
@@ -207,7 +207,7 @@ class TagReader(ReplyReader):
         return _State.CALLS
 
     def _release_all_but(self, num_held: int, parts: list[ReplyPart], kind: Kind, *, keeps_space: bool = False) -> None:
-        """Hold the last characters, and the space before them, because both may belong to a tag. Release the rest."""
+        """Hold back the last characters and the space before them, which may belong to a tag. Release the rest."""
         text = self._held[: len(self._held) - num_held]
         text = text if keeps_space else text.rstrip()
         self._held = self._held[len(text) :]

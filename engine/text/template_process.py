@@ -1,14 +1,14 @@
-"""Render one chat template in a separate process, which `chat_template.py` runs by the path of this file.
+"""Render one chat template in a separate process, which `chat_template.py` starts from this file.
 
 Templates are part of models, and their variables are part of jobs. Either can make a template run forever, fill the
-memory, or hold Python's lock in one long call. In a separate process, other jobs are not affected. Only the standard
-library and Jinja are imported, so that the process starts quickly.
+memory, or hold Python's lock in one long call. In a separate process, this does not affect other jobs. Only the
+standard library and Jinja are imported, so that the process starts quickly.
 
-The process reads one JSON object per line, and answers each with one. The first line has `source`, `bos`, `eos`,
-`control`, `markup`, `from_caller` and `cpu_s`. Every other line has `messages`, `variables` and `mark`. The answer has
-`text` and `marked` (see `CallerMasks`), or `error` with `kind`: invalid (the request is at fault), refused (by the
-template) or failed. A request with `probes` has several conversations by name. Its answer has `texts`, with null for
-those that the template can't render.
+The process reads one JSON object per line, and answers each with another JSON object. The first line has `source`,
+`bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line has `messages`, `variables` and `mark`.
+The answer has `text` and `marked` (see `CallerMasks`), or `error` with a `kind`: invalid (the request is at fault),
+refused (by the template) or failed. A request with `probes` has several conversations by name. Its answer has `texts`,
+with null for each conversation that the template can't render.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
 
 
 class CallerMasks:
-    """A search for the characters of a prompt that come from the caller, whatever the template did with them.
+    """Finds the characters of a prompt that come from the caller, regardless of what the template did with them.
 
     The template renders the conversation a second time. In the caller's strings, each character that distinguishes
-    control tokens from words, such as `<` or `|`, is then replaced by another one, its mask. If both prompts are equal
-    except for the masks, each mask is at the position of a caller's character.
+    control tokens from words, such as `<` or `|`, is then replaced by another character, its mask. If both prompts are
+    equal except for the masks, each mask is at the position of a caller's character.
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
-        """`control` has the texts of control tokens, and `markup` the texts of other tokens in the template."""
+        """Take the texts of control tokens (`control`) and of other tokens that occur in the template (`markup`)."""
         self._literals = [text for text in {*control, *markup} if text.strip()]
         self._joined_literals = "\n".join(self._literals)
         self._maskable = sorted({char for text in self._literals for char in text if not char.isspace()})
@@ -116,7 +116,7 @@ class CallerMasks:
         return dict(zip(map(ord, self._maskable), free[: len(self._maskable)], strict=True))
 
     def mask(self, text: str, masks: Mapping[int, int]) -> str:
-        """Return a string of the caller with masks."""
+        """Return one of the caller's strings, with masks for its maskable characters."""
         if text in self._template_names:  # the template may compare it, and writes the markup around a role itself
             return text
         if text in self._joined_literals and not self._markup_chars & set(text):  # the template may complete this word
@@ -150,7 +150,7 @@ class CallerMasks:
 
 
 def _compared_texts(tree: nodes.Template) -> set[str]:
-    """Return the texts that a template compares with, splits at, and so on."""
+    """Return the texts that a template uses to compare, split or otherwise examine strings."""
     users = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
     return {c.value for user in users for c in user.find_all(nodes.Const) if isinstance(c.value, str) and c.value}
 
@@ -175,7 +175,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class Renderer:
-    """One compiled template."""
+    """Renders one compiled template."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         environment = _environment(setup["bos"], setup["eos"])
@@ -187,7 +187,7 @@ class Renderer:
         self._from_caller = setup["from_caller"]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request, except for errors. Raises Invalid, and any error of the template."""
+        """Return the answer to a request. Raises Invalid, and any error of the template."""
         if "probes" in request:
             return {"texts": {name: self._probe(probe) for name, probe in request["probes"].items()}}
         messages = request["messages"]
@@ -236,7 +236,7 @@ class Renderer:
         return text
 
     def _attempt(self, messages: Any, variables: Any, masks: Iterable[int]) -> str:
-        """Return the prompt of masked strings, or an empty text if the template rejects them."""
+        """Return the prompt for masked strings, or an empty text if the template rejects them."""
         self._current_masks = masks
         try:
             return self._render(messages, variables)

@@ -1,7 +1,7 @@
 """`python -m cellama.engine.tuning` tunes a model for `cellama tune`, which must not import the engine.
 
 It reads one JSON object from stdin: `source`, `options` (of EngineOptions), `capabilities`, `hub`, `seconds`,
-`max_threads`, `max_slots`. It writes one JSON object per line: `{"row": …}` when a setup was measured, and at the end
+`max_threads`, `max_slots`. It writes one JSON object per line: `{"row": …}` after each measured setup, and at the end
 `{"result": …}` or `{"error": …, "code": …}`. The result is stored before it is written.
 """
 
@@ -22,7 +22,7 @@ from .measure import tune
 
 
 def main() -> int:
-    """Return the exit code: 0, 1 after an error, 130 after an interrupt."""
+    """Tune the model, and return the exit code: 0, 1 after an error, or 130 after an interrupt."""
     arguments = json.load(sys.stdin)
     try:
         options, hub = EngineOptions(**arguments.pop("options")), HubOptions(**arguments.pop("hub"))

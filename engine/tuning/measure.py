@@ -41,14 +41,14 @@ SPREAD = 0.6  # sigma of the lognormal lengths: an eighth is below half of the m
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Lengths of half of the requests. The others have about this mean, and at most twice this length."""
+    """The lengths of half of the requests. The other half have about this mean, and at most twice this length."""
 
     prompt_tokens: int = 64
     new_tokens: int = 32
 
     @property
     def max_tokens(self) -> int:
-        """The context of the longest request, in tokens."""
+        """The context that the longest request needs, in tokens."""
         return 2 * (self.prompt_tokens + self.new_tokens)
 
 
@@ -57,7 +57,7 @@ def num_requests(slots: int) -> int:
 
 
 def requests(lengths: RequestLengths, count: int, n_vocab: int, round_: int = 0) -> list[tuple[tuple[int, ...], int]]:
-    """Return prompts with their numbers of new tokens, always the same ones for the same arguments.
+    """Return prompts with their numbers of new tokens. The same arguments always give the same result.
 
     Different rounds share no prefix, so that no prompt is cached from an earlier round.
     """
@@ -220,9 +220,9 @@ class TuningRig:
         self._num_rounds = 0
 
     def measure(self, setup: Setup) -> Measurement | None:
-        """Return the best of a few rounds; None if the setup does not work, or not in time.
+        """Return the best of a few rounds, or None if the setup does not work or takes too long.
 
-        The best one counts, because other programs can only make a round slower.
+        The best round counts, because other programs can only make a round slower.
         """
         started = time.monotonic()
         try:
@@ -278,7 +278,7 @@ class TuningRig:
             engine.close()
 
     def _round(self, engine: Engine, lengths: RequestLengths, count: int, slots: int) -> MeasuredRound | None:
-        """Run the requests; None if the deadline passed first. `ttft_ms` is the median of those that don't wait."""
+        """Run all requests. Return None if the deadline passes. `ttft_ms` is the median of requests that don't wait."""
         self._num_rounds += 1
         timeout_s = max(0.1, self._deadline - time.monotonic())
         batch = [
@@ -326,7 +326,7 @@ class TuningRig:
             embedder.close()
 
     def _repeated(self, run: Callable[[], MeasuredRound | None]) -> list[MeasuredRound]:
-        """Run one round, and repeat it while all rounds together are short."""
+        """Run one round, and repeat it as long as all rounds together are short."""
         rounds: list[MeasuredRound] = []
         enough_s = min(ROUNDS_S, ROUNDS_SHARE * self._seconds)
         while (round_ := run()) is not None:

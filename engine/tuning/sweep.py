@@ -1,6 +1,6 @@
-"""The sweep: which setups of a model are measured, in which order, and which one is chosen.
+"""The sweep: which setups of a model are measured, in which order, and which setup is chosen.
 
-Pure: measuring and the clock are passed in, so tests need no model.
+This module is pure: measuring and the clock are passed in, so tests need no model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SweepLimits:
 
 
 def thread_counts(max_threads: int) -> list[int]:
-    """Return the numbers of threads to try: the maximum, repeated halves of it, and numbers in the middle."""
+    """Return the numbers of threads to try: the maximum, its repeated halves, and the numbers midway between them."""
     counts, count = {max_threads, 1}, max_threads
     while count > 1:
         counts |= {count, (count + count // 2) // 2} if count >= 4 else {count}
@@ -62,7 +62,7 @@ def thread_counts(max_threads: int) -> list[int]:
 
 
 def choose(rows: Iterable[Measurement]) -> Measurement | None:
-    """Return the fastest setup. Within 2 % of it, prefer fewer slots, then fewer threads, then defaults."""
+    """Return the fastest setup. Within 2 % of its rate, prefer fewer slots, then fewer threads, then defaults."""
     rows = list(rows)
     best = max((row.tokens_per_s for row in rows), default=0.0)
 
@@ -76,10 +76,10 @@ def choose(rows: Iterable[Measurement]) -> Measurement | None:
 
 @dataclass(slots=True)
 class Sweep:
-    """Varies one option of the best setup after the other, until no option improves the rate.
+    """Varies the options of the best setup one after another, until no option improves the rate.
 
-    `measure` returns None for a setup that does not fit or took too long. A measurement starts only if it can be
-    expected to end before the deadline. `rows` has the results in order, each setup once.
+    `measure` returns None for a setup that does not fit or takes too long. A measurement starts only if it can be
+    expected to end before the deadline. `rows` contains the results in order, and each setup only once.
     """
 
     measure: Callable[[Setup], Measurement | None]
@@ -90,7 +90,7 @@ class Sweep:
     skipped: set[Setup] = field(default_factory=set)  # setups that were not measured for lack of time
 
     def run(self) -> Measurement | None:
-        """Return the chosen measurement; None if nothing could be measured."""
+        """Measure setups, and return the chosen measurement, or None if nothing could be measured."""
         self._rate(self.limits.start)
         before = None
         while (best := choose(self.rows)) is not None and best != before:
@@ -100,7 +100,7 @@ class Sweep:
         return best
 
     def _vary(self, setup: Setup, name: str, values: Sequence[Any]) -> None:
-        """Measure larger values while each improves the rate; if none does, smaller ones until one loses 10 %."""
+        """Measure larger values while the rate improves. If none improves it, try smaller ones until one loses 10 %."""
         start = best = self._rate(setup)
         index = values.index(getattr(setup, name))
         for value in values[index + 1 :]:
@@ -115,7 +115,7 @@ class Sweep:
             best = max(best, rate)
 
     def _rate(self, setup: Setup, best: float = 0.0) -> float:
-        """Return the tokens per second of a setup; 0 if it can't be measured. Rates far below `best` are repeated."""
+        """Return the tokens per second of a setup, or 0 if it can't be measured. Remeasure rates far below `best`."""
         known = next((row for row in self.rows if row.setup == setup), None)
         if known is not None:
             return known.tokens_per_s
@@ -135,7 +135,7 @@ class Sweep:
         return self.rows[-1].tokens_per_s
 
     def _has_time(self, setup: Setup) -> bool:
-        """Estimate whether a measurement would end in time, from the fastest earlier one and the number of slots."""
+        """Estimate whether a measurement would end in time, based on the fastest one and the number of slots."""
         slots = setup.n_parallel or 1
         expected = [row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows]
         if self.clock() + min(expected, default=0.0) <= self.deadline:

@@ -1,4 +1,4 @@
-"""Run the attempts of jobs in a worker, each from its payload to its end.
+"""Run the attempts of jobs in a worker: start each attempt in the ledger, call its handler, and end it.
 
 This package may use `worker`, `publishing` and lower layers, and the engine. Only workers import this package.
 """

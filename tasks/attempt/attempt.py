@@ -1,17 +1,17 @@
-"""Run one attempt at a job in a worker. In every case, the job's stream ends once, and Celery gets the matching state.
+"""Run one attempt at a job in a worker. In every case, the job's stream ends once, and Celery gets a matching state.
 
 A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS.
 A job that is revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
 A job at its soft or hard time limit ends with `done` (`timeout`), and the state is FAILURE.
 A job with an invalid payload, an engine error or a bug ends with `error`, and the state is FAILURE with JobFailed.
 A job that has crashed its workers repeatedly ends with `error` (`dead`), and the state is FAILURE with JobFailed.
-A job that is missing in the ledger ends with `error`, and the state is FAILURE with JobFailed.
+A job that is missing from the ledger ends with `error`, and the state is FAILURE with JobFailed.
 If the worker stops, the message is queued again, and another attempt ends the stream and sets the state.
 If another attempt has started, that attempt ends the stream and sets the state.
 
-`JobAttempt.execute` is the whole attempt: it passes the quarantine, starts the attempt in the ledger, calls the handler
-for the kind of job (`HANDLERS`), and ends the attempt. Everything except callbacks of interruptions runs on the job's
-pool thread.
+`JobAttempt.execute` runs the whole attempt: it passes the quarantine, starts the attempt in the ledger, calls the
+handler for the kind of job (`HANDLERS`), and ends the attempt. Everything runs on the job's pool thread, except the
+callbacks for interruptions.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def attempt_job(runtime: Runtime, task: Task, streams: bool, read_payload: Calla
 
 
 def end_revoked(runtime: Runtime, job_id: str) -> None:
-    """End the stream of a job that was revoked before its attempt started here."""
+    """End the stream of a job that was revoked before its attempt started in this worker."""
     runtime.ledger.cancel(job_id, running=True)
 
 
 class JobAttempt:
-    """One attempt at a job, from its message to its end."""
+    """Runs one attempt at a job: reads the payload, calls the job's handler, and ends the job's stream."""
 
     def __init__(self, task: Task, runtime: Runtime, read_payload: Callable[[], Any]) -> None:
         """Prepare an attempt. `read_payload` returns the payload, or raises InvalidJob."""
@@ -145,7 +145,7 @@ class JobAttempt:
     # The start of the attempt
 
     def execute(self, streams: bool) -> Result:
-        """Return the job's result, or raise JobFailed, or Celery's Ignore, Reject or SoftTimeLimitExceeded."""
+        """Return the job's result. Raises JobFailed, or Celery's Ignore, Reject or SoftTimeLimitExceeded."""
         run = new_run()
         with self._passed_quarantine(alone=False) as on_token:
             attempt = self._begin(run, alone=False)
@@ -196,7 +196,7 @@ class JobAttempt:
             return result
 
     def _note_token(self, leave_quarantine: Callable[[], None]) -> None:
-        """Leave the quarantine, because a token of this attempt is in Redis. Called on the publisher thread."""
+        """Leave the quarantine, because a token of this attempt is in Redis. The publisher thread calls this."""
         leave_quarantine()
         if not self._context.has_token:
             self._context.has_token = True
@@ -258,7 +258,7 @@ class JobAttempt:
             self._stream.publish(event, result)
 
     def _ignore_unless_current(self) -> None:
-        """Wait until the last event is in Redis. Raises Ignore if another attempt has the job."""
+        """Wait until the last event is in Redis. Raises Ignore if another attempt has taken over the job."""
         if not self._stream.ended.result():
             if self._control.interruption is Interruption.HANDED_BACK:  # it was handed back before its end was written
                 self._hand_back()
@@ -281,7 +281,8 @@ class JobAttempt:
     def _end_unknown(self) -> JobFailed:
         """End a job that is not in the ledger although its message has cellama's header.
 
-        The message may be a copy from an expired job, or plain Celery sent it. Raises Ignore if Celery has its end.
+        The message may be a copy that belongs to an expired job, or may come from plain Celery. Raises Ignore if Celery
+        already has the job's end.
         """
         if self._retry_redis(self._task.AsyncResult(self.job_id).ready):
             raise Ignore()
@@ -290,7 +291,10 @@ class JobAttempt:
         return failure
 
     def _raise_if_interrupted(self) -> None:
-        """Raise SoftTimeLimitExceeded or Ignore if the job is interrupted. Celery stores revokes and hard limits."""
+        """Raise SoftTimeLimitExceeded or Ignore if the job is interrupted.
+
+        Celery itself stores the end of the job after a revoke or at a hard limit.
+        """
         if self._control.interruption is Interruption.SOFT_LIMIT:
             raise SoftTimeLimitExceeded()
         if self._control.interruption is not None:
@@ -309,8 +313,8 @@ class JobAttempt:
     def _retry_redis(self, action: Callable[[], T]) -> T:
         """Run an action, and retry it while Redis does not answer or temporarily refuses commands.
 
-        Raises JobFailed if Redis refuses the command permanently, Reject if the worker stops meanwhile, and Ignore or
-        SoftTimeLimitExceeded at a time limit.
+        Raises JobFailed if Redis refuses the command permanently, Reject if the worker stops in the meantime, and
+        Ignore or SoftTimeLimitExceeded at a time limit.
         """
         with redis_waits.of(f"job {self.job_id}") as waits:
             while True:
@@ -342,7 +346,7 @@ class JobAttempt:
         raise self._hand_over()
 
     def _hand_over(self) -> Ignore:
-        """Interrupt this attempt, so that another worker resumes the job, or this worker does so later."""
+        """Interrupt this attempt, so that another worker, or later this worker, resumes the job."""
         self._control.interrupt(Interruption.HANDED_BACK)
         return Ignore()
 
@@ -517,7 +521,7 @@ class JobAttempt:
         return self._done({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
 
     def _done(self, result: Result) -> Result:
-        """End the stream of a job whose end no engine reports, and return the result."""
+        """End the stream of a job for which no engine reports the end, and return the result."""
         usage = cast(Usage, result.get("usage") or usage_of())
         self._end_stream(events.done("stop", usage), result)
         log.info("job finished", job_id=self.job_id, model=result["model"], prompt_tokens=usage["prompt_tokens"])

@@ -35,7 +35,7 @@ Parent = tuple[int, ...]  # tokens of the context that a line continues
 
 
 def adapters_of_lines(job: ChunkJob) -> set[str]:
-    """Return the names of the adapters that lines choose."""
+    """Return the names of the adapters that the lines of the job choose."""
     names: set[str] = set()
     for line in job.lines:
         if line.params.get("adapters") is not None:
@@ -84,7 +84,7 @@ class ChunkRun:
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Compute the lines. Returns when the end of every line is in Redis, or after `stop`."""
+        """Compute the lines. Returns when the end of every line is in Redis, or after `stop` was called."""
         self._context.requests_from = self._started_at  # all lines count as submitted now
         self._stream.on_line = self._finish_line
         self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
@@ -99,7 +99,7 @@ class ChunkRun:
             self._changed.wait_for(lambda: self._stopped or not self._unfinished)
 
     def stop(self) -> None:
-        """Cancel the running lines. Their events are no longer published. Thread-safe."""
+        """Cancel the running lines, whose events are no longer published. Thread-safe."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class ChunkRun:
             handle.cancel()
 
     def _seed_of(self, index: int) -> int:
-        """Return the seed of a line, which is the same in every attempt, so that the line resumes with it."""
+        """Return the seed of a line. It is the same in every attempt, so that the line can resume."""
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {index}".encode()) & 0x7FFFFFFF
 
     def _finish_texts(self, index: int, job: EmbedJob, handle: EmbeddingHandle) -> None:

@@ -67,7 +67,7 @@ def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
 
 
 def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
-    """Return the tokens to prefill. Those of a conversation end before the reply, so that all replies share them."""
+    """Return the tokens to prefill. A conversation's tokens end before the reply, so that all replies share them."""
     if job.prompt is not None:
         model.require("generate")
         return _tokens_of(model, job.prompt, job.parent_key)
@@ -123,7 +123,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, 
 def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object]) -> bool:
     """Return whether a schema, a regular expression, a grammar or the format of tool calls constrains the text.
 
-    `params` are the parameters of a generation or chat, `defaults` the sampling defaults of the model.
+    `params` are the parameters of a generation or chat, and `defaults` are the model's sampling defaults.
     """
     if params.get("tools") and params.get("tool_choice") != "none":
         return True
@@ -177,9 +177,9 @@ def _check_signatures(
 def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
     """Return the tokens of the context with this key from this worker, its directory of KV states, or Redis.
 
-    A context counts only if its tokens have this key for the job's scope and adapters. Otherwise it is unknown, so no
-    error reveals whether another scope has the key. The context is stored in Redis for as long as the job's journal,
-    so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter, RedisError.
+    A context is used only if its tokens have this key for the job's scope and adapters. Otherwise the key counts as
+    unknown, so no error reveals whether another scope has the key. The context is stored in Redis for as long as the
+    job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter, RedisError.
     """
     redis, settings = runtime.redis, runtime.settings
     ttl_s = max(settings.result_ttl_s, settings.journal_ttl_s)
@@ -203,8 +203,8 @@ def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters
 def _has_key(context: KeptContext, model: Model, key: str, scope: str, adapters: Choice) -> bool:
     """Return whether a context has this key for a job with this scope and these adapters.
 
-    The identity in the key is that of the engine that computed the context. It may differ from this engine's, for
-    example because the KV cache has another data type. The tokens are then prefilled again.
+    The key contains the identity of the engine that computed the context. This engine's identity may be different, for
+    example because its KV cache has another data type. The tokens are then prefilled again.
     """
     fingerprints = {info.name: info.fingerprint for info in model.adapters()}
     pairs = tuple((fingerprints.get(name, ""), scale) for name, scale in adapters)

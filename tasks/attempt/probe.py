@@ -1,4 +1,4 @@
-"""Report through Celery's remote control how much of a prompt is in this worker's cache. Only workers use it."""
+"""Report through Celery's remote control how much of a prompt is in this worker's cache. Only workers import this."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cellama_cached_prefix(state: Any, job: dict[str, Any], **_: Any) -> dict[str
 def cached_prefix(manager: ModelManager, job: PrefillJob) -> dict[str, Any]:
     """Return the fields of `CachedPrefix` except `worker`. Raises InvalidJob, EngineError.
 
-    It runs on the worker's main thread, so it refuses texts that take long to tokenize.
+    It runs on the worker's main thread, so it refuses texts that would take long to tokenize.
     """
     texts = [job.prompt] if isinstance(job.prompt, str) else [message.content or "" for message in job.messages]
     num_chars = sum(map(len, texts)) + len(job.system or "")

@@ -53,9 +53,9 @@ def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedRes
 
 
 def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: float) -> None:
-    """Wait until the texts are computed. `submitted_at` is a monotonic time in seconds.
+    """Wait until the vectors are computed. `submitted_at` is a monotonic time in seconds.
 
-    Raises JobFailed if `timeout_s` seconds have passed since `submitted_at`, and EngineError.
+    Raises JobFailed if `timeout_s` seconds have passed since `submitted_at`, and EngineError if the computation failed.
     """
     remaining_s = None if timeout_s is None else max(0.0, submitted_at + timeout_s - time.monotonic())
     try:
@@ -67,7 +67,7 @@ def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: flo
 
 
 def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
-    """Return the indices and scores of the best documents in descending order of their scores.
+    """Return the indices and scores of the best documents, in descending order of score.
 
     Documents with equal scores keep their order. Raises EngineError, JobFailed.
     """
@@ -99,7 +99,7 @@ def _usage(handle: EmbeddingHandle) -> Usage:
 
 
 def as_base64(vector: NDArray[np.float32]) -> Encoded:
-    """Encode a vector as base64 of little-endian float32, as in the OpenAI API; several vectors are concatenated."""
+    """Encode a vector as base64 of little-endian float32, as in the OpenAI API. Several vectors are concatenated."""
     return Encoded(b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"')
 
 
@@ -119,7 +119,7 @@ def _row(row: NDArray[np.float32]) -> bytes:
 
 
 def _unit_row(row: NDArray[np.float32]) -> bytes:
-    """Write numbers into a matrix of characters, one digit of all numbers at a time. `json` takes 6 times as long."""
+    """Write numbers into a matrix of characters, one digit position at a time. `json` takes 6 times as long."""
     magnitudes = np.abs(row.astype("f8"))
     if not (magnitudes < 10).all():  # not of unit length, or not finite
         return _row(row)

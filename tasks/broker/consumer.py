@@ -9,7 +9,7 @@ jobs. If bulk jobs use up the capacity of a model, the worker still receives urg
 bulk requests for them (docs/delivery.md).
 
 A worker reads only the queues of models that have capacity, and takes several messages at once (`QueueReader`). Kombu's
-channels read all queues in the same way, and take one message after another.
+own channels treat all queues alike, and take only one message at a time.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ MAX_EVENTS = 1000  # per message of events; a full buffer is sent at once
 
 
 class JobLimits:
-    """How many jobs of each model a worker may hold, and how many more it has capacity for.
+    """Limits how many jobs of each model a worker may hold, and computes the remaining capacity.
 
-    Each model has a limit of its own, so the backlog of one model does not block another. The limit is the number of
-    jobs in progress plus `look_ahead`, the number of jobs that wait inside the worker.
+    Each model has its own limit, so the backlog of one model does not block another. The limit is the maximum number of
+    jobs in progress plus `look_ahead`, the number of jobs that may wait inside the worker.
     """
 
     def __init__(self, max_in_progress: Mapping[str, int], look_ahead: int, default: Callable[[], str | None]) -> None:
-        """Compute capacity from `max_in_progress`, the maximum number of jobs by model, which its owner updates.
+        """Compute capacity from `max_in_progress`, the maximum number of jobs per model, which its owner may update.
 
         `default` returns the model that serves `:default`.
         """
@@ -93,10 +93,10 @@ class JobLimits:
         return self._default() or model if model == DEFAULT_MODEL else model
 
     def capacity(self, queues: Iterable[str], *held: HeldJobs) -> dict[str, int]:
-        """Return how many more jobs the model of each queue may get, in addition to those that are `held`.
+        """Return how many more jobs the model of each queue may get, in addition to the jobs that are already `held`.
 
-        A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a model can hold
-        two chunks, and slots that the first chunk no longer needs go to the second one.
+        A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a worker can hold
+        two chunks for a model, and the second chunk gets the slots that the first one no longer needs.
         """
         free: dict[str, int] = {}
         models = {queue: self.model_of(queue) for queue in queues}
@@ -121,14 +121,14 @@ class JobLimits:
 
 
 class QueueReader:
-    """Read the queues of one channel: messages with its priorities, for models that have capacity.
+    """Reads the queues of one channel: only messages with its priorities, and only for models that have capacity.
 
-    BRPOP returns a message of the first list that has one. Kombu moves the queue of the last message to the end of its
-    cycle, so models take turns. Within a model, more urgent lists are first.
+    BRPOP returns a message from the first list that is not empty. Kombu moves the queue of the last message to the end
+    of its cycle, so models take turns. Within a model, more urgent lists come first.
 
-    When Redis replies to a BRPOP (`_read`), the worker takes the message in the ledger, and a page of further messages
-    with the same script (`_take`). Then kombu delivers each message: it records the message in `LedgerQoS`, and calls
-    Celery's consumer.
+    When Redis replies to a BRPOP (`_read`), a script takes the message in the ledger, together with a page of further
+    messages (`_take`). Then kombu delivers each message: it records the message in `LedgerQoS`, and calls Celery's
+    consumer.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class QueueReader:
         priorities: Sequence[int],
         before: Sequence[QueueReader] = (),
     ) -> None:
-        """Read the `priorities` of this channel.
+        """Read messages with the `priorities` of this channel.
 
         Messages that the readers in `before` hold also count against the capacity of this reader.
         """
@@ -167,12 +167,12 @@ class QueueReader:
     def can_take(self) -> bool:
         """Return whether kombu may read this channel.
 
-        It may also read while a reply is pending, so that a message in this reply is not left unread.
+        Kombu may also read while a reply is pending, so that a message in this reply is not left unread.
         """
         return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
 
     def keep_messages(self) -> None:
-        """Keep the messages when the channel is closed. Its connection is lost, and the next channel adopts them."""
+        """Keep the messages when the channel of a lost connection is closed, so that the next channel adopts them."""
         self._qos.restore_at_shutdown = False
 
     # Requests
@@ -181,7 +181,7 @@ class QueueReader:
         return [queue for queue, capacity in self.capacity(queues_in_turn(self.channel)).items() if capacity]
 
     def _keys(self, queues: Sequence[str]) -> list[str]:
-        """Return the keys of the lists of these queues, the preferred list first."""
+        """Return the keys of these queues' lists, starting with the preferred list."""
         groups = self._job_limits().by_model(queues)
         return [queue_key(queue, priority) for group in groups for priority in self._priorities for queue in group]
 
@@ -203,7 +203,7 @@ class QueueReader:
                 self._disable_unblocking(error)
 
     def request_again(self) -> None:
-        """End a waiting BRPOP if a model that it lacks has capacity now, so that kombu sends another BRPOP."""
+        """End a waiting BRPOP if it omits a model that now has capacity, so that kombu sends another BRPOP."""
         channel = self.channel
         if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_queues()):
             return
@@ -228,7 +228,7 @@ class QueueReader:
             self._read()
 
     def _read(self) -> None:
-        """Deliver the message in a reply to BRPOP, and those that are taken together with it.
+        """Deliver the message in a reply to BRPOP, and the messages that are taken together with it.
 
         Data that is not a message is dropped, because it would otherwise crash each worker that reads it. If a message
         can't be delivered, its lease expires, and the reaper queues it again. Raises queue.Empty and RedisError.
@@ -256,9 +256,9 @@ class QueueReader:
     def _take(self, job_id: str, queue: str) -> tuple[Taken, list[Fetched]]:
         """Take a message that Redis has already removed from its list, and a page of further messages.
 
-        This is retried while Redis is unreachable or temporarily refuses the script, for example because it is full.
-        Meanwhile the event loop waits. Raises RedisError if Redis refuses the script permanently, or if the worker
-        stops. Then the reaper finds the message.
+        The script is retried while Redis is unreachable or temporarily refuses it, for example because Redis is full.
+        In the meantime, the event loop waits. Raises RedisError if Redis refuses the script permanently, or if the
+        worker stops. In these cases, the reaper finds the message later.
         """
         token = new_run()
         with redis_waits.of("the consumer") as waits:
@@ -273,7 +273,7 @@ class QueueReader:
                 time.sleep(TAKE_RETRY_S)
 
     def _page_limits(self, queue: str) -> PageLimits:
-        """Return how many messages of which lists can be taken in one page, together with a message of this queue."""
+        """Return how many messages can be taken from each list in one page, together with a message of this queue."""
         job_limits = self._job_limits()
         capacity = self.capacity(self.channel.active_queues)
         for other in capacity:
@@ -285,7 +285,7 @@ class QueueReader:
 
 
 def _decode_message(payload: bytes) -> dict[str, Any]:
-    """Return a message in kombu's format. Raises one of NOT_A_MESSAGE."""
+    """Return a message in kombu's format. Raises one of the errors in NOT_A_MESSAGE."""
     text = payload.decode()
     message = loads(text) if TYPE_MARK in text else json.loads(text)
     if not isinstance(message, dict) or not isinstance(message.setdefault("headers", {}), dict):
@@ -357,7 +357,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
     def connect(self) -> Any:
         """Wait until Redis accepts commands, then connect as Celery does.
 
-        Otherwise each step of the start would fail and be retried.
+        Without this wait, each step of the start would fail and be retried.
         """
         retries_s = iter(PROBE_WAITS_S)
         with redis_waits.of("the consumer") as waits:
@@ -433,7 +433,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
 
 
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Open the second channel. After a reconnect, move the messages of running jobs to the new channels."""
+    """Opens the second channel. After a reconnect, it moves the messages of running jobs to the new channels."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 

@@ -1,8 +1,8 @@
 """Celery's remote control with persistent revokes and purges.
 
-Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here the caller of a revoke
-writes it into the ledger, and so does a worker that receives a revoke from any app. Commands and replies are sent with
-a few retries, whereas Celery retries until Redis is back.
+Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here, the process that calls
+`revoke` records the revoke in the ledger, and so does a worker that receives a revoke from any app. Commands and
+replies are sent with a few retries, whereas Celery retries until Redis is back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PURGE_PAGE = 200  # messages per script, which blocks Redis for a few millisecon
 class BoundedMailbox(Mailbox):  # type: ignore[misc]
     """Kombu's mailbox, with a limit on retries.
 
-    Without this limit, the event loop of a worker would block and handle no signal while Redis is unreachable, and
+    Without this limit, the event loop of a worker would block and handle no signals while Redis is unreachable, and
     Flower would not exit.
     """
 
@@ -57,12 +57,12 @@ class PersistentControl(Control):  # type: ignore[misc]
     Mailbox = BoundedMailbox
 
     def revoke(self, task_id: Any, destination: Any = None, terminate: bool = False, **options: Any) -> Any:
-        """End jobs that wait. With `terminate`, also end jobs that run, now or when another worker continues them."""
+        """End waiting jobs. With `terminate`, also end running jobs, now or when another worker continues them."""
         store_revoke(self.app, task_id, terminate)
         return super().revoke(task_id, destination=destination, terminate=terminate, **options)
 
     def purge(self, connection: Connection | None = None) -> int:
-        """End all jobs that wait in the queues of models, and return how many jobs this ended."""
+        """End all jobs that wait in the queues of models, and return the number of ended jobs."""
         found: Any = self.app.backend.client.smembers(queues_key())
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
@@ -71,7 +71,7 @@ class PersistentControl(Control):  # type: ignore[misc]
 
 
 def store_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> None:
-    """End jobs that wait. With `terminate`, workers also end jobs that run."""
+    """End waiting jobs. With `terminate`, workers also end running jobs."""
     redis: Redis = app.backend.client
     ledger = Ledger(redis)
     for job_id in {task_ids} if isinstance(task_ids, str) else set(task_ids):
@@ -82,7 +82,7 @@ def store_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) ->
 
 
 def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
-    """Cancel a job. Return whether this ended the job, which is the case if no worker runs it."""
+    """Cancel a job, and return whether this call ended it, which is the case if no worker runs it."""
     if not ledger.cancel(job_id, running=running) or (ending := ledger.ending(job_id)) is None:
         return False
     try:
@@ -94,7 +94,7 @@ def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
 
 
 def purge_queue(app: Celery, queue: str) -> int:
-    """Cancel all jobs that wait in a model's queue, and return how many jobs this ended.
+    """Cancel all jobs that wait in a model's queue, and return the number of ended jobs.
 
     Running jobs are not affected. Jobs that are queued in the meantime may remain.
     """
@@ -126,7 +126,7 @@ def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
 
 
 def purging_with(purge: Callable[[str], int], connection: Connection) -> Connection:
-    """Return the connection, whose channels now purge the queues of models with `purge`. `celery purge` uses them."""
+    """Make a connection's channels purge model queues with `purge`, for `celery purge`, and return the connection."""
     transport = connection.transport
 
     class Channel(transport.Channel):  # type: ignore[misc,name-defined]

@@ -1,8 +1,9 @@
-"""The messages that a worker holds: how the ledger records them, and Celery's request for each of them.
+"""Record in the ledger which messages a worker holds, and create Celery's request for each message.
 
-Kombu records taken messages in its own hashes, by the clocks of workers, and returns them after a fixed time. Here a
-message belongs to a job, and the ledger records it by the id of the job and the clock of Redis. Taking a message yields
-a token. Only the worker with this token can start the job, renew the lease, or return the message.
+Kombu records taken messages in its own hashes with times from the workers' clocks, and returns messages after a fixed
+time. Here, each message belongs to a job, and the ledger records it under the job's id with times from Redis' clock. A
+worker that takes a message gets a token. Only the worker that has this token can start the job, renew the lease, or
+return the message.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ HeldJobs = Mapping[str, Sequence[int]]  # the weights of the held messages, by q
 class LedgerQoS(QoS):  # type: ignore[misc]
     """The messages that one channel of a worker holds.
 
-    Methods belong to the main thread unless their docstring says otherwise.
+    Only the main thread may call the methods, unless their docstring says otherwise.
     """
 
     def __init__(self, channel: Any, ledger: Ledger, can_take: Callable[[], bool]) -> None:
@@ -61,12 +62,12 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return self._can_take()
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Hold a message that this worker has taken in the ledger, on this channel or on an earlier one."""
+        """Hold a message that this worker has taken in the ledger, on this channel or on an earlier channel."""
         self._num_appended += 1
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
-        """Return the weights of the messages that this channel holds, except for jobs that wait for their ETA.
+        """Return the weights of the messages that this channel holds, without jobs that wait for their ETA.
 
         The event loop calls this several times per turn, so the result is cached until something changes.
         """
@@ -97,7 +98,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
-        """Give a message with a later ETA back to Redis until SOON_S before this time. Return whether this was done.
+        """Give a message with a later ETA back to Redis until SOON_S before its ETA. Return whether Redis has it now.
 
         If Redis does not accept the message, this worker keeps it.
         """
@@ -140,7 +141,7 @@ def _weight_of(message: Any) -> int:
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
     """Convert `eta` and `expires` from the producer's clock to the clock of this machine, which Celery uses.
 
-    The message was sent `waited_s` ago, and has this time by the producer's clock in a header.
+    The message was sent `waited_s` seconds ago. A header contains the time of sending by the producer's clock.
     """
     try:
         shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])
@@ -152,7 +153,7 @@ def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
 
 
 def _unix_s(iso: Any) -> float | None:
-    """Return Unix seconds, or None for a missing value or one that Celery will refuse."""
+    """Return a time in Unix seconds, or None if the value is missing or Celery will refuse it."""
     try:
         return float(maybe_make_aware(maybe_iso8601(iso)).timestamp()) if iso else None
     except (TypeError, ValueError, OverflowError):
@@ -181,7 +182,7 @@ def forget_lost(message: Any) -> None:
 
 
 def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
-    """Return Celery's strategy for starting the job of a message. It adopts messages of plain Celery first."""
+    """Return Celery's strategy for starting a message's job. The strategy adopts messages from plain Celery first."""
     handle: Callable[..., Any] = default(task, app, consumer, **options)
 
     def take(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **others: Any) -> Any:
@@ -200,7 +201,7 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
 
 
 def adopt(ledger: Ledger, task: Any, message: Any) -> None:
-    """Queue a message of plain Celery again as a message of cellama, with a ledger entry and the intended priority.
+    """Requeue a message from plain Celery as a cellama message, with a ledger entry and the intended priority.
 
     A message whose job is in the ledger is a copy of a message that was adopted before, and is dropped.
     """
@@ -212,9 +213,9 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
 
 
 def _adopted_payload(message: Any, priority: int, now: float) -> str:
-    """Return the JSON of a message with this priority. It gets a new delivery tag, because the old one is still in use.
+    """Return a message's JSON with this priority and a new delivery tag, because the old tag is still in use.
 
-    The clock of the producer is unknown, so `eta` and `expires` are read as times of Redis' clock, like `now`.
+    The producer's clock is unknown, so `eta` and `expires` are interpreted as times by Redis' clock, like `now`.
     """
     copy = message.serializable()
     copy["properties"] = {**copy["properties"], "priority": priority, "delivery_tag": uuid()}
@@ -225,7 +226,7 @@ def _adopted_payload(message: Any, priority: int, now: float) -> str:
 
 
 class JobRequest(Request):  # type: ignore[misc]
-    """Celery's request for the message of a job. It acknowledges or rejects the message exactly once.
+    """Celery's request for a job's message. It acknowledges or rejects the message exactly once.
 
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job can end in its own
     thread while the main thread revokes it. A second acknowledgement would raise in Celery's event loop and crash the
@@ -269,7 +270,7 @@ class JobRequest(Request):  # type: ignore[misc]
 
     @property
     def holds_message(self) -> bool:
-        """Whether this worker holds the message, unless another worker has taken it meanwhile. Thread-safe."""
+        """Whether this worker holds the message, and no other worker has taken it. Thread-safe."""
         return not self.acknowledged and not self._is_superseded
 
     def supersede(self) -> None:
@@ -278,7 +279,7 @@ class JobRequest(Request):  # type: ignore[misc]
             control.interrupt(Interruption.SUPERSEDED)
 
     def _forget_message(self) -> None:
-        """Forget the message, so that its capacity in this worker is free, without settling it."""
+        """Forget the message without settling it, which frees its capacity in this worker."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:
@@ -300,7 +301,7 @@ class JobRequest(Request):  # type: ignore[misc]
                 super().reject(requeue)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """Terminate as Celery does, but send Celery's events of the end before the job ends instead of afterwards."""
+        """Terminate as Celery does, but send Celery's events about the end before the job ends, not afterwards."""
         if not self.time_start:
             super().terminate(pool, signal)  # Celery calls this method again once the job has started
             return

@@ -1,6 +1,6 @@
 """A pool of threads for Celery, which supports cancellation and time limits, and acknowledges messages while it drains.
 
-Each running job has a JobControl, through which Celery's main thread or a timer interrupts the thread of the job.
+Each running job has a JobControl. Celery's main thread or a timer uses it to interrupt the job's thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interruption(IntEnum):
 
 
 class JobControl:
-    """Interrupt one job from another thread. Celery's Request calls `terminate`."""
+    """Interrupts one job from another thread. Celery's Request calls `terminate`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -112,7 +112,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         timeout_callback: Callable[[bool, float], None] | None = None,
         **_: Any,
     ) -> JobControl:
-        """Run a job in a thread, and return its control, through which Celery terminates it."""
+        """Run a job in a thread, and return the control that Celery uses to terminate it."""
         control = JobControl(next(self._numbers))
         soft_timeout = soft_timeout or self.options.get("soft_timeout")
         timeout = timeout or self.options.get("timeout")
@@ -216,7 +216,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
 
 def _once(control: JobControl, callback: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the callback of a job. It does nothing if a time limit has ended the job before."""
+    """Return the callback of a job, changed to do nothing if a time limit has already ended the job."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         if callback is not None and control.claim_end():

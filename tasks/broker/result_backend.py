@@ -6,7 +6,7 @@ Which process stores the end depends on how the job ends:
 
 - It succeeds, and a canvas has further steps. Celery stores the end after the task has returned.
 
-- It fails, or exceeds a time limit. Celery stores the end after the task has raised.
+- It fails, or exceeds a time limit. Celery stores the end after the task has raised an exception.
 
 - It is cancelled while it runs. Celery stores the end, and so does the attempt if Celery's main thread could not.
 
@@ -77,10 +77,10 @@ def started_state(task: Task) -> CeleryState | None:
 
 @dataclass(slots=True)
 class CeleryEnd:
-    """The data with which the script `write` ends a job for Celery as well.
+    """The data that the script `write` needs to also end a job for Celery.
 
-    `stored` converts a result into the state that Celery stores, or returns None if the job was interrupted meanwhile.
-    `token` is the token of the message, which the script releases.
+    `stored` converts a result into the state that Celery stores, or returns None if the job was interrupted in the
+    meantime. `token` is the token of the message, which the script releases.
     """
 
     stored: Callable[[Result], CeleryState | None]
@@ -89,7 +89,7 @@ class CeleryEnd:
 
 
 def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
-    """Return the end that is written with the last event, or None if something follows the job.
+    """Return the end to write with the last event, or None if further steps of a canvas follow the job.
 
     Celery sends the next steps of a canvas before it stores the result, and this order must be kept.
     """
@@ -150,13 +150,13 @@ def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
 
 
 def _ignores_result(task: Task, request: Context) -> bool:
-    """Return whether the call ignores its result, or else whether the task does, as Celery 5.7 decides it."""
+    """Return whether the call, or by default the task, ignores its result, according to the rules of Celery 5.7."""
     of_call = vars(request).get("ignore_result")  # the class has a default, which is not the caller's choice
     return bool(task.ignore_result if of_call is None else of_call)
 
 
 def request_of(message: bytes | None) -> Context | None:
-    """Return the context that Celery makes of a message when it runs the job, or None for a malformed message."""
+    """Return the context that Celery makes from a message when it runs the job, or None for a malformed message."""
     if not message:
         return None
     try:
@@ -185,9 +185,9 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     """Celery's result backend, which stores a state with one script instead of two round trips. Thread-safe."""
 
     def __init__(self, *args: Any, app: Any, url: str | None = None, **options: Any) -> None:
-        """Connect to `url`, or else to the app's Redis.
+        """Connect to `url`, or by default to the app's Redis.
 
-        The URL is not in Celery's configuration, because `inspect conf` would show some forms of passwords.
+        The URL is not in Celery's configuration, because `inspect conf` would reveal the passwords in some URLs.
         """
         super().__init__(*args, app=app, url=url or app.redis_url or get_settings().redis_url, **options)
 
@@ -224,7 +224,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     def on_chord_part_return(self, request: Any, state: str, result: Any, *args: Any, **options: Any) -> Any:
         """Count a part of a chord as Celery does, but retry while Redis is unreachable. No part is counted twice.
 
-        A producer with Celery before 5.7 counts the parts that it ends itself without retries.
+        With Celery before 5.7, a producer does not retry when it counts a part that it ended itself.
         """
         count = super().on_chord_part_return
         if not HAS_PUBLISH_RETRY:
@@ -232,7 +232,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return self._ensure_retryable(count, request, state, result, *args, **options)
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
-        """Return the value that Celery stores for this state of a task, for a script. Raises the errors of `encode`."""
+        """Return the value that a script stores for Celery as this state of a task. Raises the errors of `encode`."""
         value = self._value(task_id, result, state, None, request)
         return CeleryState(value if isinstance(value, bytes) else value.encode(), self.expires)
 
@@ -254,7 +254,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
             return self.encode(meta)  # type: ignore[no-any-return]
 
     def _chord_publish_claim_expires(self, initial_expires: int, callback: Any) -> int:
-        """Return the lifetime of a claim in seconds. Celery would cover all retries, which are thousands here."""
+        """Return the lifetime of a claim in seconds. Celery's own value would cover thousands of retries here."""
         return max(initial_expires, CHORD_CLAIM_S)
 
     def is_chord_claimed(self, request: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Turn calls of tasks into messages: options of Celery, steps of a canvas, and jobs queued with their ledger entries.
+"""Turn task calls into messages: settle Celery's options, route canvas steps, and queue jobs with their ledger entries.
 
 This package may import `contract`, `connection` and `state`.
 """

@@ -1,8 +1,8 @@
-"""Jobs as steps of a canvas, and the user's own steps that follow a job.
+"""Handle jobs that are steps of a canvas, and the user's own steps that follow a job.
 
 cellama's tasks are also in the registries of the other Celery apps of a process, where they stay bound to cellama's
-app. So a worker of a user's app sends `generate`, as the next step of a chain, to cellama's Redis. The step is checked
-and recorded in the ledger like any other job.
+app. So if `generate` is the next step of a chain, a worker of a user's app sends it to cellama's Redis. The step is
+checked and recorded in the ledger like any other job.
 
 A cellama worker sends the steps that follow a job, but it has neither the user's tasks nor the routes of their app. The
 process that queues the job has both, so it adds the queue to the steps (`route_steps`).
@@ -45,7 +45,7 @@ ROUTE_OPTIONS = ("queue", "exchange", "routing_key")  # options that determine t
 
 
 def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJob) -> AsyncResult:
-    """End a step as failed, together with all steps that wait for it. The task before it keeps its success."""
+    """Fail a step, together with all steps that wait for it. The preceding task keeps its success."""
     job_id = options.get("task_id") or uuid()
     context = Context(
         id=job_id,
@@ -72,7 +72,7 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
 
 
 def share_tasks(app: Celery, task_class: type[Task]) -> None:
-    """Add the tasks of this class to the registries of all other Celery apps, including apps that are made later.
+    """Add the tasks of this class to the registries of all other Celery apps, including apps that are created later.
 
     Do nothing if cellama can't use the installed Celery. This function runs when `cellama.tasks` is imported, whereas
     the error is raised when a worker starts or a job is sent.
@@ -92,11 +92,11 @@ def share_tasks(app: Celery, task_class: type[Task]) -> None:
 
 
 def route_steps(options: dict[str, Any], own_class: type[Celery]) -> None:
-    """Replace the steps in the options of a call by steps that name their queue.
+    """Replace the steps in the options of a call with steps that name their queue.
 
     The queue is the one that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
-    unchanged if it names its queue, or if no other app of this process could send it. Raises InvalidJob if an app has
-    no such queue.
+    unchanged if it already names its queue, or if no other app of this process could send it. Raises InvalidJob if an
+    app has no such queue.
     """
     for name in STEP_OPTIONS:
         if options.get(name):
@@ -127,7 +127,7 @@ def _name_of(task: str, kwargs: dict[str, Any]) -> str:
 
 
 def _app_of(step: dict[str, Any], name: str, own_class: type[Celery]) -> Celery | None:
-    """Return the user's app that has the task, or else the nearest app, because only its workers may have the task."""
+    """Return the user's app that has the task. If none has it, return the nearest app, whose workers may have it."""
     others = [app for app in active_apps() if not isinstance(app, own_class)]
     if not others:
         return None

@@ -1,9 +1,9 @@
-"""Turn calls of tasks into messages, and queue them.
+"""Turn task calls into messages, and queue the messages.
 
-Three steps follow each other here. The options of Celery are settled for a job, or refused with a remedy
-(docs/canvas.md). The message is built by Celery and kombu, so that any Celery worker can read it, or made from the text
-of an earlier message, which is much faster. Then a script pushes the message together with the job's ledger entry:
-neither exists without the other, and up to `PAGE_JOBS` jobs share one round trip to Redis.
+This takes three steps. First, Celery's options are settled for a job, or refused with a remedy (docs/canvas.md). Next,
+Celery and kombu build the message, so that any Celery worker can read it, or the message is made from the text of an
+earlier message, which is much faster. Finally, a script pushes the message together with the job's ledger entry, so
+that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to Redis.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _priority_of(given: Any, payload_priority: int | None) -> int | None:
 
 
 def _check_connection(app: Celery, connection: Connection | None) -> None:
-    """Raise InvalidJob if a connection is not to the Redis of the app."""
+    """Raise InvalidJob if a connection does not lead to the app's Redis."""
     if connection is None:
         return
     expected = app.connection_for_write()
@@ -149,8 +149,8 @@ def delay_s(app: Celery, options: dict[str, Any]) -> float:
 def timeout_of(kwargs: Any, priority: int) -> float | None:
     """Return a job's timeout in seconds, or None if it has no timeout.
 
-    If the call does not set a timeout, the default timeout of the settings applies, except to bulk jobs. Return None
-    for a value that is not valid. Only plain Celery can send such a value, and a worker refuses the job.
+    If the call does not set a timeout, the default timeout of the settings applies, except to bulk jobs. An invalid
+    value also yields None. Only plain Celery can send such a value, and a worker refuses the job.
     """
     if "timeout" in kwargs:
         timeout = kwargs["timeout"]
@@ -161,7 +161,7 @@ def timeout_of(kwargs: Any, priority: int) -> float | None:
 def plain_priority(kwargs: Any, given: Any) -> int:
     """Return the priority of a job from plain Celery.
 
-    The priority in the payload takes precedence over that of the message, where 0 means that none was set.
+    The priority in the payload takes precedence over the message's priority, where 0 means that no priority was set.
     """
     requested = kwargs.get("priority") if isinstance(kwargs, dict) else None
     if isinstance(requested, int) and requested in PRIORITIES:
@@ -172,7 +172,8 @@ def plain_priority(kwargs: Any, given: Any) -> int:
 def plain_queue(kwargs: Any, args: Any, routing_key: str) -> str:
     """Return the queue for a message from plain Celery.
 
-    It is the queue to which the message was sent if that belongs to a model, otherwise the queue of the job's model.
+    If the message was sent to a model's queue, it stays in this queue. Otherwise, it goes to the queue of the job's
+    model.
     """
     if is_model_queue(routing_key):
         return routing_key
@@ -210,7 +211,7 @@ EVENT: Mapping[Path, str] = {
 
 
 class _JsonTemplate:
-    """A JSON text in which values can be replaced by other JSON texts."""
+    """A JSON text in which values can be replaced with other JSON texts."""
 
     def __init__(self, text: str, paths: Mapping[Path, str]) -> None:
         """Parse the text. Raises KeyError or ValueError if it is not JSON with values at these paths."""
@@ -232,13 +233,13 @@ class _JsonTemplate:
 
 
 class Template:
-    """The message of a job and its `task-sent` event, in which the values of other jobs can be inserted."""
+    """The message of a job and its `task-sent` event, into which other jobs' values can be inserted."""
 
     def __init__(self, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
-        """Make a template of a message that Celery has built.
+        """Make a template from a message that Celery has built.
 
-        `payload_json` is the list of args and kwargs in its body. `trace_headers` names headers whose value differs
-        from job to job. Raises KeyError or ValueError if the message does not have the expected format.
+        `payload_json` is the list of args and kwargs in the message's body. `trace_headers` names headers whose value
+        differs from job to job. Raises KeyError or ValueError if the message does not have the expected format.
         """
         self._key = message.key
         self._text = _JsonTemplate(message.payload, {**MESSAGE, **{("headers", name): name for name in trace_headers}})
@@ -311,7 +312,7 @@ def _encode_body(text: str) -> str:
 
 
 class Templates:
-    """The templates of a process, by the values that their messages share."""
+    """Caches the templates of a process under the values that their messages share."""
 
     MAX_TEMPLATES = 256  # a few KiB each; more than a producer's combinations of task, queue and priority
 
@@ -322,7 +323,7 @@ class Templates:
         return self._templates.get(key)
 
     def learn(self, key: Hashable, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
-        """Make a template of a message. If this fails, later messages with the same key get no template either."""
+        """Make a template from a message. If this fails, later messages with the same key get no template either."""
         if key in self._templates or len(self._templates) >= self.MAX_TEMPLATES:
             return
         try:
@@ -377,7 +378,7 @@ class Collector(Producer):  # type: ignore[misc]
 
 
 class TemplateKey(NamedTuple):
-    """The values that messages must share, besides queue and priority, so that one template fits all of them."""
+    """The values that messages must share, in addition to queue and priority, to be made from one template."""
 
     task: str
     is_bulk: bool  # `JobTask` publishes single jobs and bulk jobs in two ways, with different headers
@@ -450,14 +451,14 @@ class _Messages(contextlib.ExitStack):
 def enqueue(
     app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, template_key: TemplateKey | None = None
 ) -> Iterator[bool]:
-    """Queue jobs in their order, and yield for each whether it is new: False if its idempotency key was used before.
+    """Queue jobs in order. For each job, yield True if it is new, or False if its idempotency key was used before.
 
     While Redis runs the script for a page of jobs, the messages of the next page are made. If no program received the
     events of a page, only the first job of each later page has an event, until a program receives one. With
     `template_key`, messages are made from templates.
 
     Raises RedisError, and InvalidJob if an idempotency key belongs to another job. The jobs that were yielded before
-    are queued, and those of the next page may be.
+    the error are queued, and the jobs of the next page may be queued.
     """
     before: list[Submission] = []
     sent: SentScript | None = None

@@ -1,6 +1,6 @@
 """The types that all tasks share, for type checkers, because Celery itself has no types.
 
-The types of each task are in `tasks/typed_tasks.py`. Signatures and groups have the types of Celery.
+The types of each task are in `tasks/typed_tasks.py`. Signatures and groups have Celery's types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ C = TypeVar("C", contravariant=True)
 
 
 class QueuedJob(Protocol[R]):
-    """A queued job, which at run time is Celery's AsyncResult. `Client.job` and `cellama jobs` accept its `id`."""
+    """A queued job, which is Celery's AsyncResult at run time. `Client.job` and `cellama jobs` accept its `id`."""
 
     id: str
 
@@ -79,14 +79,14 @@ class CallOptions(TypedDict, total=False):
 
 
 class TypedTask(Protocol[C, R]):
-    """The methods that all tasks have. `C` is the type of the named arguments of a call, and `R` that of the result."""
+    """The methods that all tasks have. `C` is the type of a call's named arguments, and `R` the type of the result."""
 
     name: str
 
     def apply_async(
         self, args: Sequence[object] | None = None, kwargs: C | None = None, **options: Unpack[CallOptions]
     ) -> QueuedJob[R]:
-        """Queue a job with options of Celery. Raises InvalidJob, RedisUnreachable and RedisRefused."""
+        """Queue a job with Celery's options. Raises InvalidJob, RedisUnreachable and RedisRefused."""
 
     def s(self, *args: object, **kwargs: object) -> Signature:
         """Return a step of a canvas. Pass `model` by name if the result of the previous step is the first argument."""
@@ -98,4 +98,4 @@ class TypedTask(Protocol[C, R]):
         """Return a group with one job per argument."""
 
     def starmap(self, it: Iterable[Sequence[object]]) -> group:
-        """Return a group with one job per item, which has the arguments of a call."""
+        """Return a group with one job per item. Each item contains the arguments of a call."""

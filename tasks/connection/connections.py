@@ -1,6 +1,6 @@
-"""Connect to Redis, from any form of the setting `redis_url`, and read its clock.
+"""Connect to Redis with any format of the setting `redis_url`, and read Redis' clock.
 
-All machines share the clock of Redis, so times from different machines are only compared by this clock.
+All machines share Redis' clock, so cellama compares times from different machines only by this clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ end
 
 
 def connect(url: str | None = None, **options: Any) -> Redis:
-    """Return a client for this URL, or for the URL of the settings. `options` go to redis-py's connections."""
+    """Return a client for this URL (default: `redis_url`). `options` are passed to redis-py's connections."""
     where = _where(url)
     if where.kind == "sentinel":
         master: Redis = _sentinel(Sentinel, where, options).master_for(
@@ -60,7 +60,7 @@ def connect(url: str | None = None, **options: Any) -> Redis:
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
-    """Return an asyncio client. The arguments are those of `connect`."""
+    """Return an asyncio client. The arguments are the same as for `connect`."""
     where = _where(url)
     if where.kind == "sentinel":
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
@@ -108,7 +108,7 @@ def transport_options(url: str) -> dict[str, Any]:
 
 
 def _where(url: str | None) -> RedisUrl:
-    """Return the parts of this URL or of the setting, with the password of the Redis of `cellama up`."""
+    """Return the parts of this URL or of `redis_url`, with the password of the Redis that `cellama up` runs."""
     settings = get_settings()
     return with_stored_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 
@@ -137,17 +137,17 @@ def _url_for_kombu(where: RedisUrl) -> str:
 
 
 def lua_source(package: str, *names: str) -> str:
-    """Return the clock functions and the scripts of these names, from the directory `lua` of a package, as one text."""
+    """Return the clock functions and these scripts, from the directory `lua` of a package, as one text."""
     directory = files(package) / "lua"
     return LUA_CLOCK + "".join((directory / f"{name}.lua").read_text(encoding="utf-8") for name in names)
 
 
 def seconds_of(reply: Any) -> float:
-    """Convert a reply of TIME to Unix seconds."""
+    """Convert a reply to TIME into Unix seconds."""
     seconds, micros = reply
     return float(seconds) + float(micros) / 1e6
 
 
 def redis_time(redis: Redis) -> float:
-    """Return Unix seconds by the clock of Redis."""
+    """Return the time in Unix seconds by Redis' clock."""
     return seconds_of(redis.time())

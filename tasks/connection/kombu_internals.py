@@ -1,4 +1,4 @@
-"""Every private name of Celery, kombu and redis-py that cellama uses. Only functions in this file read or set one.
+"""Wrap the private names of Celery, kombu and redis-py that cellama uses. Other files only use them in subclasses.
 
 `INHERITED` lists the private names that cellama's subclasses override or use. `require_parts` checks that each part
 exists in the installed libraries with the expected signature. A worker calls it when it starts, a producer when it
@@ -174,7 +174,7 @@ def _mentions(owner: type, name: str) -> bool:
 
 
 def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
-    """Return an app's registry of tasks without finalizing the app, as `app.tasks` would do."""
+    """Return an app's registry of tasks. Unlike `app.tasks`, this does not finalize the app."""
     registry: dict[str, Any] = app._tasks
     return registry
 
@@ -206,7 +206,7 @@ def is_sending_next_step() -> bool:
 
 
 def _is_called_by_tracer() -> bool:
-    """Return whether Celery's code that runs tasks has called cellama, without a task of the user in between."""
+    """Return whether the Celery code that runs tasks has called cellama directly, not through a user's task."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -221,7 +221,7 @@ def _is_called_by_tracer() -> bool:
 def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Publish a step as Celery does after a task, with retries while Redis is unreachable.
 
-    Celery retries since version 5.7. With an older version, there is one attempt.
+    Celery has retried since version 5.7. With older versions, there is only one attempt.
     """
     if HAS_PUBLISH_RETRY:
         app.amqp._retry_publish(publish, *args, **options)
@@ -249,7 +249,7 @@ class _Recorder:
 def publish_into(batch: Any, channel: Any, message: Mapping[str, Any], exchange: str, routing_key: str) -> None:
     """Publish a message, whose commands the channel passes to `batch.add` instead of Redis.
 
-    Channels do this since kombu 5.7. With an older version, the channel gets another client for this call.
+    Channels have supported this since kombu 5.7. With older versions, the channel gets another client for this call.
     """
     if HAS_PUBLISH_BATCH:
         channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=batch)
@@ -276,7 +276,7 @@ def run_ready_callbacks(hub: Any) -> None:
 
 
 def set_qos(channel: Any, qos: Any) -> None:
-    """Let a channel record its messages in this QoS."""
+    """Let a channel record its messages with this QoS object."""
     channel._qos = qos
 
 
@@ -288,8 +288,8 @@ def waits_for_message(channel: Any) -> bool:
 def read_brpop(channel: Any) -> tuple[str, bytes]:
     """Read the reply to the channel's BRPOP, and end the turn of its queue. Return the key of the list and the message.
 
-    This is Channel._brpop_read without the delivery. Raises queue.Empty if the reply has no message, and connection
-    errors.
+    This works like Channel._brpop_read, but does not deliver the message. Raises queue.Empty if the reply has no
+    message, and may raise connection errors.
     """
     connection = channel.client.connection
     try:

@@ -1,9 +1,9 @@
-"""Errors of Redis: which of them are temporary, how callers receive them, and which servers cellama can't use.
+"""Find out which Redis errors are temporary, convert errors for callers, and refuse servers that cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
-replies are errors of the command for redis-py, and neither redis-py nor kombu nor Celery waits for them. cellama's
-connections raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable Redis also
-waits in these cases.
+replies count as errors of the command in redis-py, and neither redis-py nor kombu nor Celery waits and retries.
+cellama's connections raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable
+Redis also waits in these cases.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RefusedForNow(RedisConnectionError):
 
 
 def refusal_of(error: RedisError) -> RefusedForNow | None:
-    """Return the error to raise instead, or None if a retry would not help."""
+    """Return the error to raise instead of this error, or None if a retry would not help."""
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return RefusedForNow(code, str(error).removeprefix(f"{code} "))
@@ -136,7 +136,8 @@ def convert_refusals_in_channels(transport: Any) -> Any:
 def _adapt(pool: Any, reader: type[Any]) -> Any:
     """Let new connections of this pool read replies with the method of `reader`, and return the pool.
 
-    Without a password for a server on this machine, they also use the password of the Redis of `cellama up`.
+    New connections to a server on this machine that have no password also use the password of the Redis that `cellama
+    up` runs.
     """
     original = pool.connection_class
     pool.connection_class = type(f"Converting{original.__name__}", (reader, original), {})
@@ -148,14 +149,14 @@ def _adapt(pool: Any, reader: type[Any]) -> Any:
 
 
 def local_password(host: str | None, port: int | None) -> CredentialProvider | None:
-    """Return the provider of the password that `cellama up` gave the Redis at this address, or None if it is remote."""
+    """Return a provider of the password that `cellama up` gave the Redis at this address, or None for a remote host."""
     return LocalPassword(port) if host in LOOPBACK_HOSTS and port is not None else None
 
 
 class LocalPassword(CredentialProvider):
     """The password of the Redis that `cellama up` runs on a port.
 
-    It is read for each connection, because a client may be created before that server is started for the first time.
+    The password is read for each connection, because a client may be created before the server first starts.
     """
 
     def __init__(self, port: int) -> None:
@@ -172,7 +173,7 @@ class LocalPassword(CredentialProvider):
 
 
 def probe_writes(redis: Redis) -> None:
-    """Raise RefusedForNow if Redis accepts no writes now. The command changes nothing, because it writes zero bytes."""
+    """Raise RefusedForNow if Redis refuses writes now. The command writes zero bytes, so it changes nothing."""
     redis.setrange(write_probe_key(), 0, "")
 
 
@@ -181,16 +182,16 @@ class UnfitRedis(Exception):
 
 
 class ServerCheck:
-    """Check the Redis server once per worker, when it starts or when Redis answers for the first time.
+    """Checks the Redis server once per worker, when the worker starts or when Redis first answers.
 
-    A cluster is refused. Settings of the server that can lose jobs are logged as warnings.
+    A cluster is refused. Settings that can make the server lose jobs are logged as warnings.
     """
 
     def __init__(self) -> None:
         self._done = False
 
     def run(self, redis: Redis) -> None:
-        """Log warnings, unless this was done before. Raises UnfitRedis if the server is a node of a cluster."""
+        """Check the server once, and log warnings. Raises UnfitRedis if the server is a node of a cluster."""
         if self._done:
             return
         try:
@@ -208,7 +209,7 @@ class ServerCheck:
 
 
 def problems_of(info: dict[str, Any]) -> list[str]:
-    """Return a description of each setting with which Redis can lose jobs. `info` is the reply of INFO."""
+    """Describe each setting that may cause Redis to lose jobs. `info` is the reply to INFO."""
     problems = []
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
@@ -231,11 +232,11 @@ def is_passing(error: RedisError) -> bool:
 
 @contextmanager
 def reaching_redis(url: str | None = None, job_id: str | None = None) -> Iterator[None]:
-    """Convert the errors that clients of Redis raise in this block.
+    """Convert the errors that Redis clients raise in this block.
 
     Raises RedisUnreachable if Redis does not answer or temporarily refuses commands, RedisFull if it is full, and
-    RedisRefused if it refuses a command permanently. The messages have the URL without its password: `url`, or that of
-    the settings. `job_id` is the id of the job that is queued in the block.
+    RedisRefused if it refuses a command permanently. The messages contain `url`, or by default `redis_url`, without its
+    password. `job_id` is the id of the job that is queued in the block.
     """
     try:
         yield
@@ -262,7 +263,7 @@ def _refused(error: ResponseError, url: str | None) -> RedisRefused:
 
 
 def credentials_refused(error: AuthenticationError, url: str | None = None) -> RedisRefused:
-    """Return the error for a Redis server that requires a password, or a different one."""
+    """Return the error for a Redis server that requires a password, or a different password."""
     source = "CELLAMA_REDIS_URL" if url is None else "the url"
     settings = get_settings()
     refused = f"Redis at {_masked(url)} refused the connection"

@@ -1,4 +1,4 @@
-"""Threads that use Redis periodically, and wait while it is unreachable.
+"""Run threads that use Redis periodically, and that wait while Redis is unreachable.
 
 Many threads of a process wait and retry during an outage, but the outage is logged once.
 """
@@ -21,7 +21,7 @@ log = event_logger(__name__)
 
 
 class RedisWaits:
-    """Log when the first thread starts waiting in an outage, and when the last one has stopped waiting.
+    """Logs when the first thread starts waiting in an outage, and when the last thread has stopped waiting.
 
     All methods are thread-safe.
     """
@@ -32,7 +32,7 @@ class RedisWaits:
         self._since = 0.0  # monotonic s
 
     def started(self, waiter: str, error: BaseException) -> None:
-        """Record that `waiter`, for example a thread, waits for Redis. Can be called at each retry."""
+        """Record that `waiter`, for example a thread, is waiting for Redis. You can call this at each retry."""
         with self._lock:
             first = not self._waiting
             self._waiting.add(waiter)
@@ -43,7 +43,7 @@ class RedisWaits:
             log.warning(event, waiter=waiter, detail=f"{error}; all work that needs Redis waits")
 
     def ended(self, waiter: str) -> None:
-        """Record that `waiter` has stopped waiting. Can be called without a call of `started`."""
+        """Record that `waiter` has stopped waiting. You can call this even if `started` was never called."""
         if waiter not in self._waiting:
             return
         with self._lock:
@@ -51,7 +51,7 @@ class RedisWaits:
             last = not self._waiting
         if last:
             outage_s = round(time.monotonic() - self._since, 1)
-            log.warning("Redis accepts commands again", outage_s=outage_s, detail="the work resumes")
+            log.warning("Redis accepts commands again", outage_s=outage_s, detail="work resumes")
 
     @contextmanager
     def of(self, waiter: str) -> Iterator[Callable[[BaseException], None]]:
@@ -66,7 +66,7 @@ redis_waits = RedisWaits()  # for this process
 
 
 class RedisLoop:
-    """Call an action periodically in a thread of its own, from `start` until `close`.
+    """Calls an action periodically in its own thread, from `start` until `close`.
 
     An action that fails is logged, and retried after `retry_s`. Outages of Redis are logged once per process
     (`redis_waits`).
@@ -82,9 +82,9 @@ class RedisLoop:
         acts_first: bool = False,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare the thread, which `start` starts.
+        """Prepare the thread. `start` starts it.
 
-        `name` appears in the name of the thread and in logs. The first call of `action` follows after one period, or
+        `name` appears in the name of the thread and in logs. The thread first calls `action` after one period, or
         immediately with `acts_first`. The thread calls `finish` before it ends.
         """
         self._name = name

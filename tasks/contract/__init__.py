@@ -1,4 +1,4 @@
 """The contract between producers, workers and readers: payloads, results, events, errors and keys.
 
-It can be imported without llama.cpp.
+You can import this package without llama.cpp.
 """

@@ -1,7 +1,7 @@
 """The table of all error codes, with their meaning, HTTP status and exit code, and whether a retry may help.
 
-Codes cross processes in `error` events, in results, and in the files of bulk runs. Errors of jobs (`contract.errors`)
-look up the meaning of their code here. An error of the engine has only a code.
+Codes are passed between processes in `error` events, in results, and in the files of bulk runs. Job errors
+(`contract.errors`) look up the meaning of their code here. Engine errors have only a code.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ CODES: dict[str, Code] = {
 
 
 def meaning_of(code: str) -> Code:
-    """Return the row of a code. An unknown code, for example from a newer worker, gets HTTP status 500."""
+    """Return the table row of a code. An unknown code, for example from a newer worker, gets HTTP status 500."""
     return CODES.get(code) or Code(code, "unknown error code", 500)
 
 
@@ -124,6 +124,6 @@ _REDIS_CODES = ("redis_unreachable", "redis_refused", "redis_full")
 def message_for_clients(code: str, message: str) -> str:
     """Return the message of an error for clients of a service.
 
-    Messages of Redis errors contain its host, port and user, so clients get the meaning of the code instead.
+    Messages of Redis errors contain the host, port and user of Redis, so clients get the meaning of the code instead.
     """
     return meaning_of(code).meaning if code in _REDIS_CODES else message

@@ -21,9 +21,9 @@ from .json_values import valid_text
 
 
 class JobError(Exception):
-    """The base of all errors of cellama. `str(error)` is a message for people.
+    """The base class of all cellama errors. `str(error)` is a message for people.
 
-    The table in `contract.codes` has the meaning of each `code`.
+    The table in `contract.codes` explains each `code`.
     """
 
     code: str = "internal_error"
@@ -54,7 +54,7 @@ class InvalidJob(JobError, ValueError):
 
 
 class JobFailed(JobError):
-    """The job ended with an error. `code`, `message` and `retryable` are those of its `error` event."""
+    """The job ended with an error. `code`, `message` and `retryable` come from its `error` event."""
 
     def __init__(self, code: str, message: str, retryable: bool | None = None) -> None:
         message = valid_text(message)
@@ -65,7 +65,7 @@ class JobFailed(JobError):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later, according to the `error` event, or else to the table of codes."""
+        """Whether the same call may succeed later, according to the `error` event or to the table of codes."""
         return self._retryable
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class JobFailed(JobError):
 
 
 class JobCancelled(JobError):
-    """The job was cancelled, so it has no result. Its stream contains the output until then."""
+    """The job was cancelled, so it has no result. Its stream contains the output up to that point."""
 
     code = "cancelled"
 

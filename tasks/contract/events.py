@@ -1,8 +1,8 @@
 """The events of a job, as JSON objects (docs/architecture.md: Events of a job).
 
-The field `type` distinguishes them, also for type checkers. The publisher numbers events: each event that a reader
-receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a function that
-makes the event, and a row of EVENT_CLASSES.
+The field `type` distinguishes the events, and type checkers understand it. The publisher numbers events: each event
+that a reader receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a
+function that makes the event, and a row of EVENT_CLASSES.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Numbered(TypedDict, total=False):
 
 
 class ProvenanceFields(TypedDict, total=False):
-    """The properties of a model on which the tokens of a job depend."""
+    """The properties of a model that the tokens of a job depend on."""
 
     fingerprint: str  # SHA-256 of the model
     adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
@@ -116,7 +116,7 @@ class LineEvent(LineOutcome):
 
 
 class DoneDetails(_Numbered, total=False):
-    """Optional fields of the end of a job that an engine computed."""
+    """Optional fields of the `done` event of a job that an engine computed."""
 
     stop_sequence: str | None
     timings: Timings
@@ -164,12 +164,12 @@ def token(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> Tok
 
 
 def reasoning(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEvent:
-    """Return an event with reasoning before the answer. It has the fields of `token`."""
+    """Return an event with reasoning before the answer. It has the same fields as a `token` event."""
     return {"type": "reasoning", "text": text, "tokens": tokens, **details}
 
 
 def reasoning_end(signature: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEndEvent:
-    """Return the event of a closed block of reasoning.
+    """Return the event for the end of a block of reasoning.
 
     `signature` covers the text of the block, and is empty if the workers have no signing key.
     """
@@ -177,7 +177,7 @@ def reasoning_end(signature: str, tokens: list[int], **details: Unpack[OutputDet
 
 
 def line(index: int, outcome: LineOutcome) -> LineEvent:
-    """Return the event of a line of a chunk that has ended."""
+    """Return the event for a finished line of a chunk."""
     return {"type": "line", "line": index, **outcome}
 
 
@@ -187,7 +187,7 @@ def done(finish_reason: FinishReason, usage: Usage, **details: Unpack[DoneDetail
 
 
 def error(code: str, message: str, retryable: bool | None = None) -> ErrorEvent:
-    """Return the last event of a job that has failed. `retryable` is taken from the table of codes by default."""
+    """Return the last event of a job that has failed. By default, `retryable` is taken from the table of codes."""
     is_retryable = meaning_of(code).retryable if retryable is None else retryable
     return {"type": "error", "code": code, "message": message, "retryable": is_retryable}
 

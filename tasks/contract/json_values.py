@@ -1,4 +1,4 @@
-"""JSON of untrusted input and of cellama's own output.
+"""Check JSON values in untrusted input, and encode cellama's own output as JSON.
 
 Input is limited in depth and size before anything recurses into it. Output is always valid UTF-8, and parts of it may
 be encoded beforehand.
@@ -42,7 +42,7 @@ def shorten(value: object) -> str:
 
 
 def valid_text(text: str) -> str:
-    """Replace each lone surrogate by U+FFFD.
+    """Replace each lone surrogate with U+FFFD.
 
     A lone surrogate can't be encoded in UTF-8, but JSON allows it, and models generate it.
     """
@@ -66,7 +66,7 @@ def check_text(text: str) -> str:
 
 
 def check_escapes(text: str) -> str:
-    """Return a JSON text if its escapes are valid text. Malformed JSON is also returned, because others check it."""
+    """Return a JSON text if its escapes are valid text. Malformed JSON is also returned. Other code checks it."""
     if "\\u" in text:
         try:
             value = json.loads(text)
@@ -88,7 +88,7 @@ def json_text(value: Any, max_chars: int) -> str:
 def check_json(value: Any, around: int = 0) -> None:
     """Raise ValueError if JSON can't represent a value, or if it is nested too deeply. This function does not recurse.
 
-    `around` is the number of levels around the value that don't count.
+    `around` is the number of outer levels that don't count towards the limit.
     """
     level, depth = [value], 0
     while level:
@@ -128,7 +128,7 @@ def _check_scalar(value: Any) -> None:
 class Encoded:
     """A value that is already encoded as JSON.
 
-    Large values are encoded in pieces, because one call of `json` blocks all threads.
+    Large values are encoded in pieces, because a single call of `json` blocks all threads.
     """
 
     __slots__ = ("json",)

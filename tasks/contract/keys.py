@@ -1,4 +1,4 @@
-"""The Redis keys of cellama. `cellama` stands for the setting `key_prefix`, and TTL for an expiry.
+"""cellama's Redis keys. In this list, `cellama` stands for the setting `key_prefix`, and keys marked TTL expire.
 
 Jobs:
 
@@ -12,7 +12,7 @@ Jobs:
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
 `cellama:delayed` (sorted set): Jobs that wait for their ETA and whose message no worker holds, by ETA.
 `cellama:due` (sorted set): Jobs that the reaper must check, by time. Their timeout passes, or Celery lacks their end.
-`cellama:missing` (sorted set): Jobs without queue and worker, by the time at which this was first detected.
+`cellama:missing` (sorted set): Jobs that are neither in a queue nor on a worker, by the time of detection.
 `cellama:queues` (set): Queues that have or had jobs.
 `cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
 `celery-task-meta-{job_id}` (string): Celery's result. TTL.
@@ -24,7 +24,7 @@ Queues:
 
 Workers:
 
-`cellama:workers` (hash): JSON entry of each worker, by name. Each worker updates its own every 2 s.
+`cellama:workers` (hash): JSON entry of each worker, by name. Each worker updates its own entry every 2 s.
 `cellama:machine:{machine}` (hash): JSON of the cores that each worker of a machine uses, by name. TTL of a minute.
 `cellama:reaper:{duty}` (string): Lock of the worker that performs a duty of the reaper. TTL.
 `cellama:looked` (string): Time of the last check for expired leases.
@@ -57,7 +57,7 @@ Webhooks:
 
 `cellama:webhooks` (hash): JSON entry of each endpoint with its secret, by id.
 `cellama:heeded:{job_id}` (string): The announcement to make when the job ends. TTL.
-`cellama:webhook:events` (stream): Announcements, until a gateway has made deliveries of them.
+`cellama:webhook:events` (stream): Announcements, until a gateway has turned them into deliveries.
 `cellama:webhook:due` (sorted set): Deliveries by the time of their next attempt, or by the expiry of their lease.
 `cellama:webhook:delivery:{id}` (hash): The content of a delivery, and its number of attempts. TTL.
 """
@@ -210,7 +210,7 @@ def http_record_key(kind: Literal["file", "batch"], thing_id: str) -> str:
 
 
 def http_records_key(kind: Literal["file", "batch"], tenant: str | None) -> str:
-    """Return the index of a tenant. Requests without a tenant share an index with an empty name."""
+    """Return the key of a tenant's index. Requests without a tenant share an index with an empty name."""
     return f"{key_prefix()}:http:of:{kind}:{tenant or ''}"
 
 
@@ -249,7 +249,7 @@ def result_key(job_id: str) -> str:
 
 
 def chord_key(group_id: str) -> str:
-    """Return the prefix of Celery's keys of a chord (celery.backends.base: group_keyprefix)."""
+    """Return the prefix of Celery's keys for a chord (celery.backends.base: group_keyprefix)."""
     return f"celery-taskset-meta-{group_id}"
 
 

@@ -1,4 +1,4 @@
-"""Names of tasks and queues, and priorities. On Redis, priority 0 is the most urgent and 9 the least."""
+"""Names of tasks and queues, and the priorities of jobs. On Redis, priority 0 is most urgent, and 9 is least urgent."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def model_of(queue: str) -> str:
 
 
 def queue_keys(model_id: str) -> list[str]:
-    """Return the Redis lists of a model's queue, the most urgent first. Kombu has one list per priority."""
+    """Return the Redis lists of a model's queue, most urgent first. Kombu has one list per priority."""
     return [queue_key(queue_name(model_id), priority) for priority in PRIORITIES]
 
 
 def queue_key(queue: str, priority: int) -> str:
-    """Return the Redis list with the messages of one priority of a Celery queue."""
+    """Return the Redis list that contains a Celery queue's messages with this priority."""
     return queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}"
 
 
@@ -60,19 +60,19 @@ def class_of_priority(priority: int) -> str:
 
 
 def failure_key(model_id: str, adapter: str | None = None) -> str:
-    """Return the key of a model, or of one of its adapters, in a worker's record of failures."""
+    """Return the key under which a worker records the failure of a model or of one of its adapters."""
     return model_id if adapter is None else f"adapter {adapter!r} of {model_id!r}"
 
 
 def evicting_key(model_id: str) -> str:
-    """Return the key of a failure to empty a model's cache, in a worker's record of failures."""
+    """Return the key under which a worker records that a model's cache could not be emptied."""
     return f"cache of {model_id!r}"
 
 
 def job_id_of_key(task: str, scope: str, key: str) -> str:
     """Return the job id for an idempotency key, which is different for each task and scope.
 
-    It also depends on the key prefix, because Celery's result keys don't have it.
+    The id also depends on the key prefix, because Celery's result keys don't contain this prefix.
     """
     prefix = key_prefix()
     named = [task, scope, key] if prefix == DEFAULT_KEY_PREFIX else [task, scope, key, prefix]

@@ -111,7 +111,7 @@ def _to_tuple(value: Any) -> Any:
 
 
 def to_inputs(value: Any) -> Any:
-    """Return a tuple of texts. A list of token ids is one text."""
+    """Return a tuple of texts. A list of token ids counts as one text."""
     return _to_texts((value,) if isinstance(value, list) and value and isinstance(value[0], int) else value)
 
 
@@ -159,7 +159,7 @@ def to_choice(value: Any) -> Any:
 
 
 def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Check the JSON Schema of a tool's parameters, which may have keywords that can't be enforced.
+    """Check the JSON Schema of a tool's parameters, which may contain keywords that can't be enforced.
 
     The schema may be a reference to one of its definitions, because pydantic writes recursive models in this way.
     """
@@ -177,7 +177,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the definition that the whole schema refers to, or None."""
+    """Return the definition that the whole schema refers to, or None if it is not a reference."""
     path, _, name = str(schema.get("$ref")).rpartition("/")
     definitions = schema.get(path.removeprefix("#/"))
     definition = definitions.get(name) if isinstance(definitions, dict) else None

@@ -49,7 +49,7 @@ class ServiceTime:
 class WaitEstimate:
     """Seconds until a job gets a slot: the estimate, its range, and the number of samples that it is based on.
 
-    `eta_s` and `max_s` are None if the service time of such jobs is unknown.
+    `eta_s` and `max_s` are None if the service time of similar jobs is unknown.
     """
 
     eta_s: float | None = None
@@ -59,7 +59,7 @@ class WaitEstimate:
 
 
 def service_time(seconds: Sequence[float], elapsed_s: float = 0.0, num_slots: int = 1) -> ServiceTime:
-    """Return the remaining time of a job that takes one of these equally likely `seconds`, after `elapsed_s`.
+    """Return the remaining time, after `elapsed_s`, of a job that takes one of these equally likely `seconds`.
 
     A job that has already taken longer than all of them is assumed to need another 10 %.
     """
@@ -77,8 +77,8 @@ def forecast(
 ) -> WaitEstimate:
     """Estimate when a job that follows all these jobs gets a slot.
 
-    Each job takes its mean time in the slot that becomes free first. `ahead` are the waiting jobs before it, or an even
-    sample of these `num_ahead` jobs.
+    Each job takes its mean time in the slot that becomes free first. `ahead` contains the `num_ahead` waiting jobs that
+    get a slot earlier, or an even sample of them.
     """
     free_at = sorted(job.mean_s / job.num_slots for job in running for _ in range(job.num_slots))[-num_slots:]
     free_at = [0.0] * (num_slots - len(free_at)) + free_at
@@ -102,8 +102,8 @@ JobState = Literal["waiting", "running", "done"]
 class Position:
     """The position of a job in its queue, and an estimate of its wait.
 
-    The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80 % of the cases. `eta_s` and
-    `eta_most_s` are None if no worker serves the model, or while the duration of such jobs is unknown.
+    The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80 % of cases. `eta_s` and
+    `eta_most_s` are None if no worker serves the model, or while the duration of similar jobs is unknown.
     """
 
     job_id: str  # id of the job
@@ -171,7 +171,7 @@ def estimate(
     ahead: int,
     priority: int,
 ) -> WaitEstimate:
-    """Estimate when a job with this priority gets a slot if `ahead` jobs wait before it. Raises RedisError."""
+    """Estimate when a job with this priority gets a slot if `ahead` jobs are ahead of it. Raises RedisError."""
     serving = _serving(workers, queue)
     if not serving:
         return WaitEstimate()
@@ -226,7 +226,7 @@ def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
-    """Return the tokens per second and slot that engines report, or the speed of the latest jobs if none generates."""
+    """Return the tokens per second and slot that engines report, or the latest jobs' speed if no engine generates."""
     engines = [model["engine"] for _, model in serving if model["engine"] is not None]
     num_decoding = sum(engine["slots_decoding"] for engine in engines)
     rate = sum(engine["generation_rate"] for engine in engines)
@@ -268,14 +268,14 @@ def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, ListedJob
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The waiting jobs of one class. `oldest_s` is the age of the oldest in seconds; 0 if there are none."""
+    """The waiting jobs of one class. `oldest_s` is the age of the oldest job in seconds, or 0 if no job is waiting."""
 
     num_jobs: int
     oldest_s: float
 
 
 def waiting_by_class(redis: Redis, models: Iterable[str]) -> dict[str, dict[str, Waiting]]:
-    """Return the waiting jobs by model and class, all at the same time. Raises RedisError."""
+    """Return the waiting jobs by model and class, all as of the same time. Raises RedisError."""
     counted, pipeline = [], redis.pipeline(transaction=False)
     pipeline.time()
     for model in models:
@@ -306,7 +306,7 @@ def eta_by_class(
 ) -> dict[str, float | None]:
     """Return the seconds until a new job of each class would get a slot. Raises RedisError.
 
-    The value is None if no worker serves the model, or while the duration of such jobs is unknown.
+    The value is None if no worker serves the model, or while the duration of similar jobs is unknown.
     """
     ahead, etas = 0, {}
     for name, priorities in CLASSES.items():

@@ -1,8 +1,8 @@
-"""Store samples of the work of finished jobs in Redis, which keeps the latest ones of each queue, kind and class.
+"""Store samples of the work of finished jobs in Redis, which keeps the latest samples of each queue, kind and class.
 
-The work of a completion is counted in tokens: the generated ones, plus the number that would have been generated while
-its prompt was prefilled. This number hardly depends on the machine or its load. The speed does, and is stored
-separately. All other work is counted in seconds.
+The work of a completion is counted in tokens: the generated tokens, plus the tokens that could have been generated
+while its prompt was prefilled. This number hardly depends on the machine or its load. The speed depends on both, so it
+is stored separately. All other work is counted in seconds.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Samples:
     by_class: Mapping[JobClass, Sequence[Sample]]
 
     def amounts(self, kind: JobClass, size: int) -> list[float]:
-        """Return equally likely amounts of work for such a job, or none if no job of its class has finished."""
+        """Return equally likely amounts of work for a job, or an empty list if no job of its class has finished."""
         other = JobClass(kind.queue, kind.kind, not kind.is_bulk)
         samples = self.by_class.get(kind) or self.by_class.get(other) or ()
         nearest = sorted(samples, key=lambda sample: abs(math.log(sample.size / size)))[:NUM_NEAREST]
@@ -94,7 +94,7 @@ class Samples:
 
     @property
     def speed(self) -> float | None:
-        """Return the mean speed of the latest jobs whose work is counted in tokens; None without such jobs."""
+        """Return the mean speed of the latest jobs whose work is counted in tokens, or None if there are none."""
         classes = [samples for kind, samples in self.by_class.items() if JobWork.of_kind(kind.kind).counts_tokens]
         speeds = [sample.speed for samples in classes for sample in samples[:NUM_SPEEDS]]
         return mean(speeds) if speeds else None

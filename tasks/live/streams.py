@@ -109,7 +109,7 @@ class Streams:
     """The streams of all readers of one event loop, each of which behaves like `stream_events` of state/reader.py."""
 
     def __init__(self, redis: Redis, connect: Callable[[], Awaitable[Wire]] | None = None) -> None:
-        """Take ownership of `redis`. `connect` replaces the connection for published messages."""
+        """Take ownership of `redis`. `connect` opens the connection for published messages (default: RedisWire)."""
         self._redis = redis
         self._subscriptions = Subscriptions(connect or partial(RedisWire.open, redis))
         self._journals = Journals(redis)

@@ -44,7 +44,7 @@ class Signal(enum.Enum):
 class Mailbox:
     """The unread messages of a channel for one reader of an event loop, in the order of publishing.
 
-    Messages are discarded before the channel is subscribed, and from an overflow until the reader is notified of it.
+    Messages are discarded until the channel is subscribed, and after an overflow until the reader has been notified.
     """
 
     __slots__ = ("_deadline", "_failure", "_loop", "_messages", "_num_bytes", "_signal", "_timer", "_waiter", "channel")
@@ -73,7 +73,7 @@ class Mailbox:
         self._wake()
 
     def subscribed(self) -> None:
-        """Notify the reader that the channel is subscribed, initially or after a lost connection."""
+        """Notify the reader that the channel is subscribed, for the first time or again after a lost connection."""
         self._drop()
         self._signal = Signal.SUBSCRIBED
         self._wake()
@@ -84,7 +84,7 @@ class Mailbox:
         self._wake()
 
     async def get(self, timeout_s: float) -> list[bytes] | Signal:
-        """Return the unread messages, or wait for the next ones or for a signal. Raises the error of `fail`."""
+        """Return the unread messages, or wait for new messages or a signal. Raises the error that `fail` received."""
         if not self._has_news():
             await self._wait(timeout_s)
         if self._failure is not None:
@@ -142,7 +142,7 @@ class Wire(Protocol):
         """Send a command without waiting, in the order of calls."""
 
     async def replies(self) -> list[Any]:
-        """Wait for replies, and return one or more."""
+        """Wait for replies, and return at least one."""
 
     def abort(self) -> None:
         """Abort the connection, so that `replies` raises."""
@@ -152,10 +152,10 @@ class Wire(Protocol):
 
 
 class RedisWire:
-    """A connection from the pool of a client, so that every format of URL works.
+    """A connection from the pool of a client, which supports every format of `redis_url`.
 
-    Reading with redis-py takes about 40 µs per message. Here one read of the socket returns many messages, and hiredis
-    parses each in less than 1 µs.
+    Reading with redis-py takes about 40 µs per message. Here, a single read from the socket returns many messages, and
+    hiredis parses each message in less than 1 µs.
     """
 
     def __init__(self, redis: Redis, connection: Any) -> None:
@@ -204,7 +204,8 @@ class Subscriptions:
     """The subscriptions of the readers of one event loop. Not thread-safe.
 
     The first reader opens the connection. If it is lost, it is reopened immediately, and every reader gets
-    `SUBSCRIBED` again. If that fails, every reader gets the error, and the next reader that joins opens a new one.
+    `SUBSCRIBED` again. If that fails, every reader gets the error, and the next reader that joins opens a new
+    connection.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[Wire]]) -> None:

@@ -40,7 +40,7 @@ class _Figures(Collector):
 
 
 def text_of(figures: Figures) -> bytes:
-    """Format metrics in the text format of Prometheus, including memory, CPU time and open files of this process."""
+    """Format metrics as text for Prometheus, including the memory, CPU time and open files of this process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Figures(figures))

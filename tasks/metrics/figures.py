@@ -42,7 +42,7 @@ class Figures:
     tallies: dict[str, dict[Labels, Tally]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        """Add to a number. Numbers with equal labels, such as `other`, are summed."""
+        """Add `value` to a metric. Values with equal labels, such as `other`, are summed."""
         values = self.numbers.setdefault(name, {})
         values[labels] = values.get(labels, 0.0) + value
 
@@ -96,14 +96,17 @@ def _checked(row: Row, labels: Labels) -> Labels:
 
 
 class Meter:
-    """Counts values on any thread, under one lock. It is called per request, attempt or response, and not per token."""
+    """Counts values on any thread, under one lock.
+
+    It is called once per request, attempt or response, but never per token.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._figures = Figures()
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
-        """Add to a counter."""
+        """Add `by` to a counter."""
         with self._lock:
             self._figures.add(name, by, *labels)
 
@@ -127,7 +130,7 @@ class Meter:
 
 
 class Bounded:
-    """Limits the number of values of a label. Accepted values remain, so that no counter decreases. Thread-safe."""
+    """Limits the number of values of a label. Accepted values stay, so that no counter decreases. Thread-safe."""
 
     def __init__(self, max_values: int = MAX_LABEL_VALUES) -> None:
         self._max_values = max_values

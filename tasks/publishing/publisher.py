@@ -1,8 +1,8 @@
 """Publish the events of attempts. All events of one engine step are written in a single call to Redis.
 
 The publisher thread serves all attempts of the worker. An event that can't be written ends only its own attempt. An
-error that belongs to no attempt ends the worker's process, so that its jobs resume on other workers instead of waiting
-forever. Redis only accepts events of a job's current attempt.
+error that belongs to no attempt ends the worker process, so that its jobs resume on other workers instead of waiting
+forever. Redis accepts only events of a job's current attempt.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RunEntry = tuple[str, Entry]  # run id, and an entry of its journal
 class Publication:
     """An event of an attempt, or the failure that ends it.
 
-    With neither, the attempt is handed back: the gathered tokens are written, and nothing after them.
+    If it has neither, the attempt is handed back: the gathered tokens are written, but nothing after them.
     """
 
     run_id: str
@@ -76,7 +76,7 @@ class Publication:
 
 @dataclass(slots=True)
 class AttemptStream:
-    """The events of one attempt: numbered, and gathered if the job does not stream.
+    """Numbers the events of one attempt, and gathers them if the job does not stream.
 
     Other threads call `publish` and `hand_back`, and set `details`, `sign` and `on_line` before events arrive.
     Everything else belongs to the publisher thread.
@@ -110,7 +110,7 @@ class AttemptStream:
         self.send(Publication(self.attempt.run_id, event, result))
 
     def hand_back(self) -> None:
-        """Write the gathered tokens, and nothing after them. `ended` resolves to False."""
+        """Write the gathered tokens, but nothing after them. `ended` resolves to False."""
         self.send(Publication(self.attempt.run_id))
 
     # For the publisher thread
@@ -120,7 +120,7 @@ class AttemptStream:
         return self.sign.get(line, unsigned)
 
     def to_write(self, event: Event) -> Iterator[Event]:
-        """Yield the events to write when this one arrives: none if it is gathered, or several."""
+        """Yield the events to write when this event arrives: none if it is gathered, otherwise one or more."""
         if is_output(event) and not self.streams:
             yield from self._gather(event)
         elif event["type"] == "started":
@@ -132,7 +132,7 @@ class AttemptStream:
             yield event
 
     def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
-        """Add a number to an event, and return its entry. Raise without using the number if it can't be encoded."""
+        """Add the next number to an event, and return its entry. If encoding fails, the number remains unused."""
         stored = self.celery_end.stored(result) if result is not None and self.celery_end is not None else None
         entry = Entry(
             job_id=self.attempt.job_id,
@@ -165,7 +165,7 @@ class AttemptStream:
     def _gather(self, event: OutputEvent) -> Iterator[OutputEvent]:
         """Gather an event, and yield the joined events that are complete.
 
-        An event without tokens completes the gathered ones, because its text belongs to tokens before it.
+        An event without tokens completes the gathered events, because its text belongs to earlier tokens.
         """
         index = event.get("index", 0)
         if index in self._gathered and self._gathered[index][0]["type"] != event["type"]:
@@ -194,7 +194,7 @@ class AttemptStream:
 
 
 def unsigned(text: str) -> str:
-    """Return the signature of reasoning without a middleware that signs it."""
+    """Return an empty signature, for workers without a middleware that signs reasoning."""
     return ""
 
 
@@ -228,8 +228,8 @@ class Publisher:
         """Start accepting the events of an attempt.
 
         `control` is interrupted if the job has another attempt or has ended, if an event can't be written, or if Redis
-        has lost the last events, so that the job must resume from its journal. `on_token` is called on the publisher
-        thread for each event with tokens that is in Redis.
+        has lost the last events, so that the job must resume from its journal. The publisher thread calls `on_token`
+        for each event with tokens, once the event is in Redis.
         """
         stream = AttemptStream(
             attempt=attempt,
@@ -273,7 +273,7 @@ class Publisher:
             self.pulse.die(f"{type(error).__name__}: {error}")
 
     def _take(self, make: Callable[[], list[Publication]] | None) -> bool:
-        """Publish this item of the inbox and those that have arrived after it. Returns False after the last item."""
+        """Publish this item of the inbox and all later items that have arrived. Returns False after the last item."""
         publications: list[Publication] = []
         while make is not None:
             self.pulse.beat("events", self._streams.keys())
@@ -321,7 +321,7 @@ class Publisher:
                     stream.ended.set_result(False)
 
     def _entries_of(self, publication: Publication) -> list[RunEntry]:
-        """Return the entries to write. If the event can't be encoded, its failure is the entry."""
+        """Return the entries to write. If the event can't be encoded, an entry with the failure replaces it."""
         stream = self._streams.get(publication.run_id)
         if stream is None or stream.closed:
             return []  # the attempt was superseded or handed back, or has failed
@@ -383,7 +383,7 @@ class Publisher:
                 self._write([each])
 
     def _settle(self, entries: list[RunEntry], superseded: set[int], gaps: set[int]) -> None:
-        """Handle written entries. Redis has refused those with an index in `superseded` or `gaps`."""
+        """Handle written entries. Redis has refused the entries whose index is in `superseded` or `gaps`."""
         for index, (run_id, entry) in enumerate(entries):
             stream = self._streams.get(run_id)
             if stream is None:

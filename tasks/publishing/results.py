@@ -1,4 +1,4 @@
-"""Convert what the engine reports into the results and events of the contract. Only workers use this module."""
+"""Convert the engine's reports into the results and events of the contract. Only workers use this module."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _warnings(completion: Completion) -> list[str]:
 
 
 def _tool_calls(completion: Completion) -> list[ToolCall]:
-    """Return the calls in OpenAI's format. Ids depend only on the output, so they are the same in event and result."""
+    """Return the calls in OpenAI's format. Ids depend only on the output, so they match in the event and the result."""
     calls: list[ToolCall] = []
     for index, call in enumerate(completion.tool_calls):
         call_id = hashlib.sha256(f"{completion.seed} {index} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS]
@@ -170,7 +170,7 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
 
 
 def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> Event | None:
-    """Return the event of a chunk for an engine's event of one of its lines, or None if there is no such event."""
+    """Convert an engine's event for a line into an event of the chunk. Return None if the chunk has no such event."""
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):
@@ -187,7 +187,7 @@ def error_of(failure: JobFailed | InvalidJob) -> Failure:
 
 
 def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
-    """Return the tokens of earlier attempts at a job or line, from which an engine resumes, or none."""
+    """Return the tokens that an engine resumes from, or () if earlier attempts at the job or line have none."""
     outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
     if not any(output.tokens for output in outputs):
         return ()

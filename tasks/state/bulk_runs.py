@@ -1,4 +1,4 @@
-"""Records of bulk runs in Redis, with which any process can list, watch and cancel runs.
+"""Store records of bulk runs in Redis, so that any process can list, watch and cancel runs.
 
 The command of a run writes its record.
 """
@@ -20,13 +20,13 @@ ALIVE_S = 15.0  # a command that has not written for this long has stopped
 
 
 class Batches:
-    """The records of all runs."""
+    """Reads and writes the records of all runs."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     def write(self, run_id: str, **fields: Any) -> None:
-        """Write fields of a run's record, together with the time, which shows that its command is alive."""
+        """Write fields of a run's record. The time is also written, to show that the run's command is alive."""
         now = redis_time(self._redis)
         values: Any = {name: "" if value is None else str(value) for name, value in fields.items()}
         with self._redis.pipeline() as pipe:
@@ -38,11 +38,11 @@ class Batches:
             pipe.execute()
 
     def read(self, run_id: str) -> dict[str, Any] | None:
-        """Return the record of a run, or None if it has none. `alive` is True if a command is working on the run."""
+        """Return the record of a run, or None if it is missing. `alive` is True if a command is working on the run."""
         return next(iter(self._read([run_id])), None)
 
     def _read(self, run_ids: Iterable[str]) -> list[dict[str, Any]]:
-        """Return the records of those runs that have one."""
+        """Return the records of these runs, without the runs that have no record."""
         ids, pipeline = list(run_ids), self._redis.pipeline(transaction=False)
         pipeline.time()
         for run_id in ids:

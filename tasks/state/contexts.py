@@ -1,7 +1,8 @@
-"""Store the tokens of a `finish_key` in Redis, so that workers which never computed a context can continue it.
+"""Store the tokens of a `finish_key` in Redis, so that workers can continue contexts that other workers computed.
 
-A context is written with the end of its job, and expires as late as a result. It is stored under its key. A reader uses
-it only if its tokens have this key in the reader's scope (attempt/engine_request.py), so keys don't work across scopes.
+A context is written with the end of its job, and kept for as long as a result. It is stored under its key. A reader
+uses it only if its tokens have this key in the reader's scope (attempt/engine_request.py), so keys don't work across
+scopes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_TOKEN_BYTES = 8 << 20  # for the tokens of one context, which is more than a
 class KeptContext:
     """The tokens of a prompt and of the output that followed it.
 
-    `identity` is that of the engine that computed them (docs/adr/014-kept-states.md).
+    `identity` identifies the engine that computed the tokens (docs/adr/014-kept-states.md).
     """
 
     model: str  # SHA-256 of the model file
@@ -48,7 +49,7 @@ def pack(context: KeptContext) -> bytes:
 
 
 def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
-    """Return the value of a context whose first `num_shared` tokens are those of the context with the key `first`.
+    """Return the value to store for a context that shares its first `num_shared` tokens with the context `first`.
 
     The other context is stored together with this one.
     """
@@ -60,10 +61,10 @@ def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
 
 
 def read_context(redis: Redis, key: str, model: str, ttl_s: int) -> KeptContext | None:
-    """Return the context of a key, and let it expire in `ttl_s` from now on.
+    """Return the context of a key, and set its expiry to `ttl_s` seconds from now.
 
     `model` is the model of the reader. If the context was computed with another model, its `model` is "". Return None
-    if there is no context, or its value is malformed.
+    if there is no context, or if its value is malformed.
     """
     found = _read(redis, key, ttl_s)
     if found is None:
@@ -79,7 +80,7 @@ def read_context(redis: Redis, key: str, model: str, ttl_s: int) -> KeptContext 
 
 
 def keep_context(redis: Redis, key: str, context: KeptContext, ttl_s: int) -> None:
-    """Store a context that was found outside Redis, and let it expire in `ttl_s` from now on."""
+    """Store a context that was found outside Redis, and set its expiry to `ttl_s` seconds from now."""
     if not redis.expire(context_key(key), ttl_s):
         redis.set(context_key(key), pack(context), ex=ttl_s)
 

@@ -1,4 +1,4 @@
-"""Read what earlier attempts at a job computed and with which models, so that the next attempt can continue.
+"""Read the output and the provenance of earlier attempts at a job, so that the next attempt can continue it.
 
 The output is read from the job's journal. The provenance is in the `started` event of the first attempt: the contents
 of the model and of its adapters and, for constrained text, the version of llguidance. Each later attempt continues with
@@ -32,7 +32,7 @@ Choice = tuple[tuple[str, float], ...]  # pairs of an adapter's name and its sca
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The model and adapters with which an attempt computes.
+    """The model and adapters that an attempt uses.
 
     `model` is the SHA-256 of the model. Each adapter has a name, a SHA-256 and a scale. The scale is 0 for an adapter
     that only some lines of a bulk run choose.
@@ -75,7 +75,7 @@ class Provenance:
 
 
 def provenance_of_event(event: StartedEvent) -> Provenance | None:
-    """Return the provenance in a `started` event, or None for an event of an old version of cellama."""
+    """Return the provenance in a `started` event, or None for an event from an old version of cellama."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
     if "fingerprint" not in event:
         return None
@@ -102,7 +102,8 @@ def _ready(model: Model) -> list[AdapterInfo]:
 def may_be_served(workers: Iterable[WorkerEntry], model_id: str, required: Provenance) -> bool:
     """Return whether a worker can continue the job.
 
-    It must have the required model and adapters, have had them when it stopped, or be loading a model of this name.
+    A worker can if it has the required model and adapters, had them when it stopped, or is loading a model with this
+    id.
     """
     entries = [e for worker in workers if required.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
@@ -119,7 +120,7 @@ def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable
 
 
 def model_changed(model_id: str) -> JobFailed:
-    """Return the error of a job that can't continue with the model and adapters with which it started."""
+    """Return the error of a job that can't continue with the model and adapters that it started with."""
     message = (
         f"the job started with another model or adapter under the name {model_id!r}, which no worker has any longer; "
         "submit the job again, or load the previous model and adapters"
@@ -202,7 +203,7 @@ def outputs_of_line(line: int) -> range:
 
 
 def read_past(redis: Redis, job_id: str) -> Past:
-    """Return the past of a job, which is empty if the job has no journal. Raises RedisError."""
+    """Return a summary of a job's events, which is empty if the job has no journal. Raises RedisError."""
     past = Past()
     entries: Any = redis.xrange(journal_key(job_id))
     for _, fields in entries:
@@ -224,7 +225,8 @@ class Earlier:
 def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
     """Parse the earlier attempts in the reply of the script `begin`, oldest first.
 
-    They are the previous attempt and, if that attempt was lost, the earlier attempts that it would have reported.
+    The reply contains the previous attempt and, if that attempt was lost, the earlier attempts that it would have
+    reported.
     """
     attempts = []
     for line in text.decode().splitlines():

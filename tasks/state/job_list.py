@@ -28,7 +28,7 @@ class OpenJob:
 
 
 def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
-    """Return up to `limit` jobs: running jobs, oldest first, and then the waiting jobs of each queue in their order."""
+    """Return up to `limit` jobs: running jobs, oldest first, then the waiting jobs of each queue in queue order."""
     models = queued_models(redis) if model is None else [model]
     with redis.pipeline() as transaction:  # else a job that starts between two commands could be missing
         transaction.zrange(running_key(), 0, -1 if model else limit - 1)

@@ -1,8 +1,8 @@
 """The ledger of jobs in Redis (docs/delivery.md).
 
 It records which worker holds which message, which attempt runs, and which jobs have ended. Each step is one Lua script
-(tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half done.
-Times are those of Redis' clock, which all machines share.
+(tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half done. All
+times come from Redis' clock, which all machines share.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class JobWork:
 
     @property
     def sample_kind(self) -> str:
-        """The kind in keys of samples and in the ledger, which marks exact work with an exclamation mark."""
+        """The kind as it appears in sample keys and in the ledger, where an exclamation mark marks exact work."""
         return f"{self.kind}!" if self.is_exact else self.kind
 
     @property
     def text(self) -> str:
-        """The work as text in the ledger."""
+        """The work as it is written in the ledger."""
         return f"{self.sample_kind} {self.num_units} {self.num_parts}"
 
 
@@ -112,7 +112,7 @@ def work_of_text(text: str) -> JobWork:
 
 
 def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobWork:
-    """Return the work that a call requests. The call need not be validated. Invalid values count as defaults."""
+    """Return the work that a call requests. The call may be invalid, in which case defaults replace invalid values."""
     kind = KINDS.get(task)
     name = task.removeprefix("cellama.")
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
@@ -173,7 +173,7 @@ class Message:
 class Submission:
     """A job to record in the ledger and to queue.
 
-    A job with a `digest` of its parameters is idempotent. Its entry expires as late as its result.
+    A job with a `digest` of its parameters is idempotent. Its entry is kept for as long as its result.
     """
 
     job_id: str
@@ -190,7 +190,7 @@ class Submission:
 def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: float) -> tuple[list[str], list[Any]]:
     """Return the keys and arguments of the script `submit`.
 
-    Its jobs get times of submission that are `step_s` apart.
+    The jobs get times of submission that are `step_s` seconds apart.
     """
     keys: list[str] = []
     args: list[Any] = [step_s, num_following]
@@ -206,7 +206,7 @@ def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: flo
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A message that a worker has taken. The token proves this in the ledger, and is empty if taking it failed."""
+    """A message that a worker has taken. Its token proves this to the ledger, and is empty if taking it failed."""
 
     job_id: str
     token: str
@@ -215,7 +215,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A message that was taken in a page together with another message. `key` is that of its list."""
+    """A message that was taken in a page together with another message. `key` is the key of its list."""
 
     key: str
     payload: bytes
@@ -251,7 +251,7 @@ class CeleryState:
 class Attempt:
     """One attempt at a job.
 
-    `run` is the fence, because Redis can assign the same `number` twice after it has lost its last writes.
+    `run` is the fencing token, because Redis can assign the same `number` twice after it has lost its last writes.
     `num_failures` counts this attempt and the attempts before it without a token.
     """
 
@@ -350,7 +350,7 @@ class Entry:
 
 
 class Ledger:
-    """Read and write the ledger. All methods are thread-safe, and can raise RedisError."""
+    """Reads and writes the ledger. All methods are thread-safe, and can raise RedisError."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class Ledger:
         settings: Settings | None = None,
         gathers: bool = False,
     ) -> None:
-        """Use the limits and lifetimes of these settings (default: those of the process, `get_settings`).
+        """Use the limits and lifetimes of these settings (default: `get_settings()`).
 
         With `gathers`, attempts that several threads start at the same time share one round trip.
         """
@@ -388,7 +388,7 @@ class Ledger:
     def submit(self, jobs: Sequence[Submission], num_following: int = 0) -> list[int]:
         """Record jobs and queue their messages in one step.
 
-        Return for each job 1 if it is new, 0 if it exists, and -1 if it exists with another digest. `num_following` is
+        For each job, return 1 if it is new, 0 if it exists, or -1 if it exists with another digest. `num_following` is
         the number of jobs of the same request in later calls, which must be placed after the jobs of this call.
         """
         if not jobs:
@@ -406,7 +406,7 @@ class Ledger:
         return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
-        """Cancel a job. Return True if this ended the job, which is the case if no worker runs it.
+        """Cancel a job. Return True if this call ended it, which is the case if no worker runs it.
 
         With `running`, a running job is ended by its worker, or by the next worker that starts it.
         """
@@ -417,7 +417,7 @@ class Ledger:
         return self.end_waiting(job_id, done("cancelled", read_past(self._redis, job_id).usage))
 
     def end_waiting(self, job_id: str, event: TerminalEvent, result: Result | None = None) -> bool:
-        """End a job with this event, unless a worker runs it. Return whether this ended the job."""
+        """End a job with this event, unless a worker runs it. Return whether this call ended the job."""
         superseded, _ = self.write([Entry(job_id=job_id, event=numbered(event, 0), result=result)])
         return not superseded
 
@@ -430,7 +430,7 @@ class Ledger:
     # For workers: messages
 
     def now(self) -> float:
-        """Return Unix seconds by the clock of Redis."""
+        """Return the time in Unix seconds by Redis' clock."""
         return redis_time(self._redis)
 
     def take(
@@ -472,14 +472,14 @@ class Ledger:
         run_script(self._redis, "requeue", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """Keep a message away from all workers for this time. Then `restore` returns it to the head of its queue."""
+        """Keep a message away from all workers for `seconds`. Then `restore` returns it to the head of its queue."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
         """Return messages to their queues if their lease has expired, or if their ETA has passed.
 
-        If no worker has called this for a third of a lease, leases are extended by half a lease instead, because
-        workers may have been unable to renew them. Return how many leases had expired.
+        If no worker has called this method for a third of a lease, leases are extended by half a lease instead, because
+        workers may have been unable to renew them. Return the number of expired leases.
         """
         num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
         total = 0
@@ -503,9 +503,9 @@ class Ledger:
         """Start an attempt of this worker at a job, and return it with a verdict (`Verdict`).
 
         `run` identifies the attempt, so the call can be repeated. `token` is the token of the message, because only its
-        holder may start the job. None skips this check. If the last attempt neither generated a token nor ended the
-        job, it may have crashed its worker. Then the verdict is "suspect", unless this attempt runs `alone`. `started`
-        is stored for Celery if the attempt starts.
+        holder may start the job. If it is None, this check is skipped. If the last attempt neither generated a token
+        nor ended the job, it may have crashed its worker. Then the verdict is "suspect", unless this attempt runs
+        `alone`. `started` is stored for Celery if the attempt starts.
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
@@ -527,8 +527,8 @@ class Ledger:
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Write events to the journals of their jobs and publish them, in order.
 
-        Return two sets of indices of events that were not written. The attempts of the first set are superseded. Before
-        the events of the second set, Redis has lost events, so the stream would have a gap.
+        Return two sets of indices of events that were not written. The first set has the events of superseded attempts.
+        The second set has the events that would follow a gap in the stream, because Redis has lost earlier events.
         """
         args: list[Any] = [*self._write_options]
         for entry in entries:
@@ -556,7 +556,7 @@ class Ledger:
         run_script(self._redis, "settle", [job_key(job_id)], [job_id])
 
     def claim_due(self, max_jobs: int, seconds: float) -> list[tuple[str, str]]:
-        """Claim up to `max_jobs` jobs that are due. No other reaper gets them during this time.
+        """Claim up to `max_jobs` jobs that are due. For `seconds`, no other reaper gets them.
 
         Return pairs of a job's id and its state. The state is "held" if the job has ended and a worker holds its
         message.
@@ -570,8 +570,8 @@ class Ledger:
     ) -> Purged:
         """Cancel up to `max_messages` jobs whose messages wait in the queue. Jobs that a worker holds are not affected.
 
-        `revoked` has the parts before and after the job's id of the value that Celery stores. The value expires after
-        `expires_s` seconds, or never if this is None.
+        `revoked` is the value that Celery stores, split into the parts before and after the job's id. The value expires
+        after `expires_s` seconds, or never if `expires_s` is None.
         """
         event = encode(numbered(done("cancelled", usage_of()), 0)).partition(b",")[2]
         keys = [queue_key(queue, priority), waiting_key(queue)]
@@ -580,7 +580,7 @@ class Ledger:
         return Purged(num_messages, num_ended, others)
 
     def keep_journal(self, job_id: str) -> None:
-        """Let the events of an ended job expire as late as results."""
+        """Keep the events of an ended job for as long as results."""
         self._redis.expire(journal_key(job_id), self._result_ttl_s)
 
     # For clients

@@ -36,7 +36,7 @@ COMPARED_FIELDS = ("type", "index", "tokens", "text", "line", "result")  # these
 class JournalPage:
     """The data of a job in Redis, read in the order of these fields.
 
-    If the state is `done`, the page and the pages after it therefore contain all events.
+    Because of this order, the page and the pages after it contain all events if the state is `done`.
     """
 
     state: str | None  # from the ledger; None if the job has no entry
@@ -46,13 +46,13 @@ class JournalPage:
 
     @property
     def is_known(self) -> bool:
-        """Whether Redis has data of the job."""
+        """Whether Redis has data about the job."""
         return self.state is not None or self.last is not None
 
     def end_seq(self) -> int | None:
         """Return the seq of the terminal event, or None while the job has not ended.
 
-        Journal and entry are both checked, because each can expire before the other.
+        The journal and the ledger entry are both checked, because either can expire before the other.
         """
         if self.last is not None and is_terminal(self.last):
             return self.last["seq"]
@@ -81,10 +81,10 @@ def page_of(replies: Sequence[Any]) -> JournalPage:
 
 
 class EventCursor:
-    """Decide which event is next, and whether to read it from the journal. The cursor itself does no I/O.
+    """Decides which event is next, and whether to read it from the journal. The cursor itself does no I/O.
 
-    It has a checksum of each returned event. If Redis loses its last writes, an attempt writes these events again. If
-    they differ from the returned events, the reader gets an error instead of a mixture of old and new text.
+    The cursor keeps a checksum of each returned event. If Redis loses its last writes, an attempt writes these events
+    again. If they differ from the returned events, the reader gets an error instead of a mixture of old and new text.
     """
 
     def __init__(self, job_id: str, after: int = -1) -> None:
@@ -193,7 +193,7 @@ def _parse_entry(entry: Any) -> Event:
 
 
 def _checksum(event: Event) -> int:
-    """Return a checksum of the fields that readers rely on, which excludes the worker and timings."""
+    """Return a checksum of the fields that readers rely on, without the worker and the timings."""
     return zlib.crc32(repr([event.get(name) for name in COMPARED_FIELDS]).encode())
 
 
@@ -204,9 +204,9 @@ def _unknown(job_id: str) -> str:
 
 
 class ReadTimer:
-    """Decide how long to wait for the next message, when to send a ping, and when to stop.
+    """Decides how long to wait for the next message, when to send a ping, and when to stop.
 
-    While a known job writes nothing, the pauses between reads of the journal grow up to `max_quiet_s`.
+    While a known job writes nothing, the pauses between reads of the journal grow, up to `max_quiet_s`.
     """
 
     def __init__(self, job_id: str, timeout_s: float, ping_s: float, max_quiet_s: float = QUIET_S) -> None:
@@ -226,7 +226,7 @@ class ReadTimer:
         self._quiet_s, self._read_at = QUIET_S, now + QUIET_S
 
     def journal_read(self, is_known: bool) -> None:
-        """Record whether Redis has data of the job. If a known job is missing, it has GONE_S to reappear."""
+        """Record whether Redis has data about the job. If a known job is missing, it has GONE_S to reappear."""
         if self._is_known and not is_known:
             self._unknown_at = time.monotonic() + GONE_S
         self._is_known = is_known
@@ -254,7 +254,7 @@ class ReadTimer:
         return True
 
     def ping(self) -> list[Event]:
-        """Return a ping event if `ping_s` have passed without an event, otherwise an empty list."""
+        """Return a list with a ping event if `ping_s` seconds have passed without an event, or an empty list."""
         now = time.monotonic()
         if now < self._ping_at:
             return []
@@ -273,9 +273,9 @@ def stream_events(
     """Yield the events of a job with a `seq` above `after`, up to the terminal event. A job can have many readers.
 
     If the last `seq` of a finished job is not above `after`, the stream ends immediately. A `cursor` that was used
-    before continues at its position, and `after` is ignored. Whenever `ping_s` pass without an event, an event of type
-    `ping` without a `seq` is yielded. Raises InvalidJob if `after` is not a seq, JobTimeout if there is no event for
-    `timeout_s`, StreamTrimmed if events have expired, and UnknownJob if Redis has no data of the job.
+    before continues at its position, and `after` is ignored. Whenever `ping_s` seconds pass without an event, an event
+    of type `ping` without a `seq` is yielded. Raises InvalidJob if `after` is not a seq, JobTimeout if there is no
+    event for `timeout_s`, StreamTrimmed if events have expired, and UnknownJob if Redis has no data about the job.
     """
     cursor, timer = cursor or EventCursor(job_id, after), ReadTimer(job_id, timeout_s, ping_s)
     cursor.reconnected()

@@ -47,7 +47,7 @@ ENTRY_TTL_S = 60.0  # entries of stopped workers, because a successor may load t
 class WorkerEntry:
     """The state of a worker `age_s` seconds before the entry was read.
 
-    Times are in Unix seconds. `seen_at` is by Redis' clock, and the others are by the worker's clock.
+    Times are in Unix seconds. `seen_at` is by Redis' clock, and all other times are by the worker's clock.
     """
 
     name: str  # name of the worker
@@ -72,7 +72,7 @@ class WorkerEntry:
 
 @functools.cache
 def llguidance_version() -> str:
-    """Return the version of the library for constrained output, which only workers have."""
+    """Return the version of llguidance, the library for constrained output, which only workers have."""
     return importlib.metadata.version("llguidance")
 
 
@@ -83,7 +83,7 @@ def cellama_version() -> str:
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
-    """Return the live workers by name. Their last heartbeat is at most `STALE_S` old."""
+    """Return the live workers by name. Their last heartbeat is at most `STALE_S` seconds old."""
     return [worker for worker in recent_workers(redis, STALE_S) if not worker.has_ended]
 
 
@@ -102,7 +102,7 @@ _FIELDS = {each.name for each in fields(WorkerEntry)}
 
 
 def _entry_of(data: bytes) -> WorkerEntry | None:
-    """Parse an entry without fields that a later version has added. Return None if it is malformed."""
+    """Parse an entry, ignoring fields that a later version has added. Return None if it is malformed."""
     try:
         entry = WorkerEntry(**{name: value for name, value in json.loads(data).items() if name in _FIELDS})
         return entry if entry.name and entry.seen_at + entry.at > 0 else None
@@ -111,7 +111,7 @@ def _entry_of(data: bytes) -> WorkerEntry | None:
 
 
 class Registration:
-    """Update the entry of one worker with a heartbeat, which also removes old entries and runs periodic tasks.
+    """Updates the entry of one worker with a heartbeat, which also removes old entries and runs periodic tasks.
 
     `start` starts the thread. A periodic task that fails is retried with the next heartbeat.
     """
@@ -128,7 +128,7 @@ class Registration:
         wanted: Callable[[], list[WantedThing]] = list,
         evicted: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """Prepare the registration. `failures`, `wanted` and `evicted` return the fields of the same name."""
+        """Prepare the registration. `failures`, `wanted` and `evicted` return the fields of the same names."""
         self._redis = redis
         self._worker = worker
         self._manager = manager

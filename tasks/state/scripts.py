@@ -103,7 +103,7 @@ def _script(name: str) -> Script:
 
 @functools.cache
 def _script_with(name: str, prefix: str) -> Script:
-    """Return the script. `prefix` is only the key of the cache, because the source contains it in its constants."""
+    """Return the script. `prefix` only serves as the cache key, because the constants in the source contain it."""
     return Script(None, source(name).encode())  # type: ignore[arg-type]  # each call passes its client
 
 
@@ -142,14 +142,14 @@ def source(name: str) -> str:
 
 @functools.cache
 def _parts() -> tuple[str, dict[str, str]]:
-    """Return the shared functions in ledger.lua, and the scripts by name, which follow a mark `--@ name` each."""
+    """Return the shared functions in ledger.lua, and the scripts by name. Each script follows a mark `--@ name`."""
     shared, *rest = re.split(r"^--@ (\w+)\n", lua_source(__package__, "ledger"), flags=re.MULTILINE)
     return shared, dict(zip(rest[::2], rest[1::2], strict=True))
 
 
 @dataclass(eq=False, slots=True)
 class ScriptCall:
-    """A script whose reply a thread waits for, and its reply or error."""
+    """A call of a script that a thread waits for, with its reply or error once it has ended."""
 
     name: str
     keys: Sequence[str]
@@ -167,11 +167,11 @@ class ScriptCall:
 
 
 class Gathered:
-    """Run scripts of many threads in few round trips. Thread-safe.
+    """Runs the scripts of many threads in few round trips. Thread-safe.
 
-    During a round trip, further calls gather and are then sent together. Each script is a separate step, so an error in
-    one script does not affect others. A call is sent immediately if no other thread is sending. Otherwise the thread
-    waits, and the first waiting thread sends the next page for all.
+    Calls that arrive during a round trip are collected, and then sent together. Each script is a separate step, so an
+    error in one script does not affect others. A call is sent immediately if no other thread is sending. Otherwise, the
+    thread waits, and the first waiting thread sends the next page for all of them.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -195,7 +195,7 @@ class Gathered:
         return call.reply
 
     def _send(self) -> None:
-        """Send the waiting calls, including that of this thread, and let the first later call send the next page."""
+        """Send the waiting calls, including this thread's call, and let the first later call send the next page."""
         with self._lock:
             page, self._waiting = self._waiting, []
         try:

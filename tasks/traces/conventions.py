@@ -44,7 +44,7 @@ def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]
 
 
 def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a request to a model. The parameters of the call need not be validated."""
+    """Return the attributes of a request to a model. The parameters of the call may be invalid."""
     attributes: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if isinstance(parameters.get("model"), str):
         attributes["gen_ai.request.model"] = parameters["model"]

@@ -38,9 +38,9 @@ def _tracing(contents: bool) -> Tracing:
 def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Create a span that covers sending these jobs, and add its context to the headers of their messages.
 
-    `options` are Celery's options of each job, with `task_id` and `headers`. The parent of the span is the context in
-    the headers of the first job, else the current span, else the job that runs on this thread and sends its next task.
-    Does nothing if the setting `traces` is false.
+    `options` contains Celery's options for each job, with `task_id` and `headers`. The parent of the span is the
+    context in the headers of the first job, or else the current span, or else the job that runs on this thread and
+    sends its next task. If the setting `traces` is false, nothing is created.
     """
     traces = tracing() if options else None
     if traces is None:
@@ -59,8 +59,8 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 def trace_span(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Create a span for the body of the `with` statement, and yield the headers that carry its context.
 
-    Its parent is the context in `headers`, else the current span. If the setting `traces` is false, there is no span,
-    and the headers are empty.
+    Its parent is the context in `headers`, or else the current span. If the setting `traces` is false, there is no
+    span, and the headers are empty.
     """
     traces = tracing()
     if traces is None:

@@ -121,7 +121,7 @@ class Tracing:
     ) -> Iterator[dict[str, str]]:
         """Create a span that covers sending jobs, and yield the headers for their messages.
 
-        Its parent is the context in `headers`, else the current span, else the context in `fallback`.
+        Its parent is the context in `headers`, or else the current span, or else the context in `fallback`.
         """
         parent = self.parent(headers) if headers else None
         if parent is None and not trace.get_current_span().get_span_context().is_valid:
@@ -136,13 +136,16 @@ class Tracing:
             yield self.headers_of(span)
 
     def serving(self, name: str, headers: Mapping[str, str]) -> contextlib.AbstractContextManager[Span]:
-        """Create a span of an HTTP request. Its parent is the current span, else the client's context in `headers`."""
+        """Create the span of an HTTP request.
+
+        Its parent is the current span, or else the client's context in `headers`.
+        """
         has_current = trace.get_current_span().get_span_context().is_valid
         parent = None if has_current else self.parent(carried(headers))
         return self.tracer.start_as_current_span(name, context=parent, kind=SpanKind.SERVER)
 
     def parent(self, headers: Mapping[str, str]) -> Context:
-        """Return the context in these headers. If there is none, spans that start in the result have no parent."""
+        """Return the context in these headers. Without one, spans that start in the returned context have no parent."""
         return W3C.extract(headers, context=Context())
 
     def headers_of(self, span: Span | None = None) -> dict[str, str]:
@@ -152,12 +155,12 @@ class Tracing:
         return headers
 
     def attempt(self, run: str, job_id: str, name: str, parent: Context, **options: Any) -> Span:
-        """Start the span of an attempt, whose id is derived from its run. `options` are OpenTelemetry's."""
+        """Start the span of an attempt, with an id derived from `run`. `options` are passed to OpenTelemetry."""
         with self._ids.fixed(run, job_id):
             return self.tracer.start_span(name, context=parent, kind=SpanKind.CONSUMER, **options)
 
     def link_to(self, run: str, span: Span) -> Link:
-        """Return a link from a job's attempt to an earlier one, whose span another process may have made."""
+        """Return a link from a job's attempt to an earlier attempt, whose span another process may have created."""
         sampled, trace_id = TraceFlags(TraceFlags.SAMPLED), span.get_span_context().trace_id
         return Link(SpanContext(trace_id, run_span_id(run), is_remote=True, trace_flags=sampled))
 
@@ -169,7 +172,7 @@ class Tracing:
 
 
 def below(span: Span) -> Context:
-    """Return the context in which the parent of new spans is this span."""
+    """Return a context in which this span is the parent of new spans."""
     return trace.set_span_in_context(span, Context())
 
 

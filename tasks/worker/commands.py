@@ -1,9 +1,9 @@
-"""Remote control commands of a worker, which load, unload and change models and adapters.
+"""The remote control commands that load, unload and change the models and adapters of a worker.
 
-Commands run on the worker's main thread. Each returns immediately, and the worker's registry entry reports its result.
-A command that succeeds also changes the desired state (docs/adr/012-pools.md) of the worker's pool, so that the other
-workers follow. If `whole_pool` is false, it only changes the desired state of this worker.
-Only workers import this module.
+Commands run on the worker's main thread. Each command returns immediately, and the worker's registry entry reports the
+result. A command that succeeds also changes the desired state (docs/adr/012-pools.md) of the worker's pool, so that the
+other workers follow. If `whole_pool` is false, it only changes the desired state of this worker. Only workers import
+this module.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelChanges:
         record: DesiredStateRecord,
         num_waiting: Callable[[str], int],
     ) -> None:
-        """`num_waiting` counts the jobs of a queue that wait for a slot."""
+        """Prepare the changes. `num_waiting` counts the jobs of a queue that wait for a slot."""
         self._manager = manager
         self._consumer = consumer
         self._loader = loader
@@ -60,7 +60,7 @@ class ModelChanges:
         self._num_waiting = num_waiting
 
     def _start(self, key: Key, action: Callable[[], object], override: Override | None, *, whole_pool: bool) -> None:
-        """Run an action in the background, then write the override, unless the entry has changed meanwhile."""
+        """Run an action in the background, then write the override, unless the entry has changed in the meantime."""
         before = self._record.text_of(key, whole_pool=whole_pool)
 
         def act() -> None:
@@ -130,7 +130,7 @@ class ModelChanges:
         self._start(key, drain, Override(gone=True), whole_pool=whole_pool)
 
     def evict(self, model_id: str) -> None:
-        """Unload an idle model to free memory, on the thread of the load that needs it. Raises ModelBusy."""
+        """Unload an idle model to free memory, on the thread of the load that needs the memory. Raises ModelBusy."""
         if self._num_waiting(queue_name(model_id)):
             raise ModelBusy(f"model {model_id!r} is needed by waiting jobs")
         key = model_key(model_id)

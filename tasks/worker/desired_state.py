@@ -1,9 +1,10 @@
 """The desired state of a worker: the models of its settings, and the changes that commands made at run time.
 
-Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each is a hash from a
-key (a model, an adapter of a model, or the default model) to the settings that the key must have, or to a note that it
-must be absent. An entry for the worker overrides the entry for its pool, which overrides the settings. The functions
-are pure, and `DesiredStateRecord` reads and writes Redis. docs/adr/012-pools.md gives the reasons.
+Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each record is a hash
+whose keys stand for a model, an adapter of a model, or the default model. A value contains the required settings, or a
+note that the model, adapter or default must be absent. An entry for the worker overrides the entry for its pool, which
+overrides the settings. The functions are pure, and `DesiredStateRecord` reads and writes Redis. docs/adr/012-pools.md
+gives the reasons.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def adapter_key(model_id: str, name: str) -> Key:
 
 
 def key_text(key: Key) -> str:
-    """Return the name under which a worker reports failures of a key."""
+    """Return the name under which a worker reports failures for a key."""
     return failure_key(*key[1:]) if len(key) > 1 else key[0]
 
 
@@ -81,7 +82,7 @@ class Override(BaseModel):
     default: str | None = None
 
     def text(self) -> str:
-        """Return the entry as JSON, without the model's `hub_token`, because the file is in the hub's cache."""
+        """Return the entry as JSON, without the model's `hub_token`, because the file is already in the hub's cache."""
         fields = self.model_dump(mode="json", exclude={"model"}, exclude_defaults=True)
         if self.model is not None:
             fields["model"] = self.model.model_dump(mode="json", exclude={"hub_token", "default"}, exclude_unset=True)
@@ -154,7 +155,7 @@ class Correction:
 def corrections(
     desired: DesiredState, models: Mapping[str, ModelSettings], adapters: Mapping[Key, AdapterSettings]
 ) -> Iterator[Correction]:
-    """Yield the actions that a worker with these models and adapters needs. Those that free memory come first.
+    """Yield the actions that a worker with these models and adapters needs, starting with actions that free memory.
 
     The adapters in `models` are ignored, because `adapters` has the current ones.
     """
@@ -270,7 +271,7 @@ class DesiredStateRecord:
     # Loads that crash the process
 
     def start_load(self, key: Key) -> None:
-        """Count a starting load. Raises ModelLoadFailed if the last loads crashed the process."""
+        """Count a load that is about to start. Raises ModelLoadFailed if the last loads crashed the process."""
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(

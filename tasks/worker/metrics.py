@@ -41,7 +41,7 @@ LoadedModels = Callable[[], Mapping[str, Model]]
 
 
 class Metrics(Middleware):
-    """The metrics of one worker, and the server for their port."""
+    """Counts the metrics of one worker, and serves them on a port."""
 
     def __init__(self, host: str, port: int, relay: TelemetryRelay, models: LoadedModels) -> None:
         """Start serving the metrics. Raises InvalidRequest if the port is not available."""
@@ -55,7 +55,7 @@ class Metrics(Middleware):
         except OSError as error:
             raise InvalidRequest(
                 f"metrics_port: {port} on metrics_host {host!r} is not available ({error}); "
-                "choose a different port for each worker of a machine"
+                "choose a different port for each worker on a machine"
             ) from None
 
     @property

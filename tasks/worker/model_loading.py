@@ -1,4 +1,4 @@
-"""Load and unload models while a worker runs, by command or because its desired state requires it.
+"""Load and unload models while a worker runs, either on command or because its desired state requires it.
 
 `ModelLoader` works in the background, and adapts the worker's queues and the size of its pool. `Reconciler` compares
 the loaded models with the desired state, starts the missing actions, and reports what is missing.
@@ -97,8 +97,8 @@ class FailedAction:
 class ModelLoader:
     """Loads and unloads models, and adapts the consumer's queues and the pool's size.
 
-    Each load or unload is an action with a name, from `key_text` or `evicting_key`. Actions with the same name never
-    run concurrently.
+    Each load or unload is an action, whose name comes from `key_text` or `evicting_key`. Actions with the same name
+    never run concurrently.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ModelLoader:
     # Loaded models and failures
 
     def models(self) -> dict[str, ModelSettings]:
-        """Return the settings with which each loaded model was loaded."""
+        """Return the settings of each loaded model, as they were when it was loaded."""
         return {model_id: model for model_id, model in list(self._loaded.items()) if self._manager.is_loaded(model_id)}
 
     def adapters(self) -> dict[Key, AdapterSettings]:
@@ -216,14 +216,14 @@ class ModelLoader:
         self.on_change()
 
     def resize_pool(self, num_jobs: int) -> None:
-        """Add this number of threads to the pool. A negative number removes threads. Main thread only."""
+        """Add this number of threads to the pool, or remove threads if it is negative. Call only on the main thread."""
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
 
     # Unloading
 
     def stop_intake(self, model_id: str) -> list[str]:
-        """Stop taking the jobs that only this model serves, and return their queues. Main thread only."""
+        """Stop taking the jobs that only this model serves, and return their queues. Call only on the main thread."""
         others = self._manager.models().keys() - {model_id}
         is_only_default = self._manager.default == model_id and not others
         queues = [queue_name(name) for name in ([model_id, DEFAULT_MODEL] if is_only_default else [model_id])]

@@ -43,7 +43,7 @@ class Neighbours:
         self._key: str | None = None
 
     def share_cores(self) -> None:
-        """Write the report of this worker and read those of the others. Raises RedisError."""
+        """Write this worker's report, and read the reports of the others. Raises RedisError."""
         report, now = self._cores.report(), redis_time(self._redis)
         self._key = machine_key(report["machine"])
         entry = Neighbour(self._worker, socket.gethostname(), now, report)
@@ -65,7 +65,7 @@ class Neighbours:
             try:
                 self._redis.hdel(self._key, self._worker)
             except RedisError as error:
-                log.warning("report of cores not removed", worker=self._worker, detail=f"{error}; it will expire")
+                log.warning("core usage report not removed", worker=self._worker, detail=f"{error}; it will expire")
 
 
 def _neighbour_of(data: bytes) -> Neighbour | None:
@@ -77,7 +77,7 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
 
 
 def peers_of(worker: str, report: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
-    """Return the workers that share a processor with this one. The order of their names decides about remainders."""
+    """Return the workers that share a processor with this one. The order of names decides who gets a remaining core."""
     host = socket.gethostname()  # workers of the same container share its CPU limit
     return [
         Peer(

@@ -6,14 +6,14 @@ Each worker has a reaper thread, and the reapers of several workers may run conc
 
 2. The ETA of a job has passed. The message returns to the head of its queue.
 
-3. A job is due because its timeout has passed while no worker runs it. Or it has ended, and Celery has not received its
-   end, or the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle
-   the same job.
+3. A job is due. Its timeout has passed while no worker runs it, or it has ended but Celery has not received its end or
+   the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle the
+   same job.
 
-4. A message is lost because its worker was killed between two commands. The ledger still has the job, which no worker
-   holds, and which is not in its queue where the order of the queue puts it. Queues are first in, first out, except for
-   messages that returned to the head, so it suffices to read the head. A job that is missing for a whole period is
-   queued again. A lock in Redis assigns this search to one reaper per period.
+4. A message is lost because its worker was killed between two commands. The ledger still has the job, but no worker
+   holds it, and it is not at its place in the queue. Queues are first in, first out, except for messages that returned
+   to the head, so it is enough to read the head. A job that is missing for a whole period is queued again. A lock
+   in Redis assigns this search to one reaper per period.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ Store = Callable[[str, Ending], None]  # stores the end of a job for Celery, and
 
 
 class LeaseKeeper:
-    """Renews the leases of a worker's messages, so that Redis delivers them to no other worker.
+    """Renews the leases of a worker's messages, so that Redis does not deliver them to other workers.
 
-    It has a thread and a connection of its own, because Celery's event loop stops while a worker drains. That loop also
-    reconnects only after 2, 4, 6 … s and has no channels until then, so the channels are read each time.
+    It has its own thread and connection, because Celery's event loop stops while a worker drains. The event loop also
+    waits for 2, 4, 6 … s before it reconnects and has no channels until then, so the channels are looked up each time.
     """
 
     def __init__(self, ledger: Ledger, consumer: Any, lease_s: float) -> None:
@@ -83,7 +83,7 @@ class LeaseKeeper:
     def renew(self) -> int:
         """Renew the lease of every message that this worker holds, and return the number of messages.
 
-        If another worker holds a message by now, because this one was frozen or disconnected, it is forgotten.
+        A message that another worker holds by now, because this worker was frozen or disconnected, is forgotten.
         """
         try:
             held = {taken_of(message): message for message in self._held()}
@@ -183,7 +183,7 @@ class Reaper:
     # Jobs whose messages are missing
 
     def find_missing(self) -> int:
-        """Requeue the jobs that were also missing one period ago, and return their number."""
+        """Requeue the missing jobs that were already missing one period ago, and return their number."""
         suspects = dict.fromkeys(self._running_without_lease(), running_key())
         for queue in self._busy_queues():
             for priority in PRIORITIES:
@@ -199,13 +199,13 @@ class Reaper:
         return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * MISSING_SHARE, listed_in]))
 
     def _clear(self, suspects: dict[str, str]) -> None:
-        """Forget jobs that were missing and have been found."""
+        """Forget jobs that were missing but have been found."""
         missing: Any = self._redis.zrange(missing_key(), 0, -1)
         if found := [raw for raw in missing if raw.decode() not in suspects]:
             self._redis.zrem(missing_key(), *found)
 
     def _busy_queues(self) -> list[str]:
-        """Return the queues with waiting jobs or messages, and remove the others from the set of queues."""
+        """Return the queues with waiting jobs or messages, and remove all other queues from the set of queues."""
         names: Any = self._redis.smembers(queues_key())
         queues = [raw.decode() for raw in names]
         keys = {queue: [waiting_key(queue), *(queue_key(queue, p) for p in PRIORITIES)] for queue in queues}
@@ -219,7 +219,7 @@ class Reaper:
         return [queue for queue, is_busy in are_busy.items() if is_busy]
 
     def _not_in_queue(self, queue: str, priority: int) -> Iterator[str]:
-        """Yield the waiting jobs that no worker holds and that are not in the queue where its order puts them."""
+        """Yield the waiting jobs that no worker holds and that are not at their place in the queue."""
         keys = [queue_key(queue, priority), waiting_key(queue)]
         after: bytes = b""
         while True:

@@ -98,7 +98,7 @@ class Quarantine:
     def passed(self, is_interrupted: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
         """Wait until the job may start, or is interrupted, and yield a function that marks it as proven.
 
-        A suspect passes `alone`. On leaving the context, the job counts as proven in any case. Thread-safe.
+        Set `alone` for a suspect. When the context is left, the job counts as proven in any case. Thread-safe.
         """
         with self._changed:
             self._num_suspects += alone
@@ -125,8 +125,8 @@ class Quarantine:
 class Runtime:
     """The models and Redis connections of a worker process, and its threads.
 
-    `__init__` starts the threads of `manager` (one per engine, embedder and reranker), `publisher`, `watchdog`, and
-    of the middlewares that the settings enable.
+    `__init__` starts the threads of `manager` (one per engine, embedder and reranker), of `publisher` and `watchdog`,
+    and of the middlewares that the settings enable.
 
     `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader has
     its own thread.
@@ -134,7 +134,7 @@ class Runtime:
     `announce`, called when the worker receives commands, starts `reaper` and `registration`. The latter's heartbeat
     reconciles models, ends cancelled jobs, shares cores, trims the heap and writes samples for estimates.
 
-    Jobs run on the threads of Celery's pool (broker/pool.py). The lifecycle makes one runtime per process.
+    Jobs run on the threads of Celery's pool (broker/pool.py). `lifecycle.py` creates one runtime per process.
     """
 
     def __init__(self, settings: Settings, worker: str, store: Store) -> None:
@@ -184,7 +184,7 @@ class Runtime:
         return connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
 
     def _initial_models(self) -> list[ModelSettings]:
-        """Return the models of the settings, without those that commands have unloaded or replaced."""
+        """Return the models of the settings, without the models that commands have unloaded or replaced."""
         try:
             desired = desired_state(self.settings, self._record.read()).models
         except RedisError as error:
@@ -316,7 +316,7 @@ class Runtime:
         """Stop all threads. The registry is updated first, and the publisher writes all events.
 
         KV states are saved until `save_until` (monotonic time in seconds), and for at least `MIN_SAVE_S`, because other
-        workers have the jobs by then. With 0 no states are saved.
+        workers have the jobs by then. If `save_until` is 0, no states are saved.
         """
         if self._registration is not None:
             self._registration.close()

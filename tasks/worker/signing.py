@@ -66,12 +66,12 @@ class Signer:
 
 
 def _parent_line(parent_key: str | None) -> bytes:
-    """Return the bytes that are hashed before the messages. They differ from the line of every message."""
+    """Return the bytes that are hashed before the messages. They differ from the bytes of any message."""
     return b"" if parent_key is None else f"after {json.dumps(parent_key)}\n".encode()
 
 
 def _message_line(message: Mapping[str, Any]) -> bytes:
-    """Return a message as bytes, without its reasoning. Missing and empty content are equal, as in templates."""
+    """Return a message as bytes, without its reasoning. Missing content equals empty content, as in templates."""
     return json.dumps({name: message[name] for name in _SIGNED if message.get(name)}, sort_keys=True).encode() + b"\n"
 
 

@@ -1,8 +1,8 @@
 """Relay the telemetry of engines, which consists of their steps and requests, to the hooks of middlewares.
 
 An engine only appends an event to a queue, and a separate thread calls the hooks. A hook that is slow, hangs or fails
-therefore loses events, but does not delay tokens. This module also has two middlewares with such hooks: one calls the
-function in the setting `telemetry_hook`, the other logs JSON lines.
+therefore loses events, but does not delay tokens. This module also contains middlewares with such hooks: one calls the
+function in the setting `telemetry_hook`, and the others log JSON lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TelemetryHook(Middleware):
     def __init__(self, hook: Hook | str) -> None:
         """Use a function, or import it from the path `package.module:name`.
 
-        The path may also name a class whose objects are callable. Raises InvalidRequest.
+        The path may also name a class whose instances are callable. Raises InvalidRequest.
         """
         function = imported("telemetry_hook", hook) if isinstance(hook, str) else hook
         if not callable(function):

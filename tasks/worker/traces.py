@@ -32,7 +32,7 @@ MessagePart = dict[str, Any]
 
 @dataclass(slots=True)
 class TracedAttempt:
-    """A running attempt with a sampled span. Times are unix times in nanoseconds."""
+    """A running attempt with a sampled span. Times are Unix times in nanoseconds."""
 
     span: Span
     parent: Context  # from the headers of the message
@@ -85,7 +85,7 @@ class Traces(Middleware):
         traced.span.end()
 
     def _add_earlier(self, traced: TracedAttempt, attempt: AttemptContext) -> None:
-        """Add the spans of the waits of the job, and of earlier attempts that no worker reported, oldest first."""
+        """Add spans for the job's waits, and for earlier attempts that no worker reported, oldest first."""
         record, started_ns = attempt.record, traced.started_ns
         free_ns = started_ns - _ns(record.waited_s)  # the time since which no worker has run the job
         previous: Earlier | None = None
@@ -119,12 +119,12 @@ class Traces(Middleware):
             span.add_link(self._tracing.link_to(previous.run, span).context)
 
     def _add_wait(self, parent: Context, span: Span, from_ns: int, to_ns: int) -> None:
-        """Add a wait in the queue below the span of the sender, or below the attempt if there is no such span."""
+        """Add a span for a wait in the queue. Its parent is the sender's span, or by default the attempt's span."""
         above = parent if trace.get_current_span(parent).get_span_context().is_valid else below(span)
         self._add(above, "queue", min(from_ns, to_ns), to_ns)
 
     def _add_result(self, traced: TracedAttempt, attempt: AttemptContext, now_ns: int) -> None:
-        """Add the span of writing the result. If no request of an engine ended, add the model's computation instead."""
+        """Add a span for writing the result. If no engine request has ended, add the model's computation instead."""
         operation, result, last_ns = OPERATIONS.get(attempt.task), attempt.result, traced.last_request_ns
         if last_ns is None and operation is not None and result is not None:
             attributes = of_request(operation, attempt.parameters) | of_usage(result.get("usage", {}))
@@ -188,7 +188,7 @@ class Traces(Middleware):
 
 
 def _operation_of(attempt: AttemptContext, line: str) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the operation and the parameters of a request. With a `line`, they are those of this line of a chunk."""
+    """Return the operation and the parameters of a request. With `line`, both belong to this line of a chunk."""
     if attempt.task != TASK_CHUNK:
         return OPERATIONS.get(attempt.task), attempt.parameters
     record = attempt.parameters["lines"][int(line)]
@@ -196,7 +196,7 @@ def _operation_of(attempt: AttemptContext, line: str) -> tuple[str | None, Mappi
 
 
 def ns_of(monotonic_s: float) -> int:
-    """Convert a monotonic time in seconds into a unix time in nanoseconds."""
+    """Convert a monotonic time in seconds into a Unix time in nanoseconds."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
 
 
@@ -234,7 +234,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _texts(content: Any) -> list[MessagePart]:
-    """Convert a text, a list of content parts in OpenAI's format, or a list of token ids."""
+    """Convert a text, content parts in OpenAI's format, or token ids into the parts of a message for OpenTelemetry."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return [{"type": "text", "content": part.get("text")} for part in content]
     return [{"type": "text" if isinstance(content, str) else "tokens", "content": content}]

@@ -88,7 +88,7 @@ def test_draft_model_with_another_vocabulary_is_rejected(manager: ModelManager, 
     damaged.write_bytes(other.read_bytes()[:3000])
     with pytest.raises(ModelLoadFailed, match="damaged"):
         manager.load("a", twin, options=options(str(damaged)))
-    with pytest.raises(ModelLoadFailed, match="remove the option draft"):
+    with pytest.raises(ModelLoadFailed, match="remove the draft option"):
         manager.load("a", twin, options=options(TINY), capabilities=["embed"])
     assert manager.entries() == []
     assert manager.load("a", twin, options=options(None)).info.n_vocab != 320
@@ -99,7 +99,7 @@ def test_draft_model_counts_in_the_memory_budget(twin: str) -> None:
         plain = manager.load("plain", twin, options=options(None)).memory.total_bytes
         both = manager.load("both", twin, options=options(TINY)).memory.total_bytes
     with closing(ModelManager(memory_budget=(plain + both) // 2)) as manager:
-        with pytest.raises(InsufficientMemory, match="remove the option draft"):
+        with pytest.raises(InsufficientMemory, match="remove the draft option"):
             manager.load("a", twin, options=options(TINY))
         assert manager.load("a", twin, options=options(None)).memory.total_bytes == plain
 

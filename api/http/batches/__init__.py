@@ -1,4 +1,4 @@
-"""Batches of the gateway: bulk runs under a lease, driven in the process of the gateway (docs/adr/019-batches.md).
+"""Batches, which are bulk runs that a gateway drives while it holds a lease (docs/adr/019-batches.md).
 
 This package may use the package `files`, the modules of the gateway that all endpoints use, and `api.batch`.
 """

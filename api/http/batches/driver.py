@@ -49,11 +49,11 @@ EXPIRED = {"code": "batch_expired", "message": "the completion window ended befo
 
 
 class DriverStopped(Exception):
-    """The driver stops before its batch has ended, because the gateway is stopping or the lease was lost."""
+    """The driver must stop before its batch has ended, because the gateway is stopping or the lease was lost."""
 
 
 class BatchDriver:
-    """Drives one batch in a thread of its own, and checks at each turn whether it may continue.
+    """Drives one batch in a thread of its own, and checks at each turn of the run whether it may continue.
 
     Meanwhile the event loop renews the lease, and polls whether the batch was cancelled. The thread uses the loop's
     Redis clients through `_await`.
@@ -81,11 +81,11 @@ class BatchDriver:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Request that the batch is left to another driver soon."""
+        """Ask the driver to leave the batch to another driver soon."""
         self._stop.set()
 
     async def drive(self) -> None:
-        """Return when the batch has ended or is left to another driver. Raises only CancelledError."""
+        """Drive the batch until it has ended or is left to another driver. Raises only CancelledError."""
         self._loop = asyncio.get_running_loop()
         # Not in one of the loop's own threads: a run takes as long as its batch, and would delay uploads.
         threads = ThreadPoolExecutor(1, thread_name_prefix=self.id)
@@ -111,7 +111,7 @@ class BatchDriver:
             log.warning("batch lease not renewed", batch=self.id, detail=f"{error}; retrying in {POLL_S:g} s")
 
     async def _poll(self) -> str:
-        """Return the status of the batch, which its tenant or `cellama batch cancel` may have cancelled."""
+        """Return the status of the batch. Its tenant or `cellama batch cancel` may have cancelled the batch."""
         if not self._cancelled.is_set() and await self._batches.take_cancel(self.id):
             await self._batches.move(self._record, "cancelling", expected=("validating", "in_progress"))
         record = await self._batches.records.read(self.id)
@@ -166,7 +166,7 @@ class BatchDriver:
             raise InputRefused([])
 
     def _run(self, redis: Redis) -> str | None:
-        """Run the batch. Return the status with which the run ended, or None if the batch has ended as well."""
+        """Run the batch. Return the final status of the run, or None if the batch has also ended."""
         try:
             return self._run_file(redis)
         except InputRefused as refused:
@@ -186,9 +186,9 @@ class BatchDriver:
         return None
 
     def _run_file(self, redis: Redis) -> str:
-        """Run the batch like `cellama batch run`, or resume it where this gateway or another one left it.
+        """Run the batch like `cellama batch run`, or resume it where the last driver stopped.
 
-        Raises DriverStopped, InvalidJob, OSError, RedisUnreachable, RedisRefused.
+        Raises DriverStopped, InvalidJob, OSError, RedisUnreachable and RedisRefused.
         """
         store = self._files.store
         make_directory(self._directory)
@@ -248,10 +248,10 @@ class BatchDriver:
         return InputCheck(self._record["endpoint"], self._settings.gateway_max_batch_lines, caller, start)
 
     def _prepare_work_file(self) -> None:
-        """Give the run the id of its batch, under which the run is also recorded in Redis.
+        """Set the id of the run to the id of its batch. The run is also recorded in Redis under this id.
 
-        If there is an output without a work file, a driver on another machine has stored it as parts. The new work file
-        then takes over its lines as finished.
+        If there is an output without a work file, a driver on another machine has stored the output in parts.
+        The lines of this output are then marked as finished in the new work file.
         """
         try:
             with contextlib.closing(WorkFile(self._paths.work)) as work:
@@ -263,7 +263,7 @@ class BatchDriver:
             raise
 
     def _save_part(self, parts: Parts) -> None:
-        """Store the new end of the output, so that a gateway on another machine can take over."""
+        """Store the latest part of the output, so that a gateway on another machine can take over."""
         if parts.save(self._paths.output):
             fields = {"parts": parts.names, "parts_bytes": parts.num_bytes}
             done, _ = self._await(
@@ -276,7 +276,7 @@ class BatchDriver:
     # End of the batch
 
     def _store_results(self, redis: Redis) -> None:
-        """Store the output and the errors as files, and end the batch. This can be repeated."""
+        """Store the output and the errors as files, and end the batch. It is safe to repeat this."""
         record = self._await(self._batches.records.read(self.id)) or self._record
         ends_as = record["ends_as"]
         if ends_as == "cancelled":
@@ -302,7 +302,7 @@ class BatchDriver:
         )
 
     def _error_blocks(self, expired: list[tuple[int, Any]]) -> Iterator[bytes]:
-        """Yield the errors of the run, and an error for each request that the run did not get to in time."""
+        """Yield the errors of the run, and an error for each request that did not finish in time."""
         if self._paths.errors.exists():
             yield from blocks_of(self._paths.errors.open("rb"))
         for number, line_id in expired:
@@ -310,7 +310,7 @@ class BatchDriver:
             yield (json.dumps(failure, ensure_ascii=False) + "\n").encode()
 
     def _add_file(self, name: str, path: Path) -> str:
-        """Store a file. Its id is derived from that of the batch, so that repeating this replaces the file."""
+        """Store a file. Its id is derived from the batch's id, so repeating the call replaces the file."""
         self._check_turn()
         file_id = f"file-{self.id.removeprefix('batch_')}-{name}"
         life_s, filename = self._record["output_life_s"], f"{self.id}_{name}.jsonl"
@@ -318,7 +318,7 @@ class BatchDriver:
         return file_id
 
     def _end(self, status: str, *, expected: tuple[str, ...], **fields: Any) -> None:
-        """End the batch and delete the files of its run. Does nothing if the batch was cancelled instead."""
+        """End the batch and delete the files of its run, unless the batch has been cancelled in the meantime."""
         if self._move(status, expected=expected, **fields) == status:
             delete_run(self._files.store, self.id)
             self._await(self._batches.close(self.id, self.tenant))  # after the deletion, which is repeated without it
@@ -326,7 +326,10 @@ class BatchDriver:
             log.info("batch ended", batch=self.id, status=status)
 
     def _move(self, status: str, *, expected: tuple[str, ...], **fields: Any) -> str:
-        """Return the new status: this one, or "cancelling" if that was set before. Raises DriverStopped."""
+        """Change the status of the batch.
+
+        Return the new status, which is "cancelling" if the batch was cancelled before. Raises DriverStopped.
+        """
         token = self._lease.token
         done, now = self._await(
             self._batches.move(self._record, status, expected=expected, lease_token=token, **fields)

@@ -1,4 +1,4 @@
-"""Validation of a batch's input file, line by line."""
+"""Validate a batch's input file line by line."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OnComplete = Callable[[int, str | None], None]
 
 
 class InputRefused(InvalidJob):
-    """The batch can't run, because its input has errors, or because it was cancelled while the input was read."""
+    """The batch can't run because its input has errors, or because it was cancelled while the input was read."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
-        """Make the error. `errors` have OpenAI's members: code, message, param, line."""
+        """Create the error. Each of `errors` has OpenAI's members: code, message, param and line."""
         super().__init__(f"the input has {len(errors)} errors")
         self.errors = errors
 
@@ -31,14 +31,15 @@ class InputRefused(InvalidJob):
 class InputCheck:
     """Validates each line of an input while a run reads it.
 
-    Errors of the file, such as a repeated `custom_id`, reject all of it. Invalid parameters of a request do not: the
-    run writes them to the error file.
+    An error in the file itself, such as a repeated `custom_id`, causes the whole file to be rejected. Invalid
+    parameters of a single request do not. Instead, the run writes an error for this request to the error file.
     """
 
     def __init__(self, endpoint: str, max_lines: int, caller: Caller, on_complete: OnComplete) -> None:
-        """Make a check with the rights of `caller`.
+        """Create a check that applies the rights of `caller`.
 
-        After an input without errors, `on_complete` gets the number of requests, and their model if all name the same.
+        If the input has no errors, `on_complete` is called with the number of requests, and with their model if
+        all requests name the same model.
         """
         self._endpoint = endpoint
         self._max_lines = max_lines

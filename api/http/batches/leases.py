@@ -1,4 +1,4 @@
-"""Leases, which ensure that at most one gateway performs a task. If it dies, another gateway takes over."""
+"""Leases, which ensure that no two gateways perform the same task. If a gateway dies, another gateway takes over."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 
 class GatewayLease:
-    """The right of one gateway to perform a task, for example to drive a batch. Redis has its token under a name.
+    """The right of one gateway to perform a task, for example to drive a batch.
 
-    Methods raise RedisError. `is_held` may be read in any thread.
+    Redis stores the token of the lease under the name of the lease. Methods raise RedisError. `is_held` may be read
+    in any thread.
     """
 
     def __init__(self, redis: Redis, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make a lease that is not taken yet. `clock` is for tests."""
+        """Create a lease that is not taken yet. Tests may replace `clock`."""
         self.token = uuid.uuid4().hex
         self._redis: Any = redis
         self._key = http_lease_key(name)
@@ -34,7 +35,7 @@ class GatewayLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certainly held. This becomes false some time before it expires in Redis."""
+        """Whether the lease is certainly held. This becomes false some time before the lease expires in Redis."""
         return self._clock() < self._granted_at + self._lease_s * (1 - 1 / RENEWALS_PER_LEASE)
 
     @property
@@ -57,7 +58,10 @@ class GatewayLease:
         return is_granted
 
     async def release(self) -> None:
-        """Release the lease, so that another gateway can take it immediately. Without Redis, it expires by itself."""
+        """Release the lease, so that another gateway can take it immediately.
+
+        If Redis does not answer, the lease expires by itself.
+        """
         self.lose()
         try:
             await self._redis.eval(_RELEASE, 1, self._key, self.token)
@@ -74,7 +78,7 @@ class GatewayLease:
 
 
 async def names_without_lease(redis: Redis, names: Sequence[str]) -> set[str]:
-    """Return the names whose lease no gateway holds. Raises RedisError."""
+    """Return the names of the leases that no gateway holds. Raises RedisError."""
     if not names:
         return set()
     tokens: Any = await redis.mget([http_lease_key(name) for name in names])

@@ -1,4 +1,4 @@
-"""Files of a run: its directory on this machine, and the parts of its output in the store. All functions block."""
+"""The files of a run: its directory on this machine, and the parts of its output in the store. All functions block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def delete_run(store: FileStore, batch_id: str) -> None:
 
 
 def abandoned_runs(store: FileStore, now: float) -> list[str]:
-    """Return the batches whose directories on this machine have not changed for a day. `now` is in Unix seconds."""
+    """Return the ids of batches whose directories on this machine have not changed for a day.
+
+    `now` is in Unix seconds.
+    """
     return [path.name for path in (store.work_dir / RUNS).glob("*") if _changed_at(path) < now - OLD_S]
 
 
@@ -42,9 +45,9 @@ def _changed_at(directory: Path) -> float:
 
 
 class Parts:
-    """Parts of a batch's output in the store, with which a gateway on another machine can take over.
+    """The stored parts of a batch's output, which allow a gateway on another machine to take over the batch.
 
-    The record of the batch lists their names in order. Parts that it does not list are ignored. Methods raise OSError.
+    The record of the batch lists the names of its parts in order. Other parts are ignored. Methods raise OSError.
     """
 
     def __init__(
@@ -55,7 +58,10 @@ class Parts:
         num_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the list of stored parts, which contain `num_bytes` of the output in total. `clock` is for tests."""
+        """Create the list of stored parts, which contain `num_bytes` of the output in total.
+
+        Tests may replace `clock`.
+        """
         self.names = list(names)
         self.num_bytes = num_bytes
         self._store = store
@@ -71,7 +77,7 @@ class Parts:
         fresh.replace(output)
 
     def is_due(self) -> bool:
-        """Return whether to store the next part now. If so, the next interval starts."""
+        """Return whether the next part should be stored now. If it should, the next interval starts."""
         now = self._clock()
         if now - self._saved_at < min(MAX_PART_S, max(MIN_PART_S, PART_SHARE * (now - self._started_at))):
             return False
@@ -79,9 +85,9 @@ class Parts:
         return True
 
     def save(self, output: Path) -> bool:
-        """Store the new end of the output as a part. Return False if there is nothing new.
+        """Store the latest output as a new part. Return False if there is no new output.
 
-        Call this between two turns of the run, when the output only has whole lines.
+        Call this between two turns of the run, when the output contains only complete lines.
         """
         size = output.stat().st_size if output.exists() else 0
         if size <= self.num_bytes:

@@ -1,4 +1,4 @@
-"""The loop of a gateway that finds batches without a driver, drives them, and deletes expired files."""
+"""A gateway's loop that finds batches without a driver, drives them, and deletes expired files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ORPHANED_S = 60.0  # an open batch that has no record after a minute was never c
 
 
 class BatchRunner:
-    """Drives batches from `start` to `close`. Each app has one, for one event loop."""
+    """Drives batches from `start` to `close`. Each app has its own runner, which belongs to one event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        """Make a runner. Raises SettingsError if the storage for files can't be used."""
+        """Create a runner. Raises SettingsError if the storage for files can't be used."""
         self._settings = settings
         self._store = store_of(settings)
         self._loop = PollLoop("batches", self._sweep_and_poll)
@@ -76,9 +76,9 @@ class BatchRunner:
     async def poll(self) -> None:
         """Start driving one batch that has no driver, if this gateway may drive more batches.
 
-        Tenants with the fewest drivers here come first. A batch that was cancelled or has expired is driven even if the
-        limit is reached, so that its end is not delayed. If the limit is reached, and a tenant with several drivers
-        keeps out a tenant without one, one of these drivers stops.
+        Tenants with the fewest drivers in this gateway come first. A batch that was cancelled or has expired is
+        driven even if the limit is reached, so that its end is not delayed. If the limit is reached, and a
+        tenant has no driver while another tenant has several, one of these drivers stops.
         """
         self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
         num, max_num = len(self._driven), self._settings.gateway_batches_at_once
@@ -133,7 +133,7 @@ class BatchRunner:
         return True
 
     async def _close(self, batch_id: str, tenant: str | None) -> None:
-        """Delete the files of a batch that has expired, or whose driver died at its end."""
+        """Delete the files of a batch that has expired, or whose driver died while it ended the batch."""
         try:
             await in_thread(FILES, delete_run, self._store, batch_id)
         except OSError as error:

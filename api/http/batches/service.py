@@ -1,4 +1,4 @@
-"""Records of batches: parsing of requests for them, creation, cancellation, and their format for clients."""
+"""Create, cancel and format the records of batches, and parse the requests for them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KNOWN = ("input_file_id", "endpoint", "completion_window", "metadata", "output_
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """A parsed request for a batch."""
+    """A parsed request that creates a batch."""
 
     input_file_id: str
     endpoint: str
@@ -52,7 +52,7 @@ class BatchOrder:
 
 
 class BatchService:
-    """All batches of all tenants, for one event loop. Methods raise RedisUnreachable, RedisRefused."""
+    """Manages the batches of all tenants in one event loop. Methods raise RedisUnreachable and RedisRefused."""
 
     def __init__(self, settings: Settings, redis: Redis) -> None:
         self._settings = settings
@@ -60,10 +60,10 @@ class BatchService:
         self.records = RecordStore(redis, "batch")
 
     async def create(self, order: BatchOrder, caller: Caller, key: str | None, store_id: str = "") -> Record:
-        """Create a batch that waits for a driver, or return the one with this idempotency key.
+        """Create a batch that waits for a driver, or return the earlier batch with this idempotency key.
 
-        `store_id` identifies the store with its files. Raises ApiError: 429 if the tenant has too many open batches,
-        409 if the key was used with a different body.
+        `store_id` identifies the store that contains its files. Raises ApiError: 429 if the tenant has too many
+        open batches, 409 if the key was already used with a different body.
         """
         now = int(await self.records.now())
         record: Record = {
@@ -109,12 +109,15 @@ class BatchService:
         return [(*json.loads(entry), created_at) for entry, created_at in found]
 
     async def close(self, batch_id: str, tenant: str | None) -> None:
-        """Remove a batch from the open ones, so that no driver looks for it any more."""
+        """Remove a batch from the list of open batches, so that drivers no longer consider it."""
         with reaching_redis():
             await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
-        """Set a batch to `cancelling`, so that its driver ends it. Raises ApiError (409) if it is too late."""
+        """Set the status of a batch to `cancelling`, so that its driver ends it.
+
+        Raises ApiError (409) if it is too late.
+        """
         record = await self.records.find(batch_id, caller)
         done, status = await self.move(record, "cancelling", expected=("validating", "in_progress"))
         if not done and status not in ("cancelling", "cancelled"):
@@ -136,7 +139,7 @@ class BatchService:
         lease_token: str | None = None,
         **fields: Any,
     ) -> tuple[bool, str]:
-        """Change the status and other fields, if the status is one of `expected` (see RecordStore.advance).
+        """Change the status and other fields if the current status is one of `expected` (see RecordStore.advance).
 
         The time of the change is stored, and the end of a batch is announced to webhooks (docs/adr/021-webhooks.md).
         """
@@ -153,14 +156,14 @@ class BatchService:
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields of a batch, if its status is one of `expected` (see RecordStore.advance)."""
+        """Change fields of a batch if its status is one of `expected` (see RecordStore.advance)."""
         life_s = max(1, int(record["gone_at"] - await self.records.now()))
         return await self.records.advance(
             record["id"], fields, expected=expected, life_s=life_s, lease_token=lease_token, announced=announced
         )
 
     async def view(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch in OpenAI's format. The counts of a running batch may be some seconds old."""
+        """Return a batch in OpenAI's format. The counts of a running batch may be a few seconds old."""
         counts = record.get("counts")
         if counts is None:
             counts = {"total": 0, "completed": 0, "failed": 0}
@@ -192,7 +195,7 @@ def _digest(text: str) -> str:
 
 
 def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
-    """Parse the body of a request for a batch. Raises ApiError."""
+    """Parse the body of a request that creates a batch. Raises ApiError."""
     check_known(body, _KNOWN)
     file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
     if not isinstance(file_id, str) or not file_id:

@@ -81,7 +81,7 @@ async def delete(request: Request) -> Response:
 
 
 async def files_and_caller(request: Request) -> tuple[FileService, Caller]:
-    """Return the files and the caller, who is authenticated. Raises ApiError."""
+    """Authenticate the caller, and return the file service and the caller. Raises ApiError."""
     return _files(request), await caller_of(request)
 
 
@@ -110,7 +110,7 @@ def _checked_life(form: UploadForm) -> int:
 def _life(fields: Mapping[str, str]) -> int:
     """Return the lifetime of the file in seconds.
 
-    Clients send the object `expires_after` as JSON, or as fields such as `expires_after[seconds]`.
+    Clients send the object `expires_after` either as JSON or as fields such as `expires_after[seconds]`.
     """
     value: Any = fields.get("expires_after")
     if value is not None:

@@ -1,4 +1,7 @@
-"""Records of files and batches in Redis: a hash for each, an index for each tenant, and pages of the index."""
+"""Store the records of files and batches in Redis.
+
+Each record is a hash, and each tenant has an index of its records.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-[a-z]+)?")  # other ids could be 
 
 @dataclass(frozen=True, slots=True)
 class FileQuota:
-    """The limits of a tenant's files, including output files of batches."""
+    """The limits on a tenant's files, including the output files of batches."""
 
     max_files: int
     max_bytes: int
@@ -54,7 +57,7 @@ class FileQuota:
 
 
 class RecordStore:
-    """The records of all files, or of all batches. Methods raise RedisUnreachable, RedisRefused."""
+    """Stores the records of all files or of all batches. Methods raise RedisUnreachable and RedisRefused."""
 
     def __init__(self, redis: Redis, kind: Kind) -> None:
         self._redis = redis
@@ -65,14 +68,15 @@ class RecordStore:
         self._advance = redis.register_script(lua_source(__package__, "advance"))
 
     async def now(self) -> float:
-        """Return the time of Redis' clock, which all gateways use, in unix seconds."""
+        """Return the time of Redis' clock in Unix seconds. All gateways use this clock."""
         with reaching_redis():
             return seconds_of(await self._redis.time())
 
     async def usage(self, caller: Caller) -> tuple[int, int]:
-        """Return the number of files of the caller's tenant, and their bytes.
+        """Return the number of files that belong to the caller's tenant, and their total size in bytes.
 
-        Both are counted from the records each time, so they are exact even after a gateway died while adding a file.
+        Both are counted from the records in each call, so they are exact even after a gateway died while it
+        added a file.
         """
         arguments = [http_record_key(self._kind, ""), ""]
         with reaching_redis():
@@ -81,10 +85,11 @@ class RecordStore:
         return int(num_files), int(num_bytes)
 
     async def add(self, record: Mapping[str, Any], life_s: int, quota: FileQuota | None = None) -> bool:
-        """Store a record and add it to the list of its tenant. Return False, and change nothing, if the id exists.
+        """Store a record and add it to the list of its tenant.
 
-        `record` has `id`, `tenant`, `created_at`, `status`, and optionally the time `gone_at` at which it expires.
-        Raises ApiError (429) if the quota of the tenant is exceeded.
+        If the id already exists, return False and change nothing. `record` has the fields `id`, `tenant`,
+        `created_at` and `status`, and optionally `gone_at`, the time at which it expires. Raises ApiError (429)
+        if the quota of the tenant is exceeded.
         """
         object_id, life_s = record["id"], life_s + GRACE_S
         keys = [http_record_key(self._kind, object_id), http_records_key(self._kind, record["tenant"])]
@@ -98,7 +103,10 @@ class RecordStore:
         return bool(added == 1)
 
     async def find(self, object_id: str, caller: Caller) -> Record:
-        """Return a record of the caller's tenant. Raises ApiError (404) if it does not exist or is another tenant's."""
+        """Return a record of the caller's tenant.
+
+        Raises ApiError (404) if it does not exist or belongs to another tenant.
+        """
         record = await self.read(object_id) if _ID.fullmatch(object_id) else None
         if record is None or record["tenant"] != caller.tenant:
             raise not_found(self._kind, object_id)
@@ -118,10 +126,10 @@ class RecordStore:
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields, and announce an event in the same step, if the status is one of `expected`.
+        """Change fields and announce an event in the same step, provided that the status is one of `expected`.
 
-        With a `lease_token`, the lease named after the record must also have this token. Return whether the record was
-        changed, and its status afterwards, which is "" if the record does not exist.
+        With a `lease_token`, the lease named after the record must also have this token. Return whether the
+        record was changed, and the status that it has afterwards (or "" if it does not exist).
         """
         lease_key = "" if lease_token is None else http_lease_key(object_id)
         keys = [http_record_key(self._kind, object_id), lease_key, webhook_events_key()]
@@ -144,9 +152,9 @@ class RecordStore:
     async def page(
         self, caller: Caller, query: PageQuery, fits: Callable[[Record], bool] = lambda record: True
     ) -> list[Record]:
-        """Return a page of the records for which `fits` is true, and one more if there is a next page.
+        """Return a page of the records that make `fits` true, and one more record if there is a next page.
 
-        Raises ApiError (404) if the id after which the page starts is not in the list.
+        Raises ApiError (404) if the page starts after an id that is not in the list.
         """
         index, found = http_records_key(self._kind, caller.tenant), list[Record]()
         start = await self._rank_after(index, query)

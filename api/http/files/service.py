@@ -1,4 +1,4 @@
-"""Files of all tenants: their records, contents and expiry."""
+"""Manage the files of all tenants: their records, contents and expiry."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def life_of(value: Any, param: str) -> int:
 
 
 class FileService:
-    """All files of all tenants, for one event loop."""
+    """Stores, reads and deletes the files of all tenants, in one event loop."""
 
     def __init__(self, store: FileStore, redis: Redis) -> None:
         self.store = store
@@ -53,7 +53,7 @@ class FileService:
         self._incoming: dict[str | None, list[int]] = {}  # by tenant, the sizes of uploads to this gateway
 
     async def store_id(self) -> str:
-        """Return the id of the store. Only gateways with this store can drive its batches. Raises OSError."""
+        """Return the id of the store. Only gateways that use this store can drive its batches. Raises OSError."""
         if self.known_store_id is None:
             self.known_store_id = await in_thread(FILES, ensure_store_id, self.store)
         return self.known_store_id
@@ -65,9 +65,9 @@ class FileService:
 
     @contextlib.asynccontextmanager
     async def count_upload(self, caller: Caller, num_bytes: int, quota: FileQuota) -> AsyncIterator[None]:
-        """Count an upload of at least `num_bytes` against the quota while it is received, with others in progress here.
+        """Count an upload of at least `num_bytes` against the quota while this gateway receives it.
 
-        Raises ApiError (429).
+        Other uploads in progress count too. Raises ApiError (429).
         """
         incoming = self._incoming.setdefault(caller.tenant, [])
         incoming.append(num_bytes)
@@ -91,10 +91,10 @@ class FileService:
         file_id: str | None = None,
         quota: FileQuota | None = None,
     ) -> Record:
-        """Store a copy of a local file under a new id, or replace the file with this id.
+        """Store a copy of a local file under a new id, or replace the file that has the given id.
 
-        The contents are stored before the record, so that every record has contents. Raises OSError, and ApiError (429)
-        if the quota is exceeded, which is only checked for new ids.
+        The contents are stored before the record, so every record has contents. Raises OSError, and ApiError
+        (429) if the quota is exceeded. The quota is only checked for new ids.
         """
         file_id = file_id or f"file-{uuid.uuid4().hex}"
         now = await self.records.now()
@@ -147,9 +147,10 @@ class FileService:
             await self._redis.zrem(expiring, file_id)
 
     async def sweep(self) -> int:
-        """Delete expired files. Return how many were checked. The next sweep retries deletions that failed.
+        """Delete expired files, and return how many files were checked. The next sweep retries deletions that failed.
 
-        If Redis has lost the record of a file, its contents are deleted when they are older than any file can be.
+        If Redis has lost the record of a file, the contents are deleted once they are older than the maximum
+        lifetime of files.
         """
         now, expiring = await self.records.now(), http_expiring_key(await self.store_id())
         with reaching_redis():

@@ -1,4 +1,7 @@
-"""Storage of contents, in a directory or anywhere that fsspec supports. All functions block, so use a thread."""
+"""Store the contents of files in a directory, or on any storage that fsspec supports.
+
+All functions block, so call them in a thread.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,20 @@ RETRY_S = 60.0  # for clients, because a full or unreachable disk is rarely avai
 
 
 class DirectoryStore:
-    """A store in a directory. Uploads and runs are also in it, so that a rename turns them into files.
+    """A store in a directory. Uploads and runs are in the same directory, so that a rename turns them into files.
 
-    The gateway makes names of letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
+    The names that the gateway uses contain only letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
     """
 
     shares_work = True  # other gateways can read `work_dir`
 
     def __init__(self, root: Path) -> None:
-        """Make a store, whose directory is created by the first write."""
+        """Create a store. The first write creates its directory."""
         self._files = root / "files"
         self.work_dir = root / "work"  # for uploads in progress, and for runs of batches
 
     def put(self, local: Path, name: str) -> None:
-        """Store a copy of a local file, and replace an earlier file with this name as a whole."""
+        """Store a copy of a local file. An earlier file with this name is replaced atomically."""
         with self._new(name) as (part, target):
             try:
                 os.link(local, part)
@@ -48,7 +51,7 @@ class DirectoryStore:
             part.replace(target)
 
     def put_first(self, data: bytes, name: str) -> None:
-        """Store these bytes, unless a file with this name exists."""
+        """Store these bytes unless a file with this name already exists."""
         with self._new(name) as (part, target):
             write_new(part, [data])
             try:
@@ -60,7 +63,7 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[tuple[Path, Path]]:
-        """Yield a path to write to, and the path to which that file is then renamed."""
+        """Yield a path to write to, and the path to which the written file is then renamed."""
         target = self._files / name
         make_directory(target.parent)
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
@@ -79,12 +82,15 @@ class DirectoryStore:
         (self._files / name).unlink(missing_ok=True)
 
     def delete_directory(self, name: str) -> None:
-        """Delete all files whose names start with this one and a `/`."""
+        """Delete all files whose names start with this name and a `/`."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._files / name)
 
     def older_than(self, before: float) -> list[str]:
-        """Return the files that were stored before this time (unix s), by the clocks of the storing gateways."""
+        """Return the files that were stored before this time (Unix seconds).
+
+        The times come from the clocks of the gateways that stored the files.
+        """
         found = []
         for path in self._files.glob("file-*"):
             with contextlib.suppress(FileNotFoundError):  # another gateway may sweep at the same time
@@ -94,15 +100,15 @@ class DirectoryStore:
 
 
 class UrlStore:
-    """A store that fsspec supports, for example a bucket, with the methods of DirectoryStore.
+    """A store on any storage that fsspec supports, for example a bucket. It has the methods of DirectoryStore.
 
-    It must replace objects atomically, as all object stores do.
+    The storage must replace objects atomically, as all object stores do.
     """
 
     shares_work = False
 
     def __init__(self, url: str, work_dir: Path) -> None:
-        """Make a store, with a `work_dir` on this machine.
+        """Create a store. `work_dir` is a directory on this machine for uploads and runs.
 
         Raises SettingsError if fsspec or its package for such URLs is not installed.
         """
@@ -123,7 +129,10 @@ class UrlStore:
             self._system.put_file(str(local), self._new_path(name))
 
     def put_first(self, data: bytes, name: str) -> None:
-        """Store these bytes, unless the name exists, if the file system can check that, as S3 and Google Cloud can."""
+        """Store these bytes unless the name already exists.
+
+        This is only checked if the file system supports it, as S3 and Google Cloud Storage do.
+        """
         with contextlib.suppress(FileExistsError), _as_os_errors():
             self._system.pipe_file(self._new_path(name), data, mode="create")
 
@@ -141,7 +150,10 @@ class UrlStore:
             self._system.rm(self._path(name), recursive=True)
 
     def older_than(self, before: float) -> list[str]:
-        """Return nothing, to avoid listing a whole bucket. Lifecycle rules of the bucket can delete old objects."""
+        """Return nothing, because listing a whole bucket is slow.
+
+        Lifecycle rules of the bucket can delete old objects.
+        """
         return []
 
     def _new_path(self, name: str) -> str:
@@ -171,7 +183,7 @@ def store_of(settings: Settings) -> FileStore:
 def read_store_id(store: FileStore) -> str | None:
     """Return the id of the store, or None while the store is empty. Raises OSError.
 
-    The id is a file in the store. Gateways that read the same id have the same contents, whatever their path or URL is.
+    The id is a file in the store. Gateways that read the same id share the contents, whatever path or URL they use.
     """
     try:
         with store.open(STORE_ID) as file:
@@ -181,7 +193,7 @@ def read_store_id(store: FileStore) -> str | None:
 
 
 def ensure_store_id(store: FileStore) -> str:
-    """Return the id of the store. If it has none, the first gateway writes one. Raises OSError."""
+    """Return the id of the store. If the store has no id, the first gateway writes a new id. Raises OSError."""
     if (store_id := read_store_id(store)) is None:
         store.put_first(uuid.uuid4().hex.encode(), STORE_ID)
         store_id = read_store_id(store)
@@ -191,19 +203,19 @@ def ensure_store_id(store: FileStore) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory and its missing parents, for this user only."""
+    """Create a directory and its missing parents. Only this user can access them."""
     for missing in reversed([directory, *directory.parents]):
         if not missing.exists():
             missing.mkdir(DIRECTORY_MODE, exist_ok=True)
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Open a new file for writing that only this user can read. An existing one is replaced."""
+    """Open a new file for writing that only this user can read. An existing file is replaced."""
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
 def write_new(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file that only this user can read. It is on disk when this returns. Raises OSError."""
+    """Write a file that only this user can read. The file is on disk when this returns. Raises OSError."""
     with open_new(path) as file:
         for block in blocks:
             file.write(block)
@@ -212,21 +224,21 @@ def write_new(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the file in blocks. It is closed at the end, even if the reader stops early. Raises OSError."""
+    """Yield the file in blocks. The file is closed at the end, even if the reader stops early. Raises OSError."""
     with file, _as_os_errors():
         while block := file.read(READ_BYTES):
             yield block
 
 
 def download(store: FileStore, name: str, local: Path) -> None:
-    """Copy a file to this machine, where it only appears when it is complete. Raises FileNotFoundError, OSError."""
+    """Copy a file to this machine, where it appears only once it is complete. Raises FileNotFoundError and OSError."""
     part = local.with_name(f"{local.name}.part")
     write_new(part, blocks_of(store.open(name)))
     part.replace(local)
 
 
 def unavailable(error: OSError) -> ApiError:
-    """Log an error of the store. Return an error for the client, without paths of this machine."""
+    """Log an error of the store. Return an error for the client that contains no paths of this machine."""
     log.error("file store failed", detail=f"{error}; the request gets 503")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = "the gateway has no space left for files; delete some"

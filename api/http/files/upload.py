@@ -1,4 +1,4 @@
-"""Receiving uploads: multipart/form-data is written to disk in pieces, and never held in memory as a whole."""
+"""Receive uploads. Multipart form data is written to disk in pieces, and never held in memory as a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPLOADS = "incoming"
 
 @dataclass(slots=True)
 class UploadForm:
-    """The fields of a form, and its file, which is at `path`."""
+    """The fields of a form, and the `path` of its uploaded file."""
 
     path: Path
     fields: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class UploadForm:
 
 @contextlib.asynccontextmanager
 async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
-    """Receive the form of a request. Its file is deleted at the end. Raises ApiError, ClientDisconnect."""
+    """Receive the form of a request. Its file is deleted at the end. Raises ApiError and ClientDisconnect."""
     boundary = _boundary(request)
     if declared_bytes(request) > limit + MAX_FORM_BYTES:
         raise _too_large(limit)
@@ -62,7 +62,7 @@ async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIte
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:
-    """Delete the remains of uploads to gateways that died."""
+    """Delete what remains of uploads to gateways that died."""
     for directory in (work_dir / UPLOADS).glob("*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_mtime < now - OLD_S:
@@ -70,7 +70,10 @@ def sweep_uploads(work_dir: Path, now: float) -> None:
 
 
 class _FormReader:
-    """Parses a form with small fields and one file, which is written to disk. One call at a time, in any thread."""
+    """Parses a form with small fields and one file, which is written to disk.
+
+    Calls may come from any thread, but only one at a time.
+    """
 
     def __init__(self, boundary: bytes, directory: Path, limit: int) -> None:
         self._limit = limit
@@ -165,7 +168,7 @@ def _boundary(request: Request) -> bytes:
 
 
 def _display_name(name: bytes) -> str:
-    """Return the client's name of its file, which is only displayed and never used for a path."""
+    """Return the client's name for the file, which is only displayed and never used as a path."""
     last = name.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[-MAX_NAME_CHARS:] or "file.jsonl"
 

@@ -1,4 +1,4 @@
-"""Authentication of requests by API key, and admission within the limits of the key."""
+"""Authenticate requests by API key, and admit them within the limits of the key."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class KeyCaller(Caller):
 
 
 class KeyAccess:
-    """Admits requests with a valid API key. Without Redis it admits none.
+    """Admits requests that have a valid API key. If Redis does not answer, no request is admitted.
 
-    While no key exists, `keyless` decides about all requests, or all are rejected if it is None. After the first key
-    has been seen, `keyless` is never used again. So losing the data of Redis does not open the gateway.
+    While no key exists, `keyless` decides about all requests. If `keyless` is None, all requests are rejected.
+    After the first key has been seen, `keyless` is never used again, so the gateway keeps rejecting requests
+    without keys even if Redis loses its data.
     """
 
     def __init__(self, redis: Redis, file: KeyFile | None = None, *, keyless: Access | None = None) -> None:
@@ -57,7 +58,7 @@ class KeyAccess:
         self._uses = CallBatcher(self._store.record_uses)
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the owner of the key in the headers, or what `keyless` returns. Raises ApiError."""
+        """Return the owner of the key in the headers, or the caller that `keyless` returns. Raises ApiError."""
         sent = sent_key(headers)
         key = None if sent is None else parse_key(sent)
         with _redis_errors_as_503():
@@ -109,7 +110,7 @@ class _Admitted:
     _ending: asyncio.Task[None] | None = None
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge tokens and jobs. If this raises ApiError (429), earlier charges remain."""
+        """Charge tokens and jobs. If this raises ApiError (429), the earlier charges remain."""
         if self._entry.tokens_per_minute is None and (self._entry.concurrent_jobs is None or num_jobs == 1):
             return
         # Set before Redis answers: if the answer is lost, `end` returns what may have been reserved.
@@ -173,7 +174,7 @@ def _over_limit(
 
 @contextlib.contextmanager
 def _redis_errors_as_503() -> Iterator[None]:
-    """Convert errors of Redis into ApiError (503). The reason is logged, and hidden from clients."""
+    """Convert errors of Redis into ApiError (503). The reason is logged, but hidden from clients."""
     try:
         yield
     except RedisError as error:
@@ -187,7 +188,7 @@ def _redis_errors_as_503() -> Iterator[None]:
 
 
 def rate_headers(entry: KeyEntry, decision: LimitDecision) -> dict[str, str]:
-    """Return the headers `x-ratelimit-…` for each limit of the key."""
+    """Return the `x-ratelimit-…` headers for each limit of the key."""
     headers: dict[str, str] = {}
     used = {
         "requests": (entry.requests_per_minute, decision.num_requests),
@@ -211,7 +212,10 @@ def duration(seconds: float) -> str:
 
 
 def connect_keys(url: str | None = None) -> Redis:
-    """Connect to Redis at this URL, or at that of the settings. One retry is safe, as each call can be repeated."""
+    """Connect to Redis at this URL, or at the URL in the settings.
+
+    One retry is safe, because each call can be repeated.
+    """
     retry = Retry(NoBackoff(), 1)
     return connect_async(url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S, retry=retry)
 
@@ -219,8 +223,8 @@ def connect_keys(url: str | None = None) -> Redis:
 def key_access(settings: Settings, host: str | None = None) -> KeyAccess:
     """Return the access control for a gateway that listens on `host`.
 
-    On loopback, requests of this machine need no key while no key exists. Raises SettingsError for an invalid key file,
-    and for a host that other machines can reach while no key exists.
+    On loopback, requests from this machine need no key while no key exists. Raises SettingsError if the key file is
+    invalid, or if other machines can reach the host while no key exists.
     """
     file = None if settings.gateway_keys_file is None else KeyFile(settings.gateway_keys_file)
     if host is None or is_loopback(host):

@@ -1,9 +1,9 @@
-"""The limits of API keys, counted in Redis by its clock, so they are exact with any number of gateways.
+"""Limits of API keys. Redis counts usage by its own clock, so limits are exact with any number of gateways.
 
-Requests and tokens count for 60 s after they were charged, so no interval of 60 s has more of them than the limit. A
-request is charged, and counts as one job, before its body is read. Once the body is known, its estimated tokens are
-charged. At the end, the tokens that it used replace the estimate. Each job has a lease, which its gateway renews. If
-the gateway dies, its jobs stop counting after LEASE_S.
+Requests and tokens count for 60 s after they were charged, so their number never exceeds the limit in any interval of
+60 s. A request is charged, and counts as one job, before its body is read. Once the body is known, its estimated tokens
+are charged. At the end, the tokens that the request used replace the estimate. Each job has a lease, which its gateway
+renews. If the gateway dies, its jobs stop counting after LEASE_S.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ A = TypeVar("A")
 
 
 class CallBatcher(Generic[Q, A]):
-    """Sends concurrent calls of Redis in batches, so that they need one connection and few round trips.
+    """Sends concurrent calls to Redis in batches, so that they need only one connection and few round trips.
 
-    Calls that arrive while a batch is being sent form the next batch. For one event loop.
+    Calls that arrive while a batch is being sent form the next batch. A batcher belongs to one event loop.
     """
 
     def __init__(self, send: Callable[[Sequence[Q]], Awaitable[Sequence[A | BaseException]]]) -> None:
-        """Make a batcher. `send` returns a result or an error for each call. If it raises, the whole batch fails."""
+        """Create a batcher.
+
+        `send` returns a result or an error for each call. If `send` raises, the whole batch fails.
+        """
         self._send = send
         self._waiting: list[tuple[Q, asyncio.Future[A]]] = []
         self._working: asyncio.Task[None] | None = None
@@ -77,7 +80,7 @@ Call = tuple[str, list[str], list[Any]]  # name, keys and arguments of a script
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """The decision on a request by its key's limits, and the usage of the key including this request."""
+    """The verdict of a key's limits on a request, and the usage of the key including this request."""
 
     verdict: str  # "in", "requests", "tokens", "jobs"; "too large" and "too many" can never be admitted
     wait_s: float
@@ -91,7 +94,7 @@ class LimitDecision:
 
     @property
     def is_permanent(self) -> bool:
-        """Whether a retry of the same request must fail as well."""
+        """Whether a retry of the same request is certain to fail too."""
         return self.verdict in ("too large", "too many")
 
 
@@ -106,15 +109,15 @@ class Reservation:
 
     @property
     def leases(self) -> list[str]:
-        """The names of its leases, one per job."""
+        """The names of the request's leases, one per job."""
         return [f"{self.id}:{number}" for number in range(1, self.num_jobs + 1)]
 
 
 class Limiter:
-    """The limits of all keys, for one event loop."""
+    """Applies the limits of all keys, in one event loop."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] | None = None) -> None:
-        """Make a limiter. `now` replaces Redis' clock in tests."""
+        """Create a limiter. `now` replaces Redis' clock in tests."""
         self._redis = redis
         self._now = now
         self._scripts = {name: redis.register_script(lua_source(__package__, "prelude", name)) for name in SCRIPTS}
@@ -152,9 +155,9 @@ class Limiter:
         return decision
 
     async def settle(self, reserved: Reservation, num_tokens: int | None) -> None:
-        """Replace the estimate by the tokens that the request used. None keeps the estimate.
+        """Replace the estimate with the number of tokens that the request used. None keeps the estimate.
 
-        Raises RedisError. In that case the leases expire by themselves.
+        If it raises RedisError, the leases expire by themselves.
         """
         self._running.pop(reserved.id, None)
         taken = reserved.num_tokens if num_tokens is None else num_tokens

@@ -1,6 +1,7 @@
-"""The endpoints /v1/responses: create, stream, retrieve from any gateway, cancel (docs/adr/020-responses.md).
+"""The endpoints of /v1/responses, which create, stream, retrieve and cancel responses (docs/adr/020-responses.md).
 
-This package may use the modules of `http`, and `openai`. The state of responses is in Redis only.
+This package may use the modules of `http`, and `openai`. The state of responses is kept only in Redis, so any gateway
+can serve them.
 """
 
 from .endpoints import ROUTES

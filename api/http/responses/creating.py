@@ -1,4 +1,4 @@
-"""Creation of a response: its parsed request, its record, its job, and the first answer."""
+"""Create a response: parse the request, store the record, queue the job, and return the first answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIELD = "previous_response_id"
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A response that another one continues. `has_context` is True while Redis has the tokens of its context."""
+    """A response that a new response continues. `has_context` is True while Redis stores the tokens of its context."""
 
     record: ResponseRecord
     status: ResponseStatus
@@ -45,10 +45,10 @@ class Previous:
     def key_for(
         self, model: str, params: dict[str, Any], instructions: str | None, items: list[dict[str, Any]]
     ) -> str | None:
-        """Return the `parent_key` for a continuation, or None if it would not have exactly the same context.
+        """Return the `parent_key` for a continuation, or None if a continuation would have a different context.
 
-        Only a user's message continues a context, because many chat templates reject tool results without their calls,
-        and a system message in the middle.
+        Only a user message can continue a context, because many chat templates reject tool results without
+        their calls, and system messages in the middle.
         """
         record = self.record
         is_same = self.has_context and self.status.response["status"] == "completed"
@@ -109,7 +109,10 @@ async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: Re
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the instructions into one system message at the start, because many chat templates reject a second one."""
+    """Put the instructions into a single system message at the start.
+
+    Many chat templates reject a second system message.
+    """
     if instructions is None:
         return messages
     if messages and messages[0]["role"] == "system":
@@ -168,7 +171,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
 
 @dataclass(frozen=True, slots=True)
 class _ParsedBody:
-    """The parts of a body, and its estimated number of tokens."""
+    """The parsed parts of a body, and its estimated number of tokens."""
 
     params: dict[str, Any]
     shown: dict[str, Any]
@@ -194,7 +197,7 @@ def _parse_body(body: Mapping[str, Any], response_id: str) -> _ParsedBody:
 
 
 async def answer(parsed: ParsedRequest) -> Response:
-    """Create a response and return the answer to POST. Raises ApiError, JobError, ClientDisconnect."""
+    """Create a response, and return the HTTP answer to the POST. Raises ApiError, JobError and ClientDisconnect."""
     records = ResponseStore(parsed.gateway)
     new = await unless_disconnected(parsed.request, _parse_for_model(parsed, records))
     names = callers_names(RULES, parsed.body)
@@ -211,7 +214,10 @@ async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> New
 
 
 async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore) -> ResponseRecord:
-    """Store the record, then queue the job. For a repeated idempotency key, return the record of the first request."""
+    """Store the record, then queue the job.
+
+    If the idempotency key is repeated, return the record of the first request.
+    """
     parsed, record = running.parsed, new.record
     await running.admit(new.num_tokens)
     if record.store or parsed.idempotency_key is not None:
@@ -235,7 +241,7 @@ async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore
 
 
 async def _chat(parsed: ParsedRequest, record: ResponseRecord, messages: list[dict[str, Any]]) -> AsyncJob[Any]:
-    """Queue the job. Its idempotency key is the id of the response, so that there is only one job per response."""
+    """Queue the job. Its idempotency key is the id of the response, so there is only one job per response."""
     params: dict[str, Any] = dict(record.params)
     if record.parent_key is not None:
         params["parent_key"] = record.parent_key
@@ -261,7 +267,10 @@ async def _object(running: RunningJobs, record: ResponseRecord) -> dict[str, Any
 
 
 async def _stream(running: RunningJobs, record: ResponseRecord) -> Response:
-    """Stream a new response. A background response does not wait for its first event, as errors can be read later."""
+    """Stream a new response.
+
+    A background response does not wait for its first event, because errors can be read later.
+    """
 
     async def events_of(indexed: AsyncGenerator[IndexedEvent, None]) -> Events:
         async for _, event in indexed:

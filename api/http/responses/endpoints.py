@@ -31,7 +31,7 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Handle `GET /v1/responses/{id}`, also with `?stream=true&starting_after=N`."""
+    """Handle `GET /v1/responses/{id}`, including `?stream=true&starting_after=N`."""
     gateway, record = await _requested(request)
     is_stream, after = _is_stream(request), _starting_after(request)
     status = await status_of(gateway, record)
@@ -93,7 +93,10 @@ async def input_items(request: Request) -> Response:
 
 
 async def _requested(request: Request) -> tuple[Gateway, ResponseRecord]:
-    """Return the gateway, and the response that the path names. Raises ApiError (404) unless it is the caller's."""
+    """Return the gateway, and the response that the path names.
+
+    Raises ApiError (404) unless the response belongs to the caller.
+    """
     gateway = gateway_of(request)
     caller = await caller_of(request)
     return gateway, await ResponseStore(gateway).read(request.path_params["response_id"], caller)

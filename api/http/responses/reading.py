@@ -1,4 +1,4 @@
-"""Read a response from its job's journal or result: its status, and its events as frames, identical for all readers."""
+"""Read the status and the events of a response from its job's journal or result. All readers get identical frames."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class ResponseStatus:
-    """A response as of now. `response` is the object for clients.
+    """The current state of a response. `response` is the object for clients.
 
-    After the end, `finish_key` names its context, if there is one. `has_all_events` is False if its events have
-    expired, so that it can't be streamed.
+    After the end, `finish_key` names the context of the response, if there is a context. `has_all_events` is False
+    if events have expired, so that the response can't be streamed.
     """
 
     response: dict[str, Any]
@@ -41,7 +41,7 @@ class ResponseStatus:
 
 
 async def status_of(gateway: Gateway, record: ResponseRecord) -> ResponseStatus:
-    """Return the status of a response. Raises ApiError (404) if journal and result of its job have expired."""
+    """Return the status of a response. Raises ApiError (404) if the journal and the result of its job have expired."""
     journal = journal_key(record.job_id)
     with reaching_redis():
         pipe = gateway.redis.pipeline(transaction=False)
@@ -82,10 +82,10 @@ def _ended(response_events: ResponseEvents, events: list[Mapping[str, Any]]) -> 
 
 
 async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseStatus | None:
-    """Return the status after all events of the journal, or None if some of them have expired.
+    """Return the status after all events of the journal, or None if some events have expired.
 
-    Events are read in pages, so that other requests are served in between: a journal may have as many events as the
-    context of the model has tokens.
+    Events are read in pages, so that other requests are served in between. A journal may contain as many events as
+    the context of the model has tokens.
     """
     response_events, after, event = ResponseEvents(record), "-", None
     while True:
@@ -105,9 +105,10 @@ async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseSta
 
 
 async def _from_result(gateway: Gateway, record: ResponseRecord, end: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return events that replace an expired journal: the end from the ledger, and the rest from the result.
+    """Return events that replace an expired journal.
 
-    A cancelled or failed job has no result, so its text has expired with its events.
+    The last event comes from the ledger, and the others from the result. A cancelled or failed job has no result,
+    so its text has expired with its events.
     """
     if end["type"] == "error" or end["finish_reason"] == "cancelled":
         return [end]
@@ -121,7 +122,7 @@ def _event_of(entry: Any) -> Any:
 
 
 def stream_of(gateway: Gateway, record: ResponseRecord, after: int) -> EventStream:
-    """Stream the events numbered above `after`, of a response that is in progress or has ended."""
+    """Stream the events of a response whose numbers are above `after`, whether or not the response has ended."""
     events = _events(gateway, record)
     return EventStream(with_errors(frames(record, events, after), error_frame), events.aclose)
 
@@ -135,7 +136,7 @@ async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
 
 
 async def frames(record: ResponseRecord, events: Events, after: int = -1) -> AsyncGenerator[bytes, None]:
-    """Yield the frames numbered above `after`. `events` must start with the first event of the job."""
+    """Yield the frames whose numbers are above `after`. `events` must start with the first event of the job."""
     response_events = ResponseEvents(record)
     if first := _frames(response_events.start(), after):
         yield first
@@ -146,7 +147,7 @@ async def frames(record: ResponseRecord, events: Events, after: int = -1) -> Asy
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the last frame of a stream that can't be continued. It has no number."""
+    """Return the last frame of a stream that can't be continued. This frame has no number."""
     return frame(error.envelope)
 
 

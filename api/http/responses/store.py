@@ -38,21 +38,21 @@ def new_id(key: str | None) -> str:
 
 
 def digest_of(body: object) -> str:
-    """Return a digest of a body, which does not depend on the order of its members."""
+    """Return a digest of a body that does not depend on the order of its members."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class ResponseStore:
-    """The records of all responses. Methods raise ApiError, RedisUnreachable, RedisRefused."""
+    """Stores the records of all responses. Methods raise ApiError, RedisUnreachable and RedisRefused."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._redis = gateway.redis
         self._ttl_s = gateway.settings.journal_ttl_s + gateway.settings.result_ttl_s
 
     async def create(self, record: ResponseRecord) -> ResponseRecord:
-        """Store a record before its job is queued. Return the record that is stored.
+        """Store a record before its job is queued, and return the stored record.
 
-        That is an earlier one if its idempotency key was used before with the same body.
+        If the idempotency key was used before with the same body, the earlier record is returned.
         """
         with reaching_redis():
             if await self._redis.set(response_key(record.id), record.to_json(), nx=True, ex=self._ttl_s):
@@ -66,14 +66,15 @@ class ResponseStore:
         return first
 
     async def notify_on_end(self, record: ResponseRecord) -> None:
-        """Request an announcement of the job's end to the tenant's webhooks. Call it before the job is queued."""
+        """Request that the job's end is announced to the tenant's webhooks. Call this before the job is queued."""
         with reaching_redis():
             await notify_on_end(self._redis, record.job_id, "response", record.id, record.tenant, self._ttl_s)
 
     async def read(self, response_id: str, caller: Caller) -> ResponseRecord:
-        """Return a record. Raises ApiError (404) if it does not exist, has `store: false`, or is another tenant's.
+        """Return a record.
 
-        The same error hides a record whose model the caller may not use.
+        Raises ApiError (404) if it does not exist, has `store: false`, or belongs to another tenant. The same
+        error hides a record whose model the caller may not use.
         """
         if _ID.fullmatch(response_id):
             with reaching_redis():
@@ -98,7 +99,8 @@ class ResponseStore:
     async def delete(self, record: ResponseRecord) -> None:
         """Delete all data of a response whose job has ended.
 
-        Celery gets the result of a job shortly after the job ends. This method waits for it, so that none remains.
+        The result of a job is stored in Celery's result backend shortly after the job ends. This method waits
+        for the result, so that no data remains.
         """
         deadline = time.monotonic() + RESULT_WAIT_S
         while time.monotonic() < deadline and not await self._has_result(record.job_id):
@@ -108,6 +110,6 @@ class ResponseStore:
         await self.withdraw(record)
 
     async def _has_result(self, job_id: str) -> bool:
-        """Return whether Celery has the result of a finished job, so that nothing remains to be done for it."""
+        """Return whether Celery's result backend has the result of a finished job, so that the job is complete."""
         with reaching_redis():
             return await self._redis.zscore(due_key(), job_id) is None

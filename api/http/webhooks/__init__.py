@@ -1,6 +1,7 @@
-"""Delivery of webhooks: each event goes to the endpoints of its tenant at least once, with retries for three days.
+"""Deliver webhooks.
 
-This package may use `api.webhooks`, the settings, and the connections and the contract of `tasks`. `app` starts it.
+Each event goes to all endpoints of its tenant, and failed attempts are retried for three days. This package may use
+`api.webhooks`, the settings, and the connections and the contract of `tasks`. `app` starts it.
 """
 
 from .delivering import Webhooks, webhooks_of

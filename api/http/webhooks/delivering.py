@@ -1,4 +1,4 @@
-"""Delivery loop of a gateway: it polls for deliveries that are due, and makes a limited number of attempts at once."""
+"""A gateway's delivery loop, which polls for due deliveries and makes a limited number of attempts at the same time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ LEASE_MARGIN_S = 30.0  # a lease lasts this much longer than an attempt, for the
 
 
 class Webhooks:
-    """Delivers webhooks from `start` to `close`, in one event loop. Any number of gateways may do so together."""
+    """Delivers webhooks from `start` to `close`, in one event loop. Any number of gateways may share this work."""
 
     def __init__(self, redis: Redis, sender: Sender, timeout_s: float) -> None:
-        """Make a loop that does not run yet. `timeout_s` limits an attempt. `close` also closes the Redis client."""
+        """Create a loop that is not started yet.
+
+        `timeout_s` limits each attempt. `close` also closes the Redis client.
+        """
         self._redis = redis
         self._sender = sender
         self._lease_s = timeout_s + LEASE_MARGIN_S
@@ -45,11 +48,14 @@ class Webhooks:
         self._loop = PollLoop("webhooks", self.poll)
 
     def start(self) -> None:
-        """Start delivering, within the event loop. Further calls change nothing."""
+        """Start delivering in the running event loop. Further calls change nothing."""
         self._loop.start()
 
     async def close(self) -> None:
-        """Stop. Attempts in progress are cancelled, and another gateway repeats them when their leases expire."""
+        """Stop delivering.
+
+        Attempts in progress are cancelled, and another gateway repeats them when their leases expire.
+        """
         await self._loop.close()
         for attempt in self._attempts:
             attempt.cancel()
@@ -78,7 +84,7 @@ class Webhooks:
         return bool(announced or taken)
 
     async def wait_for_attempts(self) -> None:
-        """Return as soon as no attempt is in progress."""
+        """Wait until no attempt is in progress."""
         while self._attempts:
             await asyncio.wait(self._attempts)
 
@@ -116,7 +122,7 @@ class Webhooks:
 
 
 def wait_after(num_attempts: int, outcome: DeliveryOutcome) -> float | None:
-    """Return the seconds until the next attempt, or None after the last one."""
+    """Return the seconds until the next attempt, or None after the last attempt."""
     if outcome.is_delivered or num_attempts > len(RETRY_WAITS_S):
         return None
     wait_s = RETRY_WAITS_S[num_attempts - 1] * random.uniform(1, 1 + JITTER)
@@ -124,7 +130,7 @@ def wait_after(num_attempts: int, outcome: DeliveryOutcome) -> float | None:
 
 
 def webhooks_of(settings: Settings) -> Webhooks:
-    """Return the delivery loop for the Redis of the settings."""
+    """Return the delivery loop for the Redis in the settings."""
     timeout_s = settings.gateway_webhook_timeout_s
     sender = Sender(timeout_s, private=settings.gateway_webhook_private)
     redis = connect_async(settings.redis_url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S)

@@ -1,4 +1,7 @@
-"""Deliveries in Redis: made from announced events, taken under a lease, and settled by the holder of the lease."""
+"""Record the deliveries of webhooks in Redis.
+
+They are created from announced events, taken under a lease, and settled by the lease's holder.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SCRIPTS = ("spread", "take", "settle")
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The delivery of one event to one endpoint. `attempts` includes the current one."""
+    """The delivery of one event to one endpoint. `attempts` includes the current attempt."""
 
     id: str
     event_id: str
@@ -36,21 +39,21 @@ class Delivery:
 
 
 class DeliveryLedger:
-    """All deliveries. Each call may be repeated. Methods raise RedisError."""
+    """Creates, leases and settles deliveries. It is safe to repeat each call. Methods raise RedisError."""
 
     def __init__(self, redis: Redis, token: str) -> None:
-        """Make a ledger. `token` identifies this gateway in leases."""
+        """Create a ledger. `token` identifies this gateway in leases."""
         self._redis = redis
         self._token = token
         self._scripts = {name: redis.register_script(lua_source(__package__, name)) for name in SCRIPTS}
 
     async def announced(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return the announced events that have no deliveries yet, oldest first."""
+        """Return the announced events that have not become deliveries yet, oldest first."""
         found: Any = await self._redis.xrange(webhook_events_key(), count=MAX_EVENTS)
         return list(found)
 
     async def spread(self, entry_id: bytes, fields: dict[bytes, bytes], endpoints: Sequence[Endpoint]) -> None:
-        """Replace an announced event by a delivery for each endpoint that subscribes to it."""
+        """Replace an announced event with one delivery for each endpoint that subscribes to it."""
         try:
             event = announced(fields)
         except (ValueError, KeyError, TypeError) as error:  # of another version
@@ -69,9 +72,10 @@ class DeliveryLedger:
     async def take(
         self, max_num: int, max_per_endpoint: int, lease_s: float, num_to: Mapping[str, int] | None = None
     ) -> list[Delivery]:
-        """Take up to `max_num` due deliveries, which no other gateway gets until the lease expires.
+        """Take up to `max_num` due deliveries, which no other gateway can take until the lease expires.
 
-        `num_to` maps endpoints to the number of attempts in progress here. No endpoint exceeds `max_per_endpoint`.
+        `num_to` maps endpoints to the number of attempts in progress in this gateway. Including the deliveries
+        that are taken, no endpoint exceeds `max_per_endpoint`.
         """
         in_progress = [part for pair in (num_to or {}).items() for part in pair]
         taken = await self._scripts["take"](
@@ -89,7 +93,7 @@ class DeliveryLedger:
         return [_delivery(delivery_id.decode(), fields) for delivery_id, fields in taken]
 
     async def settle(self, delivery: Delivery, retry_in_s: float | None = None) -> bool:
-        """End a delivery, or schedule its next attempt. Return False if another gateway holds its lease by now."""
+        """End a delivery, or schedule its next attempt. Return False if another gateway now holds its lease."""
         wait = "" if retry_in_s is None else f"{retry_in_s:.3f}"
         keys = [webhook_due_key(), webhook_delivery_key(delivery.id)]
         return bool(await self._scripts["settle"](keys=keys, args=[delivery.id, self._token, wait]))

@@ -1,4 +1,4 @@
-"""One attempt to deliver a webhook: a POST to a public address. Only the status of the response counts."""
+"""Make one attempt to deliver a webhook: a POST to a public address. Only the status of the response matters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AddressRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address to connect to. The name is not resolved a second time."""
+    """The address to connect to. The host name is not resolved a second time."""
 
     address: str
     host: str
@@ -63,7 +63,7 @@ async def target_of(url: str, *, private: bool = False, resolve: Resolver = reso
 
 
 def is_global(address: str) -> bool:
-    """Return whether an address and each IPv4 address that it contains are global."""
+    """Return whether an address and all IPv4 addresses that it contains are global."""
     found = ip_address(address.partition("%")[0])
     if found in _LOCAL_NAT64:
         return False
@@ -85,7 +85,7 @@ GONE = 410  # the endpoint rejects all further events, as Standard Webhooks defi
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """The outcome of an attempt: the status, or the reason why there is none."""
+    """The outcome of an attempt: the status, or the reason why there was no response."""
 
     status: int | None
     reason: str = ""
@@ -124,7 +124,7 @@ class Sender:
         resolve: Resolver = resolve_host,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Make a sender. `private` allows addresses that only this machine or its network can reach."""
+        """Create a sender. `private` allows addresses that only this machine or its network can reach."""
         self._timeout_s = timeout_s
         self._private = private
         self._resolve = resolve
@@ -137,7 +137,7 @@ class Sender:
         )
 
     async def send(self, delivery: Delivery, endpoint: Endpoint) -> DeliveryOutcome:
-        """Make one attempt. It never takes longer than the timeout."""
+        """Make one attempt, which never takes longer than the timeout."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._post(delivery, endpoint)
@@ -169,6 +169,6 @@ class Sender:
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Return the seconds that the endpoint requests before the next attempt. Dates are ignored."""
+    """Return how many seconds the endpoint asks the sender to wait before the next attempt. Dates are ignored."""
     value = answer.headers.get("retry-after", "")
     return float(min(int(value), MAX_RETRY_AFTER_S)) if value.isdecimal() and len(value) < 10 else 0.0

@@ -1,4 +1,5 @@
-"""OpenAI's responses without HTTP: bodies to parameters of chats, journals to typed events (docs/adr/020-responses.md).
+"""Convert bodies of OpenAI's responses into parameters of chats, and journals into events (docs/adr/020-responses.md).
 
-This package may use the modules of `openai`, and `tasks.contract`. All functions are pure.
+This package may use the modules of `openai`, and `tasks.contract`. It does not use HTTP, and all of its functions are
+pure.
 """

@@ -1,4 +1,4 @@
-"""Conversion of bodies of `/v1/responses` into parameters of chats, and fields of responses. Raises InvalidJob."""
+"""Convert bodies of `/v1/responses` into parameters of chats and fields of responses. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ECHOED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but repe
 
 
 def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the chat, without messages and model, and without parameters of the gateway."""
+    """Return the parameters of the chat, except the messages, the model, and parameters that only the gateway uses."""
     for name, value in body.items():
         if name != "input":
             _check_json(name, value)
@@ -34,7 +34,7 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a response that repeat the body, or have OpenAI's defaults."""
+    """Return the fields of a response that repeat values of the body or OpenAI's defaults."""
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel = body.get("parallel_tool_calls")
     return {
@@ -68,7 +68,7 @@ def _include(body: Mapping[str, Any]) -> list[str]:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise InvalidJob for a value that can't be stored and sent as JSON. The payload checks the depth of schemas."""
+    """Raise InvalidJob if a value can't be stored and sent as JSON. The payload checks the depth of schemas."""
     try:
         check_json(value, around=_OUTER_LEVELS)
     except ValueError as error:
@@ -83,7 +83,7 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def metadata_of(given: Any) -> dict[str, str]:
-    """Return the metadata of a response or a batch, or {} if it is missing."""
+    """Return the metadata of a response or a batch, or {} if there is no metadata."""
     if given is None:
         return {}
     if not isinstance(given, dict) or len(given) > MAX_METADATA:
@@ -98,7 +98,10 @@ def metadata_of(given: Any) -> dict[str, str]:
 
 
 def _is_text(value: Any, max_chars: int) -> bool:
-    """Return whether the value is valid, short text. JSON can contain half of a surrogate pair, but not responses."""
+    """Return whether the value is valid text that is short enough.
+
+    JSON can contain half of a surrogate pair, but responses can't.
+    """
     return isinstance(value, str) and len(value) <= max_chars and valid_text(value) == value
 
 
@@ -163,7 +166,7 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools of type function. Others are ignored, because clients can do without them."""
+    """Return the tools of type function. Other tools are ignored, because clients can do without them."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidJob(f"tools is {shorten(tools)}; it must be a list of objects")

@@ -1,7 +1,7 @@
-"""Conversion of a job's journal into the numbered events of a response, and its object (docs/adr/020-responses.md).
+"""Convert a job's journal into a response and its numbered events (docs/adr/020-responses.md).
 
-The conversion is pure: the same record and journal always give the same events. `ResponseEvents` needs all events of a
-job in their order, from the first one on.
+The conversion is pure: the same record and journal always produce the same events. `ResponseEvents` needs all events of
+a job in order, starting with the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
 
 
 class ResponseEvents:
-    """The state of one response after the events of its job that were processed so far."""
+    """Converts the events of a job into the events of its response, and keeps the state of the response."""
 
     def __init__(self, record: ResponseRecord) -> None:
         self._record = record
@@ -34,14 +34,14 @@ class ResponseEvents:
         self._end: dict[str, Any] = {}
 
     def start(self) -> list[dict[str, Any]]:
-        """Return the events before the first event of the journal, which only depend on the record."""
+        """Return the events that precede the first event of the journal. They depend only on the record."""
         events = [{"type": "response.created", "response": self.response()}]
         if self._record.background:
             events.append({"type": "response.queued", "response": self.response()})
         return self._numbered(events)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Process the next event of the journal. Return the events for it."""
+        """Process the next event of the journal, and return the events of the response that it produces."""
         kind = event["type"]
         if kind == "started":
             self._status = "in_progress"
@@ -58,7 +58,7 @@ class ResponseEvents:
         return self._numbered(self._failed(event)) if kind == "error" else []
 
     def response(self) -> dict[str, Any]:
-        """Return the object of the response as of the last event."""
+        """Return the response object as it is after the last processed event."""
         return {
             **self._record.shown,
             "id": self._record.id,
@@ -111,9 +111,10 @@ class ResponseEvents:
 
 
 def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return events that give the same response as the expired events of the job.
+    """Return events that produce the same response as the expired events of the job.
 
-    Two details are missing in a result: the number of reasoning tokens, and where reasoning ends among the logprobs.
+    A result lacks two details: the number of reasoning tokens, and the place in the logprobs where the reasoning
+    ends.
     """
     message = result["message"]
     events: list[dict[str, Any]] = []
@@ -157,7 +158,7 @@ class _Open:
 
 @dataclass(slots=True)
 class OutputItems:
-    """The complete items, and the one that is being generated. `response_id` is a part of their ids."""
+    """The complete items of a response, and the item that is being generated. Item ids contain `response_id`."""
 
     response_id: str
     with_logprobs: bool = False
@@ -166,7 +167,7 @@ class OutputItems:
     _open: _Open | None = None
 
     def add(self, kind: str, text: str, entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Add reasoning or text. An open item of the other kind is completed first."""
+        """Add reasoning or text. If an item of the other kind is open, it is completed first."""
         if not text and not entries:
             return
         if self._open is not None and self._open.kind != kind:
@@ -203,13 +204,17 @@ class OutputItems:
         yield from self._done(opened.index, item)
 
     def empty_message(self) -> Iterator[dict[str, Any]]:
-        """Add a message without text, for a model that answered nothing."""
+        """Add a message without text, because the model generated no answer."""
         opened = self._open = self._opened("message")
         yield from self._added(opened)
         yield from self.close()
 
     def call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Add a tool call, which is complete: until its end, its tokens may still turn out to be text."""
+        """Add a whole tool call.
+
+        Calls are not streamed token by token, because until a call ends, its tokens may still turn out to be
+        text.
+        """
         index, function = len(self.items), call["function"]
         status = "incomplete" if call.get("partial") else "completed"
         item_id = f"fc_{self.response_id}_{index}"

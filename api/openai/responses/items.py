@@ -1,4 +1,7 @@
-"""Conversion of conversation items into messages of a chat, and into their listed format. Raises InvalidJob."""
+"""Convert conversation items into messages of a chat, and into the format of lists of items.
+
+Functions raise InvalidJob.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
-    """Return the items of an `input`, each with an id. Items of unknown types are left out."""
+    """Return the items of an `input`, each with an id. Items of unknown types are omitted."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -31,7 +34,7 @@ def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
 
 
 def _check_ids(items: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidJob for repeated ids, because a page of the list starts after an id."""
+    """Raise InvalidJob if an id is repeated, because each page of the list starts after an id."""
     seen: set[str] = set()
     for item in items:
         if item["id"] in seen:
@@ -108,7 +111,7 @@ def _checked(where: str, text: str) -> str:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """Return the texts of a message's content, which is a text or a list of parts. A refusal counts as text."""
+    """Return the texts of a message's content, which is a text or a list of parts. Refusals are treated as text."""
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):
@@ -128,10 +131,10 @@ def _part(where: str, part: Any) -> str:
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Consecutive reasoning, text and calls become one assistant's message.
+    """Return the messages of a chat. Consecutive reasoning, text and calls become one assistant message.
 
-    Reasoning is sent without its signature. The signature is only valid for the original messages, but here
-    instructions apply to one response only.
+    Reasoning is sent without its signature, which is only valid for the original messages. The messages differ
+    here, because instructions apply to one response only.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that the next item may extend
@@ -161,7 +164,10 @@ def _joined(item: Mapping[str, Any]) -> str:
 
 
 def _starts_turn(turn: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
-    """Return whether an item starts a new message: reasoning comes first, and text comes at most once."""
+    """Return whether an item starts a new message.
+
+    In a message, reasoning comes first, followed by a single text and then by calls.
+    """
     if item["type"] == "reasoning":
         return len(turn) > 1
     return item["type"] == "message" and ("content" in turn or "tool_calls" in turn)
@@ -178,5 +184,5 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _is_complete(message: Mapping[str, Any]) -> bool:
-    """Return False for reasoning without an answer."""
+    """Return whether a message is complete. Reasoning without an answer is not complete."""
     return "content" in message or "tool_calls" in message

@@ -1,4 +1,4 @@
-"""The record of a response, which is stored when it is created and never changes."""
+"""The record of a response, which is stored when the response is created and never changes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 class ResponseRecord:
     """The stored record of a response. Tenants other than `tenant` get 404 for its id.
 
-    `items` are the items of the body's `input`. `params` are the parameters of the job, without messages and model.
+    `items` are the items of the body's `input`. `params` are the parameters of the job, except the messages and the
+    model.
 
-    If there is a `parent_key`, the job continues its context with the items. Otherwise the whole conversation is built
-    from the records of `previous` and its predecessors.
+    If there is a `parent_key`, the job continues the context of this key with the items. Otherwise the whole
+    conversation is built from the records of `previous` and its predecessors.
     """
 
     id: str
@@ -37,6 +38,6 @@ class ResponseRecord:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> ResponseRecord:
-        """Return the record that `to_json` wrote. Fields of newer gateways are ignored."""
+        """Return the record that `to_json` wrote. Fields that newer gateways have added are ignored."""
         fields = json.loads(text)
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

@@ -1,4 +1,4 @@
-"""Compare the memory of a model: planned before the load, logged by llama.cpp, and resident in the process."""
+"""Compare the memory of a model as planned before the load, as logged by llama.cpp, and as resident in the process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict[str, Any]:
-    """Measure in a new process, whose memory is still unused."""
+    """Measure in a new process, which has not used any memory yet."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result: dict[str, Any] = pool.apply(_measure, (path, options, capability))
     return result

@@ -1,4 +1,4 @@
-"""Prompts whose continuations are predictable to different degrees, drawn by seed."""
+"""Draw prompts from a seed. Their continuations are predictable to different degrees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 class PredictableWork(NamedTuple):
-    """Prompts with the parameters of their continuation."""
+    """Prompts, and the parameters for generating their continuations."""
 
     prompts: list[list[int]]
     num_new: int
@@ -39,9 +39,9 @@ class PredictableWork(NamedTuple):
 
 
 def copying(count: int) -> list[str]:
-    """Return prompts that make the model copy: a repeated story, one with another name, a passage of two stories.
+    """Return prompts that repeat the opening of a story, repeat it with a different name, or quote one of two stories.
 
-    The bundled model was trained on these stories, so it really copies them.
+    The bundled model was trained on these stories, so it really copies from the prompt.
     """
     told = [(animal, name, plot.names) for animal, plot in PLOTS.items() for name in plot.names]
     texts = []
@@ -81,7 +81,7 @@ def _stories(model: Model, count: int, streams: int) -> PredictableWork:
 
 
 def _forced(model: Model, count: int, streams: int) -> PredictableWork:
-    """Return work that generates JSON by a schema with fixed keys."""
+    """Return work that generates JSON for a schema with fixed keys."""
     asked = [
         f"<|im_start|>user\nMake JSON: name {NAMES[at % len(NAMES)]}, age {7 + at}, city {CITIES[at % len(CITIES)]}"
         "<|im_end|>\n<|im_start|>assistant\n"
@@ -93,7 +93,7 @@ def _forced(model: Model, count: int, streams: int) -> PredictableWork:
 
 
 def _unpredictable(model: Model, count: int, streams: int) -> PredictableWork:
-    """Draw from random weights."""
+    """Return work that samples from the whole vocabulary. The model should have random weights."""
     sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
     return PredictableWork(random_prompts(count, 16, seed=streams), NUM_NEW[streams], {"sampling": sampling})
 

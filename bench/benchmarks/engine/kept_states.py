@@ -1,9 +1,9 @@
 """Measure the benefit of KV states on disk, and their cost for other requests (docs/adr/014-kept-states.md).
 
-`first` measures the time to the first token of a long prompt: cold, from RAM, after a restart of the engine, and in
-another engine. `chats` runs conversations of four turns, a tenth of which fit into RAM, with and without a cache
-directory, and with llama-server. `gaps` measures the gaps of a stream while 1 GB of states is written. `load` measures
-the rate of requests that share no prefix.
+`first` measures the time to the first token of a long prompt: without a state, with a state in RAM, after a restart of
+the engine, and in another engine. `chats` runs conversations of four turns with and without a cache directory, and with
+llama-server. RAM holds the states of only a tenth of them. `gaps` measures the gaps of a stream while 1 GB of states is
+written. `load` measures the throughput of requests that share no prefix.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _forget_pages(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The result of a turn of a conversation."""
+    """The result of one turn of a conversation."""
 
     ttft_ms: float
     tokens: Sequence[int]
@@ -174,8 +174,8 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 def _chats(path: Path, args: argparse.Namespace) -> Report:
     """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
 
-    The state of a conversation is therefore the least recently used one when it is needed. RAM is always limited to the
-    same size.
+    The state of a conversation is therefore the least recently used one when it is needed. The limit on RAM is the same
+    for all ways to run them.
     """
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
@@ -194,14 +194,14 @@ def _chats(path: Path, args: argparse.Namespace) -> Report:
 
 
 def _state_bytes(path: Path, num_tokens: int) -> int:
-    """Return the bytes of a state of this number of tokens."""
+    """Return the size in bytes of a state with this number of tokens."""
     with loaded(path, n_parallel=1, ctx_per_slot=num_tokens) as model:
         run_all(model, random_prompts(1, num_tokens - 1), 1)
         return int(model.engine._core.scheduler.cache.memory.state_bytes(0))
 
 
 def _ways(path: Path, args: argparse.Namespace, size: int, ram_mib: int) -> Iterator[tuple[str, Ask]]:
-    """Yield each way while its server is running."""
+    """Yield the name of each way and its function for asking, while its server is running."""
     for way in (FOLDER, RAM_ONLY):
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"n_parallel": CHAT_SLOTS, "ctx_per_slot": size, "cache_ram_bytes": ram_mib * MIB}
@@ -224,7 +224,7 @@ def _ask_server(server: LlamaServer, name: str, tokens: Sequence[int], num_new: 
 
 
 def _talk(ask: Ask, args: argparse.Namespace) -> tuple[list[Turn], float]:
-    """Run all turns and return their results and the seconds. A turn waits until the previous one has finished."""
+    """Run all turns, and return their results and the elapsed seconds. A turn waits for the previous one to finish."""
     contexts = random_prompts(args.conversations, args.opening, seed=args.seed)
     messages = random_prompts(args.conversations * args.turns, args.message, seed=args.seed + 1)
     locks = [threading.Lock() for _ in contexts]
@@ -285,17 +285,17 @@ class TimedStream:
             self._changed.notify()
 
     def wait_for(self, count: int) -> None:
-        """Wait until the request has this number of tokens or has finished."""
+        """Wait until the request has generated this number of tokens or has finished."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.times) >= count or self.handle.done)
 
     def gaps_ms(self, since: float, until: float) -> list[float]:
-        """Return the gaps between tokens that overlap with a span of time."""
+        """Return the gaps between tokens that overlap with a period of time."""
         times = list(self.times)
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b > since and a < until]
 
     def gaps_alone_ms(self, seconds: float) -> list[float]:
-        """Return the gaps of the stream during these seconds without other work."""
+        """Return the gaps of the stream when it runs for these seconds without other work."""
         started = time.monotonic()
         while time.monotonic() < started + seconds and not self.handle.done:
             self.wait_for(len(self.times) + 1)
@@ -303,7 +303,7 @@ class TimedStream:
 
 
 def _gaps(path: Path, args: argparse.Namespace) -> Report:
-    """Write states. In the first round they are copied from slots and written. Later they are already in RAM."""
+    """Measure gaps while states are written. They come from slots in the first round, and from RAM later."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {"cache_dir": folder, "cache_ram_bytes": 8 << 30, "n_parallel": args.states + 2}

@@ -1,4 +1,4 @@
-"""Measure the time to first token in four-turn chats, with the cache on and off. There are more chats than slots.
+"""Measure the time to first token in four-turn chats with the cache on and off. There are more chats than slots.
 
 llama-server, which also keeps prompts in RAM, gets the same chats. Times are measured from submission. All
 conversations run concurrently, and each turn starts when the previous one has finished.

@@ -1,7 +1,7 @@
-"""Measure one request at a time: time to first token by prompt length, and the decode rate.
+"""Measure single requests: the time to first token for several prompt lengths, and the decode rate.
 
-Requests alternate with those to llama-server with one slot. Callers measure both, the engine directly and the server
-over HTTP.
+Requests to the engine alternate with requests to a llama-server that has one slot. The caller measures both. It calls
+the engine directly, and the server over HTTP.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
-    """Return the medians of milliseconds to the first token, tokens per second after it, and milliseconds in total."""
+    """Return three medians: milliseconds to the first token, tokens per second after it, and milliseconds in total."""
     times = [completion.timings for completion in done]
     return (
         median(one.ttft_ms or 0.0 for one in times),
@@ -64,7 +64,7 @@ def _row(who: str, length: int, ttft_ms: float, rate: float, total_ms: float) ->
 
 
 def _ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Return the ratios of llama-server's times to cellama's, and of cellama's rate to its rate."""
+    """Return the ratios of llama-server's times to cellama's, and of cellama's rate to the server's."""
     name = f"{ours['prompt']} tokens: "
     return {
         name + "first token, llama-server over ours": theirs["ttft ms"] / ours["ttft ms"],

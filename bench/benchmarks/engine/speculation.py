@@ -1,4 +1,4 @@
-"""Compare decoding with and without speculation, by kind of work and number of streams, also for llama-server."""
+"""Compare decoding with and without speculation for kinds of work and numbers of streams, including llama-server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CAVEATS = (
 
 
 class WorkRun(NamedTuple):
-    """The result of one run."""
+    """The result of one run of the work."""
 
     rate: float  # tokens per second
     tokens: list[tuple[int, ...]]
@@ -122,7 +122,7 @@ def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Pr
 
 
 def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
-    """Return the prompts of a run: one per stream, or three consecutive ones for a single stream."""
+    """Return the prompts of a run: one for each stream, or three consecutive prompts if there is only one stream."""
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]
@@ -159,7 +159,7 @@ def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> di
 
 
 def _ask(peer: LlamaServer, work: PredictableWork, streams: int) -> float:
-    """Return the tokens per second after the last first token. Prompts are prefilled again, as in cellama."""
+    """Return the tokens per second after every stream's first token. Prompts are prefilled again, as in cellama."""
     seconds, num_tokens = 0.0, 0.0
     for prompts in _groups(work, streams):
         with ThreadPoolExecutor(len(prompts)) as threads:
@@ -175,6 +175,6 @@ def _timed(peer: LlamaServer, prompt: Sequence[int], num_new: int) -> tuple[floa
 
 
 def _share_after(asked: float, reply: Reply, began: float) -> float:
-    """Return the number of tokens that arrived later. A piece of text can have several."""
+    """Estimate how many tokens of a reply arrived after `began`, because a piece of text can contain several tokens."""
     pieces = [asked + at > began for at in reply.pieces_s]
     return reply.num_tokens * sum(pieces) / max(1, len(pieces))

@@ -1,7 +1,7 @@
-"""Compare first tokens, gaps and rate of the batch strategies for requests of mixed lengths, all sent at once.
+"""Compare the batch strategies by time to first token, gaps and rate. Requests have mixed lengths and are sent at once.
 
-llama-server, which has one way to batch and no priorities, gets the same requests and number of slots. The steps are
-also simulated with computed costs, because the noise of a machine is larger than the differences in rate.
+llama-server, which has one way to batch and no priorities, gets the same requests and the same number of slots. The
+steps are also simulated with computed costs, because the noise of a machine is larger than the differences in rate.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return how each strategy compares with the best other one for its purpose, and the default's figures."""
+    """Return ratios between the results of the strategies, and the target for each ratio."""
     maximal, balanced, prefill, adaptive = (found[strategy] for strategy in STRATEGIES)
     ratios = {
         "gaps p95, decode_maximal over the shortest other": maximal[GAP] / min(balanced[GAP], prefill[GAP]),
@@ -87,7 +87,7 @@ def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float],
 
 
 def over_server(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the ratio of our best value of each figure to llama-server's, which is in the last row.
+    """Return, for each figure, the ratio of our best value to llama-server's value, which is in the last row.
 
     A ratio above 1 means that cellama is better.
     """
@@ -142,7 +142,7 @@ def _figures(rate: float, ttft_ms: Sequence[float], gaps_ms: Sequence[float]) ->
 
 
 class _Gaps:
-    """Notes the milliseconds between the texts of one request."""
+    """Records the milliseconds between the pieces of text of one request."""
 
     def __init__(self, gaps_ms: list[float]) -> None:
         self._gaps_ms, self._last = gaps_ms, 0.0

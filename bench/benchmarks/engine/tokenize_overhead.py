@@ -1,7 +1,8 @@
-"""Measure tokenizing alone, on several threads, and alongside generation, for growing numbers of callers.
+"""Measure tokenizing alone, in several threads, and during generation, for growing numbers of callers.
 
-Callers with text tokenize in their own threads while the engine computes. Callers with tokens have tokenized before.
-Both kinds alternate with llama-server over HTTP, so that all see the same noise.
+Callers with text tokenize in their own threads while the engine computes. Callers with tokens have tokenized their
+prompts beforehand. Both kinds alternate with llama-server over HTTP, so the noise of the machine affects all of them
+equally.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
 def _ways(
     model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
 ) -> dict[tuple[str, str], Call]:
-    """Return functions that generate, by server and kind of input."""
+    """Return, for each server and kind of input, a function that generates."""
     once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
     ways: dict[tuple[str, str], Call] = {
         (OURS, TEXT): lambda: model.engine.generate(text, **once),
@@ -83,7 +84,7 @@ def _ways(
 
 
 def _side_by_side(ways: dict[tuple[str, str], Call], callers: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Return the milliseconds of each call of each function."""
+    """Call the functions in turn, and return the milliseconds that each call took."""
     times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, call in ways.items():

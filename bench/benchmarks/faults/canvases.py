@@ -1,9 +1,9 @@
-"""Run canvases while workers are killed: every job must end once, every next step run, and every chord complete.
+"""Run canvases while workers are killed. Every job must end once, every next step must run, every chord must complete.
 
-Next steps belong to another app, whose worker is not killed, and count their runs. Celery sends a next step at least
-once. If a worker dies after it sent the step and before it settled the job's message, another worker sends the step
-again. Steps that run twice for this reason are counted and reported. A step that never runs is an error, and so is a
-chord whose body does not run exactly once.
+Next steps belong to another app, whose worker is not killed, and they count their runs. Celery sends a next step at
+least once. If a worker dies after it sent the step and before it settled the job's message, another worker sends the
+step again. Steps that run twice for this reason are counted and reported. A step that never runs is an error, and so is
+a chord whose body does not run exactly once.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Builder:
         self._number = 0
 
     def build(self, number: int, kind: str, point: str, again: int = 0) -> Canvas:
-        """Return a canvas whose worker dies at the point, if there is one. `again` makes the names of steps unique."""
+        """Return a canvas whose worker dies at the point, if one is given. `again` makes the names of steps unique."""
         self._number = number
         canvas: Canvas = getattr(self, f"_{kind.replace(' ', '_')}")(kind, f"{number} {kind} {point} {again}")
         canvas.number, canvas.point = number, point
@@ -289,7 +289,7 @@ class CanvasScenario:
         return canvases
 
     def _until_all_kill(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
-        """Send a few marked canvases at a time, and repeat those whose worker another canvas has killed before."""
+        """Send a few marked canvases at a time, and repeat those whose worker was killed earlier by another canvas."""
         builder = Builder(self._args)
         directory = self._service.fatal_points
         sent: list[Canvas] = []
@@ -374,7 +374,7 @@ class _CanvasCheck:
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
     def has_run(self) -> Iterable[bool]:
-        """Return for each step whether it ran the expected number of times."""
+        """Return, for each step, whether it ran at least the expected number of times."""
         return [self._runs.get(name, 0) >= times for canvas in self._canvases for name, times in canvas.steps.items()]
 
     def row(self) -> dict[str, Any]:
@@ -424,7 +424,7 @@ class _CanvasCheck:
         return steps + sum(not has_final_state(meta) for meta in metas(self._redis, canvas.results))
 
     def _num_twice(self, canvas: Canvas) -> int:
-        """Return the number of repeated runs of steps."""
+        """Return how many times steps were run again."""
         return sum(max(0, self._runs.get(name, 0) - times) for name, times in canvas.steps.items())
 
     def _texts(self) -> Counter[str]:

@@ -2,9 +2,9 @@
 
 Workers are killed, suspended or started with skewed clocks. Redis restarts, rolls back or refuses commands. Journals
 expire. The worker processes and Redis are real, use the bundled model, and run on this machine. Half of the jobs
-stream. All are greedy, and each text is compared with that of an undisturbed run. Texts that diverge at a near tie are
-counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while they run. A
-token counts as generated twice if two workers sampled it.
+stream. All jobs are greedy, and each text is compared with the text of an undisturbed run. Texts that diverge at a near
+tie are counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while they
+run. A token counts as generated twice if two workers sampled it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that each job ends once when its worker and half of the journals are lost.
 
 While no worker runs, the journals outlive `journal_ttl_s`. Then half of them are deleted, as if they had expired. A job
-without its journal ends with `stream_trimmed`, and the others resume. None may run again and again, and each end must
-be in the journal and in Celery's result.
+without its journal ends with `stream_trimmed`, and the others resume. No job may be repeated endlessly, and each end
+must be in the journal and in Celery's result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAIR_ATTEMPTS = 3  # at a job whose worker left once; each more is a rerun
 
 
 class ExpiryScenario(Scenario):
-    """Journals expire while no worker runs."""
+    """A scenario in which journals expire while no worker runs."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         super().__init__(service, args)
@@ -95,7 +95,7 @@ class ExpiryScenario(Scenario):
         }
 
     def _submit_late(self) -> list[str]:
-        """Queue jobs that start first and whose timeout passes before the next worker starts."""
+        """Queue jobs that start before the others, and that time out before the next worker starts."""
         from cellama.tasks import generate
 
         params: Any = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, "timeout": LATE_AFTER_S}
@@ -105,7 +105,7 @@ class ExpiryScenario(Scenario):
         return int(self._redis.xlen(journal_key(job_id)))
 
     def _begun(self, jobs: Sequence[str]) -> list[str]:
-        """Return the started jobs when some have tokens in the journal, and an empty result before."""
+        """Return the jobs that have started, or an empty list until some of them have tokens in the journal."""
         begun = [job_id for job_id in jobs if self._num_events(job_id)]
         streaming = [job_id for job_id in begun if self._num_events(job_id) >= FEW_EVENTS]
         return begun if len(streaming) >= NUM_CANCELLED else []
@@ -124,7 +124,7 @@ class ExpiryScenario(Scenario):
         return list(job_ids)
 
     def _wait(self, jobs: Sequence[str]) -> None:
-        """Wait until all jobs have ended everywhere, or none has ended for a while."""
+        """Wait until all jobs have ended in journals and Celery's results, or until none has ended for a while."""
 
         def num_ended() -> int:
             journals = [journal_of(self._redis, job_id) for job_id in jobs]

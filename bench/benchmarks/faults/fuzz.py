@@ -1,9 +1,10 @@
 """Send hostile, almost valid and valid payloads to a real worker, and check that other jobs are not affected.
 
 The fixed corpus is sent first, followed by hostile schemas, expressions and grammars, and then by random payloads for
-every task. The latter two are drawn by seed. Payloads that pass the producer's checks are sent with `apply_async`. The
-others, and every second one of all, are sent by a plain Celery application without checks. Each job must end within the
-limit and affect no other. The other jobs are greedy, and their texts are compared with those of an undisturbed run.
+every task. The hostile constraints and the random payloads are drawn from a seed. Half of the payloads, and all that
+fail the producer's checks, are sent by a plain Celery application without checks. The others are sent with
+`apply_async`. Each payload's job must end within the time limit, and must not affect the jobs of other users. Those
+jobs are greedy, and their texts are compared with the texts of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class _Level:
 
 
 def _slots_busy(redis: Redis) -> int:
-    """Return the snapshot of all workers from their heartbeats."""
+    """Return the number of busy slots of all workers, from their heartbeats."""
     engines = [model["engine"] for entry in live_workers(redis) for model in entry.models]
     return sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines if engine)
 
@@ -124,7 +125,7 @@ def _lasting_keys(redis: Redis) -> frozenset[str]:
 
 @dataclass
 class _Job:
-    """A sent job, and what is known about it."""
+    """A job that was sent, and its data for later checks."""
 
     id: str
     sent_at: float
@@ -148,7 +149,7 @@ class _Tally:
 
 
 class _Fuzz:
-    """A service with two producers, of which only one checks payloads."""
+    """A service with two producers. Only one of them checks payloads."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         from cellama.tasks import app
@@ -169,7 +170,7 @@ class _Fuzz:
         self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
 
     def run(self, phase: str, payloads: Iterable[FuzzPayload], at_once: int) -> dict[str, Any]:
-        """Send payloads with a limited number in flight, and collect their outcomes and those of the other jobs."""
+        """Send payloads, a limited number at a time, and collect their outcomes and the outcomes of the other jobs."""
         self._tally = tally = _Tally()
         started, source, open_ = time.monotonic(), iter(payloads), True
         while open_ or self._jobs:
@@ -187,7 +188,7 @@ class _Fuzz:
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
     def level(self, before: _Level | None = None) -> _Level:
-        """Return the state when no job runs and it equals the initial one, or after a timeout."""
+        """Wait until no job runs and the state equals the initial one, or until a timeout, and return the state."""
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))
@@ -210,7 +211,7 @@ class _Fuzz:
         self._jobs[job_id] = _Job(job_id, time.monotonic(), None, self._undisturbed[json.dumps(call)])
 
     def _send(self, payload: FuzzPayload) -> bool:
-        """Queue a payload for the worker in either way. Return False if it can't be encoded as JSON."""
+        """Queue a payload for the worker, with or without checks. Return False if it can't be encoded as JSON."""
         number = next(self._names)
         job_id = self._send_checked(payload) if number % 2 == 0 else None
         try:
@@ -333,7 +334,7 @@ class _Fuzz:
 
 
 def _good_calls() -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Return a job of other users: greedy, so that its text is always the same."""
+    """Return the job of another user. It is greedy, so its text is always the same."""
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     for number in range(6):
         prompt = f"Once upon a time, there were {number} friends of a little fox."

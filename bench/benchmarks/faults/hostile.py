@@ -40,7 +40,7 @@ def corpus() -> list[FuzzPayload]:
 def full_contexts() -> list[FuzzPayload]:
     """Return valid jobs that fill the model's contexts.
 
-    The system counts the memory of a context only after something was written to it.
+    The operating system counts the memory of a context only after it was written to.
     """
     text = "a little fox " * 2000
     return [
@@ -211,7 +211,7 @@ def _sizes() -> Iterator[FuzzPayload]:
 
 
 def _messages() -> Iterator[FuzzPayload]:
-    """Return malformed tool calls with the rest of their message."""
+    """Return messages with malformed tool calls."""
     deep: Any = 1
     for _ in range(900):
         deep = [deep]

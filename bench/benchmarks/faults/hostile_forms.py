@@ -1,7 +1,7 @@
-"""Hostile JSON Schemas, regular expressions and Lark grammars by seed, for `fuzz`.
+"""Hostile JSON Schemas, regular expressions and Lark grammars for `fuzz`, drawn from a seed.
 
-Each kind asks for more than any text needs, for example too much depth or width, exponential growth, endless texts or
-unsatisfiable schemas. Most are within the limits on sizes, so that the compiler and the engine have to cope with them.
+Each kind exaggerates something, for example with too much depth or width, exponential growth, endless texts or
+unsatisfiable schemas. Most are within the size limits, so that the compiler and the engine have to cope with them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _wide(random: Random) -> Schema:
 
 
 def _doubling(random: Random) -> Schema:
-    """Return definitions that refer to the next one twice, so that their expansion doubles with each."""
+    """Return definitions that refer to the next one twice, so that their expansion doubles with each definition."""
     levels, join = (
         random.choice((5, 10, 20, 40, 200)),
         random.choice(("anyOf", "oneOf", "allOf", "properties", "items")),
@@ -135,7 +135,7 @@ def _doubling(random: Random) -> Schema:
 
 
 def _crossing(random: Random) -> Schema:
-    """Return allOf of several anyOf, whose number of alternatives is the product of theirs."""
+    """Return an allOf of several anyOf, whose numbers of alternatives are multiplied."""
     groups, each = random.choice((2, 4, 8, 16)), random.choice((2, 5, 20))
     return {
         "allOf": [

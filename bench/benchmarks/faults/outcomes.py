@@ -1,4 +1,4 @@
-"""Collect the outcomes of jobs from journals, ledger and Celery's results, and find those that break a guarantee."""
+"""Collect the outcomes of jobs from journals, the ledger and Celery's results, and find broken guarantees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_whole(events: Sequence[Any], text: str) -> bool:
 
 
 def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
-    """Return a field of the ledger's entries of jobs."""
+    """Return one field of the ledger's entry for each job."""
     pipeline = redis.pipeline(transaction=False)
     for job_id in job_ids:
         pipeline.hget(job_key(job_id), field)
@@ -43,7 +43,7 @@ def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
 
 
 def metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return Celery's stored results, empty where there is none."""
+    """Return Celery's stored results, with an empty result for each task that has none."""
     found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
     return [json.loads(meta) if meta else {} for meta in found]
 
@@ -53,7 +53,7 @@ def has_final_state(meta: Mapping[str, Any]) -> bool:
 
 
 def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
-    """Return how often a worker has begun each job."""
+    """Return how many times each job was started."""
     return [int(attempt or 0) for attempt in of_jobs(redis, job_ids, "attempt")]
 
 
@@ -65,7 +65,7 @@ def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
 
 
 def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], bool], quiet_s: float) -> None:
-    """Wait until everything has arrived, or nothing new has arrived for a while."""
+    """Wait until everything has arrived, or until nothing new has arrived for a while."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
         now = num_seen()
@@ -92,7 +92,7 @@ def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
 
 
 def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return how jobs have ended. `stored` contains the final Celery states of each."""
+    """Return how jobs have ended. `stored` contains the final Celery states of each job."""
     return {
         "jobs": len(job_ids),
         "ended once": sum(ends_once(journal_of(redis, job_id)) for job_id in job_ids),
@@ -104,7 +104,7 @@ def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[s
 
 
 def broken_promises(where: str, row: Mapping[str, Any], all_jobs: Sequence[str], none: Sequence[str]) -> list[str]:
-    """Return a line for each figure that must cover all jobs or be 0, and does not."""
+    """Return a line for each figure that must equal the number of jobs, or must be 0, but does not."""
     lines = [f"{row[name]} of {row['jobs']} jobs: {name}" for name in all_jobs if row[name] != row["jobs"]]
     lines += [f"{row[name]} {name}" for name in none if row[name]]
     lines += ["messages are still held, or jobs still run"] * (row["unacked"] != "0")

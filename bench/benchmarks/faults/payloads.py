@@ -186,7 +186,7 @@ def _fields(task: str) -> tuple[str, ...]:
 
 @functools.cache
 def _edges(task: str) -> dict[str, list[Any]]:
-    """Return the extreme values of each parameter that pass the checks alone."""
+    """Return the extreme values of each parameter that pass the checks on their own."""
     kind, base = _task(task).kind.payload, _BASES[task]
     texts = [text for text in TEXTS if text]
     values: tuple[Any, ...] = (*INTS, *FLOATS, *TEXTS, True, False, texts[1:9], {"5": 1e308, "1023": -1e308})

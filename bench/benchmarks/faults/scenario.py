@@ -41,7 +41,7 @@ def prompts(count: int) -> list[str]:
 
 
 class LiveReaders:
-    """Clients that read streams during disturbances, in a thread each. They must receive exactly the final text."""
+    """Clients that read streams during disturbances, in separate threads. Each must receive exactly the final text."""
 
     def __init__(self, job_ids: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -192,6 +192,6 @@ class Scenario:
         return {"read": len(readers.texts), "read torn": torn, "gaps told": readers.num_told}
 
     def _twice(self, num_jobs: int, num_sampled: int) -> float:
-        """Return the share of tokens that were generated twice, in percent."""
+        """Return the percentage of tokens that were generated twice."""
         total: int = num_jobs * self._args.new
         return round(100 * (num_sampled - total) / total, 2)

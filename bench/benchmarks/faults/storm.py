@@ -1,8 +1,8 @@
 """Kill the command and the workers of a bulk run repeatedly while Redis restarts, and count lost and repeated lines.
 
-`cellama batch run` is a process, and real workers on a real Redis run the bundled model greedily. Each text is compared
-with that of an undisturbed run. Texts that differ at a near tie are counted separately (reference_texts.py).
-Killed processes are restarted immediately.
+`cellama batch run` runs as a separate process, and real workers on a real Redis run the bundled model greedily. Each
+text is compared with the text of an undisturbed run. Texts that differ at a near tie are counted separately
+(reference_texts.py). Killed processes are restarted immediately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The disturbances of the chaos benchmarks. Each kind is repeated until its number is reached or the jobs are done."""
+"""The disturbances of the chaos benchmarks. Each kind is repeated a given number of times or until all jobs end."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Troubles:
         wait_until(lambda: done.is_set() or not self._num_running(pid), "the jobs of a frozen worker given away", 60)
 
     def _num_running(self, pid: int) -> int:
-        """Return the jobs whose last attempt belongs to this process and is running."""
+        """Return the number of jobs that this process is running in their last attempt."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):

@@ -1,7 +1,8 @@
 """Measure requests that arrive as a Poisson process, alone and alongside bulk work.
 
-Every server gets the same arrivals at the same times, first at all rates alone. Then bulk work starts with the number
-of requests in flight that the server defines. When that number has finished, all rates are repeated.
+Every server gets the same arrivals at the same times. First, all rates are measured without bulk work. Then bulk work
+starts, with the number of requests in flight that the server defines. When that many requests have finished, all rates
+are measured again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Arrivals:
     seed: int = 0
 
     def conversations(self, load: str, index: int) -> Sequence[Conversation]:
-        """Return the requests of one rate under one load. No server has received them before."""
+        """Return the requests for one rate under one load. No server has received them before."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
         return conversations(self.shape, seed=1000 * self.seed + number)
 
@@ -54,7 +55,7 @@ class Arrivals:
 
 @dataclass
 class StreamTimes:
-    """Times of one request in seconds, from when its reader started to send it."""
+    """The times of one request, in seconds after its reader started to send it."""
 
     line: Line
     began: float = field(default_factory=time.monotonic)
@@ -91,7 +92,7 @@ class Side(Protocol):
 
 @dataclass
 class Cellama:
-    """Our worker, through Celery and Redis."""
+    """Our worker, which receives requests through Celery and Redis."""
 
     client: AsyncClient
     num_bulk: int
@@ -123,7 +124,7 @@ class Cellama:
 
 @dataclass
 class Server:
-    """llama-server over HTTP."""
+    """A llama-server, which receives requests over HTTP."""
 
     port: int
     num_bulk: int
@@ -160,7 +161,7 @@ class Phase:
 
 
 class _BulkLoad:
-    """Bulk requests, kept in flight within `running`."""
+    """A fixed number of bulk requests, kept in flight within `running`."""
 
     def __init__(self, side: Side, lines: Iterator[Line]) -> None:
         self._side, self._lines = side, lines

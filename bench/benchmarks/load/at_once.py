@@ -1,4 +1,4 @@
-"""Send a mixed load at once: in our three ways, and to llama-server with several numbers of slots."""
+"""Send a mixed load at once, to cellama in three ways and to llama-server with several numbers of slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AtOnce:
         return {**row, "prefilled": self.computed[who], "over optimum": self.computed[who] / self.load.trie_tokens}
 
     def ratios(self) -> dict[str, float]:
-        """Return the ratio of each of cellama's rates to the best of llama-server."""
+        """Return the ratio of each of cellama's rates to llama-server's best rate."""
         best = self.best_server
         if best is None:
             return {}
@@ -72,7 +72,7 @@ def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
 
 
 def room(longest: int) -> int:
-    """Return the tokens of a slot for all servers."""
+    """Return the number of tokens per slot for all servers."""
     return context(1, longest, 1)
 
 

@@ -1,7 +1,7 @@
 """Measure a gateway with many concurrent streams and the latency that it adds, and llama-server with the same clients.
 
-First all streams run concurrently: each must be complete and equal the result in the queue. Then streams start one
-after another through an AsyncClient and through the gateway.
+First, all streams run concurrently. Each stream must be complete, and its text must equal the result of its job. Then
+streams start one after another, through an AsyncClient and through the gateway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ask = Callable[[int, Callable[[], None]], Awaitable[tuple[str, str]]]
 
 @dataclass
 class StreamReading:
-    """The observations of a client."""
+    """The text that a client read from a stream, and the times of its pieces."""
 
     asked: float = field(default_factory=time.monotonic)
     pieces: list[float] = field(default_factory=list)

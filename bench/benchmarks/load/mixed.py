@@ -1,7 +1,8 @@
 """Compare cellama with llama-server on a load of mixed lengths, with shared prefixes and optional chats.
 
-First all requests are sent at once: to the engine, as jobs, with `cellama batch run`, and to llama-server with each of
---server-slots. Then they arrive as a Poisson process at shares of llama-server's rate, alone and alongside bulk work.
+First all requests are sent at once: to the engine, as jobs, with `cellama batch run`, and to llama-server with each
+number of slots in --server-slots. Then they arrive as a Poisson process at shares of llama-server's rate, alone and
+alongside bulk work.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _arrive(path: Path, args: argparse.Namespace, server_slots: int, arrivals: A
 
 
 def _longest(arrivals: Arrivals) -> int:
-    """Return the tokens of the longest request of any phase. Bulk requests contain no chats."""
+    """Return the number of tokens of the longest request of any phase. Bulk requests contain no chats."""
     phases = [arrivals.conversations(load, index) for load in arrivals.loads for index in range(len(arrivals.rates))]
     return max(LoadShape(1, scale=arrivals.shape.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
 

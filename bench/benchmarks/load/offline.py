@@ -1,7 +1,8 @@
 """Compare bulk runs from file to file, with and without shared prefixes, with llama-server and a naive Celery task.
 
-All process the same lines one after the other on the same machine. Prompts are token ids, and sampling is greedy with
-a fixed number of tokens. llama-server runs with its defaults and with the -np that was fastest for --try-lines lines.
+All of these run one after the other on the same machine, and process the same lines. Prompts are token ids, and
+sampling is greedy with a fixed number of tokens. llama-server runs with its defaults, and with the value of -np that
+was fastest for --try-lines lines.
 """
 
 from __future__ import annotations

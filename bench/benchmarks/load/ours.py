@@ -70,7 +70,7 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> T
 
 
 def batch_command(source: Path, target: Path) -> list[str]:
-    """Return the command of a bulk run; Redis comes from the environment."""
+    """Return the command of a bulk run. The environment contains the URL of Redis."""
     return [*_BATCH, "run", str(source), "-o", str(target), "--model", "bench"]
 
 

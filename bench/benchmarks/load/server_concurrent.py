@@ -1,7 +1,7 @@
 """Measure rate and time to first token for growing numbers of concurrent callers, with llama-server for comparison.
 
-Engine and server alternate and have the same number of slots. Each request has a thread, which calls the engine
-directly or the server over HTTP.
+The engine and the server alternate, and have the same number of slots. Each request has its own thread, which calls the
+engine directly or the server over HTTP.
 """
 
 from __future__ import annotations

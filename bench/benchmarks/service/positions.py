@@ -1,7 +1,7 @@
 """Compare the estimates of `Client.position` for jobs of mixed lengths on two workers with their actual waits.
 
 Jobs arrive in bursts, and the position is read right after each is queued. Without history there is no estimate, so
-such jobs are counted separately. Waits are measured on Redis' clock, from the call to the slot.
+such jobs are counted separately. Waits are measured with Redis' clock, from the call until the job gets a slot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """The estimate for a job, its actual wait after that, and the duration of the call."""
+    """The estimate for a job, its actual wait after the estimate, and the duration of the call."""
 
     said: Any
     waited_s: float

@@ -1,7 +1,7 @@
 """Compare the cost of very small jobs with a Celery task that does nothing.
 
 The jobs wait in Redis while the worker is suspended (SIGSTOP), so no other process needs a processor when it resumes.
-The time is measured from then to the last result. All workers stay up, rounds alternate, and medians are shown.
+The time is measured from then to the last result. All workers keep running, rounds alternate, and medians are shown.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _ours(pid: int, client: Client) -> Iterator[Way]:
 
 
 def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
-    """Return the jobs per second and the processor milliseconds per job of worker and Redis."""
+    """Return the jobs per second and the processor milliseconds per job of the worker and Redis."""
     os.kill(way.pid, signal.SIGSTOP)
     try:
         ids = way.queue([TEXT.format(number) for number in range(num_jobs)])

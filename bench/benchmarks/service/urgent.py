@@ -1,8 +1,8 @@
-"""Compare urgent jobs on a worker with a backlog of bulk work with urgent jobs on an idle worker.
+"""Compare urgent jobs on a worker that has a backlog of bulk work to urgent jobs on an idle worker.
 
 The bulk work consists of separate jobs, or of the lines of a `cellama batch run`. The same amount of bulk work runs
-once alone, and once with an urgent job every few seconds from start to end. Its loss of rate is the work of the urgent
-jobs and the cost of interrupting bulk work.
+once alone, and once with an urgent job every few seconds from start to end. The loss of throughput consists of the work
+of the urgent jobs and the cost of interrupting bulk work.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _row(worker: str, times: Sequence[float], bulk: _BulkWork | None) -> dict[st
 
 
 class _BulkWork:
-    """Bulk work, and its rate from start to end."""
+    """Runs bulk work, and measures its rate from start to end."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, seed: int) -> None:
         self._args, self._folder, self._seed = args, folder, 10 * args.seed + seed
@@ -83,7 +83,7 @@ class _BulkWork:
         self.num_begun = self.num_finished = 0
 
     def run(self, meanwhile: Callable[[_Work], None]) -> None:
-        """Run the bulk work again with twice the amount."""
+        """Run the bulk work. Each further call runs twice the amount of the call before."""
         prompts = random_prompts(self._count, self._args.prompt, seed=10_000 * self._seed + self._count)
         started = time.monotonic()
         with self._begin(self._folder, prompts, self._args.new) as work:
@@ -110,7 +110,7 @@ class _Work(Protocol):
     def ended(self) -> bool: ...
 
     def num_finished(self) -> int:
-        """Wait for the end and return the number of jobs that finished with all tokens."""
+        """Wait for the end, and return the number of jobs that finished with all of their tokens."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Schemas that people send: common pydantic models, and the output of Zod 4's `z.toJSONSchema` for common types.
 
-`MODELS` has the pydantic classes, `ZOD` the schemas by the Zod expression of their property `value`, `SCHEMAS` all of
-them as JSON Schema by name.
+`MODELS` contains the pydantic classes. `ZOD` maps the Zod expression for the property `value` to the schema that Zod
+writes. `SCHEMAS` contains the JSON Schemas of both by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draw random texts that a constraint allows, without a model.
 
-Tests of constraints need texts that a good model would not write, and these must end. So the weights are random, and
-favour the end of the text more, the longer it gets.
+Tests of constraints need texts that a good model would not write, and these texts must end. The weights are therefore
+random, and favour the end of a text more and more as the text grows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SampledTexts:
         self._liking = 1.0 + 6.0 * np.array(odd) + 2.0 * np.array(single)  # words are likelier than bytes
 
     def texts(self, form: GrammarSpec, count: int, seed: int = 0, max_tokens: int = MAX_TOKENS) -> list[str | None]:
-        """Return `count` texts that this form allows, None for each one that has not finished after `max_tokens`.
+        """Return `count` texts that this constraint allows. A text is None if it has not finished after `max_tokens`.
 
         Raises InvalidRequest, GrammarFailed and DeadEnd.
         """

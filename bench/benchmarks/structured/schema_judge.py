@@ -40,7 +40,7 @@ class SchemaJudge:
     def problem(self, text: str) -> str | None:
         """Return why a JSON text does not conform, None if it does.
 
-        Raises ValueError for invalid JSON, and Unjudgeable.
+        Raises ValueError if the text is not valid JSON, and Unjudgeable if jsonschema can't validate it.
         """
         value = exact(text)
         try:

@@ -1,7 +1,7 @@
-"""Measure the cost of schemas: 64 slots that generate JSON with and without schemas, and masks and compilation alone.
+"""Measure the cost of schemas when 64 slots generate JSON, and the cost of masks and compilation alone.
 
-All runs alternate and generate the same number of tokens in the same batches. No text may end before max_tokens, so
-each schema describes a long list. Without `--model` this benchmark uses the padded model.
+Runs with and without schemas alternate, and generate the same number of tokens in the same batches. No text may end
+before max_tokens, so each schema describes a long list. Without `--model`, this benchmark uses the padded model.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times
 
 
 class _Times:
-    """Seconds of the thread, measured one by one."""
+    """CPU times of the thread for single operations, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -242,7 +242,7 @@ class _Times:
         self.seconds.append(time.thread_time() - started)
 
     def percentiles(self) -> dict[str, float]:
-        """Return the time in milliseconds."""
+        """Return percentiles of the times in milliseconds."""
         shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
         found = {name: percentile(self.seconds, share) * 1e3 for name, share in shares.items()}
         return {"count": len(self.seconds), **found, "longest": max(self.seconds) * 1e3}

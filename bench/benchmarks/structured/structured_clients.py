@@ -1,8 +1,8 @@
-"""Python clients that ask for an answer by a pydantic model, as their users write it.
+"""Ask for answers with Python clients and pydantic models, in the way that users of these clients do.
 
-`python -m cellama.bench.benchmarks.structured.structured_clients URL` calls each client of `CLIENTS` that is installed
-with each model of `everyday_schemas`, and prints a JSON line per call. It needs pydantic and the clients only, so it
-runs in an environment without cellama's dependencies.
+`python -m cellama.bench.benchmarks.structured.structured_clients URL` calls each installed client of `CLIENTS` with
+each model of `everyday_schemas`, and prints a JSON line per call. It needs only pydantic and the clients, so it runs in
+an environment without cellama's dependencies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ask = Callable[[type[BaseModel]], Any]
 
 @dataclass(frozen=True)
 class SchemaClient:
-    """A way to ask: the package, how it is called, and a function that connects to a gateway's URL without `/v1`."""
+    """A client: its package, how it is called, and a function that connects to a gateway's URL without `/v1`."""
 
     package: str
     how: str
@@ -237,7 +237,7 @@ def installed() -> Mapping[str, str]:
 
 
 def calls(url: str, models: Mapping[str, type[BaseModel]] = MODELS) -> Iterator[SchemaCall]:
-    """Call each installed client with each model, several at once; yield the calls in the order of the lists."""
+    """Call each installed client with each model, several at once. Yield the calls in the order of the lists."""
     versions, requests = installed(), _Requests()
 
     def call(client: SchemaClient, ask: Ask, name: str) -> SchemaCall:
@@ -271,7 +271,7 @@ def _outcome(client: SchemaClient, ask: Ask, model: type[BaseModel], statuses: l
 
 
 def _is_beyond_schema(error: BaseException | None, is_weakened: bool) -> bool:
-    """Return whether pydantic rejected values that the sent JSON Schema allows. Clients wrap its error."""
+    """Return whether pydantic rejected values that the sent JSON Schema allows. Clients wrap pydantic's error."""
     while error is not None and not isinstance(error, ValidationError):
         error = error.__cause__ or error.__context__
     return error is not None and all(

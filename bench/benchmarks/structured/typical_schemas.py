@@ -1,4 +1,4 @@
-"""Schemas as applications send them, for `structured`."""
+"""Schemas like those that applications send, for the benchmark `structured`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def realistic() -> dict[str, Schema]:
 
 
 def varied(count: int, seed: int = 0) -> Iterator[Schema]:
-    """Yield objects with 3 to 40 properties by seed, nested up to three levels."""
+    """Yield schemas of objects with 3 to 40 properties, drawn from a seed and nested up to three levels."""
     for number in range(count):
         random = Random(f"{seed} {number}")
         yield _object(random, random.choice((3, 5, 8, 12, 20, 40)), 0)

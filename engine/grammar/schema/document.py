@@ -33,7 +33,7 @@ class SchemaDocument:
     ROOT = 1
 
     def __init__(self, text: str, where: str) -> None:
-        """Parse and check the text. Raises InvalidRequest, which calls the text `where`."""
+        """Parse and check the text. Raises InvalidRequest, whose message calls the text `where`."""
         self._where = where
         self.root = self._parse(text)
         self.nodes = [SchemaNode(False, "#", "")]
@@ -49,16 +49,16 @@ class SchemaDocument:
         return InvalidRequest(f"{self._where} at {shown}{reason}")
 
     def child(self, node: int, *names: str | int) -> int:
-        """Return the schema at these keys of another one."""
+        """Return the schema at these keys within another schema."""
         return self._by_path["/".join([self.nodes[node].path, *(_escaped(str(name)) for name in names)])]
 
     def add(self, schema: Mapping[str, Any], template: int) -> int:
-        """Add a schema that is not in the document, with the path of another one for messages."""
+        """Add a schema that is not in the document. Error messages use the path of another schema for it."""
         self.nodes.append(self.nodes[template]._replace(schema=schema))
         return len(self.nodes) - 1
 
     def target(self, node: int, keyword: str) -> int:
-        """Return the schema to which a reference leads. Raises InvalidRequest."""
+        """Return the schema that a reference leads to. Raises InvalidRequest."""
         schema, path, base = self.nodes[node]
         assert isinstance(schema, Mapping)
         reference = schema[keyword]
@@ -151,7 +151,7 @@ class SchemaDocument:
                 raise self.error_at(path, f"/{_escaped(name)} is {show(value)}; it {problem}")
 
     def _base_of(self, schema: Mapping[str, Any], path: str, base: str) -> str:
-        """Register the URI and the anchors of a schema. Return the URI to which its references are relative."""
+        """Register the URI and the anchors of a schema. Return the URI that its references are relative to."""
         uri = schema.get("$id", "")
         if uri and not uri.startswith("#"):
             try:
@@ -168,7 +168,7 @@ class SchemaDocument:
         return base
 
     def _at(self, path: str, pointer: str) -> str | None:
-        """Return the path of the schema to which a JSON pointer leads from another path, or None."""
+        """Return the path of the schema that a JSON pointer leads to from another path, or None."""
         found: Any = self.root
         steps = [*path.split("/")[1:], *map(unquote, pointer.split("/")[1:])]
         at = "#"

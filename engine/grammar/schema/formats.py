@@ -58,7 +58,7 @@ IMPLIED = frozenset(
 
 
 def portable(pattern: str) -> str:
-    """Return the pattern for llguidance with its meaning in ECMA-262.
+    """Return a pattern that means the same to llguidance as the given pattern means in ECMA-262.
 
     ECMA-262 has no nested classes and no operators within classes.
     """

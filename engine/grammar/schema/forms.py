@@ -1,4 +1,4 @@
-"""Turn shapes into forms, for which a grammar can be written. Other conditions become alternatives. Pure."""
+"""Turn shapes into forms that a grammar can express. Other conditions become alternative forms. Pure."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class FormBuilder:
 
 
 def _object_form(shape: Object, needed: list[str], optional: list[str], low: int, high: int | None) -> ObjectForm:
-    """Return the object with these properties, without the others that it lists, and with `low` to `high` additional.
+    """Return the object with only these of its listed properties, and with `low` to `high` additional properties.
 
     `high` is None if there is no limit.
     """

@@ -1,6 +1,6 @@
-"""The keywords of JSON Schema: how each is handled, and which values it may have. Pure.
+"""The table of JSON Schema keywords: how each keyword is handled, and which values it may have. Pure.
 
-docs/reference/json-schema.md contains the table. Keywords that are not in it are annotations, as the specification
+docs/reference/json-schema.md shows the table. Keywords that are not in the table are annotations, as the specification
 requires.
 """
 

@@ -22,7 +22,7 @@ LAYOUT = {
 
 
 def compile_error(grammar: str) -> str:
-    """Return llguidance's message if a grammar can't be compiled, else an empty text. No vocabulary is needed."""
+    """Return llguidance's message if a grammar can't be compiled, or else an empty text. No vocabulary is needed."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if failed else ""
 

@@ -14,7 +14,7 @@ class NegationUnsupported(Exception):
 
 
 class Policy:
-    """The handling of keywords that can't be enforced. Strict use rejects them, and lenient use warns about them."""
+    """The handling of keywords that can't be enforced. Strict mode rejects them, and lenient mode warns about them."""
 
     def __init__(self, document: SchemaDocument, where: str, strict: bool) -> None:
         self._document = document
@@ -28,7 +28,7 @@ class Policy:
         return tuple(self._warnings)
 
     def not_enforced(self, path: str, keyword: str, reason: str) -> None:
-        """Record that a keyword at this path can't be enforced. Raises InvalidRequest in strict use."""
+        """Record that a keyword at this path can't be enforced. Raises InvalidRequest in strict mode."""
         if self.strict:
             raise self._document.error_at(
                 f"{path}/{keyword}",
@@ -37,7 +37,7 @@ class Policy:
         self._warnings[f"{self._where} at {path}: {keyword!r} is not enforced"] = None
 
     def spend(self, count: int = 1) -> None:
-        """Count work. Raises InvalidRequest if the schema causes too much."""
+        """Count work. Raises InvalidRequest if the schema causes too much work."""
         self._work += count
         if self._work > MAX_WORK:
             raise InvalidRequest(

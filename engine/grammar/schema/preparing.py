@@ -1,9 +1,8 @@
 """Rewrite a caller's JSON Schema into one that llguidance compiles and that never allows more. Pure.
 
-1. SchemaDocument parses and checks the text, and finds the schemas in it by their paths.
-2. SchemaReader turns each schema into shapes, which are alternatives of one type each. Schemas within a shape stay
-   conditions, so that recursive schemas terminate.
-3. FormBuilder turns shapes into forms. Conditions for which a grammar has no equivalent become alternatives.
+1. SchemaDocument parses and checks the text, and finds the schemas in it by their paths. 2. SchemaReader turns each
+schema into shapes, which are alternatives of one type each. Schemas within a shape stay conditions, so that recursive
+schemas terminate. 3. FormBuilder turns shapes into forms. Conditions that a grammar can't express become alternatives.
 4. SchemaWriter writes the forms as a JSON Schema in which no two keywords apply to the same value.
 """
 
@@ -72,7 +71,7 @@ def _prepared(text: str, strict: bool, where: str, try_compile: Callable[[str], 
 def _drop_unsupported_patterns(writer: SchemaWriter, policy: Policy) -> bool:
     """Find the patterns that can't be compiled, and drop them. Return whether there are any.
 
-    Raises InvalidRequest in strict use.
+    Raises InvalidRequest in strict mode.
     """
     for form in writer.strings_with_patterns()[:_MAX_CHECKED]:
         problem = problem_of(writer.string(form) or {})

@@ -105,7 +105,7 @@ class SchemaReader:
         return ((node, must_match),)
 
     def alternatives(self, condition: Condition) -> list[Condition] | None:
-        """Return conditions of which a value must match any, or None if the condition requires more."""
+        """Return conditions if a value only has to match at least one of them, or None if more is required."""
         if len(condition) != 1 or not condition[0][1]:
             return None
         node = condition[0][0]
@@ -139,7 +139,7 @@ class SchemaReader:
         return self._shapes[condition]
 
     def negations(self, condition: Condition) -> list[Condition]:
-        """Return conditions of which at least one holds if this condition does not. Raises NegationUnsupported."""
+        """Return conditions, at least one of which holds if this condition does not. Raises NegationUnsupported."""
         if condition == ANYTHING:
             return [NOTHING]
         found = [self.condition(node, not must_match) for node, must_match in condition]
@@ -766,7 +766,7 @@ def _pattern_without(texts: list[str]) -> str:
 
 
 def _pattern_after(texts: list[str], at: int) -> str:
-    """Return a pattern for the rest of a string from position `at` on. Up to there, all of these texts are equal."""
+    """Return a pattern for the rest of a string from position `at` on. Before this position, all texts are equal."""
     inner = {
         char: [text for text in texts if len(text) > at and text[at] == char]
         for char in {t[at] for t in texts if len(t) > at}

@@ -1,4 +1,4 @@
-"""Schemas of numbers, and checks of constants: which numbers and strings llguidance writes exactly as given. Pure."""
+"""Write schemas of numbers, and check which constants llguidance can write exactly as they are given. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Written = dict[str, Any]
 
 
 def is_writable(text: str) -> bool:
-    r"""Return whether a string can be written without `\u` escapes, with which a key would have two spellings."""
+    r"""Return whether a string can be written without `\u` escapes, which would give a key two spellings."""
     return all((char >= " " and char != "\x7f") or char in _ESCAPED for char in text)
 
 
 def number_of(form: Number) -> Written | None:
-    """Return a schema for numbers of this form with finitely many digits, or None if a double represents none.
+    """Return a schema for numbers of this form with finitely many digits, or None if no double has this form.
 
     llguidance can't limit the number of digits, so bounds and multipleOf limit them instead.
     """

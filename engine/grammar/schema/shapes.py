@@ -16,7 +16,7 @@ NOTHING: Condition = ((0, True),)
 
 
 def both(one: Condition, other: Condition) -> Condition:
-    """Return the condition that requires both."""
+    """Return the condition that requires both conditions."""
     if not one or not other or one == other:
         return one or other
     combined = tuple(sorted({*one, *other}))
@@ -212,7 +212,7 @@ def _numbers(one: Number, other: Number, is_explicit: bool) -> Number | None:
 def _stricter(
     one: tuple[float | None, bool], other: tuple[float | None, bool], choose: Callable[..., float]
 ) -> tuple[float | None, bool]:
-    """Return the stricter of two bounds, each with whether the bound itself is excluded."""
+    """Return the stricter of two bounds. Each bound states whether it is itself excluded."""
     if one[0] is None or other[0] is None:
         return other if one[0] is None else one
     bound = choose(one[0], other[0])
@@ -220,7 +220,7 @@ def _stricter(
 
 
 def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
-    """Return the smallest number that is a multiple of both."""
+    """Return the smallest number that is a multiple of both numbers."""
     denominator = math.lcm(one.denominator, other.denominator)
     return Fraction(math.lcm(int(one * denominator), int(other * denominator)), denominator)
 
@@ -303,7 +303,7 @@ def _objects(one: Object, other: Object, is_explicit: bool, matches: Matches) ->
 
 
 def _patterns(one: Object, other: Object) -> tuple[tuple[str, Condition, str], ...]:
-    """Return the patterns of both. A name with a pattern of only one shape is an additional property of the other."""
+    """Return the patterns of both shapes. If a pattern is in only one shape, its names are additional in the other."""
     found: dict[str, tuple[Condition, str]] = {}
     for shape, second in ((one, other), (other, one)):
         conditions = {pattern: condition for pattern, condition, _ in second.patterns}
@@ -314,5 +314,5 @@ def _patterns(one: Object, other: Object) -> tuple[tuple[str, Condition, str], .
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
-    """Return the smaller of two maxima, of which None means no limit."""
+    """Return the smaller of two maxima, where None means that there is no limit."""
     return min((each for each in (one, other) if each is not None), default=None)

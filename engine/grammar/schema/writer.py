@@ -1,4 +1,4 @@
-"""Write forms as a JSON Schema for llguidance, in which schemas never overlap, so that llguidance merges none. Pure."""
+"""Write forms as a JSON Schema whose parts never overlap, so that llguidance does not have to merge schemas. Pure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SchemaWriter:
         return {**written, "$defs": definitions} if definitions else written
 
     def shorten_arrays(self) -> bool:
-        """Write arrays with a large maxItems with fewer items from now on. Return whether there are any."""
+        """Limit arrays with a large maxItems to fewer items from now on. Return whether there are such arrays."""
         self._max_items = _FEWER_ITEMS
         forms = (form for forms in self._forms.values() for form in forms if isinstance(form, ArrayForm))
         return any(form.max_items is not None and form.max_items > _FEWER_ITEMS for form in forms)
@@ -163,7 +163,7 @@ class SchemaWriter:
     def _check_depth(self, root: Condition) -> None:
         """Raise InvalidRequest if references are nested too deeply for llguidance.
 
-        llguidance follows references recursively in the order of the schema, each of them once.
+        llguidance follows references recursively in the order of the schema, and follows each reference once.
         """
         seen: set[Condition] = set()
         todo = [(root, 0)]
@@ -291,7 +291,7 @@ def string_of(form: String) -> Written:
 
 
 def _required_conditions(form: Form) -> list[Condition]:
-    """Return the conditions that must be satisfiable for any value to have the form."""
+    """Return the conditions that must be satisfiable, because otherwise no value has the form."""
     match form:
         case SameForm():
             return [form.condition]

@@ -1,7 +1,8 @@
-"""Derive how a template writes tool calls, from conversations that it rendered (see probes). Pure.
+"""Derive how a template writes tool calls from the conversations of `probes` that it rendered. Pure.
 
 First, the turn with the calls is cut out of each conversation. The turn contains the name and the arguments of the
-probe. The arguments are one JSON object, either together with the name or after it, or each argument has its own tags.
+probe's call. Either the arguments are a JSON object, which follows the name or is in a larger object with the name, or
+each argument has its own tags.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class UnknownCallFormat(ValueError):
 
 
 def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
-    """Return the call format, and whether the template expects arguments as text, or None if it is unclear.
+    """Return the call format and whether the template expects arguments as text, or None if they can't be derived.
 
     `ends` are the tokens that end a reply.
     """
@@ -183,7 +184,7 @@ def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
 
 
 def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """Return the calls of a turn, or none if some are missing, because some templates write only one call."""
+    """Return the calls of a turn, or an empty list if some are missing, because some templates write only one call."""
     try:
         return _calls_in(turns, which)
     except UnknownCallFormat:
@@ -304,7 +305,7 @@ def _with_tags(turns: Mapping[str, str]) -> CallFormat:
 
 
 def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
-    """Return the texts between a name and these words, and the text after the last one. Raises UnknownCallFormat."""
+    """Return the texts between a name and these words, and the text after the last word. Raises UnknownCallFormat."""
     at, found = name + len(NAMES[0]), []
     for word in words:
         following = turn.find(word, at)
@@ -359,7 +360,7 @@ def _after_prefix(found: CallFormat) -> CallFormat:
 
 
 def _first_marker(lead: str) -> tuple[str, ...]:
-    """Return the tag or word that marks the start of calls, or nothing if calls start with JSON."""
+    """Return the tag or word that marks the start of calls, or an empty tuple if calls start with JSON."""
     word = next(iter(lead.split()), "")
     tag = TAG.match(lead)
     if tag or len(word) < 3 or SLOTS & set(word):

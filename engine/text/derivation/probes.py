@@ -1,6 +1,6 @@
-"""Conversations for a template to render, which differ in one thing each: the differences show its markup. Pure.
+"""Conversations that differ in one respect each, so that rendering them shows the markup of a template. Pure.
 
-The words of these conversations occur nowhere else, so all other text is the template's.
+The words of these conversations occur nowhere else, so all other text comes from the template.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def probe_name(turn: str, arguments_format: str, ids: str, ending: str) -> str:
 
 
 def probes(for_template: Callable[..., dict[str, Any]]) -> dict[str, Probe]:
-    """Return all conversations by name, with messages that `for_template` has prepared, and variables."""
+    """Return all conversations by name. Each has messages prepared by `for_template`, and variables."""
     user = {"role": "user", "content": USER}
     reply = {"role": "assistant", "content": CONTENT}
     reasoned = {**reply, "reasoning": REASON}

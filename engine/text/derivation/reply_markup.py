@@ -1,4 +1,4 @@
-"""Derive the markup of a model's replies from conversations that its template rendered (see probes). Pure."""
+"""Derive the markup of a model's replies from the conversations of `probes` that its template rendered. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EMPTY_BLOCK = re.compile(rf"({TAG.pattern})\s*({TAG.pattern})\s*\Z")
 
 @dataclass(frozen=True, slots=True)
 class ReplyMarkup:
-    """The markup of replies, as far as it can be derived. Empty tags mean that the model does not reason."""
+    """The markup of replies that could be derived from a template. If the tags are empty, the model does not reason."""
 
     think_open: str = ""
     think_close: str = ""
@@ -58,7 +58,7 @@ def derive_markup(rendered: RenderedProbes, source: str, ends: Iterable[str] = (
 
 
 def _described(rendered: RenderedProbes) -> CallFormat | None:
-    """Return the call format that a template describes to its model, if the template itself writes no calls."""
+    """Return the call format that a template explains to its model, for templates that write no calls themselves."""
     if any(VALUES[0] in (text or "") for text in rendered.values()):
         return None
     without, with_tools = (rendered.get(name) or "" for name in ("reply without tools", "reply last"))
@@ -82,7 +82,7 @@ def _after_user(text: str | None) -> str:
 
 
 def _candidates(tails: dict[str, str]) -> Iterator[Tags]:
-    """Yield the tags around the reasoning of a reply, then those at the start of a reply."""
+    """Yield the tags around the reasoning of a reply, then the tags at the start of a reply."""
     with_reasoning = [tail for name, tail in tails.items() if name.startswith("reasoning") and REASON in tail]
     for tail in with_reasoning:
         before, _, after = tail.partition(REASON)

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls: readers parse them, and grammars enforce them.
+"""Parse and enforce tool calls in the formats that models use, with a reader and a grammar for each format.
 
 May use: `errors`. Pure.
 """

@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentValues:
-    """A converter for the arguments of one tool. `schema` is their schema, with references resolved."""
+    """A converter for the arguments of one tool. `schema` is the schema of these arguments."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
@@ -31,7 +31,7 @@ class ArgumentValues:
         self._types_of_reference: dict[str, set[str]] = {}
 
     def read(self, name: str, text: str, is_json: bool | None = None) -> Any:
-        """Return the value of an argument: JSON if its schema allows that, else the text itself.
+        """Return the value of an argument, parsed as JSON if its schema allows that, or else the text itself.
 
         `is_json` is None if the markup does not show whether the argument is JSON.
         """
@@ -59,7 +59,7 @@ class ArgumentValues:
         return schema if isinstance(schema, Mapping) else {}
 
     def types_of(self, name: str) -> set[str]:
-        """Return the types that an argument may have, or an empty set if its schema names none."""
+        """Return the types that an argument may have, or an empty set if its schema does not state them."""
         if name not in self._types:
             self._types[name] = self._types_in(self.properties.get(name), 0)
         return self._types[name]
@@ -80,7 +80,7 @@ class ArgumentValues:
         return set().union(*found) if all(found) else set()
 
     def _types_at(self, reference: str, depth: int) -> set[str]:
-        """Return the types at a reference. Each is resolved once, because references may repeat or be recursive."""
+        """Return the types at a reference. Each is resolved only once, because it may be repeated or recursive."""
         if reference not in self._types_of_reference:
             self._types_of_reference[reference] = set()
             self._types_of_reference[reference] = self._types_in(self._target(reference), depth)

@@ -1,8 +1,8 @@
-"""Write grammars of replies with tool calls, in the format of a model. Pure.
+"""Write grammars for replies with tool calls, in the format of a model. Pure.
 
-A reply with a forced call is one or several calls. Any other reply is optional reasoning, then text and calls in any
-order. Its text is free until a marker starts a call. If a JSON Schema or a regular expression constrains the text, a
-reply is either a text that conforms, or calls.
+A reply with a forced call consists of one or more calls. Any other reply consists of optional reasoning, followed by
+text and calls in any order. The text is free until a marker starts a call. If a JSON Schema or a regular expression
+constrains the text, a reply is either text that meets the constraint, or calls.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class CallGrammar:
 
 @dataclass
 class ToolRules:
-    """The rules for the arguments of one tool, which are written at first use."""
+    """The rules for the arguments of one tool. Each rule is written when it is first used."""
 
     owner: CallGrammar
     rule: str
@@ -295,8 +295,9 @@ class ToolRules:
     def _tagged(self, tags: ArgumentTags) -> str:
         """Return an expression for arguments in the order of the schema.
 
-        Rule m1 matches the arguments from index 1 on if no argument precedes them, and rule n1 if one does. Other
-        indexes have the same rules. For a required argument a, an optional argument b and a gap between arguments:
+        Rule m1 matches the arguments from index 1 onwards if no argument precedes them, and rule n1 matches them if one
+        does. There are two such rules for every index. For a required argument a, an optional argument b and a gap
+        between arguments:
 
             m0 = A n1
             n1 = GAP B | ""
@@ -405,7 +406,7 @@ def _allowed_texts(
 
 
 def _rust_pattern(pattern: str) -> str | None:
-    """Return an expression for texts in which an ECMA pattern is found, or None if Rust's syntax can't express it."""
+    """Return an expression for texts that an ECMA pattern is found in, or None if Rust's syntax can't express it."""
     if re.search(r"\(\?(?!:)|\\[bBkpPcu1-9]|\[\^?\]|\[[^\]]*\[|&&|~~|--", pattern):
         return None
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")

@@ -38,8 +38,8 @@ class ToolReader:
         """Return the calls, and the text around them.
 
         If a call is malformed or its tool was not offered, the whole text is returned as text. `cut` means that a
-        grammar enforces calls and generation stopped early. Then the last call may be partial, and a call without a
-        complete name is dropped.
+        grammar enforces calls and generation stopped early. In this case, the last call may be partial, and a call
+        without a complete name is dropped.
         """
         calls: list[ParsedToolCall] = []
         rest = []
@@ -211,9 +211,9 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
 def _read_arguments(
     text: str, at: int, tags: ArgumentTags, patterns: _Patterns, values: ArgumentValues, *, cut: bool = False
 ) -> tuple[dict[str, Any], str, int]:
-    """Return arguments in tags, the start of the JSON of an unfinished last one, and where they end.
+    """Return the arguments in tags, the JSON of an unfinished last argument so far, and where the arguments end.
 
-    Only with `cut` may the last argument be unfinished. Raises NoCalls.
+    The last argument may be unfinished only with `cut`. Raises NoCalls.
     """
     arguments: dict[str, Any] = {}
     while (opened := patterns.argument.match(text, at)) is not None:
@@ -240,7 +240,7 @@ def _read_arguments(
 
 
 def _end_of_value(text: str, at: int, close: str, patterns: _Patterns) -> int:
-    """Return the position of a closing tag that an argument or the end of the call follows, or -1."""
+    """Return the position of the closing tag before the next argument or the end of the call, or -1."""
     while (at := text.find(close, at)) >= 0:
         after = at + len(close)
         if patterns.argument.match(text, after) or patterns.end.match(text, after):
@@ -257,7 +257,7 @@ def _trimmed(value: str, tags: ArgumentTags) -> str:
 
 
 def _cut_object(text: str, format_: CallFormat) -> tuple[str, str] | None:
-    """Return the name in an incomplete JSON object, and the text of its arguments so far, or None without a name."""
+    """Return the name in an incomplete JSON object, and the text of its arguments so far, or None if it has no name."""
     string = r'"((?:[^"\\]|\\.)*)"'
     if format_.name_is_key:
         named = re.match(rf"\s*\{{\s*{string}\s*:\s*", text)

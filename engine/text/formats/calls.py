@@ -1,4 +1,4 @@
-"""Tool calls as models wrote them. Pure."""
+"""Tool calls that models wrote. Pure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ LarkPart = str | ControlToken | LarkText | LarkRule  # a str is literal text
 
 
 def quoted(text: str) -> str:
-    """Return a string literal of Lark."""
+    """Return the text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -55,7 +55,7 @@ def containing(texts: Iterable[str]) -> str:
 
 
 def text_without(texts: Iterable[str], *others: str) -> LarkText:
-    """Return an expression for texts that contain none of `texts` and that none of the other expressions matches."""
+    """Return an expression for texts that contain none of `texts` and match none of the other expressions."""
     markers = [text for text in texts if text]
     excluded = [*([containing(markers)] if markers else []), *others]
     return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in excluded)]) + ")", may_be_empty=True)

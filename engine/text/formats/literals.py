@@ -1,4 +1,4 @@
-"""Literals, such as tags, that a template writes around a caller's words: compare, split and match them. Pure.
+"""Compare, split and match literals, such as tags, that a template writes around a caller's words. Pure.
 
 A literal may have slots for text that differs from call to call: the name of the tool, an id, a counter or a key.
 """
@@ -17,13 +17,13 @@ _HALVES = re.compile(r"start|begin|open|end|close|[^a-z0-9]")
 
 
 def shared_start(first: str, second: str) -> str:
-    """Return the start that both texts share. It ends before a tag that would be cut."""
+    """Return the start that both texts share. It never ends inside a tag."""
     at = num_shared(first, second)
     return first[: min(_outside(first, at)[0], _outside(second, at)[0])]
 
 
 def shared_end(first: str, second: str) -> str:
-    """Return the end that both texts share. It starts after a tag that would be cut."""
+    """Return the end that both texts share. It never starts inside a tag."""
     size = num_shared(first[::-1], second[::-1])
     sizes = (len(text) - _outside(text, len(text) - size)[1] for text in (first, second))
     return first[len(first) - min(sizes) :]
@@ -61,7 +61,7 @@ def is_pair(opening: str, closing: str) -> bool:
 
 
 def mirrored(opening: str) -> str | None:
-    """Return the closing tag for this tag by the usual conventions, or None if it follows no convention."""
+    """Return the closing tag according to the usual conventions, or None if this tag follows none of them."""
     for before, after in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end")):
         if before in opening:
             return opening.replace(before, after)
@@ -82,7 +82,7 @@ def merged(first: str, second: str) -> str | None:
 
 
 def pattern_of(literal: str) -> str:
-    """Return a regular expression for the literal, in which its space matches any amount of space."""
+    """Return a regular expression for the literal, in which space matches any amount of space."""
     written = []
     for part in re.split(r"(\s+)", literal):
         if part.isspace():

@@ -1,4 +1,4 @@
-"""The kinds of jobs. A module for each kind has its payload, its result and its `Kind`.
+"""The kinds of jobs. Each kind has a module with its payload, its result and its `Kind`.
 
 `contract/all_kinds.py` collects them.
 """

@@ -58,7 +58,7 @@ class ChatResult(RunResult):
 
 
 def with_messages(result: Any) -> ChatResult:
-    """Add the assistant's message to the result of a chat, in the format in which it can be sent back."""
+    """Add the assistant's message to the result of a chat, in a format that can be sent back."""
     for choice in [result, *result.get("choices", [])]:
         if "message" in choice:
             continue

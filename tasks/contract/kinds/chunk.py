@@ -50,12 +50,12 @@ def line_bytes(kind: LineKind, params: Mapping[str, Any]) -> int:
 
 
 def max_lines_bytes(model: str, max_payload_bytes: int) -> int:
-    """Return how many bytes of the message of a chunk its lines may use."""
+    """Return how many bytes a chunk's lines may use in its message."""
     return max_payload_bytes - len(json.dumps([[model, []], {"priority": PRIORITY_BULK}]))
 
 
 def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | ChatJob | EmbedJob:
-    """Return the payload of a line as the payload of a single job. Raises InvalidJob."""
+    """Convert the payload of a line into the payload of a single job. Raises InvalidJob."""
     params = {**line.params, "model": model, "priority": priority}
     return parse_job(LINE_JOBS[line.kind], (), (), params)
 

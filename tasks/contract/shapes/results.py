@@ -1,4 +1,4 @@
-"""Parts that results of several kinds of jobs share, as JSON objects.
+"""Parts that the results of several kinds of jobs share, as JSON objects.
 
 Whether a result has a NotRequired field depends on the request.
 """

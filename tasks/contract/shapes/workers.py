@@ -1,7 +1,7 @@
-"""The reports of live workers on their models, engines, memory and cores, as JSON objects.
+"""Reports of live workers about their models, engines, memory and cores, as JSON objects.
 
-Sizes are in bytes. Times are in Unix seconds by the worker's clock. A test compares the fields with those of the
-engine.
+Sizes are in bytes. Times are in Unix seconds by the worker's clock. A test compares the fields with the engine's
+fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AdapterStatus = Literal["loading", "ready", "unloading"]
 
 
 class LoadFailure(TypedDict):
-    """The error with which loading or unloading a model or adapter failed (contract.codes)."""
+    """The error that occurred when a model or adapter was loaded or unloaded (contract.codes)."""
 
     code: str
     message: str
@@ -140,8 +140,8 @@ class WorkerModel(ModelFile, LoadedModel):
 class ModelView(ModelFile, LoadedModel):
     """A model on all `workers` that have it.
 
-    Values that differ between workers are those of the first worker where the model is ready. `lacks` has the errors of
-    workers that must have the model or one of its adapters, but can't load it.
+    If values differ between workers, they come from the first worker where the model is ready. `lacks` has the errors
+    of workers that must have the model or one of its adapters, but can't load it.
     """
 
     workers: list[str]

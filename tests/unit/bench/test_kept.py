@@ -66,5 +66,5 @@ def test_figure_keeps_its_number_of_digits_when_refreshed(results: Results, text
 def test_figure_without_a_kept_result_is_reported(results: Results) -> None:
     for text in ("1<!-- x: no -->", "1<!-- y: rate -->", "1<!-- x: ms where who=c -->", "1<!-- x[large]: rate -->"):
         (figure,) = figures(text)
-        with pytest.raises(LookupError, match="no kept line of"):
+        with pytest.raises(LookupError, match="no result of"):
             figure.value(results)

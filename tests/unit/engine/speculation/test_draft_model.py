@@ -90,7 +90,7 @@ def test_a_draft_model_that_fails_changes_no_text_and_is_disabled_eventually() -
 def test_a_draft_model_that_cannot_decode_is_rejected() -> None:
     draft = small()
     draft.failures.append(-1)
-    with pytest.raises(ModelLoadFailed, match="remove the option draft"):
+    with pytest.raises(ModelLoadFailed, match="remove the draft option"):
         run(asked(), draft)
 
 

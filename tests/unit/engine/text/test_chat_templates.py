@@ -110,7 +110,7 @@ def test_template_renders_again_after_its_process_was_killed(monkeypatch: pytest
             template.render([], **variables)
         assert template.render([]).text == "done"
     template.close()
-    with pytest.raises(EngineStopped, match="is unloaded"):
+    with pytest.raises(EngineStopped, match="has been unloaded"):
         template.render([])
 
 
