@@ -134,7 +134,7 @@ def _sentinel(rest: str) -> RedisUrl:
 
 
 def _split_addresses(rest: str) -> tuple[list[str], str]:
-    """Return the sentinels' addresses, and the text after the last one. A database in other addresses is dropped."""
+    """Return the sentinels' addresses, and the text after the last one. Databases in earlier ones are ignored."""
     chunks = rest.split(";")
     end = min((at for at in map(chunks[-1].find, "/?") if at >= 0), default=len(chunks[-1]))
     addresses = [chunk.partition("/")[0] for chunk in chunks[:-1]] + [chunks[-1][:end]]

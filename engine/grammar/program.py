@@ -242,7 +242,7 @@ Bytes = tuple[tuple[int, int], ...]  # a range for each byte of a character
 
 
 def utf8_sequences(low: int, high: int) -> Iterator[Bytes]:
-    """Yield byte ranges that match the UTF-8 of all characters from `low` to `high`."""
+    """Yield byte ranges that match the UTF-8 encodings of all characters from `low` to `high`."""
     for first, last in _SAME_LENGTH:
         if low <= last and first <= high:
             yield from _same_length(max(low, first), min(high, last))

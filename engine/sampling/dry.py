@@ -23,7 +23,7 @@ _FLOAT_MAX_LOG = 88.7228391
 
 @dataclass(frozen=True)
 class Breakers:
-    """Texts that a repetition does not cross: their first tokens, and the tokens that must follow, if any."""
+    """DRY sequence breakers: maps the first token of each to the tokens that must follow it, if any."""
 
     tails: dict[int, tuple[tuple[int, ...], ...]]
 

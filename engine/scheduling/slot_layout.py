@@ -248,7 +248,7 @@ class SlotLayout:
         return self.is_active and self._decode_costs.is_measured
 
     def plan_moves(self) -> list[Move]:
-        """Plan moves that are expected to save more time than they take until the sequences finish."""
+        """Plan moves that should save more time, before the sequences finish, than they cost."""
         busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []

@@ -98,7 +98,7 @@ class Gate:
         return self._num_rest < 0
 
     def observe(self, seconds: float) -> None:
-        """Record how long a decode call of single tokens and drafts took."""
+        """Record the duration of a decode call, which may include draft tokens."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + EXPLORING * seconds)
 
     def account(self, num_tokens: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The processors that this process may use, the limits of its container, and the processor times of the machine."""
+"""The CPUs available to this process, the limits of its container, and the CPU times of the machine."""
 
 from __future__ import annotations
 

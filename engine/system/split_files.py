@@ -1,6 +1,6 @@
 """Names of the files of a split model, such as `…-00001-of-00003.gguf` (llama.h: llama_split_path).
 
-This module is pure.
+All functions in this module are pure.
 """
 
 from __future__ import annotations

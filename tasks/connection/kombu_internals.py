@@ -2,8 +2,8 @@
 
 `INHERITED` lists the private names that cellama's subclasses override or use. `require_parts` checks that each part
 exists in the installed libraries with the expected signature. A worker calls it when it starts, a producer when it
-sends its first job, and a test checks all parts. Another test finds private names in other files. pyproject.toml limits
-the versions of these libraries. Before you raise such a limit, update this file.
+sends its first job, and a test checks all parts. Another test fails if other files use private names. pyproject.toml
+limits the versions of these libraries. Before you raise such a limit, update this file.
 """
 
 from __future__ import annotations

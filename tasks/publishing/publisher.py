@@ -1,8 +1,8 @@
 """Publish the events of attempts. All events of one engine step are written in a single call to Redis.
 
 The publisher thread serves all attempts of the worker. An event that can't be written ends only its own attempt. An
-error that belongs to no attempt ends the worker process, so that its jobs resume on other workers instead of waiting
-forever. Redis accepts only events of a job's current attempt.
+error that can't be attributed to an attempt ends the worker process, so that its jobs resume on other workers instead
+of waiting forever. Redis accepts only events of a job's current attempt.
 """
 
 from __future__ import annotations

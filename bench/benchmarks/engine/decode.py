@@ -14,8 +14,8 @@ from cellama.bench.peers.programs import BATCHED_BENCH, batched_bench, program
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 32, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="number of tokens")
-    parser.add_argument("--new", type=int, default=64, help="number of tokens")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate per slot")
     parser.add_argument("--rounds", type=int, default=3)
 
 

@@ -63,8 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="kinds of work to measure")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64], choices=list(NUM_NEW))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--server-streams", type=int, nargs="*", default=[1, 4, 16], help="streams for llama-server")
-    parser.add_argument("--new", type=int, default=None, help="tokens of each request (default: depends on the kind)")
+    parser.add_argument(
+        "--server-streams", type=int, nargs="*", default=[1, 4, 16], help="stream counts for llama-server"
+    )
+    parser.add_argument("--new", type=int, default=None, help="tokens per request (default: depends on the kind)")
 
 
 def run(args: argparse.Namespace) -> Report:

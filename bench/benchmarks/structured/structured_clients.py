@@ -1,4 +1,4 @@
-"""Ask for answers with Python clients and pydantic models, in the way that users of these clients do.
+"""Request structured output through Python clients with pydantic models, as their users would.
 
 `python -m cellama.bench.benchmarks.structured.structured_clients URL` calls each installed client of `CLIENTS` with
 each model of `everyday_schemas`, and prints a JSON line per call. It needs only pydantic and the clients, so it runs in

@@ -19,7 +19,7 @@ class TokenizeJob(BaseJob):
     text: Text
     add_special: StrictBool = Field(default=True, description="Add the tokens that begin and end a text.")
     parse_special: StrictBool = Field(
-        default=False, description="Convert the text of special tokens into these tokens."
+        default=False, description="Tokenize special tokens in the text as special tokens, not as plain text."
     )
 
 
