@@ -11,8 +11,8 @@ from cellama.tasks.contract.errors import InvalidJob
 from .lines import format_of
 from .options import STANDARD, BatchOptions
 
-HEAD_BYTES = 4096  # of an input: enough to recognise its encoding
-MIN_NUL_SHARE = 0.25  # of every second byte, from which on it is UTF-16: its Latin letters have one NUL byte each
+HEAD_BYTES = 4096  # first bytes of an input: enough to recognise its encoding
+MIN_NUL_SHARE = 0.25  # an input is UTF-16 if this share of every second byte is NUL, as in Latin letters
 _SIGNATURES = {  # first bytes of a file → its format, and a command that converts it to UTF-8 text
     b"\xff\xfe\0\0": ("UTF-32 text", "iconv -f UTF-32 -t UTF-8"),
     b"\0\0\xfe\xff": ("UTF-32 text", "iconv -f UTF-32 -t UTF-8"),

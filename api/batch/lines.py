@@ -27,8 +27,8 @@ _KINDS: dict[str, tuple[LineKind, str]] = {  # field of a short line → kind of
     "text": ("embed", "texts"),
     "texts": ("embed", "texts"),
 }
-MAX_KEY_CHARS = 4096  # of the prompt in a sort key: prompts with a longer common prefix are adjacent anyway
-READ_BYTES = 1 << 16  # of an oversized line that are skipped at once
+MAX_KEY_CHARS = 4096  # length of a prompt in a sort key: prompts with a longer common prefix are adjacent anyway
+READ_BYTES = 1 << 16  # bytes of an oversized line to skip per read
 ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 
@@ -67,7 +67,7 @@ class BatchLine:
     kind: LineKind
     model: str
     params: Mapping[str, Any]
-    columns: Mapping[str, Any] = field(default_factory=dict)  # of a row in a table, which are copied into the result
+    columns: Mapping[str, Any] = field(default_factory=dict)  # other columns of a table's row, copied into the result
 
     @property
     def hash(self) -> str:
@@ -307,7 +307,7 @@ class StoredLine:
     tries: int
     place: int | None  # index in its chunk
     state: int
-    columns: dict[str, Any] = field(default_factory=dict)  # of a row in a table, which are copied into the result
+    columns: dict[str, Any] = field(default_factory=dict)  # other columns of a table's row, copied into the result
 
 
 def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:

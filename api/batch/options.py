@@ -99,8 +99,8 @@ class BatchOptions:
     output: Path
     errors: Path | None = None  # default: OUTPUT.errors.jsonl, next to the output
     format: Format = "auto"
-    column: str | None = None  # of the prompts in a table
-    id_column: str | None = None  # of the ids in a table
+    column: str | None = None  # column with the prompts of a table
+    id_column: str | None = None  # column with the ids of a table
     form: OutputForm = "auto"  # the format of each input line
     ordered: bool = False
     model: str | None = None

@@ -157,7 +157,7 @@ def _request_id(line: StoredLine) -> str:
     return f"line_{line.number}"
 
 
-LINES_PER_WRITE = 1000  # of lines that are finished without a worker: a few MB of memory
+LINES_PER_WRITE = 1000  # lines finished without a worker: a few MB of memory
 OutcomeList = list[tuple[StoredLine, dict[str, Any]]]  # lines with their results, or with their errors
 
 

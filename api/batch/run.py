@@ -34,7 +34,7 @@ from .work import FAILED, FINISHED, WorkFile
 
 log = event_logger(__name__)
 
-BLOCK_MS = 200  # for which a read of events blocks, and so the maximum time until a chunk is sent to free slots
+BLOCK_MS = 200  # a read of events blocks for this time, which is also the maximum delay until free slots get a chunk
 MAX_EVENTS_PER_READ = 2000  # a few MB of results in memory
 RETRY_S = 1.0  # pause after an error of Redis, so that an outage costs one call per second
 REFRESH_S = 1.0  # between two reads of the registry and of cancel requests: the delay of a cancellation
@@ -42,7 +42,7 @@ LOST_S = 15.0  # without an event of a chunk, before the run checks whether Redi
 MAX_TRIES = 3  # attempts at a line with a retryable error or a crashed worker, the same as for other jobs
 SLOTS_PER_CHUNK = 2  # a chunk has twice as many lines as a worker has slots, and a worker gets …
 CHUNKS_PER_WORKER = 2  # … two chunks, so that a line is always waiting when a slot becomes free
-MAX_CHUNK_BYTES = 2 << 20  # of a message: Redis and workers handle messages of 2 MiB without pauses
+MAX_CHUNK_BYTES = 2 << 20  # maximum size of a message: Redis and workers handle 2 MiB without pauses
 TEXTS_PER_WORKER = 256  # lines at the same time for a worker without slots, which embeds texts in batches
 MODEL_TIMEOUT_S = 30.0  # for a model that no worker serves, because a worker may just be about to load it
 

@@ -17,7 +17,7 @@ from cellama.api.batch.options import Progress, Summary
 from .output import err, out
 
 LOG_S = 10.0  # between two lines: a run of one day logs fewer than 10,000
-MIN_COLUMNS = 80  # of a terminal that shows both rates
+MIN_COLUMNS = 80  # minimum width of a terminal that shows both rates
 
 
 class _Show:

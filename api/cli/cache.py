@@ -18,7 +18,7 @@ from .options import JsonOption
 from .output import out, plural, print_error, print_json, readable, readable_time, table_of
 from .services import check_installed
 
-SHOWN_DIGITS = 16  # of a key in a table: enough to be unique. --json prints all digits.
+SHOWN_DIGITS = 16  # characters of a key in a table, enough to be unique. --json prints all digits.
 DirectoryOption = Annotated[
     Path | None,
     typer.Option("--dir", help="Directory of the states (default: the setting cache_dir).", show_default=False),

@@ -28,7 +28,7 @@ CHAT_HELP = """\
   /help         show this help
   /exit         end the conversation (also Ctrl-D)
   Ctrl-C        cancel the answer and keep chatting[/]"""
-MAX_SHOWN_NUMBERS = 6  # of a vector: enough to see that vectors differ
+MAX_SHOWN_NUMBERS = 6  # numbers shown of a vector, enough to see that vectors differ
 
 
 @with_options(GenerateJob)

@@ -86,7 +86,7 @@ UNLOAD_TIMEOUT_S = 60.0  # for running jobs of the model to finish
 ADAPTER_LOAD_TIMEOUT_S = 120.0  # adapters have a few hundred megabytes
 ADAPTER_UNLOAD_TIMEOUT_S = 60.0  # for jobs that use the adapter to finish
 EVICT_TIMEOUT_S = 60.0  # for KV states to be written to disk
-OUTAGE_S = 15.0  # for which readers of a stream wait for Redis: longer than a failover
+OUTAGE_S = 15.0  # readers of a stream wait this long for Redis: longer than a failover
 OUTAGE_RETRY_S = 0.5  # between attempts to resume a stream: shorter than a restart of Redis
 
 R = TypeVar("R", covariant=True, default=Result)

@@ -25,9 +25,9 @@ from .parsing import ParsedRequest, count, flag, read, rest_of_context, tokens_o
 from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs
 from .sse import DONE, KEEP_ALIVE, frame
 
-MAX_PROMPTS = 128  # of one request: each is a job and a stream
+MAX_PROMPTS = 128  # maximum prompts per request: each is a job and a stream
 TEXT_TOKENS = 16  # default of max_tokens for a completion, as in OpenAI's API
-PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}  # of the ids of responses
+PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}  # prefix of response ids
 KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
 _GATEWAY_PARAMETERS = ("stream", "stream_options", "service_tier", "cache_salt")
 

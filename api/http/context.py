@@ -17,7 +17,7 @@ from .errors import ApiError
 from .gateway import BUSY_RETRY_S, Gateway, gateway_of
 
 READ_ONLY_METHODS = ("GET", "HEAD", "OPTIONS")
-MIN_BYTES_PER_S = 8 << 10  # of a body: time spent on slower transfer counts towards `gateway_body_timeout_s`
+MIN_BYTES_PER_S = 8 << 10  # minimum rate of a body; slower transfer counts towards `gateway_body_timeout_s`
 
 
 class RequestContext:

@@ -15,7 +15,7 @@ from cellama.tasks.contract.json_values import shorten, valid_text
 
 log = event_logger(__name__)
 
-MAX_PARAM_CHARS = 128  # of a field's name in an error, because a client may send any text as a name
+MAX_PARAM_CHARS = 128  # maximum length of a field's name in an error, because a client may send any text
 RETRY_AFTER_S = 1.0  # for clients, if the queue has no estimate
 TYPES = {
     400: "invalid_request_error",

@@ -26,13 +26,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BODY_TYPE = "application/json"  # browsers ask for permission before a page sends this type to another site
-MAX_KEY_CHARS = 256  # of an idempotency key: more than any known client sends
-MAX_LENGTH_DIGITS = 15  # of a size in bytes: a petabyte exceeds every limit
+MAX_KEY_CHARS = 256  # length of an idempotency key: more than any known client sends
+MAX_LENGTH_DIGITS = 15  # digits of a size in bytes: a petabyte exceeds every limit
 LARGE_BYTES = 64 << 10  # larger bodies are parsed in a thread, smaller ones take a millisecond or two
 MAX_VALUES = 1 << 18  # in a body: parsing JSON blocks all other threads, for about 20 ms with this many values
 VALUE_BYTES = 64  # estimated memory of a small value beyond its text
 CHARS_PER_TOKEN = 4  # estimate for English
-MIN_TOKENS = 16  # of an answer, if the context length of the model is unknown
+MIN_TOKENS = 16  # tokens of an answer if the context length of the model is unknown
 LIMIT_DIVISOR = 4  # a request without max_tokens may use a quarter of its caller's limit, so four of them can run
 CLIENT_ARGUMENTS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, not valid in a body
 

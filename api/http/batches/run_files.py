@@ -14,7 +14,7 @@ from cellama.api.http.files.store import READ_BYTES, FileStore, blocks_of, write
 RUNS = "runs"
 OLD_S = 86_400  # a directory without a change for a day most likely belongs to a batch that has ended
 MIN_PART_S, MAX_PART_S = 1.0, 30.0  # between two parts, so that a gateway that dies loses at most 30 s of work
-PART_SHARE = 0.1  # of the run's duration between two parts, so that a gateway that dies early loses a tenth of its work
+PART_SHARE = 0.1  # share of the run's duration between two parts: a gateway that dies loses a tenth of its work
 
 
 def run_directory(store: FileStore, batch_id: str) -> Path:

@@ -29,7 +29,7 @@ from cellama.tasks.traces.gate import current_headers
 from .input_check import ENDPOINTS
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-RECORD_LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
+RECORD_LIFE_S = 30 * 86_400  # lifetime of a record after the latest end of its batch
 BUSY_RETRY_S = 60.0  # for clients with too many open batches, which take minutes or hours
 OpenBatch = tuple[str, str | None, float]  # id, tenant, time of creation
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

@@ -22,8 +22,8 @@ from cellama.api.http.parsing import check_not_encoded, declared_bytes
 
 from .store import make_directory, open_new, unavailable
 
-MAX_FORM_BYTES = 64 << 10  # of a form without its file, which is held in memory, as its fields have some bytes each
-MAX_NAME_CHARS = 255  # of a file name, as in most file systems
+MAX_FORM_BYTES = 64 << 10  # size of a form without its file, which is held in memory
+MAX_NAME_CHARS = 255  # maximum length of a file name, as in most file systems
 OLD_S = 86_400  # no upload goes without a change for a day, unless its gateway died
 UPLOADS = "incoming"
 

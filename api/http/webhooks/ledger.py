@@ -19,7 +19,7 @@ from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, w
 
 log = event_logger(__name__)
 
-LIFE_S = 5 * 24 * 3600  # of a delivery, longer than the three days that all attempts take
+LIFE_S = 5 * 24 * 3600  # lifetime of a delivery, longer than the three days that all attempts take
 MAX_EVENTS = 100  # turned into deliveries at once, which takes Redis some milliseconds
 MAX_DUE_CHECKED = 1000  # deliveries per poll, so that endpoints at their limit do not hide others
 SCRIPTS = ("spread", "take", "settle")

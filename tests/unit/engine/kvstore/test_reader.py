@@ -26,7 +26,7 @@ def has_two_pieces(store: StateStore) -> bool:
     return store.warm_bytes > 2 << 20 and not store._reader.memory.needs_buffer
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what is too much could not be given back")
+@pytest.mark.skipif(sys.platform != "linux", reason="surplus memory is only returned on Linux")
 def test_memory_for_future_states_is_prepared_while_the_engine_is_idle(tmp_path: Path) -> None:
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         save(store, state_of(TOKENS, 1 << 20))
@@ -40,7 +40,7 @@ def test_memory_for_future_states_is_prepared_while_the_engine_is_idle(tmp_path:
         wait_until(lambda: has_two_pieces(store), "memory for two states")
 
 
-@pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="times of access are always noted")
+@pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="access times can't be left unchanged here")
 def test_search_does_not_change_the_access_time_of_the_directory(tmp_path: Path) -> None:
     """Check this because the update would wait for the file system's journal, and thus for writes."""
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:

@@ -9,7 +9,7 @@ import pytest
 from cellama.engine.kvstore.reader import MAX_BUFFERS, TOUCH_BYTES, WarmMemory
 
 MB = 1 << 20
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is too much could not be given back")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="surplus memory is only returned on Linux")
 
 
 def warm(max_bytes: int, piece_bytes: int) -> WarmMemory:
