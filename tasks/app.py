@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from celery import Celery, Task, signals
 from celery.app.amqp import AMQP
 from celery.app.events import Events
+from celery.app.log import Logging
 from celery.events.dispatcher import EventDispatcher
 from celery.exceptions import Reject
 from kombu import Connection, Exchange, Queue
@@ -76,6 +77,17 @@ class BoundedEvents(Events):  # type: ignore[misc]
     dispatcher_cls = BoundedDispatcher
 
 
+class WorkerLogging(Logging):  # type: ignore[misc]
+    """Celery's logging, in cellama's format. Workers of other apps in the same program keep Celery's own format."""
+
+    def setup_logging_subsystem(self, *args: Any, **options: Any) -> Any:
+        signals.setup_logging.connect(_set_up_logging)
+        try:
+            return super().setup_logging_subsystem(*args, **options)
+        finally:
+            signals.setup_logging.disconnect(_set_up_logging)
+
+
 class Worker(Protocol):
     """The interface of the worker's runtime (worker/runtime.py) that the app and its tasks use."""
 
@@ -93,6 +105,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
     amqp_cls = RefusalAwareAMQP
     control_cls = "cellama.tasks.broker.control:PersistentControl"
     events_cls = BoundedEvents
+    log_cls = WorkerLogging
     redis_url: str | None = None  # None: the URL of the settings
     templates: Templates  # message templates (calls/enqueue.py)
     # lifecycle.py sets these in a worker.
@@ -116,7 +129,6 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
     new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: producers don't import it
     new.steps["consumer"] |= {"cellama.tasks.broker.consumer:Intake", "cellama.tasks.lifecycle:Attach"}
     signals.worker_init.connect(_check_libraries, weak=False)
-    signals.setup_logging.connect(_set_up_logging, weak=False)
     return new
 
 

@@ -25,8 +25,8 @@ def fastapi_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory
 def django_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     port, logs, folder = free_port(), tmp_path_factory.mktemp("django"), EXAMPLES / "django_site"
     celery = [sys.executable, "-m", "celery", "-A", "config", "worker", "-P", "solo", "-Q", "site", "-n", "site@%h"]
-    argv = [sys.executable, "-m", "django", "runserver", "--noreload", str(port)]
-    settings = {"DJANGO_SETTINGS_MODULE": "config.settings", "PYTHONPATH": str(folder)}
+    argv = [sys.executable, "-m", "django", "runserver", "--settings", "config.settings", "--noreload", str(port)]
+    settings = {"PYTHONPATH": str(folder)}
     quiet = ["--without-gossip", "--without-mingle"]
     with (
         started([*celery, *quiet], folder, logs / "celery", **settings),

@@ -1,7 +1,9 @@
-"""The configuration that Celery shows in `inspect conf` and on Flower's page of a worker."""
+"""cellama's Celery app: the configuration that Celery and Flower show, and the logging of other apps."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -26,3 +28,17 @@ def test_inspected_configuration_contains_no_password(
     assert "sesame" not in str(app.conf.table(with_defaults=True, censored=True))
     assert "sesame" not in app.backend.as_uri()
     assert app.backend.as_uri(include_password=True) == url
+
+
+OTHER_APP = """
+import logging
+import cellama.tasks
+from celery import Celery
+Celery("site").log.setup(loglevel="INFO")
+logging.getLogger("celery.app.trace").info("task succeeded")
+"""
+
+
+def test_worker_of_another_app_logs_in_the_format_of_celery() -> None:
+    done = subprocess.run([sys.executable, "-c", OTHER_APP], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().endswith(": INFO/MainProcess] task succeeded")
