@@ -225,6 +225,13 @@ class Settings(BaseSettings):
         description="Default timeout in seconds of jobs with priorities 0 to 5. 0 disables it. Bulk jobs have no "
         "default timeout.",
     )
+    unserved_timeout_s: int = Field(
+        default=1800,
+        ge=0,
+        le=limits.MAX_TIMEOUT_S,
+        description="Time in seconds after which a waiting job fails if no worker serves its model, at least four "
+        "times `lease_s`. 0 disables it. It must be the same for all workers.",
+    )
     lease_s: int = Field(
         default=6,
         ge=3,

@@ -16,6 +16,7 @@ from cellama.config.logging import event_logger
 from cellama.engine import EngineError
 from cellama.tasks.attempt import probe  # noqa: F401  (importing it registers its command in Celery)
 from cellama.tasks.attempt.attempt import attempt_job, end_revoked
+from cellama.tasks.broker.control import queues_read
 from cellama.tasks.broker.result_backend import end_without_worker
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.connection.redis_errors import ServerCheck, UnfitRedis
@@ -53,7 +54,12 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         worker.app.server_check = ServerCheck()
         _check_server(worker.app)
         try:
-            runtime = Runtime(get_settings(), worker.hostname, store=partial(end_without_worker, worker.app))
+            runtime = Runtime(
+                get_settings(),
+                worker.hostname,
+                store=partial(end_without_worker, worker.app),
+                queues_read=partial(queues_read, worker.app),
+            )
         except EngineError as error:
             log.critical("worker can't start", detail=str(error))
             raise SystemExit(Exit.CONFIG) from None

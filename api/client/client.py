@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,6 +63,7 @@ from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
 from cellama.tasks.state.ledger import DeadJob, Ledger
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, stream_events
 from cellama.tasks.state.registry import WorkerEntry, live_workers
+from cellama.tasks.state.unserved import model_hint
 from cellama.tasks.typed_tasks import (
     ChatParams,
     DetokenizeParams,
@@ -328,9 +328,7 @@ class Client:
                 f"no worker is running, so none serves {model!r}; start one with `cellama up` or `cellama worker`, or "
                 "queue the job without a worker (--wait, or wait=True in Python)"
             )
-        close = difflib.get_close_matches(model, served, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"models: {', '.join(sorted(set(served)))}"
-        raise UnknownModel(f"no running worker serves a model {model!r}; {hint}")
+        raise UnknownModel(f"no running worker serves a model {model!r}; {model_hint(model, served)}")
 
     def job(self, job_id: str) -> Job[Result]:
         """Return the job with this id, for example `generate.delay(…).id`.

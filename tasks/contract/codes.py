@@ -55,7 +55,7 @@ CODES: dict[str, Code] = {
         ),
         Code("wrong_capability", "the model is not loaded for this task", 400, Exit.USAGE),
         Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400, Exit.USAGE),
-        Code("unknown_model", "no live worker serves the model", 404, Exit.UNREACHABLE),
+        Code("unknown_model", "no live worker serves the model or reads the queue", 404, Exit.UNREACHABLE),
         Code("unknown_adapter", "the model has no adapter of that name", 404, Exit.USAGE),
         Code(
             "unknown_key", "the context of the `parent_key` has expired, or belongs to another scope", 404, Exit.USAGE

@@ -14,6 +14,8 @@ Jobs:
 `cellama:due` (sorted set): Jobs that the reaper must check, by time. Their timeout passes, or Celery lacks their end.
 `cellama:missing` (sorted set): Jobs that are neither in a queue nor on a worker, by the time of detection.
 `cellama:queues` (set): Queues that have or had jobs.
+`cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. 30 days.
+`cellama:watched` (hash): Since when, and when last, a worker looked for jobs that no worker serves.
 `cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
 `celery-task-meta-{job_id}` (string): Celery's result. TTL.
 
@@ -107,6 +109,14 @@ def write_probe_key() -> str:
 
 def queues_key() -> str:
     return f"{key_prefix()}:queues"
+
+
+def served_key() -> str:
+    return f"{key_prefix()}:served"
+
+
+def watched_key() -> str:
+    return f"{key_prefix()}:watched"
 
 
 def dead_key() -> str:

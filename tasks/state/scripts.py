@@ -38,6 +38,7 @@ from cellama.tasks.contract.keys import (
     queues_key,
     result_key,
     running_key,
+    served_key,
     waiting_key,
     webhook_events_key,
 )
@@ -125,6 +126,7 @@ def _constants() -> dict[str, str | float]:
         "DUE": due_key(),
         "LEASES": leases_key(),
         "MISSING": missing_key(),
+        "SERVED": served_key(),
         "DEAD": dead_key(),
         "CHORD": chord_key(""),
         "WEIGHT": PRIORITY_WEIGHT,

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from redis import Redis
@@ -22,6 +22,7 @@ from cellama.tasks.app import num_jobs_of
 from cellama.tasks.broker.consumer import JobLimits
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.redis_waits import RedisLoop
 from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.estimates.samples import SampleWriter
@@ -29,6 +30,7 @@ from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.state.ledger import Attempt, Ledger
 from cellama.tasks.state.registry import Registration
+from cellama.tasks.state.unserved import UnservedJobs, report_served
 
 from .commands import ModelChanges
 from .desired_state import DesiredStateRecord, desired_state, loads_the_same
@@ -43,6 +45,7 @@ log = event_logger(__name__)
 SOCKET_TIMEOUT_S = 10  # a Redis that does not answer for 10 s counts as unreachable; every script is far faster
 MIN_SAVE_S = 2.0  # seconds for saving KV states when a worker stops, even if its jobs took all of `drain_s`
 SWITCH_INTERVAL_S = 0.0005  # maximum wait of an engine for the GIL after a call of llama.cpp; Python's default is 5 ms
+REPORTS_PER_LEASE = 3  # reports of the worker's queues, of which several may fail before jobs count as unserved
 QUARANTINE_POLL_S = 0.1  # seconds between two checks whether a waiting job was interrupted
 # Options of mallopt (malloc.h). By default, glibc raises both thresholds to up to 32 and 64 MB when large blocks are
 # freed. The heap of each thread that ever had a large job then keeps up to 64 MB of free memory.
@@ -126,21 +129,26 @@ class Runtime:
     """The models and Redis connections of a worker process, and its threads.
 
     `__init__` starts the threads of `manager` (one per engine, embedder and reranker), of `publisher` and `watchdog`,
-    and of the middlewares that the settings enable.
+    and of the middlewares that the settings enable. A further thread reports the worker's queues, so that jobs of a
+    model wait while it is loading.
 
     `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader has
     its own thread.
 
-    `announce`, called when the worker receives commands, starts `reaper` and `registration`. The latter's heartbeat
-    reconciles models, ends cancelled jobs, shares cores, trims the heap and writes samples for estimates.
+    `announce`, called when the worker receives commands, starts `reaper`, the search for unserved jobs, and
+    `registration`. The latter's heartbeat reconciles models, ends cancelled jobs, shares cores, trims the heap and
+    writes samples for estimates.
 
     Jobs run on the threads of Celery's pool (broker/pool.py). `lifecycle.py` creates one runtime per process.
     """
 
-    def __init__(self, settings: Settings, worker: str, store: Store) -> None:
+    def __init__(
+        self, settings: Settings, worker: str, store: Store, queues_read: Callable[[], Collection[str]]
+    ) -> None:
         """Load the models of the settings. The reaper reports the ends of jobs to Celery through `store`.
 
-        Raises ModelLoadFailed and InvalidRequest, after closing everything that was started.
+        `queues_read` returns the queues that Celery workers read (`UnservedJobs`). Raises ModelLoadFailed and
+        InvalidRequest, after closing everything that was started.
         """
         _prepare_process()
         self.settings = settings
@@ -155,10 +163,24 @@ class Runtime:
         self.samples = SampleWriter(self.redis)
         self._record = DesiredStateRecord(self.redis, settings.pool, worker)
         self._reaper = Reaper(self.redis, self.ledger, store, settings.lease_s)
+        unserved = UnservedJobs(
+            self.redis,
+            self.ledger,
+            store,
+            timeout_s=settings.unserved_timeout_s,
+            lease_s=settings.lease_s,
+            queues_read=queues_read,
+        )
+        self._unserved = RedisLoop("unserved", unserved.run_once, unserved.period_s)
+        self._served = RedisLoop("served", self._report_served, settings.lease_s / REPORTS_PER_LEASE, acts_first=True)
+        self._consumer: Any = None  # set by `attach`
+        self._reconciler: Reconciler | None = None
         self._models = self._initial_models()
         with contextlib.ExitStack() as on_failure:
             self.manager = ModelManager(settings.memory_budget)
             on_failure.callback(self.manager.close)
+            self._served.start()
+            on_failure.callback(self._served.close, settings.lease_s)
             self.middlewares = start_middlewares(
                 settings, worker, manager=self.manager, signer=self.signer, samples=self.samples
             )
@@ -282,6 +304,7 @@ class Runtime:
         if self.settings.on_full == "evict":  # not earlier, so that the models of the settings don't evict each other
             self.manager.evict_through(self.changes.evict)
         reconciler = Reconciler(self.settings, self.manager, loader, self._record)
+        self._consumer, self._reconciler = consumer, reconciler
         reconciler.start_corrections(overrides, adapters_first=True)
         self._neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
         self._registration = Registration(
@@ -302,6 +325,16 @@ class Runtime:
         )
         self._lease = LeaseKeeper(Ledger(self._connect(), settings=self.settings), consumer, self.settings.lease_s)
 
+    def _report_served(self) -> None:
+        """Report the queues that this worker reads, or will read once it has loaded their models."""
+        if self._reconciler is None:
+            models = {DEFAULT_MODEL, *(model.id for model in self.settings.models)}
+            report_served(self.redis, set(map(queue_name, models)))
+            return
+        wanted = [thing["model"] for thing in self._reconciler.report() if thing["state"] in ("ready", "loading")]
+        models = {*wanted, *([DEFAULT_MODEL] if self.manager.default else [])}
+        report_served(self.redis, {*map(queue_name, models), *list(self._consumer.app.amqp.queues.consume_from)})
+
     def _report_now(self) -> None:
         if self._registration is not None:
             self._registration.beat_now()
@@ -310,6 +343,8 @@ class Runtime:
         """Register this worker as ready for jobs and commands. Idempotent."""
         if self._registration is not None and not self._registration.is_started:
             self._reaper.start()
+            if self.settings.unserved_timeout_s:
+                self._unserved.start()
             self._registration.start()
 
     def close(self, save_until: float = 0.0) -> None:
@@ -323,6 +358,8 @@ class Runtime:
         if self._neighbours is not None:
             self._neighbours.close()
         self._reaper.close()
+        self._unserved.close(self.settings.lease_s)
+        self._served.close(self.settings.lease_s)
         self._record.end_load(None)  # running loads are aborted by this exit, and must not count as crashes
         if save_until:
             save_until = max(save_until, time.monotonic() + MIN_SAVE_S)

@@ -4,7 +4,7 @@
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
 -- JOB, CANCEL, RESULT, JOURNAL, CONTEXT, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
--- DEAD and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
+-- SERVED, DEAD and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
 -- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
@@ -635,6 +635,40 @@ end
 if now - tonumber(since) < tonumber(period_s) then return 0 end
 redis.call('ZREM', MISSING, id)
 return requeue(job, cancel, id) and 1 or 0
+
+--@ serve
+-- Records that a worker reads these queues, or will read them once it has loaded their models. ARGV: queues.
+local KEEP_S = 30 * 86400
+local now = clock()
+for _, queue in ipairs(ARGV) do redis.call('ZADD', SERVED, stamp(now), queue) end
+redis.call('ZREMRANGEBYSCORE', SERVED, '-inf', stamp(now - KEEP_S))
+return 1
+
+--@ watch
+-- Records that a worker looks for jobs that no worker serves. KEYS: hash. ARGV: longest time in seconds between two looks.
+-- Returns the time, and since when workers have looked without an interruption. Whatever was unserved during an interruption,
+-- such as an outage of Redis or of all workers, is given its whole time afterwards.
+local watched, max_gap_s = KEYS[1], tonumber(ARGV[1])
+local found, now = redis.call('HMGET', watched, 'last', 'since'), clock()
+local last, since = tonumber(found[1] or 0), found[2]
+if not since or now < last or now - last > max_gap_s then since = stamp(now) end
+redis.call('HSET', watched, 'last', stamp(now), 'since', since)
+return {stamp(now), since}
+
+--@ unserved
+-- Finds the waiting jobs of a queue that could have started before a time, and whose message no worker holds.
+-- KEYS: waiting jobs. ARGV: the time, maximum number of jobs to check for each priority.
+local waiting, before, max_jobs = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+local found = {}
+for priority = 0, 9 do
+  local low, high = stamp(priority * WEIGHT), stamp(priority * WEIGHT + before)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, low, high, 'LIMIT', 0, max_jobs)) do
+    local entry = redis.call('HMGET', JOB .. id, 'submitted_at', 'delay')
+    local may_start_at = tonumber(entry[1] or 0) + tonumber(entry[2] or 0)
+    if may_start_at <= before and not redis.call('ZSCORE', LEASES, id) then found[#found+1] = id end
+  end
+end
+return found
 
 --@ replace_field
 -- Replaces a field of a hash, unless its value has changed.
