@@ -46,6 +46,7 @@ SOCKET_TIMEOUT_S = 10  # a Redis that does not answer for 10 s counts as unreach
 MIN_SAVE_S = 2.0  # seconds for saving KV states when a worker stops, even if its jobs took all of `drain_s`
 SWITCH_INTERVAL_S = 0.0005  # maximum wait of an engine for the GIL after a call of llama.cpp; Python's default is 5 ms
 REPORTS_PER_LEASE = 3  # reports of the worker's queues, of which several may fail before jobs count as unserved
+CLOSE_S = 1.0  # seconds to wait for threads that only wait for Redis
 QUARANTINE_POLL_S = 0.1  # seconds between two checks whether a waiting job was interrupted
 # Options of mallopt (malloc.h). By default, glibc raises both thresholds to up to 32 and 64 MB when large blocks are
 # freed. The heap of each thread that ever had a large job then keeps up to 64 MB of free memory.
@@ -180,7 +181,7 @@ class Runtime:
             self.manager = ModelManager(settings.memory_budget)
             on_failure.callback(self.manager.close)
             self._served.start()
-            on_failure.callback(self._served.close, settings.lease_s)
+            on_failure.callback(self._served.close, CLOSE_S)
             self.middlewares = start_middlewares(
                 settings, worker, manager=self.manager, signer=self.signer, samples=self.samples
             )
@@ -358,8 +359,8 @@ class Runtime:
         if self._neighbours is not None:
             self._neighbours.close()
         self._reaper.close()
-        self._unserved.close(self.settings.lease_s)
-        self._served.close(self.settings.lease_s)
+        self._unserved.close(CLOSE_S)
+        self._served.close(CLOSE_S)
         self._record.end_load(None)  # running loads are aborted by this exit, and must not count as crashes
         if save_until:
             save_until = max(save_until, time.monotonic() + MIN_SAVE_S)
