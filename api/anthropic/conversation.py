@@ -29,10 +29,6 @@ def messages_of(system: Any, turns: Any) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": text}] if text else []
     for index, turn in enumerate(turns):
         messages += _turn(turn, f"messages.{index}")
-    if messages[-1]["role"] == "assistant":
-        raise InvalidJob(
-            f"messages.{len(turns) - 1} is the assistant's, but an answer can't be continued; end with a user's message"
-        )
     return messages
 
 

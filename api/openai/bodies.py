@@ -13,7 +13,8 @@ from cellama.tasks.contract.json_values import shorten
 
 from .parameters import CHAT, CONTENT, PARAMETERS, ParameterRule
 
-_EMPTY_MEMBERS = ("annotations", "audio", "function_call", "refusal")  # OpenAI's client sends them back, mostly empty
+_CONTENT_OF_REPLIES = frozenset({"role", "content", "reasoning", "signature", "tool_calls", "name"})
+_NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, which carry content
 
 
 def params_of_body(url: Any, body: Any) -> dict[str, Any]:
@@ -74,12 +75,10 @@ def _message(index: int, message: Any) -> Any:
     members = {name: value for name, value in message.items() if value is not None}
     if members.get("role") == "developer":
         members["role"] = "system"
-    if members.get("role") == "assistant":
-        for name in _EMPTY_MEMBERS:
-            if not members.get(name):
-                members.pop(name, None)
     if "reasoning_content" in members:
         members["reasoning"] = members.pop("reasoning_content")
+    if members.get("role") == "assistant":
+        members = _reply(members)
     content = members.get("content")
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and part.get("type") != "text":
@@ -88,6 +87,37 @@ def _message(index: int, message: Any) -> Any:
                 "text; remove images, audio and files"
             )
     return members
+
+
+def _reply(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reply that a client sends back, without the members that clients add to the replies that they receive.
+
+    Examples are `parsed` and `annotations`. A refusal is text of the reply.
+    """
+    kept = {name: value for name, value in members.items() if name in _CONTENT_OF_REPLIES}
+    kept |= {name: members[name] for name in _NOT_READABLE if members.get(name)}  # the payload rejects them
+    if isinstance(content := kept.get("content"), list):
+        kept["content"] = [_refusal_as_text(part) for part in content]
+    refusal = members.get("refusal")
+    if refusal and not content:
+        kept["content"] = refusal
+    calls = kept.pop("tool_calls", None)
+    if calls:
+        kept["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
+    return kept
+
+
+def _refusal_as_text(part: Any) -> Any:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
+def _call(call: Any) -> Any:
+    """Return a tool call without `index`, `parsed_arguments` and other members that clients add."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = {name: value for name, value in call["function"].items() if name in ("name", "arguments")}
+    return {name: call[name] for name in ("id", "type", "partial") if name in call} | {"function": function}
 
 
 def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:

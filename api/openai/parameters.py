@@ -102,7 +102,10 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
     CHAT: {
         **_GENERATION,
         "messages": ParameterRule(
-            "mapped", "role `developer` is `system`; `reasoning_content` is `reasoning`; parts must be text", "messages"
+            "mapped",
+            "role `developer` is `system`; `reasoning_content` is `reasoning`; parts must be text; members that "
+            "clients add to replies, such as `parsed` and `annotations`, are ignored",
+            "messages",
         ),
         "max_tokens": ParameterRule("unchanged", "default: the rest of the context"),
         "max_completion_tokens": ParameterRule("renamed", to="max_tokens"),

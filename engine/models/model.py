@@ -65,6 +65,13 @@ def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: 
     return None if kind is None else TextConstraint(kind, getattr(sampling, kind), sampling.strict_schema)
 
 
+def _started_reply(messages: Sequence[Message]) -> str:
+    """Return the text with which the caller starts the reply: the content of a last message of the assistant."""
+    last = messages[-1] if messages else {}
+    content = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
+    return content if isinstance(content, str) and content.strip() else ""
+
+
 class Texts:
     """Tokenizes texts and renders chat prompts for a model. It is safe to use from any thread."""
 
@@ -162,13 +169,17 @@ class Texts:
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
         after the reply, with the system message and tools of the context. Without `add_generation_prompt`, the prompt
-        ends with the last message and does not start a reply.
+        ends with the last message and does not start a reply. If the last message is the assistant's, the reply
+        continues it.
         """
-        variables = {**options.variables, "add_generation_prompt": add_generation_prompt}
+        started = _started_reply(messages) if add_generation_prompt else ""
+        variables = {**options.variables, "add_generation_prompt": add_generation_prompt and not started}
         if follows_reply:
             prompt = self._render_after_reply(messages, options, variables)
         else:
             prompt = self.template.render(options.all_of(messages), **variables)
+        if started:
+            prompt = prompt.until(started)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_calls(self._name, reply, options, _prepared, wanted)
         tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
@@ -186,9 +197,11 @@ class Texts:
     def _render_after_reply(
         self, messages: Sequence[Message], options: ChatOptions, variables: dict[str, Any]
     ) -> Rendered:
-        if options.system is not None or any(message.get("role") == "system" for message in messages[:1]):
+        has_system = any(message.get("role") == "system" for message in messages)
+        if options.system is not None or (has_system and not self.template.message_order.more_systems):
             raise InvalidRequest(
-                "messages: a system message can't follow a reply; remove it, because the conversation already has one"
+                "messages: with this chat template, a system message can't follow a reply; remove it, or send the "
+                "whole conversation without parent_key"
             )
         return after_reply(messages, lambda all_: self.template.render(all_, **variables))
 

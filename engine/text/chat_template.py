@@ -19,6 +19,7 @@ from cellama.config.logging import event_logger
 from cellama.engine.errors import EngineStopped, InvalidRequest, TemplateFailed
 from cellama.engine.system.confined import confine, describe_exit
 
+from .derivation.message_order import MessageOrder, arrange, derive_order, is_plain, order_probes
 from .derivation.probes import probes
 from .derivation.reply_markup import ReplyMarkup, derive_markup
 from .formats.channels import MARKUP
@@ -45,6 +46,21 @@ class Rendered:
 
     text: str
     marked: str
+
+    def until(self, reply: str) -> Rendered:
+        """Return the prompt up to the end of the last occurrence of this reply. Raises InvalidRequest.
+
+        Spaces at the end of the reply are kept if the template keeps them.
+        """
+        found = self.text.rfind(reply.strip())
+        if found < 0:
+            raise InvalidRequest(
+                "messages: the last message is the assistant's, but the chat template changes its content, so it can't "
+                "be continued; end with a message of the user"
+            )
+        from_start = reply.lstrip()
+        end = found + len(from_start if self.text.startswith(from_start, found) else reply.strip())
+        return Rendered(self.text[:end], self.marked[:end])
 
 
 class ChatTemplate:
@@ -100,17 +116,36 @@ class ChatTemplate:
     ) -> Rendered:
         """Return the prompt of a conversation.
 
-        Messages are in OpenAI's format. An assistant message may also have `reasoning`. `template_args` are variables
-        of the template, for instance `enable_thinking`. Raises TemplateFailed, InvalidRequest.
+        Messages are in OpenAI's format. An assistant message may also have `reasoning`. If the template does not
+        support their order, they are rearranged first (derivation/message_order.py). `template_args` are variables of
+        the template, for instance `enable_thinking`. Raises TemplateFailed, InvalidRequest.
         """
         variables = {**template_args, "add_generation_prompt": add_generation_prompt}
         if tools:  # else undefined, because templates test whether there are tools
             variables["tools"] = list(tools)
         has_calls = any(message.get("tool_calls") for message in messages)
         as_text = has_calls and self.reply_markup.arguments_as_text
-        prepared = [for_template(message, arguments_as_text=as_text) for message in messages]
+        prepared: list[Message] = [for_template(message, arguments_as_text=as_text) for message in messages]
+        if not is_plain(prepared):
+            prepared = arrange(prepared, self.message_order)
         answer = self._process.request({"messages": prepared, "variables": variables, "mark": self._mark})
         return Rendered(answer["text"], answer["marked"])
+
+    @functools.cached_property
+    def message_order(self) -> MessageOrder:
+        """The orders of messages that the template supports, derived once as `reply_markup` is.
+
+        If they can't be derived, all orders count as supported, and the template decides.
+        """
+        try:
+            return derive_order(self._process.request({"probes": order_probes(for_template)})["texts"])
+        except TemplateFailed as error:
+            log.warning(
+                "message order not derived",
+                error=str(error),
+                detail="the chat template failed; messages are rendered in the order of the caller",
+            )
+            return MessageOrder(first_system=True, more_systems=True, repeated_roles=True)
 
     @functools.cached_property
     def reply_markup(self) -> ReplyMarkup:

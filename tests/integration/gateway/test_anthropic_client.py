@@ -211,3 +211,15 @@ def test_frames_have_event_names_but_no_done(gateway: GatewayProcess) -> None:
     for name, data in frames:
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
     assert frames[-1][0] == "event: message_stop"
+
+
+def test_system_message_between_turns_is_accepted(client: Anthropic) -> None:
+    messages: Any = [*REQUEST["messages"], {"role": "system", "content": "Be kind."}]
+    assert client.messages.create(**{**REQUEST, "messages": messages}).content
+
+
+def test_turn_that_the_caller_starts_is_continued(client: Anthropic) -> None:
+    whole = client.messages.create(**REQUEST).content[0].to_dict()["text"]
+    messages: Any = [*REQUEST["messages"], {"role": "assistant", "content": str(whole)[:21]}]
+    rest = client.messages.create(**{**REQUEST, "messages": messages}).content[0].to_dict()["text"]
+    assert rest == str(whole)[21:]

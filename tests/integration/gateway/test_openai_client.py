@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
 from cellama.api.client.client import Client
@@ -245,3 +245,29 @@ def test_reasoning_is_separate_from_the_answer(openai: OpenAI) -> None:
     assert bool(whole.usage.completion_tokens_details.reasoning_tokens) == bool(reasoning)
     off = openai.chat.completions.create(**CHAT, reasoning_effort="none")
     assert "reasoning_content" not in (off.choices[0].message.model_extra or {})
+
+
+def test_message_of_a_parsed_tool_call_can_be_sent_back(openai: OpenAI) -> None:
+    class Weather(BaseModel):
+        city: str = Field(max_length=12)
+
+    sent = {**CHAT, "max_tokens": 60, "tools": [pydantic_function_tool(Weather)]}
+    message = openai.chat.completions.parse(**sent, tool_choice="required").choices[0].message
+    assert message.tool_calls
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    answer = openai.chat.completions.create(**{**sent, "messages": [*CHAT["messages"], message, result]})
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("roles", [("system", "developer", "user"), ("user", "system"), ("user", "user")])
+def test_messages_of_any_role_may_be_anywhere(openai: OpenAI, roles: tuple[str, ...]) -> None:
+    messages: Any = [{"role": role, "content": f"Message {place}"} for place, role in enumerate(roles)]
+    assert openai.chat.completions.create(**{**CHAT, "messages": messages}).choices[0].message.content
+
+
+def test_reply_that_the_caller_starts_is_continued(openai: OpenAI) -> None:
+    whole = openai.chat.completions.create(**CHAT).choices[0].message.content
+    assert whole is not None
+    started: Any = [*CHAT["messages"], {"role": "assistant", "content": whole[:21]}]
+    rest = openai.chat.completions.create(**{**CHAT, "messages": started}).choices[0].message.content
+    assert rest == whole[21:]

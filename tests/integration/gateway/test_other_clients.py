@@ -13,6 +13,7 @@ from ...gateways import GatewayProcess
 
 LANGCHAIN = """
 import sys
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
@@ -35,6 +36,12 @@ called = model.bind_tools([get_weather], tool_choice="get_weather").invoke("The 
 assert called.tool_calls[0]["name"] == "get_weather", called
 vectors = OpenAIEmbeddings(model="tiny", base_url=url, api_key="none", check_embedding_ctx_length=False)
 assert len(vectors.embed_documents(["a", "b"])) == 2
+try:
+    model.invoke("word " * 3000)
+except ContextOverflowError:
+    pass
+else:
+    raise AssertionError("a prompt without room was answered")
 """
 LITELLM = """
 import asyncio, sys
@@ -54,6 +61,12 @@ except litellm.NotFoundError:
     pass
 else:
     raise AssertionError("an unknown model was found")
+try:
+    litellm.completion(**{**asked, "messages": [{"role": "user", "content": "word " * 3000}]})
+except litellm.ContextWindowExceededError:
+    pass
+else:
+    raise AssertionError("a prompt without room was answered")
 """
 INSTRUCTOR = """
 import sys

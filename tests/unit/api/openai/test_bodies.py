@@ -100,6 +100,34 @@ def test_message_returned_by_openai_client_is_accepted() -> None:
     parse_job(ChatJob, (), (), {"model": "m", "messages": messages})
 
 
+def test_members_that_clients_add_to_a_reply_are_ignored() -> None:
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    call = {"id": "call_1", "type": "function", "index": 0, "function": function}
+    added = {"parsed": {"x": 1}, "annotations": [{"type": "url_citation"}], "provider_specific_fields": {"x": 1}}
+    reply = {"role": "assistant", "content": None, "tool_calls": [call], **added}
+    messages = chat(messages=[*HELLO, reply, {"role": "tool", "tool_call_id": "call_1", "content": "ok"}])["messages"]
+    assert messages[1] == {
+        "role": "assistant",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    parse_job(ChatJob, (), (), {"model": "m", "messages": messages})
+
+
+def test_refusal_is_text_of_the_reply() -> None:
+    part = {"type": "refusal", "refusal": "I can't."}
+    replies = [{"role": "assistant", "refusal": "I can't."}, {"role": "assistant", "content": [part]}]
+    for reply in replies:
+        messages = chat(messages=[*HELLO, reply, *HELLO])["messages"]
+        assert parse_job(ChatJob, (), (), {"model": "m", "messages": messages}).messages[1].content == "I can't."
+
+
+def test_reply_with_content_that_can_not_be_read_is_rejected() -> None:
+    for name, value in (("audio", {"id": "a"}), ("function_call", {"name": "f"})):
+        messages = chat(messages=[*HELLO, {"role": "assistant", "content": "Hi", name: value}])["messages"]
+        with pytest.raises(InvalidJob, match=name):
+            parse_job(ChatJob, (), (), {"model": "m", "messages": messages})
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
