@@ -247,7 +247,10 @@ def _not_installed(missing: list[str]) -> Finding:
     if "llama_cpp" in missing and not has_compiler():
         found += ". A C++ compiler, which builds llama.cpp, is also missing"
         compiler = "xcode-select --install" if sys.platform == "darwin" else "apt-get install build-essential"
-        remedy = f"for a worker: {compiler}, and then pip install 'cellama[worker]'"
+        remedy = (
+            f"for a worker: {compiler}, and then pip install 'cellama[worker]'; or install a wheel of llama-cpp-python "
+            "(docs/how-to/install.md, Install without a compiler)"
+        )
     return Finding("warning", "llama.cpp", found, remedy)
 
 
@@ -258,7 +261,7 @@ def has_compiler() -> bool:
 
 def read_build(argv: tuple[str, ...] = (sys.executable, "-m", "cellama.engine.llama")) -> dict[str, Any] | Finding:
     """Let a child process describe the build of llama.cpp, because `api` never imports the engine."""
-    rebuild = f"rebuild llama.cpp on this machine: {_install_command()}"
+    rebuild = _rebuild_remedy()
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -285,6 +288,16 @@ def _install_command(option: str = "") -> str:
     return f"CMAKE_ARGS={option} {command}" if option else command
 
 
+def _rebuild_remedy() -> str:
+    """Return how to get a build of llama.cpp for the CPU of this machine."""
+    if has_compiler():
+        return f"rebuild llama.cpp on this machine: {_install_command()}"
+    return (
+        "build a wheel on a machine with a compiler, and pip install it here "
+        "(docs/how-to/install.md, Install without a compiler)"
+    )
+
+
 def cpu_flags(path: Path = CPU_INFO) -> set[str]:
     """Return the features of the CPU as Linux names them, or nothing on other systems."""
     with contextlib.suppress(OSError):
@@ -306,10 +319,10 @@ def cpu_findings(features: list[str], flags: set[str]) -> Iterable[Finding]:
     unused = [name for name, flag in CPU_FLAGS.items() if flag in flags and name not in features]
     if absent:
         found = f"llama.cpp uses {', '.join(absent)}, which this CPU lacks, so workers crash"
-        yield Finding("error", "CPU", found, f"rebuild llama.cpp on this machine: {_install_command()}")
+        yield Finding("error", "CPU", found, _rebuild_remedy())
     if unused:
         found = f"llama.cpp does not use {', '.join(unused)} of this CPU, so it is slower than necessary"
-        yield Finding("warning", "CPU", found, f"rebuild llama.cpp on this machine: {_install_command()}")
+        yield Finding("warning", "CPU", found, _rebuild_remedy())
     if "AMX_INT8" in features:
         found = "llama.cpp was built with AMX, which cellama disables because it can crash"
         yield Finding(

@@ -98,6 +98,13 @@ def test_unused_and_absent_cpu_features_have_a_remedy() -> None:
     assert levels(doctor.cpu_findings(["AVX"], set())) == ["ok"]  # no /proc/cpuinfo
 
 
+def test_remedy_for_a_slow_build_names_another_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    (unused,) = doctor.cpu_findings(["AVX"], {"avx", "avx2"})
+    assert "on a machine with a compiler" in unused.remedy
+
+
 def test_cpu_flags_are_read_on_x86_and_arm(tmp_path: Path) -> None:
     for name in ("flags\t\t", "Features\t"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{name}: avx asimd\n\nprocessor\t: 1\n")

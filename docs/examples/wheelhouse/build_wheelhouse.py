@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Build a wheelhouse: a directory with every package that cellama needs on a machine without internet access.
+
+Run this with the Python version of the other machine, on the same operating system and processor architecture:
+
+    python3.11 build_wheelhouse.py wheels --extras worker,embedded,http
+
+It needs internet access and a C++ compiler. The other machine needs neither: copy the directory there, and run the
+commands that this program prints at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+CELLAMA = Path(__file__).resolve().parents[3]  # the clone of the repository
+CONSTRAINTS = CELLAMA / "constraints.txt"
+REQUIREMENTS = "requirements.txt"
+PACKAGED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")  # results of earlier builds
+
+# Without the features that only the CPU of this machine has
+BASELINE = "-DGGML_NATIVE=off"
+
+
+def main() -> None:
+    """Run the command line."""
+    options = parse()
+    wheels: Path = options.directory
+    wheels.mkdir(parents=True, exist_ok=True)
+    if any(wheels.iterdir()):
+        sys.exit(f"directory: {wheels} is not empty; choose a new directory")
+
+    if options.llama_cpp:
+        shutil.copy(options.llama_cpp, wheels)
+    else:
+        report("Building llama.cpp, which takes some minutes ...")
+        build_llama_cpp(wheels, options.cmake_args)
+    report("Downloading the other packages ...")
+    collect(wheels, options.extras)
+    write_requirements(wheels)
+    check(wheels)
+
+    files = list(wheels.glob("*.whl"))
+    size = sum(file.stat().st_size for file in files) / 1e6
+    report(f"{wheels}: {len(files)} wheels, {size:.0f} MB. Copy the directory to the other machine, and run there:\n")
+    for line in install_commands(wheels):
+        report(f"    {line}")
+
+
+def parse() -> argparse.Namespace:
+    """Return the options of the command line."""
+    cmake_args = os.environ.get("CMAKE_ARGS", BASELINE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="the directory to create")
+    parser.add_argument("--extras", default="worker,embedded", help="extras of cellama (default: %(default)s)")
+    parser.add_argument(
+        "--cmake-args", default=cmake_args, metavar="ARGS", help="how to build llama.cpp (default: %(default)s)"
+    )
+    parser.add_argument("--llama-cpp", type=Path, metavar="WHEEL", help="wheel of llama-cpp-python, instead of a build")
+    return parser.parse_args()
+
+
+def report(line: str) -> None:
+    print(line, flush=True)
+
+
+def pip(*arguments: str | Path, **variables: str) -> None:
+    """Run pip, and exit if it fails."""
+    argv = [sys.executable, "-m", "pip", *map(str, arguments), "--quiet", "--disable-pip-version-check"]
+    if subprocess.run(argv, env={**os.environ, **variables}).returncode:
+        sys.exit("pip failed; see its output above")
+
+
+def build_llama_cpp(wheels: Path, cmake_args: str) -> None:
+    """Build the wheel of llama-cpp-python. pip's cache is not used, because it ignores CMAKE_ARGS."""
+    name = "llama-cpp-python"
+    source = ("--no-cache-dir", "--no-binary", name, "--no-deps")
+    pip("wheel", *source, "--constraint", CONSTRAINTS, "--wheel-dir", wheels, name, CMAKE_ARGS=cmake_args)
+
+
+def collect(wheels: Path, extras: str) -> None:
+    """Build the wheel of cellama, and download the wheels of all packages that it needs with these extras."""
+    with tempfile.TemporaryDirectory(prefix="cellama-") as folder:
+        source = Path(folder) / "cellama"
+        shutil.copytree(CELLAMA, source, ignore=PACKAGED)
+        places = ("--constraint", CONSTRAINTS, "--find-links", wheels, "--wheel-dir", wheels)
+        pip("wheel", *places, f"{source}[{extras}]")
+
+
+def write_requirements(wheels: Path) -> None:
+    """Write the version and the SHA-256 hash of every wheel, as pip reads them."""
+    (wheels / REQUIREMENTS).write_text("\n".join(requirements(sorted(wheels.glob("*.whl")))) + "\n")
+
+
+def requirements(files: Iterable[Path]) -> Iterable[str]:
+    for file in files:
+        name, version = file.name.split("-")[:2]
+        yield f"{name}=={version} --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+
+
+def offline(wheels: Path) -> list[str]:
+    """Return the arguments that install the wheelhouse and nothing else."""
+    return ["--no-index", "--find-links", str(wheels), "--require-hashes", "-r", str(wheels / REQUIREMENTS)]
+
+
+def check(wheels: Path) -> None:
+    """Let pip resolve all requirements from the wheelhouse alone, without installing them."""
+    pip("install", "--dry-run", "--ignore-installed", *offline(wheels))
+
+
+def install_commands(wheels: Path) -> list[str]:
+    """Return the commands for the other machine."""
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    copied = Path(wheels.name)
+    return [f"{python} -m venv .venv", f".venv/bin/pip install {' '.join(offline(copied))}", ".venv/bin/cellama demo"]
+
+
+if __name__ == "__main__":
+    main()
