@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import Empty
 from typing import Any
 
-from celery import bootsteps
+from celery import bootsteps, signals
 from celery.utils.functional import maybe_list
 from celery.worker import control, state
 from celery.worker.consumer import Consumer
@@ -59,6 +60,7 @@ from cellama.tasks.state.ledger import Fetched, Ledger, PageLimits, Taken, new_r
 
 from .control import store_revoke
 from .message import HeldJobs, LedgerQoS, set_by_this_clock
+from .unknown_task import end_unknown_task
 
 log = event_logger(__name__)
 
@@ -408,6 +410,23 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
         if self.channels:
             for reader in self.readers:
                 reader.request_again()
+
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+        """End a job whose task cellama doesn't have, for readers of its stream and its canvas as well."""
+        if "task" not in message.headers:  # Celery's first protocol
+            super().on_unknown_task(body, message, exc)
+            return
+        job_id, task = message.headers["id"], message.headers["task"]
+        try:
+            failure = end_unknown_task(self.app, message)
+        except RedisError as error:
+            log.warning("unknown task not ended", job_id=job_id, detail=f"{error}; retrying in {ACK_RETRY_S:g} s")
+            self.timer.call_after(ACK_RETRY_S, self.on_unknown_task, (body, message, exc))
+            return
+        message.ack_log_error(logging.getLogger(__name__), self.connection_errors)
+        if self.event_dispatcher:
+            self.event_dispatcher.send("task-failed", uuid=job_id, exception=repr(failure))
+        signals.task_unknown.send(sender=self, message=message, exc=exc, name=task, id=job_id)
 
     def _flush_events(self) -> None:
         """Send the events of the last EVENT_FLUSH_S together."""

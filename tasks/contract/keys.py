@@ -15,6 +15,7 @@ Jobs:
 `cellama:missing` (sorted set): Jobs that are neither in a queue nor on a worker, by the time of detection.
 `cellama:queues` (set): Queues that have or had jobs.
 `cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. 30 days.
+`cellama:strays` (sorted set): Messages of plain Celery in queues that no worker reads, by the time of their detection.
 `cellama:watched` (hash): Since when, and when last, a worker looked for jobs that no worker serves.
 `cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
 `celery-task-meta-{job_id}` (string): Celery's result. TTL.
@@ -113,6 +114,10 @@ def queues_key() -> str:
 
 def served_key() -> str:
     return f"{key_prefix()}:served"
+
+
+def strays_key() -> str:
+    return f"{key_prefix()}:strays"
 
 
 def watched_key() -> str:

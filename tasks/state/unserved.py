@@ -10,21 +10,43 @@ counts as served while a worker downloads or loads its model. The time of a job 
 
 One worker at a time looks. It ends jobs through the ledger, so a worker that starts to serve a queue at this moment
 does not run a job that has ended.
+
+Producers with plain Celery can send jobs to a queue that no worker reads. Such a *stray* has no entry in the ledger.
+The search finds it among the oldest messages of all queues that kombu has declared, gives it an entry when its time is
+up, and then ends it like any other job. Messages of other tasks are never changed.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from cellama.config.logging import event_logger
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import queues_key, reaper_key, served_key, waiting_key, watched_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, is_model_queue, model_of, queue_name
+from cellama.tasks.contract.all_kinds import KINDS
+from cellama.tasks.contract.keys import (
+    job_key,
+    queues_key,
+    reaper_key,
+    served_key,
+    strays_key,
+    waiting_key,
+    watched_key,
+)
+from cellama.tasks.contract.names import (
+    DEFAULT_MODEL,
+    PRIORITIES,
+    PRIORITY_SEPARATOR,
+    is_model_queue,
+    model_of,
+    queue_key,
+    queue_name,
+)
 
 from .ledger import Ending, Ledger
 from .registry import WorkerEntry, live_workers
@@ -35,6 +57,10 @@ log = event_logger(__name__)
 MIN_LEASES = 4  # shortest timeout in leases, longer than an interruption that is not noticed
 MAX_GAP_LEASES = 3  # longest time in leases between two looks, before all jobs get their whole time again
 LOCK_SHARE = 0.9  # fraction of the period, so that the lock expires before the next look
+STRAYS_PERIOD_S = 60.0  # longest time between two searches for strays, which read the names of all keys
+MAX_STRAYS = 200  # messages at the head of each list that are searched for strays, which takes a millisecond
+SCAN_COUNT = 1000  # keys per command, during which Redis serves no other client
+BINDINGS = "_kombu.binding.*"  # sets of the queues that producers and workers have declared (kombu.transport.redis)
 MAX_JOBS = 1000  # jobs of a queue and priority that are checked in one look, which takes a few milliseconds
 
 
@@ -58,6 +84,16 @@ def model_hint(model: str, served: Collection[str]) -> str:
     """Return the remedy for a model that none of the workers serves."""
     close = difflib.get_close_matches(model, served, n=1)
     return f"did you mean {close[0]!r}?" if close else f"models: {', '.join(sorted(set(served))) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A message of plain Celery in a queue that no worker of cellama reads."""
+
+    queue: str
+    priority: int
+    job_id: str
+    task: str
 
 
 class UnservedJobs:
@@ -87,17 +123,23 @@ class UnservedJobs:
 
     def run_once(self) -> int:
         """End unserved jobs unless another worker looks in this period. Return the number of ended jobs."""
-        lock_ms = max(1, int(self.period_s * 1e3 * LOCK_SHARE))
-        if not self._redis.set(reaper_key("unserved"), "1", nx=True, px=lock_ms):
+        if not self._acquire_duty("unserved", self.period_s):
             return 0
         args = [MAX_GAP_LEASES * self.period_s]
         now, watched_since = map(float, run_script(self._redis, "watch", [watched_key()], args))
         workers = live_workers(self._redis)
         report_served(self._redis, queues_of(workers))  # of workers of versions that don't report their queues
+        if self._acquire_duty("strays", min(STRAYS_PERIOD_S, self._timeout_s / 4)):
+            self._adopt_strays(now, watched_since)
         if now - watched_since < self._timeout_s:
             return 0
         unserved = [queue for queue in self._queues_with_jobs() if self._is_unserved(queue, now)]
         return sum(self._end_jobs(queue, now - self._timeout_s, workers) for queue in unserved)
+
+    def _acquire_duty(self, duty: str, period_s: float) -> bool:
+        """Return whether this process performs a duty in this period."""
+        lock_ms = max(1, int(period_s * 1e3 * LOCK_SHARE))
+        return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=lock_ms))
 
     def _queues_with_jobs(self) -> list[str]:
         names: Any = self._redis.smembers(queues_key())
@@ -142,3 +184,53 @@ class UnservedJobs:
         except Exception:  # for example because the user's own broker refuses an errback
             log.exception("job not settled", job_id=job_id, detail="this step is retried later")
         return True
+
+    # Messages of plain Celery
+
+    def _adopt_strays(self, now: float, watched_since: float) -> None:
+        """Give strays whose time is up an entry in the ledger, and record when each other stray was detected."""
+        strays = {
+            stray.job_id: stray
+            for queue in self._declared_queues()
+            if self._is_unserved(queue, now)
+            for stray in self._strays_in(queue)
+        }
+        known: Any = self._redis.zrange(strays_key(), 0, -1, withscores=True)
+        detected_at = {raw.decode(): at for raw, at in known}
+        if gone := [job_id for job_id in detected_at if job_id not in strays]:
+            self._redis.zrem(strays_key(), *gone)
+        if new := {job_id: now for job_id in strays if job_id not in detected_at}:
+            self._redis.zadd(strays_key(), new)
+        before = now - self._timeout_s
+        if watched_since > before:
+            return
+        old = [stray for job_id, stray in strays.items() if detected_at.get(job_id, now) <= before]
+        others = {stray.queue for stray in old if not is_model_queue(stray.queue)}
+        read = others and others.intersection(self._queues_read())
+        for stray in old:
+            if stray.queue not in read:
+                self._adopt(stray, detected_at[stray.job_id])
+
+    def _declared_queues(self) -> set[str]:
+        """Return the queues that any Celery app has declared in this database."""
+        names: set[str] = set()
+        for key in self._redis.scan_iter(match=BINDINGS, count=SCAN_COUNT):
+            bindings: Any = self._redis.smembers(key)
+            names |= {raw.decode(errors="replace").rpartition(PRIORITY_SEPARATOR)[2] for raw in bindings}
+        return names
+
+    def _strays_in(self, queue: str) -> list[Stray]:
+        """Return the strays among the oldest messages of a queue. A queue without permission is left alone."""
+        lists = {queue_key(queue, priority): priority for priority in PRIORITIES}
+        try:
+            found: Any = run_script(self._redis, "strays", list(lists), [MAX_STRAYS])
+        except NoPermissionError:
+            return []
+        texts = [value.decode() for value in found]
+        strays = [Stray(queue, lists[texts[at]], texts[at + 1], texts[at + 2]) for at in range(0, len(texts), 3)]
+        return [stray for stray in strays if is_model_queue(queue) or stray.task in KINDS]
+
+    def _adopt(self, stray: Stray, detected_at: float) -> None:
+        keys = [queue_key(stray.queue, stray.priority), job_key(stray.job_id)]
+        args = [stray.job_id, stray.task, stray.queue, stray.priority, detected_at, MAX_STRAYS]
+        run_script(self._redis, "adopt_stray", keys, args)

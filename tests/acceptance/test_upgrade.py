@@ -25,7 +25,7 @@ from ..conftest import MODELS, PATIENCE_S, WorkerProcess, clean_environment, emp
 from ..integration.conftest import RESUMED, STEP_S, check_whole, read, wait_for_token
 
 ROOT = Path(__file__).parents[2]
-PREVIOUS = "f62bfa1c1c1de96ca53c3540144ae830470868d1"  # until there is a release: a commit from 24 November 2026
+PREVIOUS = "f62bfa1c1c1de96ca53c3540144ae830470868d1"  # until there is a release: a commit from 25 November 2026
 PACKAGES = ("api", "bench", "config", "engine", "tasks")
 VERSIONS = ("previous", "this")
 PROMPTS = ["Once upon a time", "There was a little fox", "The bees"]

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import chord
+from celery import Celery, chord
 from celery.exceptions import ChordError
 from redis import Redis
 
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import job_key, reaper_key, served_key, waiting_key, watched_key
+from cellama.tasks.contract.keys import job_key, reaper_key, served_key, strays_key, waiting_key, watched_key
+from cellama.tasks.contract.names import model_of
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.ledger import Ending, Ledger
 from cellama.tasks.state.unserved import UnservedJobs, report_served
@@ -32,8 +33,9 @@ QUEUE = "cellama:queue:tinny"
 class Watch:
     """A search for unserved jobs on a real Redis. Jobs and reports are as old as the test requires."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, url: str) -> None:
         self.redis = redis
+        self.url = url
         self.ledger = Ledger(redis)
         self.stored: list[tuple[str, Ending]] = []
         self.queues_read: set[str] = set()
@@ -58,7 +60,7 @@ class Watch:
 
     def look(self) -> list[str]:
         """Look once, and return the ids of all jobs that have ended."""
-        self.redis.delete(reaper_key("unserved"))
+        self.redis.delete(reaper_key("unserved"), reaper_key("strays"))
         self.search.run_once()
         return [job_id for job_id, _ in self.stored]
 
@@ -66,7 +68,7 @@ class Watch:
 @pytest.fixture
 def watch(redis_server: RedisServer) -> Iterator[Watch]:
     with empty_database(redis_server, 11) as url, Redis.from_url(url) as redis:
-        yield Watch(redis)
+        yield Watch(redis, url)
 
 
 def test_unserved_job_ends_once_with_an_error_that_names_the_model(watch: Watch) -> None:
@@ -118,6 +120,34 @@ def test_job_in_another_queue_waits_while_a_celery_worker_reads_the_queue(watch:
     watch.redis.zincrby(served_key(), -LONG_AGO_S, "mine")
     assert watch.look() == [job_id]
     assert watch.stored[0][1].event["message"].startswith("queue: 'mine' is not served by any worker")
+
+
+@pytest.mark.parametrize("queue", [QUEUE, "celery", "cellama.typo"])
+def test_message_of_plain_celery_in_an_unserved_queue_ends_and_others_stay(watch: Watch, queue: str) -> None:
+    with Celery("plain", broker=watch.url, set_as_current=False) as plain:
+        others = [plain.send_task("shop.buy", queue=queue) for _ in range(2)]
+        job = plain.send_task("cellama.generate", ["tiny", "Hi"], queue=queue)
+        plain.send_task("shop.buy", queue=queue)
+    assert watch.look() == []
+    watch.redis.zincrby(strays_key(), -LONG_AGO_S, job.id)
+    watch.queues_read = {queue} - {QUEUE}  # a worker of another app, which is slow
+    assert watch.look() == [] or queue == QUEUE
+    watch.queues_read = set()
+    assert watch.look() == watch.look() == [job.id]
+    assert model_of(queue) in watch.stored[0][1].event["message"]
+    assert watch.redis.llen(queue) == len(others) + 1
+    assert not watch.redis.exists(strays_key(), waiting_key(queue))
+
+
+def test_message_that_a_worker_takes_at_the_last_moment_is_not_ended(watch: Watch) -> None:
+    with Celery("plain", broker=watch.url, set_as_current=False) as plain:
+        job = plain.send_task("cellama.generate", ["tiny", "Hi"], queue="mine")
+    assert watch.look() == []
+    watch.redis.zincrby(strays_key(), -LONG_AGO_S, job.id)
+    found = watch.search._strays_in
+    watch.search._strays_in = lambda queue: (found(queue), watch.redis.delete(queue))[0]  # type: ignore[method-assign]
+    assert watch.look() == []
+    assert watch.ledger.state(job.id) is None
 
 
 # Real workers
@@ -186,3 +216,30 @@ def test_unserved_jobs_fail_for_every_caller_and_those_of_a_loading_model_wait(
         assert "model loaded" not in loading.log()
         (tmp_path / "gate").touch()
         assert waiting.result(PATIENCE_S)["text"]
+
+
+def test_jobs_sent_by_name_fail_with_a_clear_error_when_task_or_queue_is_wrong(
+    impatient: WorkerProcess, url: str
+) -> None:
+    with Celery("plain", broker=url, backend=url, set_as_current=False) as plain:
+        errback = plain.signature("shop.note", queue="notes")
+        jobs = {
+            "model: 'tinny' is not served by any worker": {"queue": "cellama:queue:tinny", "link_error": errback},
+            "queue: 'celery' is not served by any worker": {},
+            "queue: 'cellama.typo' is not served by any worker": {"queue": "cellama.typo"},
+        }
+        sent = {
+            message: plain.send_task("cellama.generate", ["tiny", "Hi"], **options) for message, options in jobs.items()
+        }
+        unknown = plain.send_task("cellama.genrate", ["tiny", "Hi"], queue="cellama:queue:tiny", link_error=errback)
+        with pytest.raises(Exception, match=r"did you mean 'cellama\.generate'") as failure:
+            unknown.get(timeout=PATIENCE_S)
+        assert type(failure.value).__name__ == "JobFailed"
+        wait_until(lambda: impatient.redis.llen("notes") == 1, "the errback")
+        for message, job in sent.items():
+            with pytest.raises(Exception, match=message):
+                job.get(timeout=PATIENCE_S)
+        wait_until(lambda: impatient.redis.llen("notes") == 2, "the second errback")
+    with Client(url) as client:
+        for job in (unknown, *sent.values()):
+            assert [event["type"] for event in client.stream(job.id)] == ["error"]

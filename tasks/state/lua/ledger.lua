@@ -670,6 +670,42 @@ for priority = 0, 9 do
 end
 return found
 
+--@ strays
+-- Finds the messages of plain Celery at the head of some lists, whose task has a name of cellama. Messages of other tasks are
+-- not read further than needed to see this. KEYS: lists. ARGV: maximum number of messages per list.
+-- Returns for each message its list, id and task.
+local found = {}
+for _, list in ipairs(KEYS) do
+  for at = 1, tonumber(ARGV[1]) do
+    local message = redis.call('LINDEX', list, -at)
+    if not message then break end
+    local task = string.find(message, '"cellama.', 1, true) and string.match(message, '"task": *"(cellama%.[%w_.]+)"')
+    local id = task and not string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) and id_of(message)
+    if id then
+      for _, value in ipairs({list, id, task}) do found[#found+1] = value end
+    end
+  end
+end
+return found
+
+--@ adopt_stray
+-- Moves a message of plain Celery from its list into a new entry, so that its job can end. A worker that has taken the message
+-- in the meantime keeps it. KEYS: list, entry.
+-- ARGV: id, task, queue, priority, time of submission, maximum number of messages to look at. Returns 1 if the message was moved.
+local list, job = unpack(KEYS)
+local id, task, queue, priority, submitted_at, max_messages = unpack(ARGV)
+for at = 1, tonumber(max_messages) do
+  local message = redis.call('LINDEX', list, -at)
+  if not message then return 0 end
+  if id_of(message) == id then
+    redis.call('LREM', list, -1, message)
+    if redis.call('EXISTS', job) == 1 then return 0 end -- a copy
+    add_entry(job, id, task, queue, list, tonumber(priority), '', message, tonumber(submitted_at))
+    return 1
+  end
+end
+return 0
+
 --@ replace_field
 -- Replaces a field of a hash, unless its value has changed.
 -- KEYS: hash. ARGV: field, expected value or '', new value. Returns 0 if the value has changed.
