@@ -405,6 +405,11 @@ class Settings(BaseSettings):
         "list, or separated by commas (default: none). `*` allows every origin. Without API keys, "
         "these pages can also make changes.",
     )
+    gateway_console: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Serve the console under `/console`: `auto`, `on` or `off`. `auto` serves it if the gateway checks "
+        "API keys or only this machine can reach it. With `on` and without keys, every visitor is an administrator.",
+    )
     gateway_webhook_timeout_s: float = Field(
         default=15.0, gt=0, le=60, description="Timeout in seconds for an endpoint to answer a webhook."
     )

@@ -49,6 +49,9 @@ def keys_create_command(
         str | None,
         typer.Option(help="Highest service tier that requests may use, and their default: flex, default or priority."),
     ] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Let the owner of the key see all tenants and manage keys in the console.")
+    ] = False,
     requests_per_minute: Annotated[
         int | None, typer.Option(help="Maximum number of requests in any 60 seconds.")
     ] = None,
@@ -81,6 +84,7 @@ def keys_create_command(
         "models": model or None,
         "adapters": [] if no_adapters else adapter or None,
         "priority": priority,
+        "admin": admin,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrent_jobs": concurrent_jobs,
@@ -138,7 +142,8 @@ def _cells(key: KeyLookup) -> Iterator[str]:
     entry = key.entry
     assert entry is not None
     yield entry.id
-    yield f"{entry.tenant}: {entry.name}" if entry.name else entry.tenant
+    owner = f"{entry.tenant}: {entry.name}" if entry.name else entry.tenant
+    yield f"{owner} (admin)" if entry.admin else owner
     yield ", ".join(sorted(entry.models or ())) or "all"
     yield entry.priority or ""
     yield "\n".join(_limits(entry)) or "none"

@@ -39,7 +39,7 @@ from cellama.tasks.state.registry import live_workers
 from .output import called, err, out, url_of
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
-HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `http`
+HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client", "jinja2")  # of the extra `http`
 START_TIMEOUT_S = 300.0  # for a large model to load from a slow disk
 GATEWAY_TIMEOUT_S = 5.0  # for one response of the gateway
 FLOWER_PORT = 5555
@@ -304,6 +304,8 @@ def _print_ready(
         table.add_row("[bold]Flower[/]", flower)
     if gateway_port:
         table.add_row("[bold]OpenAI API[/]", f"http://{LOOPBACK}:{gateway_port}/v1")
+        if settings.gateway_console != "off":
+            table.add_row("[bold]Console[/]", f"http://{LOOPBACK}:{gateway_port}/console")
     table.add_row("[bold]Logs[/]", str(logs))
     table.add_row("[bold]Try[/]", f'{called()} generate {settings.default_model.id} "Once upon a time"')
     out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C to stop", expand=False, border_style="green"))
@@ -324,6 +326,8 @@ def gateway_command(
     Until you create a key with `cellama keys create`, the gateway accepts any key, but only requests from this
     machine.
 
+    The console shows queues and jobs in a browser: http://127.0.0.1:8000/console
+
     After SIGTERM or Ctrl-C, running requests finish.
 
     Example:  cellama gateway --port 8000
@@ -333,7 +337,10 @@ def gateway_command(
     from cellama.api.http.serving import serve  # needs the extra `http`
 
     check_port_free(port, "choose another port with --port, or another address with --host", host)
-    err.print(f"gateway: {url_of(host, port)}/v1, Redis {settings.redis_url_masked}", markup=False)
+    url = url_of(host, port)
+    err.print(f"gateway: {url}/v1, Redis {settings.redis_url_masked}", markup=False)
+    if settings.gateway_console != "off":
+        err.print(f"console: {url}/console", markup=False)
     serve(settings, host, port)
 
 

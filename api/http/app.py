@@ -18,7 +18,7 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.traces.gate import tracing
 
-from . import batches, completions, files, messages, metrics, models, responses, tokens, vectors
+from . import batches, completions, console, files, messages, metrics, models, responses, tokens, vectors
 from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
@@ -40,8 +40,8 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     The lifespan of the app resumes batches, delivers webhooks, and closes connections at the end. Servers do not run
     the lifespan of a mounted app, so the outer app must do so: `async with app.router.lifespan_context(app)`.
     """
-    settings = settings or get_settings()
-    gateway, runner = Gateway(settings, access or NoKeys()), batches.BatchRunner(settings)
+    settings, access = settings or get_settings(), access or NoKeys()
+    gateway, runner = Gateway(settings, access), batches.BatchRunner(settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -58,11 +58,14 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     handlers: dict[Any, Any] = {
         ApiError: _api_error,
         JobError: _job_error,
+        console.SignInRequired: console.sign_in_response,
         HTTPException: _http_error,
         ClientDisconnect: _client_closed,
         Exception: _internal_error,
     }
     routes = [route for module in ENDPOINT_MODULES for route in module.ROUTES]
+    if console.is_served(settings, access):
+        routes += console.ROUTES
     app = Starlette(
         routes=routes,
         middleware=_middleware(settings, gateway, routes),
@@ -99,7 +102,9 @@ def _cors(settings: Settings) -> list[Middleware]:
     ]
 
 
-async def _api_error(_: Request, error: ApiError) -> Response:
+async def _api_error(request: Request, error: ApiError) -> Response:
+    if console.is_console_page(request):
+        return console.error_page(request, error)
     return JSONResponse(error.envelope, error.status, error.headers)
 
 

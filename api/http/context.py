@@ -87,9 +87,8 @@ def context_of(request: Request) -> RequestContext:
     return context
 
 
-async def caller_of(request: Request) -> Caller:
-    """Return the sender of the request. Raises ApiError: 401, 403, or 503 if there are too many requests."""
-    gateway = gateway_of(request)
+def check_load(gateway: Gateway) -> None:
+    """Raise ApiError (503) if there are too many requests."""
     limit = gateway.settings.gateway_max_requests
     if gateway.counts.num_in_flight > limit:
         raise ApiError(
@@ -98,6 +97,12 @@ async def caller_of(request: Request) -> Caller:
             code="overloaded",
             retry_after_s=BUSY_RETRY_S,
         )
+
+
+async def caller_of(request: Request) -> Caller:
+    """Return the sender of the request. Raises ApiError: 401, 403, or 503 if there are too many requests."""
+    gateway = gateway_of(request)
+    check_load(gateway)
     caller = await gateway.access.authenticate(request.headers)
     if caller.key_id is None and caller.tenant is None:
         check_origin(request, gateway.settings.gateway_cors_origins)

@@ -23,6 +23,7 @@ from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL, class_of_priority
 from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
+from cellama.tasks.state.registry import WorkerEntry
 
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError
@@ -162,6 +163,7 @@ class Gateway:
         self.body_memory = BodyMemory(settings.gateway_bodies_bytes, settings.gateway_key_bodies_bytes)
         self._models: Cached[list[ModelView]] = Cached(lambda: self.client.models())
         self._stats: Cached[Stats] = Cached(lambda: self.client.stats())
+        self._workers: Cached[list[WorkerEntry]] = Cached(lambda: self.client.workers())
         self._afterwards: dict[asyncio.Task[None], bool] = {}  # task → whether `close` cancels it
 
     @cached_property
@@ -194,9 +196,17 @@ class Gateway:
             404, f"model: {shorten(name)} is not served; running models: {known}", code="model_not_found", param="model"
         )
 
+    async def stats(self) -> Stats:
+        """Return slots, rates and queues, which are up to WAITS_FRESH_S old under steady traffic."""
+        return await self._stats.get(WAITS_FRESH_S)
+
+    async def workers(self) -> list[WorkerEntry]:
+        """Return the running workers, from their last heartbeats."""
+        return await self._workers.get()
+
     async def wait_s(self, model: str, tier: str) -> float:
         """Estimate how many seconds a new job of this service tier waits for a slot."""
-        classes = (await self._stats.get(WAITS_FRESH_S))["classes"].get(model)
+        classes = (await self.stats())["classes"].get(model)
         return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from cellama.config import limits
 from cellama.tasks.contract.json_values import shorten, valid_text
-from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.names import DEFAULT_MODEL, SCOPE_SEPARATOR
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .auth import TIERS, Caller
@@ -95,7 +95,7 @@ class ParsedRequest:
         max_chars = limits.MAX_NAME_CHARS // 2
         if not isinstance(salt, str) or not 1 <= len(salt) <= max_chars or "\0" in salt or valid_text(salt) != salt:
             raise ApiError(400, f"cache_salt must be a string of 1 to {max_chars} characters", param="cache_salt")
-        return f"{tenant}\x1f{salt}"
+        return f"{tenant}{SCOPE_SEPARATOR}{salt}"
 
     def params_of_caller(self) -> dict[str, Any]:
         """Return the parameters of a job that depend on the caller: its priority and scope. Raises ApiError."""

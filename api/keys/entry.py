@@ -13,9 +13,18 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_serializer, field_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_serializer,
+)
 
 ID_CHARS, SECRET_CHARS = 12, 40
 KEY_ID = rf"^[a-z0-9]{{{ID_CHARS}}}$"
@@ -87,6 +96,10 @@ class KeyEntry(BaseModel):
         default=None,
         description="highest service tier that requests may use, and their default: flex, default or priority",
     )
+    admin: bool = Field(
+        default=False,
+        description="the console shows the owner of the key all tenants, and manages keys; default: false",
+    )
     requests_per_minute: int | None = Field(
         default=None, ge=1, description="maximum number of requests in any 60 s; default: no limit"
     )
@@ -110,6 +123,14 @@ class KeyEntry(BaseModel):
         if not TENANT.fullmatch(tenant):
             raise ValueError("it must be 1 to 64 letters (a to z), digits and . _ @ -, starting with a letter or digit")
         return tenant
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit `admin` unless it is set, because versions of cellama without this field reject an entry that has it."""
+        fields: dict[str, Any] = write(self)
+        if not self.admin:
+            fields.pop("admin", None)
+        return fields
 
     @field_serializer("models", "adapters")
     def _sorted(self, names: frozenset[str] | None) -> list[str] | None:

@@ -17,6 +17,7 @@ Jobs:
 `cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. 30 days.
 `cellama:strays` (sorted set): Messages of plain Celery in queues that no worker reads, by the time of their detection.
 `cellama:watched` (hash): Since when, and when last, a worker looked for jobs that no worker serves.
+`cellama:ended` (sorted set): The last MAX_ENDED jobs that have ended, by time of their end. TTL.
 `cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
 `celery-task-meta-{job_id}` (string): Celery's result. TTL.
 
@@ -55,6 +56,7 @@ Gateway:
 `cellama:http:expiring:{place}` (sorted set): Files in a storage location, by expiry. TTL.
 `cellama:http:lease:{id}` (string): Token of the gateway that runs a batch or performs a duty. TTL.
 `cellama:response:{id}` (string): Data of a response that its job does not have (api/http/responses). TTL.
+`cellama:console:{digest}` (string): JSON with the API key of a session of the console (api/http/console). TTL.
 
 Webhooks:
 
@@ -71,6 +73,7 @@ from typing import Literal
 
 from .names import key_prefix
 
+MAX_ENDED = 10_000  # ended jobs that can be listed, which take about 1 MB
 MAX_WEBHOOK_EVENTS = 100_000  # events that wait while no gateway runs; the oldest are dropped
 IGNORED_FIELD = "ignored"  # field of a ledger entry, set if the job's result is not stored
 PRIORITY_WEIGHT = 1e11  # in seconds; larger than any time of submission
@@ -126,6 +129,10 @@ def watched_key() -> str:
 
 def dead_key() -> str:
     return f"{key_prefix()}:dead"
+
+
+def ended_key() -> str:
+    return f"{key_prefix()}:ended"
 
 
 def batches_key() -> str:
@@ -243,6 +250,10 @@ def announcement_key(job_id: str) -> str:
 
 def webhook_delivery_key(delivery_id: str) -> str:
     return f"{key_prefix()}:webhook:delivery:{delivery_id}"
+
+
+def console_session_key(digest: str) -> str:
+    return f"{key_prefix()}:console:{digest}"
 
 
 def response_key(response_id: str) -> str:

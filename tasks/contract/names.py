@@ -16,6 +16,7 @@ BULK_PRIORITIES = PRIORITIES[6:]  # the engine treats the same priorities as bul
 CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}  # classes of jobs, the most urgent first
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
 
+SCOPE_SEPARATOR = "\x1f"  # in a `cache_scope` from the gateway, between the tenant and the salt of the request
 WEIGHT_HEADER = "cellama_weight"  # number of jobs whose work a message contains; 1 if absent
 TOKEN_HEADER = "cellama_token"  # set by the worker that holds the message (tasks/broker/message.py)
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # Unix seconds by the producer's clock; absent for plain Celery

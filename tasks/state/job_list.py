@@ -1,4 +1,8 @@
-"""List the jobs that have not ended, with their queues and workers."""
+"""List the jobs that have not ended, and find jobs in any state.
+
+`open_jobs` reads running and waiting jobs. `find_jobs` filters these jobs, and the MAX_ENDED jobs that ended last. A
+script filters in Redis, so that 10,000 jobs take about 50 ms, and other commands run between its parts.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
-from cellama.tasks.contract.keys import job_key, queues_key, running_key, waiting_key
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.keys import delayed_key, ended_key, job_key, queues_key, running_key, waiting_key
 from cellama.tasks.contract.names import is_model_queue, model_of, queue_name
+
+from .scripts import source
 
 _FIELDS = ("state", "task", "queue", "priority", "submitted_at", "attempt", "worker")
 
@@ -56,4 +64,148 @@ def _open(job_id: str, values: list[bytes | None]) -> OpenJob | None:
     kind, model = task.removeprefix("cellama."), model_of(queue)
     return OpenJob(
         job_id, current, kind, model, int(priority or 0), float(submitted_at or 0), int(attempts or 0), worker or None
+    )
+
+
+FoundState = Literal["waiting", "running", "succeeded", "failed", "cancelled", "timeout"]
+REASONS: dict[str, FoundState] = {"error": "failed", "cancelled": "cancelled", "timeout": "timeout"}  # else "succeeded"
+ENDED_STATES: dict[str, str] = {  # filter → reasons at the end of a job (`reason_of` in ledger.lua)
+    "ended": "",
+    "succeeded": ",stop,length,",
+    "failed": ",error,timeout,",
+    "cancelled": ",cancelled,",
+}
+FILTER_STATES = ("waiting", "running", *ENDED_STATES)
+PART_JOBS = 1000  # jobs per run of the script, which blocks Redis for about 3 ms
+MAX_SEARCHED = 20_000  # jobs per search; the next search continues after them
+NUM_VALUES = 10  # that the script returns for each job
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """The jobs to find. An empty text matches all jobs.
+
+    `state` is one of FILTER_STATES, `model` an id, `kind` the name of a task without `cellama.`, and `text` a part of
+    the id. A `tenant` restricts the jobs to those of the tenant's requests; None stands for all jobs.
+    """
+
+    state: str = ""
+    model: str = ""
+    kind: str = ""
+    text: str = ""
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundJob:
+    """A job in any state. Times are in Unix seconds, by Redis' clock."""
+
+    job_id: str
+    state: FoundState
+    kind: str  # name of the task without `cellama.`
+    model: str  # id of the model
+    priority: int  # 0 (most urgent) to 9
+    tenant: str  # "" if no tenant's request made the job
+    submitted_at: float  # time of submission
+    changed_at: float | None  # time of its start if it is running, of its end if it has ended, or None
+    attempts: int  # number of attempts
+    worker: str  # worker of the last attempt, or ""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundJobs:
+    """A page of jobs. `after` is the position at which the next page starts, or None on the last page."""
+
+    jobs: list[FoundJob]
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _JobSet:
+    """A sorted set of jobs, and how its scores are read."""
+
+    key: str
+    order: Literal["rising", "falling"]
+    state: Literal["waiting", "running", "ended"]
+
+
+async def find_jobs(redis: AsyncRedis, wanted: JobFilter, limit: int, after: str = "") -> FoundJobs:
+    """Return up to `limit` jobs: running ones, then waiting ones in queue order, then ended ones, the latest first.
+
+    `after` is the position of a page. A page may have fewer jobs, or none, although there are more. Raises RedisError,
+    and InvalidJob for an invalid position.
+    """
+    sets = await _sets(redis, wanted)
+    index, rank = _position(after)
+    script, num_searched = redis.register_script(source("find")), 0
+    found: list[FoundJob] = []
+    while index < len(sets) and len(found) < limit and num_searched < MAX_SEARCHED:
+        one = sets[index]
+        args: list[str | int] = [
+            rank,
+            PART_JOBS,
+            int(one.order == "falling"),
+            limit - len(found),
+            *_conditions(wanted, one),
+        ]
+        num_seen, *values = await script(keys=[one.key], args=args, client=redis)
+        texts = [value.decode() for value in values]
+        found += [_found(texts[i : i + NUM_VALUES], one) for i in range(0, len(texts), NUM_VALUES)]
+        num_searched, rank = num_searched + num_seen, rank + num_seen
+        if num_seen < PART_JOBS and len(found) < limit:
+            index, rank = index + 1, 0
+    return FoundJobs(found, f"{index}.{rank}" if index < len(sets) else None)
+
+
+async def _sets(redis: AsyncRedis, wanted: JobFilter) -> list[_JobSet]:
+    """Return the sorted sets that may contain the wanted jobs, in the order of the list."""
+    queues: Any = await redis.smembers(queues_key())
+    names = sorted(name for raw in queues if is_model_queue(name := raw.decode()))
+    if wanted.model:
+        names = [queue_name(wanted.model)]
+    waiting = [_JobSet(waiting_key(name), "rising", "waiting") for name in names]
+    sets = [
+        _JobSet(running_key(), "falling", "running"),
+        *waiting,
+        _JobSet(delayed_key(), "rising", "waiting"),
+        _JobSet(ended_key(), "falling", "ended"),
+    ]
+    state = "ended" if wanted.state in ENDED_STATES else wanted.state
+    return [one for one in sets if state in ("", one.state)]
+
+
+def _position(after: str) -> tuple[int, int]:
+    """Return the index of the set and the rank in it at which a page starts. Raises InvalidJob."""
+    if not after:
+        return 0, 0
+    index, _, rank = after.partition(".")
+    if not (index.isascii() and index.isdecimal() and rank.isascii() and rank.isdecimal() and len(after) < 20):
+        raise InvalidJob(f"after: {after!r} is not the position of a page; start again with the first page")
+    return int(index), int(rank)
+
+
+def _conditions(wanted: JobFilter, one: _JobSet) -> list[str]:
+    return [
+        wanted.text,
+        f"cellama.{wanted.kind}" if wanted.kind else "",
+        queue_name(wanted.model) if wanted.model else "",
+        "*" if wanted.tenant is None else wanted.tenant,
+        ENDED_STATES.get(wanted.state, "") if one.state == "ended" else "",
+    ]
+
+
+def _found(values: list[str], one: _JobSet) -> FoundJob:
+    job_id, score, task, queue, priority, submitted_at, attempts, worker, tenant, reason = values
+    state: FoundState = REASONS.get(reason, "succeeded") if one.state == "ended" else one.state
+    return FoundJob(
+        job_id=job_id,
+        state=state,
+        kind=task.removeprefix("cellama."),
+        model=model_of(queue),
+        priority=int(priority),
+        tenant=tenant,
+        submitted_at=float(submitted_at),
+        changed_at=None if state == "waiting" else float(score),
+        attempts=int(attempts or 0),
+        worker=worker.partition(" ")[0],
     )

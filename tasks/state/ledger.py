@@ -35,7 +35,7 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.kinds.generate import GenerateJob
-from cellama.tasks.contract.names import queue_key
+from cellama.tasks.contract.names import SCOPE_SEPARATOR, queue_key
 from cellama.tasks.contract.payloads import free_of
 from cellama.tasks.contract.shapes.results import usage_of
 
@@ -131,6 +131,11 @@ def _count(given: Any, default: int) -> int:
     return given if type(given) is int and 0 < given <= MAX_WORK_UNITS else default
 
 
+def tenant_of_scope(scope: Any) -> str:
+    """Return the tenant in a `cache_scope`, or "" if it names none. The scope may be an invalid value."""
+    return scope.partition(SCOPE_SEPARATOR)[0] if isinstance(scope, str) else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCall:
     """A call of a task with its settled queue, priority and timeout."""
@@ -148,6 +153,11 @@ class TaskCall:
     def work(self) -> JobWork:
         """The work that the call requests."""
         return work_of(self.task, self.args, self.kwargs)
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose request makes the job: the part of its `cache_scope` before the salt, or "" without one."""
+        return tenant_of_scope(self.kwargs.get("cache_scope"))
 
     def digest(self, positional: Sequence[str]) -> str:
         """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""
@@ -200,7 +210,7 @@ def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: flo
         timeout = "" if call.timeout_s is None else call.timeout_s
         args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
         parts = [part for event in message.events for part in event]
-        args += [call.work.text, message.payload, len(message.events), *parts]
+        args += [call.work.text, call.tenant, message.payload, len(message.events), *parts]
     return keys, args
 
 

@@ -22,6 +22,7 @@ from cellama.tasks.connection.connections import lua_source
 from cellama.tasks.connection.kombu_internals import take_connection
 from cellama.tasks.connection.redis_errors import RefusedForNow
 from cellama.tasks.contract.keys import (
+    MAX_ENDED,
     MAX_WEBHOOK_EVENTS,
     PRIORITY_WEIGHT,
     announcement_key,
@@ -31,6 +32,7 @@ from cellama.tasks.contract.keys import (
     dead_key,
     delayed_key,
     due_key,
+    ended_key,
     job_key,
     journal_key,
     leases_key,
@@ -128,6 +130,8 @@ def _constants() -> dict[str, str | float]:
         "MISSING": missing_key(),
         "SERVED": served_key(),
         "DEAD": dead_key(),
+        "ENDED": ended_key(),
+        "MAX_ENDED": MAX_ENDED,
         "CHORD": chord_key(""),
         "WEIGHT": PRIORITY_WEIGHT,
         "SUBMITTED_AT_HEADER": SUBMITTED_AT_HEADER,

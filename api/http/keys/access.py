@@ -74,16 +74,20 @@ class KeyAccess:
             _check_state(found)
             if found.is_use_due:
                 await self._uses.call(found)
-        entry = found.entry
-        return KeyCaller(
-            tenant=entry.tenant,
-            key_id=entry.id,
-            models=entry.models,
-            priority=entry.priority,
-            max_tokens=entry.tokens_per_minute,
-            adapters=entry.adapters,
-            entry=entry,
-        )
+        return _owner(found.entry)
+
+    async def owner_of(self, key_id: str, digest: str) -> KeyCaller | None:
+        """Return the owner of a key that `authenticate` has accepted before.
+
+        Return None if the key is no longer active, or now has another digest. Raises ApiError (503).
+        """
+        with _redis_errors_as_503():
+            found = await self._lookups.call(key_id)
+            if found.entry is None or found.entry.digest != digest or found.entry.state(found.now) != "active":
+                return None
+            if found.is_use_due:
+                await self._uses.call(found)
+        return _owner(found.entry)
 
     async def admit(self, caller: Caller) -> Admission:
         """Charge the request to the caller's key. Raises ApiError (429) if a limit is reached."""
@@ -99,6 +103,18 @@ class KeyAccess:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+
+def _owner(entry: KeyEntry) -> KeyCaller:
+    return KeyCaller(
+        tenant=entry.tenant,
+        key_id=entry.id,
+        models=entry.models,
+        priority=entry.priority,
+        max_tokens=entry.tokens_per_minute,
+        adapters=entry.adapters,
+        entry=entry,
+    )
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
 -- JOB, CANCEL, RESULT, JOURNAL, CONTEXT, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
--- SERVED, DEAD and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
+-- SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
 -- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
@@ -98,13 +98,17 @@ local function settle(job, id)
   if keep_s then redis.call('EXPIRE', job, keep_s) end
 end
 
--- Announces the end of a job, which is `error` or its finish_reason, in the stream of webhook events if a gateway requested it.
+-- Returns the reason in the last event of a job, which is `error` or its finish_reason, or ''.
+local function reason_of(event)
+  return string.match(event, '^{"seq":%d+,"type":"(error)"')
+    or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"') or ''
+end
+
+-- Announces the end of a job in the stream of webhook events if a gateway requested it.
 local function announce_end(id, event)
   local announcement = redis.call('GET', HEEDED .. id)
   if not announcement then return end
-  local reason = string.match(event, '^{"seq":%d+,"type":"(error)"')
-    or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"')
-  redis.call('XADD', ENDS, 'MAXLEN', '~', MAX_ENDS, '*', 'heeded', announcement, 'end', reason or '')
+  redis.call('XADD', ENDS, 'MAXLEN', '~', MAX_ENDS, '*', 'heeded', announcement, 'end', reason_of(event))
   redis.call('DEL', HEEDED .. id)
 end
 
@@ -148,6 +152,9 @@ local function end_job(options, job, id, run, is_dead, event)
     keep_s = options.result_ttl_s
   end
   redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s)
+  redis.call('ZADD', ENDED, stamp(clock()), id)
+  redis.call('ZREMRANGEBYRANK', ENDED, 0, -MAX_ENDED - 1)
+  redis.call('EXPIRE', ENDED, options.event_ttl_s)
   redis.call('DEL', CANCEL .. id)
   local journal = JOURNAL .. id
   if redis.call('XLEN', journal) <= SHORT_JOURNAL then -- a stream reserves 4 KiB at its end, a copy does not
@@ -162,17 +169,18 @@ end
 -- Writes the entries of jobs and pushes their messages, all or none. A job that already has an entry is not changed.
 -- KEYS: entry and list of each job.
 -- ARGV: seconds between two jobs, number of jobs in later calls; then for each job: id, task, queue, priority, timeout or '',
--- delay, digest of its payload if it has an idempotency key or '', work, message, number of events, and for each event its topic
--- and text.
+-- delay, digest of its payload if it has an idempotency key or '', work, tenant or '', message, number of events, and for each event
+-- its topic and text.
 -- Returns for each job 1 (new), 0 (exists) or -1 (exists with another digest). Also returns how many subscribers received an
 -- event, or -1 if there was no event.
 local step_s, num_following = tonumber(ARGV[1]), tonumber(ARGV[2])
-local NUM_VALUES = 10
+local NUM_VALUES = 11
 local num_jobs, now, verdicts, num_subscribers = #KEYS / 2, clock(), {}, -1
 local at = 3
 for i = 1, num_jobs do
   local job, list = KEYS[2*i-1], KEYS[2*i]
-  local id, task, queue, priority, timeout, delay, digest, work, message, num_events = unpack(ARGV, at, at + NUM_VALUES - 1)
+  local id, task, queue, priority, timeout, delay = unpack(ARGV, at, at + 5)
+  local digest, work, tenant, message, num_events = unpack(ARGV, at + 6, at + NUM_VALUES - 1)
   local first_event = at + NUM_VALUES
   at = first_event + 2 * num_events
   if redis.call('EXISTS', job) == 1 then
@@ -184,6 +192,7 @@ for i = 1, num_jobs do
     redis.call('HSET', job, 'work', work)
     if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
     if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
+    if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
     if message ~= '' then redis.call('LPUSH', list, message) end
     for event = first_event, at - 2, 2 do
       num_subscribers = math.max(num_subscribers, redis.call('PUBLISH', ARGV[event], ARGV[event+1]))
@@ -246,11 +255,42 @@ return {#messages, num_ended, others}
 local job, new_job, list = unpack(KEYS)
 local id, new_id, message = unpack(ARGV)
 if redis.call('ZREM', DEAD, id) == 0 then return 0 end
-local task, queue, priority = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority'), 1, 3)
+local task, queue, priority, tenant = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority', 'tenant'), 1, 4)
 add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, clock())
+if tenant then redis.call('HSET', new_job, 'tenant', tenant) end
 redis.call('LPUSH', list, message)
 redis.call('HDEL', job, 'message')
 return 1
+
+--@ find
+-- Finds jobs in a part of a sorted set. It changes nothing, and takes about 3 ms for 1,000 jobs.
+-- KEYS: sorted set. ARGV: first rank, number of jobs to look at, 1 if the highest scores come first, maximum number of matches, part
+-- of the id or '', task or '', queue or '', tenant or '*', reasons between commas or '' (`reason_of`; an unfinished job has 'none').
+-- Returns the number of jobs that were looked at, and for each match its id, score, task, queue, priority, time of submission, number
+-- of attempts, worker, tenant and reason.
+local first, num_ids, is_reversed, max_found = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3] == '1', tonumber(ARGV[4])
+local text, task, queue, tenant, reasons = unpack(ARGV, 5, 9)
+local range = is_reversed and 'ZREVRANGE' or 'ZRANGE'
+local ids, num_found, reply = redis.call(range, KEYS[1], first, first + num_ids - 1, 'WITHSCORES'), 0, {0}
+for i = 1, #ids, 2 do
+  if num_found == max_found then break end
+  local id = ids[i]
+  reply[1] = (i + 1) / 2
+  if text == '' or string.find(id, text, 1, true) then
+    local found = redis.call('HMGET', JOB .. id, 'state', 'task', 'queue', 'priority', 'submitted_at', 'attempt', 'worker',
+                             'tenant', 'end')
+    local reason = found[9] and reason_of(found[9]) or 'none'
+    if found[1] and (task == '' or found[2] == task) and (queue == '' or found[3] == queue)
+       and (tenant == '*' or found[8] == tenant) and (reasons == '' or string.find(reasons, ',' .. reason .. ',', 1, true)) then
+      num_found = num_found + 1
+      for _, value in ipairs({id, ids[i + 1], found[2], found[3], found[4], found[5], found[6] or '', found[7] or '',
+                              found[8] or '', reason}) do
+        reply[#reply + 1] = value
+      end
+    end
+  end
+end
+return reply
 
 --@ forget_queue
 -- Removes a queue from the set of queues if it has neither waiting jobs nor messages. KEYS: its waiting jobs, its lists.

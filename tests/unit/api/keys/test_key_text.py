@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from cellama.api.keys.entry import new_key, parse_key, sent_key
+from cellama.api.keys.entry import KeyEntry, new_key, parse_key, sent_key
 
 
 def test_new_keys_differ_and_match_their_digests() -> None:
@@ -64,3 +64,12 @@ def test_parse_key_returns_none_for_altered_key(change: object) -> None:
 )
 def test_sent_key_reads_both_headers(headers: dict[str, str], key: str | None) -> None:
     assert sent_key(headers) == key
+
+
+def test_entry_names_admin_only_if_it_is_set() -> None:
+    key = new_key()
+    fields = {"id": key.id, "digest": key.digest, "tenant": "acme"}
+    assert "admin" not in KeyEntry.model_validate(fields).model_dump_json()
+    assert "admin" not in KeyEntry.model_validate({**fields, "admin": False}).model_dump(mode="json")
+    admin = KeyEntry.model_validate({**fields, "admin": True})
+    assert KeyEntry.model_validate_json(admin.model_dump_json(exclude_none=True)) == admin

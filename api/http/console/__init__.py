@@ -1,0 +1,30 @@
+"""The console: pages for a browser that show queues, jobs, chats, bulk runs and keys (docs/how-to/console.md).
+
+`session.py` identifies the visitor, `rendering.py` renders templates, and each other module serves a group of pages.
+Pages work without inline scripts and styles, because the Content-Security-Policy forbids them.
+"""
+
+from __future__ import annotations
+
+from cellama.api.http.auth import Access
+from cellama.api.http.keys.access import KeyAccess
+from cellama.config import Settings
+
+from . import jobs, overview, sign_in
+from .rendering import STATIC_ROUTE, error_page, is_console_page
+from .session import SignInRequired, sign_in_response
+
+PAGE_MODULES = (overview, jobs, sign_in)
+ROUTES = (*(route for module in PAGE_MODULES for route in module.ROUTES), STATIC_ROUTE)
+
+__all__ = ["ROUTES", "SignInRequired", "error_page", "is_console_page", "is_served", "sign_in_response"]
+
+
+def is_served(settings: Settings, access: Access) -> bool:
+    """Return whether a gateway with this access control serves the console.
+
+    By default, it is served if the gateway checks API keys, or if it is reachable from this machine only.
+    """
+    if settings.gateway_console == "auto":
+        return isinstance(access, KeyAccess)  # without keys, it admits requests from this machine only
+    return settings.gateway_console == "on"

@@ -1,0 +1,152 @@
+"""Render the pages of the console from templates. Everything that a template inserts is escaped."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from cellama.api.http.errors import ApiError
+
+from .session import base_of, is_admin
+
+TEMPLATES, STATIC = (Path(__file__).parent / name for name in ("templates", "static"))
+STATIC_ROUTE = Mount("/console/static", StaticFiles(directory=STATIC, check_dir=False))
+SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",  # with no-referrer, browsers would send forms with `Origin: null`
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleSection:
+    """An entry of the navigation. `path` follows the path of the console."""
+
+    title: str
+    path: str
+    admins_only: bool = False
+
+
+NAVIGATION = (ConsoleSection("Overview", ""), ConsoleSection("Jobs", "/jobs"))
+
+
+def page(
+    request: Request, template: str, *, status: int = 200, headers: Mapping[str, str] | None = None, **context: Any
+) -> Response:
+    """Render a page or a fragment of a page for the visitor that `console_caller` has found, if it was called."""
+    caller = getattr(request.state, "console_caller", None)
+    base = base_of(request)
+    visible = [one for one in NAVIGATION if caller is not None and (is_admin(caller) or not one.admins_only)]
+    text = (
+        _environment()
+        .get_template(template)
+        .render(
+            base=base,
+            caller=caller,
+            is_admin=caller is not None and is_admin(caller),
+            navigation=[(one.title, base + one.path, _is_current(request, base + one.path)) for one in visible],
+            static=lambda name: f"{base}/static/{name}?v={_version_of(name)}",
+            **context,
+        )
+    )
+    return Response(text, status, {**SECURITY_HEADERS, **(headers or {})}, media_type="text/html")
+
+
+def _is_current(request: Request, path: str) -> bool:
+    current = request.url.path.rstrip("/")
+    return current == path or (path != base_of(request) and current.startswith(f"{path}/"))
+
+
+def is_console_page(request: Request) -> bool:
+    """Return whether a browser requests a page of the console, so that errors should be pages as well."""
+    base, path = base_of(request), request.url.path
+    return (path == base or path.startswith(f"{base}/")) and "text/html" in request.headers.get("accept", "")
+
+
+def error_page(request: Request, error: ApiError) -> Response:
+    """Return the page that shows an error."""
+    title = HTTPStatus(error.status).phrase if error.status in set(HTTPStatus) else "Error"
+    return page(request, "error.html", status=error.status, headers=error.headers, title=title, message=error.message)
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        auto_reload=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        duration=duration_text, precise=precise_text, count=count_text, bytes=bytes_text, utc=utc_text, iso=iso_text
+    )
+    return environment
+
+
+@functools.cache
+def _version_of(name: str) -> str:
+    """Return a checksum of a static file, so that browsers load it again after an upgrade."""
+    return f"{zlib.crc32((STATIC / name).read_bytes()):08x}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """Return a duration for people: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min", "4 d 2 h", or "–" for None."""
+    if seconds is None:
+        return "–"
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if total >= unit_s:
+            rest = total % unit_s // part_s
+            return f"{total // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
+    raise AssertionError("unreachable")
+
+
+def precise_text(seconds: float) -> str:
+    """Return a duration as `duration_text` does, or in milliseconds if it is shorter than a second."""
+    return f"{max(0.0, seconds) * 1000:.0f} ms" if seconds < 1 else duration_text(seconds)
+
+
+def count_text(number: float | None) -> str:
+    """Return a number with a narrow space between thousands, or "–" for None."""
+    return "–" if number is None else f"{number:,.0f}".replace(",", "\u202f")
+
+
+def bytes_text(num_bytes: int) -> str:
+    """Return a size for people, such as "512 B", "1.5 MiB" or "20 GiB"."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def utc_text(at: float | None) -> str:
+    """Return a time (Unix seconds) as "2026-01-31 12:00:00 UTC", or "–" for None."""
+    return "–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def iso_text(at: float) -> str:
+    """Return a time (Unix seconds) in the format of the attribute `datetime`."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")

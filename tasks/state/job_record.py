@@ -1,0 +1,183 @@
+"""Read what Redis has about one job: its entry in the ledger, its attempts, its output so far, and its parameters."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cellama.tasks.contract.events import EVENT_FIELD, Event, is_terminal
+from cellama.tasks.contract.keys import ended_key, job_key, journal_key, result_key, running_key
+from cellama.tasks.contract.names import model_of
+
+from .job_list import REASONS, FoundState
+
+MAX_SHOWN_BYTES = 256 << 10  # of a message or a result: a larger one is not read
+EVENTS_PER_PAGE = 500  # which take some milliseconds of the event loop
+FIELDS = (
+    "state", "task", "queue", "priority", "submitted_at", "delay", "tenant", "attempt", "worker", "began_at", "left_at",
+    "lost", "before", "end",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """An attempt at a job. Times are in Unix seconds. `ended_at` is None while the attempt runs."""
+
+    worker: str
+    began_at: float
+    ended_at: float | None
+    is_lost: bool  # True if its worker did not report an end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A job in any state. Times are in Unix seconds, by Redis' clock, and None if they are unknown."""
+
+    job_id: str
+    state: FoundState
+    kind: str  # name of the task without `cellama.`
+    model: str
+    priority: int
+    tenant: str  # "" if no tenant's request made the job
+    submitted_at: float
+    may_start_at: float | None  # of a job with an ETA
+    num_attempts: int
+    attempts: list[AttemptRecord]  # the last ones, oldest first
+    started_at: float | None  # when a running job got its slot
+    ended_at: float | None
+    end: Mapping[str, Any] | None  # its last event
+    parameters: Mapping[str, Any] | None  # deleted when the job ends, and None if they are too large
+    result: Any  # of an ended job without output events; None if it is missing or too large
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in ("waiting", "running")
+
+
+@dataclass(slots=True)
+class JobOutput:
+    """The output of a job up to an event: text and reasoning of each completion. `last_seq` is -1 without events."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasoning: dict[int, str] = field(default_factory=dict)
+    started: Mapping[str, Any] | None = None
+    num_lines: int = 0  # finished lines of a bulk run
+    last_seq: int = -1
+    has_ended: bool = False
+    is_trimmed: bool = False  # True if the first events have expired
+
+
+async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
+    """Return a job, or None if it is unknown or has expired. Raises RedisError."""
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hmget(job_key(job_id), FIELDS)
+        pipe.zscore(running_key(), job_id)
+        pipe.zscore(ended_key(), job_id)
+        pipe.hstrlen(job_key(job_id), "message")
+        pipe.strlen(result_key(job_id))
+        values, started_at, ended_at, message_bytes, result_bytes = await pipe.execute()
+    found = {name: "" if value is None else value.decode() for name, value in zip(FIELDS, values, strict=True)}
+    if not found["state"] or not found["task"]:
+        return None
+    end = json.loads(found["end"]) if found["end"] else None
+    submitted_at, delay_s = float(found["submitted_at"]), float(found["delay"] or 0)
+    message: Any = None
+    if 0 < message_bytes <= MAX_SHOWN_BYTES:
+        message = await redis.hget(job_key(job_id), "message")
+    result: Any = None
+    if end is not None and 0 < result_bytes <= MAX_SHOWN_BYTES:
+        result = await redis.get(result_key(job_id))
+    return JobRecord(
+        job_id=job_id,
+        state=_state(found["state"], started_at, end),
+        kind=found["task"].removeprefix("cellama."),
+        model=model_of(found["queue"]),
+        priority=int(found["priority"] or 0),
+        tenant=found["tenant"],
+        submitted_at=submitted_at,
+        may_start_at=submitted_at + delay_s if delay_s else None,
+        num_attempts=int(found["attempt"] or 0),
+        attempts=_attempts(found, ended_at),
+        started_at=started_at,
+        ended_at=ended_at,
+        end=end,
+        parameters=_parameters(message),
+        result=_result(result),
+    )
+
+
+def _state(state: str, started_at: float | None, end: Mapping[str, Any] | None) -> FoundState:
+    """Return the state. A job that a worker holds waits until it gets a slot."""
+    if state != "done":
+        return "waiting" if started_at is None else "running"
+    if end is None or end["type"] == "error":
+        return "failed"
+    return REASONS.get(end["finish_reason"], "succeeded")
+
+
+def _attempts(found: Mapping[str, str], ended_at: float | None) -> list[AttemptRecord]:
+    attempts = []
+    for line in found["before"].splitlines():
+        _, began_at, left_at, lost, worker = line.split(" ", 4)
+        attempts.append(AttemptRecord(_name(worker), float(began_at), float(left_at), lost == "1"))
+    if found["began_at"]:
+        until = float(found["left_at"]) if found["left_at"] else ended_at
+        attempts.append(AttemptRecord(_name(found["worker"]), float(found["began_at"]), until, found["lost"] == "1"))
+    return attempts
+
+
+def _name(worker: str) -> str:
+    return worker.partition(" ")[0]
+
+
+def _parameters(message: bytes | None) -> Mapping[str, Any] | None:
+    """Return the parameters in a message of the queue, or None if it is malformed or compressed."""
+    if not message:
+        return None
+    try:
+        args, kwargs, _ = json.loads(base64.b64decode(json.loads(message)["body"]))
+        return {**({"args": args} if args else {}), **kwargs}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _result(stored: bytes | None) -> Any:
+    """Return the result in Celery's JSON, or None if there is none."""
+    try:
+        value = json.loads(stored or b"null")
+        return value["result"] if value and value["status"] == "SUCCESS" else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+async def read_output(redis: Redis, job_id: str) -> JobOutput:
+    """Return the output of a job so far. Its journal is read in pages, so that other tasks run in between."""
+    output, after = JobOutput(), "-"
+    while True:
+        entries: Any = await redis.xrange(journal_key(job_id), min=after, count=EVENTS_PER_PAGE)
+        for _, fields in entries:
+            _add(output, json.loads(fields[EVENT_FIELD.encode()]))
+        if len(entries) < EVENTS_PER_PAGE:
+            return output
+        after = f"({entries[-1][0].decode()}"
+
+
+def _add(output: JobOutput, event: Event) -> None:
+    output.is_trimmed |= event["seq"] != output.last_seq + 1
+    output.last_seq = event["seq"]
+    output.has_ended = is_terminal(event)
+    if event["type"] == "started":
+        output.started = event
+    elif event["type"] == "token":
+        index = event.get("index", 0)
+        output.texts[index] = output.texts.get(index, "") + event["text"]
+    elif event["type"] == "reasoning":
+        index = event.get("index", 0)
+        output.reasoning[index] = output.reasoning.get(index, "") + event["text"]
+    elif event["type"] == "line":
+        output.num_lines += 1

@@ -1,0 +1,293 @@
+"""Test the pages of the console over HTTP: access, protection against other sites, and content."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from html import unescape
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from cellama.api import Client
+from cellama.api.http.console.session import COOKIE
+from cellama.api.keys.entry import KeyText
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.state.ledger import Ledger
+
+from ...conftest import PATIENCE_S, WorkerProcess, wait_until
+from ...gateways import GatewayProcess
+from ..ledgers import submission
+from ..test_gateway_tenants import Keyed
+
+HTML = {"accept": "text/html"}
+OWN = {**HTML, "sec-fetch-site": "same-origin"}
+HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
+
+
+@pytest.fixture(scope="module")
+def keyed(
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Keyed]:
+    """A gateway with keys in front of the worker."""
+    keyed = Keyed(tmp_path_factory.mktemp("console"), redis_server.url)
+    try:
+        keyed.add()
+        keyed.process.wait_ready()
+        yield keyed
+    finally:
+        keyed.process.stop()
+
+
+@pytest.fixture
+def visit(keyed: Keyed) -> Iterator[Callable[..., httpx.Client]]:
+    """Returns a browser that has signed in with a key."""
+    opened = []
+
+    def visit(key: KeyText | None = None) -> httpx.Client:
+        browser = httpx.Client(base_url=keyed.process.url, headers=OWN, timeout=PATIENCE_S)
+        opened.append(browser)
+        if key is not None:
+            assert browser.post("/console/sign-in", data={"key": key.text}).status_code == 303
+        return browser
+
+    yield visit
+    for browser in opened:
+        browser.close()
+
+
+def rows_of(text: str) -> list[str]:
+    """Return the job ids in a table of jobs."""
+    return re.findall(r'class="mono id" href="[^"]*">([^<]+)<', text)
+
+
+def test_console_asks_for_a_key_when_the_visitor_has_no_session(visit: Callable[..., httpx.Client]) -> None:
+    browser = visit()
+    for path in ("/console", "/console/jobs?state=failed"):
+        answer = browser.get(path)
+        assert answer.status_code == 303
+        assert answer.headers["location"].startswith("/console/sign-in?next=/console")
+    assert "API key" in browser.get("/console/sign-in").text
+    fragment = browser.get("/console/overview", headers={"hx-request": "true"})
+    assert (fragment.status_code, fragment.headers["hx-redirect"]) == (401, "/console/sign-in")
+    assert browser.get("/console/jobs/x/events", headers={"accept": "text/event-stream"}).status_code == 401
+
+
+def test_sign_in_starts_a_session_that_scripts_and_other_sites_can_not_use(
+    keyed: Keyed, visit: Callable[..., httpx.Client], redis_client: Redis
+) -> None:
+    key, browser = keyed.add(admin=True), visit()
+    answer = browser.post("/console/sign-in", data={"key": f" {key.text}\n", "next": "/console/jobs?state=failed"})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/console/jobs?state=failed")
+    cookie = answer.headers["set-cookie"].lower()
+    assert all(part in cookie for part in ("httponly", "samesite=strict", "path=/console", "max-age="))
+    assert browser.get("/console").status_code == 200
+    [stored] = [name for name in redis_client.scan_iter("cellama:console:*") if key.id in str(redis_client.get(name))]
+    assert browser.cookies[COOKIE] not in stored.decode()
+    assert key.text.rpartition("-")[2] not in str(redis_client.get(stored))
+    assert 0 < redis_client.ttl(stored) <= 12 * 3600
+
+
+def test_sign_in_rejects_a_wrong_key_and_a_return_to_another_site(
+    keyed: Keyed, visit: Callable[..., httpx.Client]
+) -> None:
+    browser = visit()
+    for wrong in ("", "sk-abc", keyed.add().text[:-1] + "!", HOSTILE):
+        answer = browser.post("/console/sign-in", data={"key": wrong})
+        assert answer.status_code == 401
+        assert "The key is not valid" in answer.text
+        assert COOKIE not in browser.cookies
+    for elsewhere in ("https://example.org/", "//example.org", "/console/../v1", "/consoles", "/v1"):
+        answer = visit().post("/console/sign-in", data={"key": keyed.add().text, "next": elsewhere})
+        assert answer.headers["location"] == "/console"
+
+
+def test_session_ends_when_its_key_is_revoked_or_the_visitor_signs_out(
+    keyed: Keyed, visit: Callable[..., httpx.Client]
+) -> None:
+    key = keyed.add()
+    browser, other = visit(key), visit(key)
+    assert browser.get("/console").status_code == 200
+    token = browser.cookies[COOKIE]
+    assert browser.post("/console/sign-out").status_code == 303
+    assert keyed.process.get("/console", headers={**HTML, "cookie": f"{COOKIE}={token}"}).status_code == 303
+    assert other.get("/console").status_code == 200
+    keyed.revoke(key)
+    assert other.get("/console").status_code == 303
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site", "sec-fetch-mode": "navigate"},
+        {"origin": "https://example.org"},
+        {"origin": "null"},
+        {},
+    ],
+)
+def test_console_rejects_changes_from_other_sites(keyed: Keyed, headers: dict[str, str]) -> None:
+    with httpx.Client(base_url=keyed.process.url, headers={**HTML, **headers}) as browser:
+        for path in ("/console/sign-in", "/console/sign-out", "/console/jobs/x/cancel"):
+            answer = browser.post(path, data={"key": keyed.add().text})
+            assert answer.status_code == 403, path
+            assert "only requests of its own pages" in answer.text
+    own = {**HTML, "origin": keyed.process.url}
+    assert keyed.process.post("/console/sign-in", data={"key": keyed.add().text}, headers=own).status_code == 303
+
+
+def test_pages_of_other_sites_may_link_to_the_console_but_not_read_it(gateway: GatewayProcess) -> None:
+    link = {**HTML, "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert gateway.get("/console", headers=link).status_code == 200
+    for fetch in ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}, {"origin": "https://example.org"}):
+        assert gateway.get("/console", headers={**HTML, **fetch}).status_code == 403
+    assert gateway.get("/console", headers={"host": "rebound.example.org"}).status_code == 403
+
+
+def test_each_page_has_a_strict_policy_and_neither_inline_scripts_nor_styles(gateway: GatewayProcess) -> None:
+    for path in ("/console", "/console/overview", "/console/jobs", "/console/jobs/list", "/console/jobs/none"):
+        answer = gateway.get(path, headers=HTML)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+        assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=|javascript:", answer.text), path
+    for name in set(re.findall(r'(?:src|href)="(/console/static/[^"]+)"', gateway.get("/console").text)):
+        assert gateway.get(name).status_code == 200
+
+
+def test_console_is_off_when_the_setting_says_so(keyed: Keyed, redis_server: RedisServer, tmp_path: Any) -> None:
+    gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_CONSOLE="off")
+    try:
+        gateway.wait_ready("/health")
+        assert gateway.get("/console", headers=HTML).status_code == 404
+        assert "console:" not in gateway.log()
+        assert f"console: {keyed.process.url}/console" in keyed.process.log()
+    finally:
+        gateway.stop()
+
+
+def test_overview_shows_models_workers_and_queues(gateway: GatewayProcess, unserved: str) -> None:
+    with Client() as client:
+        waiting = client.generate(unserved, "Hello", wait=True)
+        try:
+            wait_until(lambda: unserved in gateway.get("/console/overview").text, "the queue")
+            text = gateway.get("/console/overview").text
+        finally:
+            waiting.cancel()
+    assert "no worker" in text
+    assert "worker@" in text
+    assert re.search(r">tiny</th>\s*<td><span class=\"badge ready\">ready", text)
+    assert "Redis memory" in text
+
+
+def test_visitor_sees_only_jobs_of_its_tenant_unless_it_is_an_administrator(
+    keyed: Keyed, visit: Callable[..., httpx.Client], queue: Client
+) -> None:
+    keys = {"acme": keyed.add(), "other": keyed.add(), "admin": keyed.add(admin=True)}
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 1, "cache_salt": "x"}
+    headers = {"authorization": f"Bearer {keys['acme'].text}"}
+    keyed.process.post("/v1/completions", json=body, headers=headers).raise_for_status()
+    without_tenant = queue.generate("tiny", "Hello", max_tokens=1)
+    without_tenant.result(PATIENCE_S)
+    seen = {name: rows_of(visit(key).get("/console/jobs").text) for name, key in keys.items()}
+    [job_id] = seen["acme"]
+    assert seen["other"] == []
+    for shown in (job_id, without_tenant.id):
+        assert rows_of(visit(keys["admin"]).get("/console/jobs", params={"id": shown}).text) == [shown]
+        assert visit(keys["other"]).get("/console/jobs", params={"id": shown}).text.count(shown) == 1  # in the field
+    for name, status in (("acme", 200), ("other", 404), ("admin", 200)):
+        for path in ("", "/details"):
+            assert visit(keys[name]).get(f"/console/jobs/{job_id}{path}").status_code == status
+        assert visit(keys[name]).post(f"/console/jobs/{job_id}/cancel").status_code == (303 if status == 200 else 404)
+    assert visit(keys["acme"]).get(f"/console/jobs/{without_tenant.id}").status_code == 404
+    assert "worker@" not in visit(keys["acme"]).get("/console").text
+    assert "worker@" in visit(keys["admin"]).get("/console").text
+
+
+def test_list_filters_by_state_model_kind_and_id(gateway: GatewayProcess, queue: Client, unserved: str) -> None:
+    finished = queue.generate("tiny", "Once upon a time", max_tokens=2)
+    finished.result(PATIENCE_S)
+    waiting, cancelled = (queue.generate(unserved, "Hello", wait=True) for _ in range(2))
+    cancelled.cancel()
+
+    def found(**filters: str) -> set[str]:
+        ids = {finished.id, waiting.id, cancelled.id}
+        return ids & set(rows_of(gateway.get("/console/jobs/list", params=filters).text))
+
+    try:
+        assert found(model=unserved) == {waiting.id, cancelled.id}
+        assert found(state="waiting", model=unserved) == {waiting.id}
+        assert found(state="cancelled") == {cancelled.id}
+        assert found(state="succeeded", kind="generate") == {finished.id}
+        assert found(state="failed", model=unserved) == found(kind="embed") == set()
+        assert found(id=finished.id[4:20]) == found(id=f" {finished.id} ") == {finished.id}
+        assert found(id=HOSTILE) == set()
+        shown = gateway.get("/console/jobs", params={"id": HOSTILE, "model": HOSTILE}).text
+        assert "<script>window" not in shown
+        assert HOSTILE in unescape(shown)
+    finally:
+        waiting.cancel()
+
+
+def test_list_filters_10_000_jobs_and_reaches_each_of_them_by_pages(
+    gateway: GatewayProcess, redis_client: Redis, unserved: str
+) -> None:
+    ledger = Ledger(redis_client)
+    jobs = [submission(f"cellama:queue:{unserved}") for _ in range(10_000)]
+    for start in range(0, len(jobs), 1000):
+        ledger.submit(jobs[start : start + 1000])
+    try:
+        wanted = jobs[-1].job_id
+        assert rows_of(gateway.get("/console/jobs/list", params={"id": wanted[:18]}).text) == [wanted]
+        assert rows_of(gateway.get("/console/jobs/list", params={"model": unserved, "kind": "chat"}).text) == []
+        seen: list[str] = []
+        path = f"/console/jobs?model={unserved}&state=waiting"
+        for _ in range(3):
+            text = gateway.get(path).text
+            seen += rows_of(text)
+            path = unescape(re.search(r'href="([^"]+)">Next page', text)[1])  # type: ignore[index]
+        assert seen == [job.job_id for job in jobs[:150]]
+        assert gateway.get("/console/jobs?after=x").status_code == 400
+    finally:
+        redis_client.delete(f"cellama:waiting:cellama:queue:{unserved}", f"cellama:queue:{unserved}")
+        redis_client.delete(f"cellama:queue:{unserved}\x06\x163", *(f"cellama:job:{job.job_id}" for job in jobs))
+        redis_client.srem("cellama:queues", f"cellama:queue:{unserved}")
+
+
+def test_page_of_a_job_shows_its_life_its_parameters_and_its_escaped_text(
+    gateway: GatewayProcess, queue: Client, unserved: str
+) -> None:
+    waiting = queue.generate(unserved, HOSTILE, stop=["a"], wait=True)
+    text = gateway.get(f"/console/jobs/{waiting.id}").text
+    assert "<script>window" not in text
+    assert json.dumps(HOSTILE) in unescape(text)
+    assert gateway.post(f"/console/jobs/{waiting.id}/cancel", headers=OWN).status_code == 303
+    assert re.search(r'class="badge cancelled"[^>]*>cancelled', gateway.get(f"/console/jobs/{waiting.id}").text)
+    finished = queue.generate("tiny", "Once upon a time", max_tokens=8, temperature=0)
+    result = finished.result(PATIENCE_S)
+    text = unescape(gateway.get(f"/console/jobs/{finished.id}").text)
+    assert result["text"] in text
+    for entry in ("Submitted", "Attempt 1 started", "Got a slot", "First token", "Finished", "prompt of 4 tokens"):
+        assert entry in text
+    assert gateway.get("/console/jobs/none", headers=HTML).status_code == 404
+
+
+def test_stream_of_a_job_resumes_after_the_last_event_and_stops_at_the_end(
+    gateway: GatewayProcess, queue: Client
+) -> None:
+    job = queue.generate("tiny", "Once upon a time", max_tokens=8, temperature=0)
+    result = job.result(PATIENCE_S)
+    path = f"/console/jobs/{job.id}/events"
+    frames = gateway.get(path).text.strip().split("\n\n")
+    events = [json.loads(frame.partition("data: ")[2]) for frame in frames]
+    assert "".join(event.get("text", "") for event in events) == result["text"]
+    assert events[-1]["is_last"]
+    rest = gateway.get(path, headers={"last-event-id": str(events[1]["seq"])}).text
+    assert rest.strip().split("\n\n") == frames[2:]
+    assert gateway.get(path, params={"after": events[-1]["seq"]}).status_code == 204
+    assert gateway.get(path, params={"after": "x"}).status_code == 400
