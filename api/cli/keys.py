@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json as json_of
-import re
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import ValidationError
 from redis.asyncio import Redis
 from rich.markup import escape
 
 from cellama.api.client.client import CONNECT_TIMEOUT_S
-from cellama.api.keys.entry import KeyEntry, KeyText, new_key, parse_key
+from cellama.api.keys.entry import KeyEntry, KeyText
+from cellama.api.keys.managing import InvalidKeyField, as_toml, create_key, revoke_key, seconds_of
 from cellama.api.keys.store import KeyFile, KeyLookup, KeyStore
 from cellama.config import get_settings
-from cellama.config.settings import explain
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis
 
@@ -27,7 +24,6 @@ from .options import JsonOption
 from .output import err, out, print_json, readable_time, table_of
 
 _T = TypeVar("_T")
-_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def keys_create_command(
@@ -75,10 +71,7 @@ def keys_create_command(
     """
     if adapter and no_adapters:
         raise typer.BadParameter("--adapter and --no-adapters can't be combined; use one of them")
-    key = new_key()
-    given: dict[str, Any] = {
-        "id": key.id,
-        "digest": key.digest,
+    fields: dict[str, Any] = {
         "tenant": tenant,
         "name": name,
         "models": model or None,
@@ -89,7 +82,11 @@ def keys_create_command(
         "tokens_per_minute": tokens_per_minute,
         "concurrent_jobs": concurrent_jobs,
     }
-    entry = _with_store(lambda store: _create(store, given, _seconds_of(expires_in)))
+    is_stored, lifetime_s = get_settings().gateway_keys_file is None, _seconds_of(expires_in)
+    try:
+        key, entry = _with_store(lambda store: create_key(store, fields, lifetime_s, is_stored=is_stored))
+    except InvalidKeyField as error:
+        raise typer.BadParameter(str(error)) from None
     if json:
         print_json({"key": key.text, **entry.model_dump(mode="json")})
     else:
@@ -104,18 +101,6 @@ def _show(key: KeyText, entry: KeyEntry) -> None:
     else:
         err.print(f"store the key now, because it can't be shown again; to activate it, add these lines to {file}:")
         out.print(as_toml(entry), markup=False, soft_wrap=True)
-
-
-async def _create(store: KeyStore, given: dict[str, Any], expires_in_s: float | None) -> KeyEntry:
-    now = await store.now()
-    expires_at = None if expires_in_s is None else now + timedelta(seconds=expires_in_s)
-    try:
-        entry = KeyEntry.model_validate({**given, "created_at": now, "expires_at": expires_at})
-    except ValidationError as error:
-        raise typer.BadParameter("; ".join(map(explain, error.errors()))) from None
-    if get_settings().gateway_keys_file is None:
-        await store.write(entry)
-    return entry
 
 
 def keys_list_command(json: JsonOption = False) -> None:
@@ -164,33 +149,13 @@ def keys_revoke_command(
     file = get_settings().gateway_keys_file
     if file is not None:
         raise typer.BadParameter(f"the keys are in the file {file}; delete the entry there, or set its `revoked_at`")
-    key = parse_key(key_id)
-    revoked = _with_store(lambda store: _revoke(store, key_id if key is None else key.id))
+    revoked = _with_store(lambda store: revoke_key(store, key_id))
+    if revoked.entry is None:
+        raise typer.BadParameter("there is no API key with this id; list the keys with `cellama keys list`")
     if json:
         print_json(_public_fields(revoked))
     else:
-        assert revoked.entry is not None
         out.print(f"revoked key {revoked.entry.id} of tenant {revoked.entry.tenant}")
-
-
-async def _revoke(store: KeyStore, key_id: str) -> KeyLookup:
-    found = await store.look_up(key_id)
-    if found.entry is None:
-        raise typer.BadParameter("there is no API key with this id; list the keys with `cellama keys list`")
-    if found.entry.revoked_at is None:
-        await store.write(found.entry.model_copy(update={"revoked_at": await store.now()}))
-    return await store.look_up(key_id)
-
-
-def as_toml(entry: KeyEntry) -> str:
-    """Return the entry of a key in a keys file."""
-    lines = ["[[keys]]"]
-    for name, value in entry.model_dump(exclude_none=True).items():
-        if isinstance(value, datetime):
-            lines.append(f"{name} = {value.isoformat()}")
-        elif value != "":
-            lines.append(f"{name} = {json_of.dumps(value, ensure_ascii=False)}")
-    return "\n".join(lines)
 
 
 def _with_store(action: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
@@ -219,12 +184,10 @@ def _limits(entry: KeyEntry) -> Iterator[str]:
 def _seconds_of(text: str | None) -> float | None:
     if text is None:
         return None
-    found = re.fullmatch(r"([1-9]\d{0,3})([mhdw])", text, re.ASCII)
-    if found is None:
-        raise typer.BadParameter(
-            f"invalid duration {text!r}; use for example 30m, 12h, 90d or 4w", param_hint="--expires-in"
-        )
-    return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
+    try:
+        return seconds_of(text)
+    except InvalidKeyField as error:
+        raise typer.BadParameter(str(error), param_hint="--expires-in") from None
 
 
 def with_redis(action: Callable[[Redis], Awaitable[_T]]) -> _T:

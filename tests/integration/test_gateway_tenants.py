@@ -12,8 +12,8 @@ import openai
 import pytest
 from redis import Redis
 
-from cellama.api.cli.keys import as_toml
 from cellama.api.keys.entry import KeyEntry, KeyText, new_key
+from cellama.api.keys.managing import as_toml
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.keys import key_charges_key, key_jobs_key
 

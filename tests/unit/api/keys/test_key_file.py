@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cellama.api.cli.keys import as_toml
+from cellama.api.keys.managing import as_toml
 from cellama.api.keys.store import KeyFile, read_keys
 from cellama.config import SettingsError
 

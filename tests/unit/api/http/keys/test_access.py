@@ -13,13 +13,13 @@ import pytest
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from cellama.api.cli.keys import as_toml
 from cellama.api.http.auth import Caller, LoopbackOnly, NoKeys, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys import key_access
 from cellama.api.http.keys.access import KeyAccess, duration
 from cellama.api.http.keys.limiter import MAX_CALLS
 from cellama.api.keys.entry import KeyEntry, KeyText, new_key
+from cellama.api.keys.managing import as_toml
 from cellama.api.keys.store import KeyFile, KeyStore
 from cellama.config import SettingsError, get_settings
 from cellama.tasks.contract.keys import api_keys_key, api_keys_used_key
