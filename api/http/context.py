@@ -111,7 +111,11 @@ async def caller_of(request: Request) -> Caller:
 
 async def charged(request: Request) -> Caller:
     """Charge the request to its sender, and return the sender. Raises ApiError: 401, 403, 429 or 503."""
-    caller = await caller_of(request)
+    return await charge(request, await caller_of(request))
+
+
+async def charge(request: Request, caller: Caller) -> Caller:
+    """Charge the request to its authenticated sender, and return the sender. Raises ApiError (429)."""
     context_of(request).admission = await gateway_of(request).access.admit(caller)
     return caller
 

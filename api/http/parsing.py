@@ -178,8 +178,12 @@ async def read(request: Request) -> ParsedRequest:
 
     Raises ApiError, and ClientDisconnect if the client disconnects.
     """
+    return await read_of(request, await charged(request))
+
+
+async def read_of(request: Request, caller: Caller) -> ParsedRequest:
+    """Parse the body of a charged request of this caller. Raises ApiError and ClientDisconnect."""
     context = context_of(request)
-    caller = await charged(request)
     parts = await _parts(request, context.gateway.settings.gateway_max_body_bytes, caller, context)
     num_bytes = sum(map(len, parts))
     if num_bytes <= LARGE_BYTES:

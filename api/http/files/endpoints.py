@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from cellama.api.http.gateway import gateway_of
 from cellama.api.http.parsing import PageQuery, declared_bytes
 from cellama.tasks.contract.json_values import shorten
 
-from .records import FileQuota
+from .records import FileQuota, Record
 from .service import FileService, file_view, life_of
 from .store import unavailable
 from .upload import MAX_FORM_BYTES, UploadForm, receive_form
@@ -33,15 +34,9 @@ _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[s
 
 async def create(request: Request) -> Response:
     """Handle `POST /v1/files`."""
-    files, caller = _files(request), await charged(request)
-    settings = gateway_of(request).settings
-    quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
-    limit = settings.gateway_max_file_bytes
-    min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # of the file, without the rest of the form
-    uploading = files.count_upload(caller, min_bytes, quota)
-    async with uploading, receive_form(request, files.store.work_dir, limit) as form:
-        life_s = _checked_life(form)
-        record = await files.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)
+    caller = await charged(request)
+    async with receive_upload(request, caller) as upload:
+        record = await upload.store(_checked_life(upload.form))
     return JSONResponse(file_view(record), headers=dict(context_of(request).admission.headers))
 
 
@@ -80,6 +75,32 @@ async def delete(request: Request) -> Response:
     return JSONResponse({"id": record["id"], "object": "file", "deleted": True})
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedUpload:
+    """A file that was received within the limits of its tenant, and is deleted unless it is stored."""
+
+    form: UploadForm
+    _files: FileService
+    _caller: Caller
+    _quota: FileQuota
+
+    async def store(self, life_s: int) -> Record:
+        """Store the file for `life_s` seconds, and return its record. Raises OSError, and ApiError (429)."""
+        name = self.form.name or ""
+        return await self._files.add(self.form.path, name, PURPOSE, self._caller, life_s, quota=self._quota)
+
+
+@contextlib.asynccontextmanager
+async def receive_upload(request: Request, caller: Caller) -> AsyncIterator[ReceivedUpload]:
+    """Receive the form of a request with its file. Raises ApiError and ClientDisconnect."""
+    files, settings = _files(request), gateway_of(request).settings
+    quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
+    min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # of the file, without the rest of the form
+    uploading = files.count_upload(caller, min_bytes, quota)
+    async with uploading, receive_form(request, files.store.work_dir, settings.gateway_max_file_bytes) as form:
+        yield ReceivedUpload(form, files, caller, quota)
+
+
 async def files_and_caller(request: Request) -> tuple[FileService, Caller]:
     """Authenticate the caller, and return the file service and the caller. Raises ApiError."""
     return _files(request), await caller_of(request)
@@ -102,9 +123,14 @@ def _checked_life(form: UploadForm) -> int:
         problem = "is missing" if purpose is None else f"is {purpose[:MAX_PURPOSE_CHARS]!r}"
         message = f"purpose {problem}; it must be {PURPOSE!r}, because the gateway only uses files for batches"
         raise ApiError(400, message, param="purpose")
+    check_not_empty(form)
+    return _life(fields)
+
+
+def check_not_empty(form: UploadForm) -> None:
+    """Raise ApiError (400) if the file of a form is empty."""
     if not form.num_bytes:
         raise ApiError(400, "file is empty; send a file with requests", param="file")
-    return _life(fields)
 
 
 def _life(fields: Mapping[str, str]) -> int:
