@@ -21,8 +21,8 @@ COMMAND = [sys.executable, "-c", "from cellama.api.cli import main; main()", "ga
 class GatewayProcess:
     """`cellama gateway` on a free port of loopback."""
 
-    def __init__(self, folder: Path, redis_url: str, **settings: str) -> None:
-        self.port = free_port()
+    def __init__(self, folder: Path, redis_url: str, port: int = 0, **settings: str) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_path = folder / "gateway.log"
         with self._log_path.open("wb") as log:

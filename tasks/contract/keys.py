@@ -57,6 +57,8 @@ Gateway:
 `cellama:http:lease:{id}` (string): Token of the gateway that runs a batch or performs a duty. TTL.
 `cellama:response:{id}` (string): Data of a response that its job does not have (api/http/responses). TTL.
 `cellama:console:{digest}` (string): JSON with the API key of a session of the console (api/http/console). TTL.
+`cellama:chat:{owner}:{id}` (hash): A chat of the console, which belongs to an API key (console/chat_store.py). TTL.
+`cellama:chats:{owner}` (sorted set): Ids of the chats of an API key, by the time of their last change. TTL.
 
 Webhooks:
 
@@ -258,6 +260,14 @@ def console_session_key(digest: str) -> str:
 
 def response_key(response_id: str) -> str:
     return f"{key_prefix()}:response:{response_id}"
+
+
+def console_chat_key(owner: str, chat_id: str) -> str:
+    return f"{key_prefix()}:chat:{owner}:{chat_id}"
+
+
+def console_chats_key(owner: str) -> str:
+    return f"{key_prefix()}:chats:{owner}"
 
 
 def waiting_key(queue: str) -> str:

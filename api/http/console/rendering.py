@@ -42,7 +42,13 @@ class ConsoleSection:
     admins_only: bool = False
 
 
-NAVIGATION = (ConsoleSection("Overview", ""), ConsoleSection("Jobs", "/jobs"))
+NAVIGATION = (
+    ConsoleSection("Overview", ""),
+    ConsoleSection("Jobs", "/jobs"),
+    ConsoleSection("Chat", "/chat"),
+    ConsoleSection("Runs", "/runs"),
+    ConsoleSection("Keys", "/keys", admins_only=True),
+)
 
 
 def page(

@@ -1,0 +1,20 @@
+"""Make characters visible that could hide or reorder text, so that hostile text of a model can't imitate the page.
+
+HTML itself is escaped by the templates and by `textContent`. Control characters and directional overrides are valid
+text in HTML, so escaping does not stop them.
+"""
+
+from __future__ import annotations
+
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}  # ␀ to ␟, except tab and newline
+_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # embeddings, overrides and isolates
+_NAMED = {code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), *_DIRECTIONS)}
+_TABLE: dict[int, int | str] = {**_PICTURES, 0x7F: 0x2421, **_NAMED}
+
+
+def visible(text: str) -> str:
+    """Return the text with each control character and each change of direction as a visible symbol.
+
+    Newlines and tabs stay. Text in right-to-left scripts is displayed correctly without such characters.
+    """
+    return text.replace("\r\n", "\n").translate(_TABLE)

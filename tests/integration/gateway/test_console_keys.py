@@ -1,0 +1,128 @@
+"""Keys and tenants in the console, for administrators, in a browser and over HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cellama.api.keys.entry import KeyText
+from cellama.api.machine.redis_server import RedisServer
+
+from ...browser import Page, browsing
+from ...conftest import PATIENCE_S, empty_database, wait_until
+from ...gateways import GatewayProcess
+from ..test_gateway_tenants import Keyed
+from .console_pages import accept_questions, press, text_of, write
+
+DATABASE = 10
+
+
+@pytest.fixture(scope="module")
+def gateway(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A gateway without keys, and without a worker."""
+    with empty_database(redis_server, DATABASE) as url:
+        process = GatewayProcess(tmp_path_factory.mktemp("keys"), url)
+        yield process.wait_ready("/health")
+        assert process.stop() == 0
+        assert "Traceback" not in process.log()
+        assert not re.search(r"sk-\w+-\w+", process.log())
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with browsing(tmp_path) as browser:
+        yield Page(browser)
+
+
+def secret_in(page: Page) -> str:
+    return str(page.run("document.getElementById('secret')?.value ?? ''"))
+
+
+def test_first_key_is_created_used_and_revoked(gateway: GatewayProcess, page: Page) -> None:
+    page.open(f"{gateway.url}/console/keys")
+    page.run("document.getElementById('tenant').focus()")
+    write(page, "acme")
+    press(page, "Enter")
+    secret = wait_until(lambda: secret_in(page), "the secret")
+    assert "active" in text_of(page, "[aria-labelledby=keys-title] tbody")
+    page.open(f"{gateway.url}/console/keys")  # from now on, the console needs a key
+    assert page.run("location.pathname") == "/console/sign-in"
+    page.run("document.getElementById('key').focus()")
+    write(page, secret)
+    press(page, "Enter")
+    wait_until(lambda: "administrator" in text_of(page, "[aria-labelledby=keys-title] tbody"), "the page of keys")
+    assert secret not in page.run("document.documentElement.outerHTML")
+    page.run("document.getElementById('tenant').focus()")
+    write(page, "globex")
+    press(page, "Enter")
+    other = wait_until(lambda: secret_in(page), "the second secret")
+    assert gateway.get("/v1/models", headers={"x-api-key": other}).status_code == 200
+    accept_questions(page)
+    page.run(f"document.querySelector('[aria-label=\"Revoke {other.split('-')[1]}\"]').click()")
+    wait_until(lambda: "revoked" in text_of(page, "[aria-labelledby=keys-title] tbody"), "the state")
+    assert gateway.get("/v1/models", headers={"x-api-key": other}).status_code == 401
+    assert gateway.get("/v1/models", headers={"x-api-key": secret}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    """A gateway whose keys are in a file."""
+    keyed = Keyed(tmp_path_factory.mktemp("keyed"), redis_server.url)
+    keyed.add()
+    yield keyed
+    assert keyed.process.stop() == 0
+
+
+def as_owner_of(keyed: Keyed, key: KeyText) -> httpx.Client:
+    headers = {"x-api-key": key.text, "origin": keyed.process.url, "accept": "text/html"}
+    return httpx.Client(base_url=keyed.process.url, headers=headers, timeout=PATIENCE_S)
+
+
+def test_only_administrators_see_and_create_keys(keyed: Keyed) -> None:
+    keyed.process.wait_ready("/health")
+    with as_owner_of(keyed, keyed.add()) as visitor, as_owner_of(keyed, keyed.add(admin=True)) as admin:
+        for answer in (
+            visitor.get("/console/keys"),
+            visitor.post("/console/keys", data={"tenant": "acme", "admin": "on"}),
+            visitor.post("/console/keys/aaaaaaaaaaaa/revoke"),
+        ):
+            assert answer.status_code == 403
+            assert "needs the key of an administrator" in answer.text
+        assert "/console/keys" not in visitor.get("/console").text
+        assert "/console/keys" in admin.get("/console").text
+
+
+def test_keys_in_a_file_are_created_as_text_for_the_file(keyed: Keyed) -> None:
+    keyed.process.wait_ready("/health")
+    key = keyed.add(admin=True, tenant="<b>root".strip("<b>"))
+    with as_owner_of(keyed, key) as admin:
+        answer = admin.post("/console/keys", data={"tenant": "acme", "concurrent_jobs": "3", "expires_in": "90d"})
+        assert answer.status_code == 201
+        assert answer.headers["cache-control"] == "no-store"
+        assert "concurrent_jobs = 3" in answer.text
+        assert "expires_at = " in answer.text
+        refused = admin.post(f"/console/keys/{key.id}/revoke")
+        assert (refused.status_code, "delete the entry in the file" in refused.text) == (409, True)
+        assert key.id in admin.get("/console/keys").text
+        assert "sha256:" not in admin.get("/console/keys").text
+
+
+def test_invalid_fields_are_explained_and_stay_in_the_form(keyed: Keyed) -> None:
+    keyed.process.wait_ready("/health")
+    with as_owner_of(keyed, keyed.add(admin=True)) as admin:
+        for fields, problem in (
+            ({"tenant": "<b>"}, "it must be 1 to 64 letters"),
+            ({"tenant": "acme", "expires_in": "soon"}, "use for example 30m, 12h, 90d or 4w"),
+            ({"tenant": "acme", "tokens_per_minute": "1e3"}, "it must be a whole number"),
+            ({"tenant": "acme", "requests_per_minute": "0"}, "greater than or equal to 1"),
+        ):
+            answer = admin.post("/console/keys", data=fields)
+            assert answer.status_code == 400
+            assert problem in answer.text
+            assert 'id="secret"' not in answer.text
+            for text in fields.values():
+                assert f'value="{text.replace("<b>", "&lt;b&gt;")}"' in answer.text

@@ -1,0 +1,169 @@
+"""Bulk runs in the console: upload, progress, errors, cancellation and downloads, in a browser and over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.state.bulk_runs import Batches
+
+from ...browser import Browser, Page, browsing
+from ...conftest import PATIENCE_S, WorkerProcess, wait_until
+from ...gateways import GatewayProcess
+from ..test_gateway_tenants import Keyed
+from .console_pages import accept_questions, choose_file, text_of
+from .test_batches import request
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser) -> Page:
+    return Page(browser)
+
+
+@pytest.fixture
+def http(gateway: GatewayProcess) -> Iterator[httpx.Client]:
+    headers = {"origin": gateway.url, "accept": "text/html"}
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def lines_of(*requests: dict[str, Any]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in requests).encode()
+
+
+def start_run(client: httpx.Client, content: bytes, name: str = "in.jsonl") -> str:
+    """Upload a file, and return the path of its run."""
+    response = client.post("/console/runs", files={"file": (name, content)}, data={"completion_window": "1h"})
+    assert response.status_code == 303, response.text
+    return response.headers["location"]
+
+
+def upload(page: Page, gateway: GatewayProcess, path: Path) -> None:
+    page.open(f"{gateway.url}/console/runs")
+    choose_file(page, "#file", path)
+    page.run("document.getElementById('start').click()")
+
+
+def status_of(page: Page) -> str:
+    return text_of(page, "#run .badge")
+
+
+def num_ended(page: Page) -> int:
+    return int(page.run("document.querySelector('#run progress')?.value ?? 0"))
+
+
+def test_run_of_1000_lines_is_uploaded_watched_and_downloaded(
+    gateway: GatewayProcess, http: httpx.Client, page: Page, tmp_path: Path
+) -> None:
+    requests = [request(number, max_tokens=2) for number in range(999)] + [request(999, temperature="hot")]
+    (tmp_path / "orders.jsonl").write_bytes(lines_of(*requests))
+    upload(page, gateway, tmp_path / "orders.jsonl")
+    wait_until(lambda: "/runs/batch_" in page.run("location.pathname"), "the page of the run")
+    seen = {wait_until(lambda: num_ended(page), "the progress")}
+    wait_until(lambda: seen.add(num_ended(page)) or status_of(page) == "completed", "the end of the run")
+    assert len(seen) > 2
+    wait_until(lambda: "Download output" in text_of(page, "#run"), "the results")
+    assert "temperature is 'hot'" in text_of(page, "#run")
+    path = page.run("location.pathname")
+    output, errors, sent = (http.get(f"{path}/{name}") for name in ("output", "errors", "input"))
+    assert len(output.text.splitlines()) == 999
+    assert [json.loads(line)["custom_id"] for line in errors.text.splitlines()] == ["r999"]
+    assert sent.content == (tmp_path / "orders.jsonl").read_bytes()
+    assert "orders-output.jsonl" in output.headers["content-disposition"]
+    assert output.headers["x-content-type-options"] == "nosniff"
+    assert page.run("document.querySelector('[hx-trigger]')") is None  # an ended run is not polled
+
+
+def test_cancelled_run_keeps_finished_results(
+    gateway: GatewayProcess, worker: WorkerProcess, page: Page, tmp_path: Path
+) -> None:
+    short = [request(number, max_tokens=2) for number in range(10)]
+    long = [request(number, max_tokens=1500, ignore_eos=True) for number in range(10, 200)]
+    (tmp_path / "long.jsonl").write_bytes(lines_of(*short, *long))
+    with worker.slowed(0.1):
+        upload(page, gateway, tmp_path / "long.jsonl")
+        wait_until(lambda: num_ended(page) > 0, "the first results")
+        assert status_of(page) == "in progress"
+        accept_questions(page)
+        page.run("document.querySelector('#run button.danger').click()")
+        wait_until(lambda: status_of(page) == "cancelled", "the end of the run")
+    wait_until(lambda: "Download output" in text_of(page, "#run"), "the results")
+    assert page.run("document.querySelector('#run button')") is None
+
+
+def test_refused_upload_shows_the_remedy_next_to_the_field(
+    gateway: GatewayProcess, http: httpx.Client, page: Page, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("<b>Hello</b>\n")
+    upload(page, gateway, tmp_path / "notes.txt")
+    wait_until(lambda: page.text("problem"), "the problem")
+    assert "each line must be a JSON object with custom_id, method, url and body" in page.text("problem")
+    assert page.run("document.getElementById('file').files.length") == 1
+    refused = http.post("/console/runs", files={"file": ("notes.txt", b"<b>Hello</b>\n")})  # without the script
+    assert refused.status_code == 400
+    assert "&lt;b&gt;Hello" in refused.text
+    other = lines_of({**request(1), "url": "/v1/images"})
+    assert "must be one of /v1/chat/completions" in http.post("/console/runs", files={"file": ("a", other)}).text
+    assert "file is empty" in http.post("/console/runs", files={"file": ("a", b"")}).text
+
+
+def test_invalid_lines_are_listed(http: httpx.Client) -> None:
+    path = start_run(http, lines_of(request(1), request(1)), "<i>twice.jsonl")
+    wait_until(lambda: "The file was not run" in http.get(path).text, "the end of the run")
+    text = http.get(path).text
+    assert "is also used in line 1; make it unique" in text
+    assert "&lt;i&gt;twice.jsonl" in text
+    assert http.get(f"{path}/output").status_code == 404
+    assert http.post(f"{path}/cancel").status_code == 409
+    assert path in http.get("/console/runs").text
+
+
+def test_runs_of_the_command_are_listed_for_administrators(http: httpx.Client, redis_client: Redis) -> None:
+    batches = Batches(redis_client)
+    batches.write("run-1", state="in_progress", input="<b>a.csv", output="b.csv", model="tiny", total=7, finished=3)
+    try:
+        text = http.get("/console/runs").text
+        assert "&lt;b&gt;a.csv" in text
+        assert "3 / 7" in text
+    finally:
+        batches.forget("run-1")
+
+
+def test_runs_belong_to_their_tenant(worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path) -> None:
+    keyed = Keyed(tmp_path, redis_server.url)
+    keys = [keyed.add(), keyed.add(), keyed.add(admin=True)]
+    keyed.process.wait_ready("/health")
+    own, other, admin = (
+        httpx.Client(
+            base_url=keyed.process.url,
+            headers={"x-api-key": key.text, "origin": keyed.process.url, "accept": "text/html"},
+            timeout=PATIENCE_S,
+        )
+        for key in keys
+    )
+    with own, other, admin:
+        path = start_run(own, lines_of(request(1)))
+        assert own.get(path).status_code == admin.get(path).status_code == 200
+        assert other.get(path).status_code == 404
+        assert other.post(f"{path}/cancel").status_code == 404
+        assert path not in other.get("/console/runs").text
+        assert "cellama batch run" not in other.get("/console/runs").text
+        wait_until(lambda: "Download output" in own.get(path).text, "the end of the run")
+        assert own.get(f"{path}/output").status_code == 200
+        assert other.get(f"{path}/output").status_code == 404
+    assert keyed.process.stop() == 0
