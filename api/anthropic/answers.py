@@ -9,7 +9,7 @@ from typing import Any
 from cellama.api.openai.answers import ended_in_reasoning, warnings_of
 
 _CLOSING = {"{": "}", "[": "]"}
-_MAX_TRIES = 8  # positions to try from the end: the last ones may follow a name without a value
+_MAX_TRIES = 8  # positions to try from the end, because the last ones may follow a name without a value
 
 
 def completed(text: str) -> str:

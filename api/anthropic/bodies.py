@@ -25,7 +25,7 @@ _ANTHROPIC_NAMES = {  # parameter of the job → Anthropic's name
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A parsed body. `params` are the parameters of a chat, except its model and messages."""
+    """The parameters of a chat that were read from a body. `params` excludes the model and the messages."""
 
     messages: list[dict[str, Any]]
     params: dict[str, Any]
@@ -47,7 +47,7 @@ def parse_body(body: Mapping[str, Any]) -> ParsedBody:
     if thinking.get("type") == "enabled":
         mapped["thinking_budget"] = _budget(thinking, max_tokens)
     if not thinking and "enable_thinking" in unmapped:
-        del mapped["enable_thinking"]  # the default gives way to the explicit parameter
+        del mapped["enable_thinking"]  # the explicit parameter overrides the default
     if "json_schema" in mapped:
         unmapped.setdefault("strict_schema", False)
     _check_duplicates(unmapped, mapped)
@@ -158,7 +158,7 @@ _ONLY_DIRECT = ["direct"]
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]]:
-    """Return the tools as functions."""
+    """Convert Anthropic's tools into tools of type function."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {shorten(tools)}; it must be a list")
     return [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]

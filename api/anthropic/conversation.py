@@ -84,7 +84,7 @@ def _user(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
         else:
             messages.append({"role": "user", "content": text})
     if not messages:
-        raise InvalidJob(f"{where} is empty; a user's message must have at least one block")
+        raise InvalidJob(f"{where} is empty; a user message must have at least one block")
     return messages
 
 

@@ -1,7 +1,7 @@
 """Define how each of Anthropic's parameters is handled. The documentation is generated from this table.
 
 A parameter that is not in the table must be a parameter of jobs (docs/reference/parameters.md). Otherwise it is
-refused.
+rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARAMETERS: Mapping[str, ParameterRule] = {
     "top_p": ParameterRule("unchanged"),
     "top_k": ParameterRule("unchanged"),
     "stream": ParameterRule("mapped", "server-sent events"),
-    "tools": ParameterRule("mapped", "type `custom`; tools that Anthropic runs or defines are refused", "tools"),
+    "tools": ParameterRule("mapped", "type `custom`; tools that Anthropic runs or defines are rejected", "tools"),
     "tool_choice": ParameterRule("mapped", "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`", "tool_choice"),
     "thinking": ParameterRule(
         "mapped",
@@ -38,38 +38,40 @@ PARAMETERS: Mapping[str, ParameterRule] = {
     ),
     "output_config": ParameterRule(
         "mapped",
-        "the chat template receives `effort`. `format` has a schema: keywords that can't be enforced are ignored and "
-        "listed in `warnings`, because Anthropic's clients move such keywords into descriptions before they send a "
-        "schema. `strict_schema: true` refuses them",
+        "the chat template receives `effort`. `format` contains the schema. Keywords that can't be enforced are "
+        "ignored and listed in `warnings`, because Anthropic's clients move such keywords into descriptions before "
+        "they send a schema. With `strict_schema: true`, they are rejected",
         "json_schema",
     ),
-    "output_format": ParameterRule("refused", "it was renamed; use `output_config.format`"),
+    "output_format": ParameterRule("rejected", "it was renamed; use `output_config.format`"),
     "service_tier": ParameterRule(
         "mapped",
-        "`auto` is the tier of the key, `standard_only` at most `default`. OpenAI's `flex`, `default` and `priority` "
-        "work as well. The usage reports `batch`, `standard` or `priority`",
+        "`auto` selects the tier of the key, and `standard_only` selects at most `default`. OpenAI's `flex`, `default` "
+        "and `priority` also work. The usage reports `batch`, `standard` or `priority`",
     ),
-    "cache_control": ParameterRule("ignored", "prefixes are always shared, including blocks and tools"),
+    "cache_control": ParameterRule("ignored", "all prefixes are cached automatically, including blocks and tools"),
     "metadata": ParameterRule("ignored", "the tenant of the API key identifies the user"),
     "user_profile_id": ParameterRule("ignored", "the tenant of the API key identifies the user"),
     "workspace_id": ParameterRule("ignored", "the tenant of the API key identifies the user"),
-    "inference_geo": ParameterRule("refused", "workers run where you start them", "", ("global",)),
-    "speed": ParameterRule("refused", "there is only one speed", "", ("standard",)),
-    "diagnostics": ParameterRule("refused", "not available; see `cellama status`"),
-    "thread": ParameterRule(
-        "refused", "the gateway stores no conversations; send all messages, as the client's tool runner does then"
+    "inference_geo": ParameterRule("rejected", "requests run on your own workers", "", ("global",)),
+    "speed": ParameterRule("rejected", "there is only one speed", "", ("standard",)),
+    "diagnostics": ParameterRule("rejected", "diagnostics are not available; use `cellama status`"),
+    "thread": ParameterRule("rejected", "the gateway doesn't store conversations; send all messages"),
+    "container": ParameterRule(
+        "rejected", "the gateway doesn't run tools; define `tools`, and run them in your program"
     ),
-    "container": ParameterRule("refused", "the gateway runs nothing for the model; give it tools"),
-    "mcp_servers": ParameterRule("refused", "the gateway runs nothing for the model; give it tools", "", ([],)),
+    "mcp_servers": ParameterRule(
+        "rejected", "the gateway doesn't run tools; define `tools`, and run them in your program", "", ([],)
+    ),
     "context_management": ParameterRule(
-        "refused",
-        "conversations are used as they are sent; shorten them yourself. Keeping all reasoning is accepted, because "
-        "it is the default",
+        "rejected",
+        "the gateway doesn't edit conversations; shorten them yourself. An edit that keeps all reasoning is accepted, "
+        "because this is the default",
         harmless=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     ),
-    "n": ParameterRule("refused", "an answer has one message", "", (1,)),
-    "logprobs": ParameterRule("refused", "the answer has no field for them; use /v1/chat/completions"),
-    "return_tokens": ParameterRule("refused", "the answer has no field for them; use /tokenize", "", (False,)),
+    "n": ParameterRule("rejected", "a response is a single message", "", (1,)),
+    "logprobs": ParameterRule("rejected", "messages have no field for log probabilities; use /v1/chat/completions"),
+    "return_tokens": ParameterRule("rejected", "messages have no field for tokens; use /tokenize", "", (False,)),
 }
 COUNTED = (  # the parameters that counting tokens accepts
     *("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"),

@@ -31,7 +31,7 @@ class MessageStream:
     thinking_tokens: int = 0
     _has_started: bool = False
     _open: str | None = None  # type of the open block
-    _index: int = -1  # of the open block, or else of the last one
+    _index: int = -1  # index of the open block, or of the last block if none is open
     _events: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -124,14 +124,14 @@ def _set_pinned(command: str, keys: list[str], directory: Path | None, json: boo
 def _default_directory() -> Path:
     cache_dir = get_settings().cache_dir
     if cache_dir is None:
-        raise typer.BadParameter("the setting cache_dir is not set; name the directory", param_hint="--dir")
+        raise typer.BadParameter("the setting cache_dir is not set; pass the directory with --dir", param_hint="--dir")
     return Path(cache_dir).expanduser()
 
 
 def _run(command: str, directory: Path | None, **options: Any) -> Any:
     """Run a command of `python -m cellama.engine.kvstore` and return its result.
 
-    It needs a process of its own, because `api` never imports the engine.
+    It needs a separate process, because `api` never imports the engine.
     """
     check_installed()
     request = {

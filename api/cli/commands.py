@@ -50,7 +50,7 @@ app = group_of_commands(
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command in a form that exits with code 130 after Ctrl-C."""
+    """Wrap a command so that it exits with code 130 after Ctrl-C."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:

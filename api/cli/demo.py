@@ -1,4 +1,4 @@
-"""`cellama demo`: run a Redis, a worker with the bundled model and a producer, and show what they do."""
+"""`cellama demo`: run a Redis server, a worker with the bundled model and a producer, and show what they do."""
 
 from __future__ import annotations
 
@@ -164,4 +164,4 @@ def _show_batching(client: Client, num_requests: int) -> None:
                 )
                 return
         time.sleep(0.1)
-    sys.exit("no heartbeat of the worker with all requests; look at the log of the worker")
+    sys.exit("no heartbeat of the worker includes all requests; check the worker's log")

@@ -1,6 +1,6 @@
 """`cellama doctor`: check this machine and its Redis, and print each finding with its remedy.
 
-A check never raises and never hangs: each check runs in a thread of its own, and an error or a missed deadline becomes
+A check never raises and never hangs: each check runs in its own thread, and an error or a missed deadline becomes
 a finding. No finding contains a password.
 """
 
@@ -50,15 +50,15 @@ from .services import FLOWER_PORT, GATEWAY_PORT, METRICS_PORT, WORKER_MODULES, R
 Level = Literal["ok", "warning", "error"]
 
 CHECK_TIMEOUT_S = 30.0  # for all checks together; the slowest one starts llama.cpp, which also starts the GPU's driver
-BUILD_TIMEOUT_S = 20.0  # less than the above, so that the finding can name the cause
+BUILD_TIMEOUT_S = 20.0  # less than CHECK_TIMEOUT_S, so that the finding can name the cause
 REDIS_TIMEOUT_S = 3.0  # for the connection and for each reply
 HTTP_TIMEOUT_S = 1.0  # for a program on this machine
 MAX_CLOCK_DIFFERENCE_S = 1.0  # more than half the round trip of a slow network, which limits the accuracy
 MIN_FREE_BYTES = 1 << 30  # room for logs, the append-only file and the files of the gateway
-NEARLY_FULL = 0.9  # of maxmemory
+NEARLY_FULL = 0.9  # fraction of maxmemory
 MAX_NAMES = 3  # workers that a finding names per version
-MIN_REDIS = (6, 2)  # has the command COPY
-NEWEST_TESTED_PYTHON = (3, 13)  # docs/compatibility.md
+MIN_REDIS = (6, 2)  # the first version with the command COPY
+NEWEST_TESTED_PYTHON = (3, 13)  # as in docs/compatibility.md
 COMPILERS = ("c++", "g++", "clang++")
 
 # Names of features in llama.cpp's system info, with their names in /proc/cpuinfo (x86, then ARM). AMX is not listed,
@@ -167,7 +167,7 @@ def _result_of(name: str, check: Check) -> list[Finding]:
         return list(check())
     except Exception as error:  # the boundary of the thread
         found = f"the check failed: {type(error).__name__}: {error}"
-        return [Finding("error", name, found, "report this as a bug of cellama")]
+        return [Finding("error", name, found, "report this as a bug in cellama")]
 
 
 def print_findings(findings: list[Finding]) -> None:
@@ -210,7 +210,9 @@ def check_packages() -> Iterable[Finding]:
     names = {"Celery": "celery", "kombu": "kombu", "redis-py": "redis"}
     found = ", ".join(f"{name} {importlib.metadata.version(package)}" for name, package in names.items())
     try:
-        require_parts(*((*PRODUCER_PARTS, *READER_PARTS) if _missing_modules() else ()))  # by default those of workers
+        require_parts(
+            *((*PRODUCER_PARTS, *READER_PARTS) if _missing_modules() else ())
+        )  # by default, the parts that workers need
     except (UnfitLibraries, ImportError) as error:
         problem, _, remedy = str(error).partition("; ")
         yield Finding("error", "packages", problem, remedy)
@@ -260,7 +262,7 @@ def has_compiler() -> bool:
 
 
 def read_build(argv: tuple[str, ...] = (sys.executable, "-m", "cellama.engine.llama")) -> dict[str, Any] | Finding:
-    """Let a child process describe the build of llama.cpp, because `api` never imports the engine."""
+    """Return the build of llama.cpp as a child process describes it, because `api` never imports the engine."""
     rebuild = _rebuild_remedy()
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
@@ -367,7 +369,7 @@ def gpu_findings(build: dict[str, Any], seen: list[str]) -> Iterable[Finding]:
 
 
 def check_redis(settings: Settings) -> Iterable[Finding]:
-    """Yield the state of the Redis in the settings: its version, memory, persistence, clock and workers."""
+    """Yield the state of the Redis server in the settings: its version, memory, persistence, clock and workers."""
     limits = {"socket_connect_timeout": REDIS_TIMEOUT_S, "socket_timeout": REDIS_TIMEOUT_S}
     with connect(settings.redis_url, retry=Retry(NoBackoff(), 0), **limits) as redis:
         try:
@@ -406,7 +408,7 @@ def server_findings(redis: Redis, shown_url: str) -> Iterable[Finding]:
 def version_finding(info: dict[str, Any], shown_url: str) -> Finding:
     """Return whether cellama supports this server."""
     is_valkey = "valkey_version" in info
-    version = str(info.get("redis_version", ""))  # of Redis; Valkey reports the version with which it is compatible
+    version = str(info.get("redis_version", ""))  # Valkey reports the version of Redis that it is compatible with
     shown = f"{'Valkey' if is_valkey else 'Redis'} {info['valkey_version'] if is_valkey else version} at {shown_url}"
     if info.get("cluster_enabled"):
         problem, _, remedy = CLUSTER.partition("; ")
@@ -437,7 +439,9 @@ def persistence_finding(info: dict[str, Any]) -> Finding:
         return Finding("warning", "Redis persistence", problem, REDIS_REMEDIES["appendonly"])
     if info.get("aof_last_write_status", "ok") != "ok":
         found = "Redis can't write its append-only file"
-        return Finding("error", "Redis persistence", found, "free space on the disk of Redis, and read its log")
+        return Finding(
+            "error", "Redis persistence", found, "free up space on the disk of the Redis server, and read its log"
+        )
     return Finding("ok", "Redis persistence", "appendonly yes")
 
 
@@ -459,7 +463,7 @@ def clock_finding(difference_s: float) -> Finding:
         return Finding("ok", "clock", f"less than {MAX_CLOCK_DIFFERENCE_S:g} s from the clock of Redis")
     direction = "ahead of" if difference_s > 0 else "behind"
     found = f"{abs(difference_s):.1f} s {direction} the clock of Redis, so log times and the ETA of plain Celery differ"
-    return Finding("warning", "clock", found, "synchronise both machines, for example `timedatectl set-ntp true`")
+    return Finding("warning", "clock", found, "synchronize both clocks, for example with `timedatectl set-ntp true`")
 
 
 def worker_findings(workers: list[WorkerEntry], version: str | None = None) -> Iterable[Finding]:
@@ -474,7 +478,7 @@ def worker_findings(workers: list[WorkerEntry], version: str | None = None) -> I
         cellama.setdefault(worker.cellama or "older", []).append(worker.name)
         llguidance.setdefault(worker.llguidance or "older", []).append(worker.name)
     if len(cellama) > 1:
-        found = f"versions of cellama differ: {_versions(cellama)}; they may not understand each other's data"
+        found = f"versions of cellama differ: {_versions(cellama)}; they may not be able to read each other's data"
         remedy = "upgrade all to one version (docs/operations/restarts.md, Upgrade cellama)"
         yield Finding("warning", "workers", found, remedy)
     if len(llguidance) > 1:
@@ -536,7 +540,7 @@ def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Find
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port on which a service of cellama listens by default, and how to recognise this service there."""
+    """A port on which a service of cellama listens by default, and how to recognize this service there."""
 
     service: str
     number: int

@@ -22,11 +22,11 @@ PING_S = 1.0  # between two updates of the position of a job that produces no ou
 class SilenceTimeout:
     """Limits how long a job may produce no output.
 
-    The time that a job spends waiting for a slot does not count, provided that a worker serves its model.
+    The time that a job spends waiting for a slot does not count, as long as a worker serves its model.
     """
 
     def __init__(self, job_id: str, patience_s: float, *, allow_unserved: bool = False) -> None:
-        """Limit the silence of a job.
+        """Create the timeout for one job.
 
         With `allow_unserved`, waiting for a worker that serves the model does not count either.
         """

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-ARGUMENTS, OPTIONS = "Arguments", "Options"  # sections of parameters without a section of their own
+ARGUMENTS, OPTIONS = "Arguments", "Options"  # default sections for parameters
 
 
 class HelpfulCommand(TyperCommand):
@@ -52,7 +52,7 @@ def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
         if (row := parameter.get_help_record(ctx)) is not None:
             default = ARGUMENTS if parameter.param_type_name == "argument" else OPTIONS
             name, text = row
-            name = name.replace("<list[str]>", "<str>").replace(" range>", ">")  # the text has the range
+            name = name.replace("<list[str]>", "<str>").replace(" range>", ">")  # the help text contains the range
             groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append((name, text))
     for name, rows in groups.items():
         if rows:

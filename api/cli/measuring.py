@@ -116,7 +116,7 @@ def _measure(request: dict[str, Any], *, shows_rows: bool) -> tuple[dict[str, An
         err.print("interrupted: no result was saved")
         if rows:
             best = max(rows, key=lambda row: float(row["tokens_per_s"]))
-            err.print(f"fastest until now: {_text_of(best)}", markup=False)
+            err.print(f"fastest so far: {_text_of(best)}", markup=False)
         raise
     finally:
         try:
@@ -160,7 +160,10 @@ def _explain(result: dict[str, Any], settings: ModelSettings) -> None:
     if not result["generates"]:
         out.print("an embedding model: only threads were tuned")
     if result["load"] > MAX_OTHER_LOAD:
-        out.print(f"other programs used {result['load']:.0%} of the cores before, so the figures are less reliable")
+        out.print(
+            f"other programs used {result['load']:.0%} of the cores before the measurement, so the figures are less "
+            "reliable"
+        )
     if result["num_skipped"]:
         out.print(f"skipped {result['num_skipped']} setups for lack of time; to try more, raise --seconds")
     out.print(f"best: {_setup_text(chosen)}", style="bold", markup=False)

@@ -38,8 +38,8 @@ from cellama.tasks.state.registry import live_workers
 
 from .output import called, err, out, url_of
 
-WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
-HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client", "jinja2")  # of the extra `http`
+WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # modules of the extra `worker`
+HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client", "jinja2")  # modules of the extra `http`
 START_TIMEOUT_S = 300.0  # for a large model to load from a slow disk
 GATEWAY_TIMEOUT_S = 5.0  # for one response of the gateway
 FLOWER_PORT = 5555
@@ -184,7 +184,7 @@ def is_reachable(url: str) -> bool:
 
 @contextlib.contextmanager
 def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
-    """Yield None if the configured Redis answers, or else start an embedded Redis on the same loopback port."""
+    """Yield None if the configured Redis answers. Otherwise, start an embedded Redis on the same loopback port."""
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
     is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)

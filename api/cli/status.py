@@ -23,11 +23,11 @@ from .options import JsonOption
 from .output import NO_WORKERS, out, plural, print_json, printable, readable, table_of
 
 WATCH_S = 1.0  # between two updates of `status --watch`; workers report every 2 s
-LATE_S, VERY_LATE_S = 10.0, 60.0  # waiting times from which on a value is yellow or red: users become impatient
-FULL, VERY_FULL = 0.8, 0.95  # fractions of slots or KV cells in use from which on a value is yellow or red
-STALE_S = 4.0  # two intervals of the heartbeat: without one for longer, the worker hangs or has lost Redis
-FIXED_LINES = 21  # of `top`: titles, heads, rules and captions of three tables, and the totals
-MIN_ROWS = 1  # per table of `top`, on a terminal that is too low
+LATE_S, VERY_LATE_S = 10.0, 60.0  # waiting times from which a value is yellow or red
+FULL, VERY_FULL = 0.8, 0.95  # fractions of slots or KV cells in use from which a value is yellow or red
+STALE_S = 4.0  # two heartbeat intervals, after which the worker probably hangs or has lost Redis
+FIXED_LINES = 21  # lines of `top` for the titles, headers, rules and captions of three tables, and for the totals
+MIN_ROWS = 1  # rows in each table of `top` if the terminal is too small
 QUEUE_COLUMNS = ("queue", *CLASSES, "oldest", *(f"new {name}" for name in CLASSES))
 EMBED_FIELDS = ("requests_waiting", "prompt_rate", "requests_finished", "requests_failed")
 HITS = {"slot": "in their slot", "copy": "from another slot", "ram": "from RAM", "disk": "from disk"}

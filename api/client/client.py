@@ -540,7 +540,7 @@ class Client:
         """Make a model the default model, which serves `:default`. Raises UnknownWorker and JobFailed."""
         self._commands.send("cellama_default", {"model_id": model_id}, CommandTarget(worker, pool))
 
-    # Control LoRA adapters. Each method acts on all workers that have the model, on those of a pool, or on one worker.
+    # Control LoRA adapters. Each method acts on all workers with the model, on the workers of a pool, or on one worker.
     # Workers that join the pool later do the same.
 
     def adapters(self, model_id: str) -> list[AdapterView]:

@@ -13,9 +13,9 @@ from celery import Celery
 from cellama.tasks.contract.errors import JobFailed, JobTimeout, UnknownModel, UnknownWorker
 from cellama.tasks.state.registry import WorkerEntry
 
-REPLY_TIMEOUT_S = 10.0  # for workers to reply to a command
+REPLY_TIMEOUT_S = 10.0  # time for workers to reply to a command
 REGISTRY_POLL_S = 0.1
-Accepted = dict[str, float]  # worker → time at which it accepted the command, by its clock
+Accepted = dict[str, float]  # worker → time on its own clock at which it accepted the command
 
 
 @dataclass(frozen=True, slots=True)

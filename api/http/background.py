@@ -1,6 +1,6 @@
 """Run the gateway's background work: blocking calls in thread pools, and loops that poll for work.
 
-Each kind of blocking work has a thread pool of its own, so that disks, name servers and large bodies never delay the
+Each kind of blocking work has its own thread pool, so that disks, name servers and large bodies never delay the
 queueing of jobs, which uses the event loop's default executor.
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 FILES = ThreadPoolExecutor(16, thread_name_prefix="cellama-files")  # a slow disk or bucket delays only files
 NAMES = ThreadPoolExecutor(8, thread_name_prefix="cellama-names")  # a name server may take seconds to answer
-BODIES = ThreadPoolExecutor(1, thread_name_prefix="cellama-bodies")  # one: more threads would only share the GIL
+BODIES = ThreadPoolExecutor(1, thread_name_prefix="cellama-bodies")  # one thread, because more would only share the GIL
 POLL_S = 1.0  # pause between two polls: new work waits half a second on average, and an idle gateway costs little
 
 

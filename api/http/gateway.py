@@ -28,8 +28,8 @@ from cellama.tasks.state.registry import WorkerEntry
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError
 
-FRESH_S = 1.0  # age of the list of models: one that was loaded or unloaded is noticed within a second
-WAITS_FRESH_S = 3.0  # age of estimated waits: computing them takes time, and a queue changes little within 3 s
+FRESH_S = 1.0  # maximum age of the list of models, so that loads and unloads are noticed within a second
+WAITS_FRESH_S = 3.0  # maximum age of estimated waits: computing them takes time, and a queue changes little within 3 s
 START_S = 5.0  # for clients, if no worker runs: about the time that a worker takes to start
 BUSY_RETRY_S = 1.0  # for clients: the time at which another request ends is unknown
 METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})

@@ -270,7 +270,7 @@ def count_values(raw: bytes, limit: int) -> int:
 
 
 def tokens_of(*contents: Any) -> int:
-    """Estimate the number of tokens. Token ids, recognised by the first entry of a list, are counted exactly."""
+    """Estimate the number of tokens. Token ids, recognized by the first entry of a list, are counted exactly."""
     num_chars, remaining = 0, list(contents)
     while remaining:
         content = remaining.pop()

@@ -83,7 +83,9 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(pattern=KEY_ID, description="the part of the key between `sk-` and the secret")
-    digest: str = Field(pattern=DIGEST, repr=False, description="`sha256:` and the SHA-256 of the whole key")
+    digest: str = Field(
+        pattern=DIGEST, repr=False, description="`sha256:` followed by the SHA-256 digest of the whole key"
+    )
     tenant: str = Field(description="owner; keys of the same tenant share cached prefixes, files and responses")
     name: str = Field(default="", max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", description="display name")
     models: Annotated[frozenset[str], Field(min_length=1)] | None = Field(
@@ -111,11 +113,13 @@ class KeyEntry(BaseModel):
     concurrent_jobs: int | None = Field(
         default=None, ge=1, description="maximum number of simultaneous jobs; default: no limit"
     )
-    created_at: AwareDatetime | None = Field(default=None, description="time of creation, with a time zone")
+    created_at: AwareDatetime | None = Field(default=None, description="creation time, with a time zone")
     expires_at: AwareDatetime | None = Field(
-        default=None, description="time of expiry, with a time zone; default: never"
+        default=None, description="expiry time, with a time zone; default: the key never expires"
     )
-    revoked_at: AwareDatetime | None = Field(default=None, description="the key is invalid from this time on")
+    revoked_at: AwareDatetime | None = Field(
+        default=None, description="time from which the key is invalid, with a time zone"
+    )
 
     @field_validator("tenant")
     @classmethod

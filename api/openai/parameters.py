@@ -1,7 +1,7 @@
 """Define how each of OpenAI's parameters is handled.
 
 The documentation is generated from these tables, one per endpoint. A parameter that is not in a table must be a
-parameter of jobs (docs/reference/parameters.md). Otherwise it is refused.
+parameter of jobs (docs/reference/parameters.md). Otherwise it is rejected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Handling = Literal["unchanged", "renamed", "mapped", "ignored", "refused"]
+Handling = Literal["unchanged", "renamed", "mapped", "ignored", "rejected"]
 # The start of an error message of a job, if it names a parameter.
 _NAMED = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|\[|')")
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -21,7 +21,7 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 class ParameterRule:
     """Defines how a parameter is handled.
 
-    `to` is its name in jobs. A refused parameter is still accepted if its value is in `harmless`.
+    `to` is its name in jobs. A rejected parameter is still accepted if its value is in `harmless`.
     """
 
     handling: Handling
@@ -29,10 +29,10 @@ class ParameterRule:
     to: str = ""
     harmless: tuple[Any, ...] = ()
 
-    def refuses(self, value: Any) -> bool:
-        """Return whether a request with this value is refused."""
+    def rejects(self, value: Any) -> bool:
+        """Return whether a request with this value is rejected."""
         is_harmless = any(value == harmless and type(value) is type(harmless) for harmless in self.harmless)
-        return self.handling == "refused" and not is_harmless
+        return self.handling == "rejected" and not is_harmless
 
 
 def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
@@ -49,7 +49,7 @@ def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -
 
 def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
     """Return whether the endpoint has a parameter of its own with this name."""
-    return name in rules and rules[name].handling != "refused"
+    return name in rules and rules[name].handling != "rejected"
 
 
 def with_callers_names(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
@@ -73,29 +73,32 @@ def _ignored(note: str, *names: str) -> dict[str, ParameterRule]:
     return {name: ParameterRule("ignored", note) for name in names}
 
 
-def _refused(note: str, *harmless: Any) -> ParameterRule:
-    return ParameterRule("refused", note, harmless=harmless)
+def _rejected(note: str, *harmless: Any) -> ParameterRule:
+    return ParameterRule("rejected", note, harmless=harmless)
 
 
 _GENERATION = {
     **_unchanged("model", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
     **_unchanged("logit_bias"),
-    "stream": ParameterRule("mapped", "server-sent events; bulk runs refuse it"),
+    "stream": ParameterRule("mapped", "server-sent events; bulk runs reject it"),
     "stream_options": ParameterRule("mapped", "`include_usage`; its other members are ignored"),
     "service_tier": ParameterRule(
         "mapped",
-        "`flex` is bulk work (priority 9), `auto` and `default` are interactive (3), `priority` comes first (0), "
-        "as far as the key allows. The answer reports the tier that was used. Bulk runs ignore it",
+        "`flex` runs as bulk work (priority 9), `auto` and `default` run as interactive work (3), and `priority` runs "
+        "first (0), within the limit of the API key. The response reports the tier that was used. Bulk runs ignore "
+        "this parameter",
     ),
     "response_format": ParameterRule(
         "mapped",
         "`json_schema`, or `json_object` with or without a `schema`. With `strict: true` a keyword that can't be "
-        "enforced is refused. Otherwise it is ignored and listed in `warnings`",
+        "enforced is rejected. Otherwise it is ignored and listed in `warnings`",
         "json_schema",
     ),
-    "prediction": ParameterRule("unchanged", "a hint: correct parts are generated faster, and no text changes"),
+    "prediction": ParameterRule(
+        "unchanged", "a hint: matching parts are generated faster, and the text stays the same"
+    ),
     **_ignored("the tenant of the API key identifies the user", "user", "safety_identifier"),
-    **_ignored("nothing is stored longer than a result", "metadata", "store"),
+    **_ignored("nothing is stored for longer than the result", "metadata", "store"),
     **_ignored("prefixes are always shared", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
 PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
@@ -103,40 +106,40 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         **_GENERATION,
         "messages": ParameterRule(
             "mapped",
-            "role `developer` is `system`; `reasoning_content` is `reasoning`; parts must be text; members that "
-            "clients add to replies, such as `parsed` and `annotations`, are ignored",
+            "role `developer` becomes `system`, and `reasoning_content` becomes `reasoning`; all content parts must be "
+            "text; members that clients add to replies, such as `parsed` and `annotations`, are ignored",
             "messages",
         ),
         "max_tokens": ParameterRule("unchanged", "default: the rest of the context"),
         "max_completion_tokens": ParameterRule("renamed", to="max_tokens"),
         **_unchanged("tools"),
         "tool_choice": ParameterRule(
-            "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
+            "mapped", "`auto`, `none`, `required`, `allowed_tools`, or a function that the model must call"
         ),
         "parallel_tool_calls": ParameterRule(
             "unchanged", "default: as many calls as the model makes, or one if a call is forced"
         ),
-        "logprobs": ParameterRule("mapped", "enables them"),
-        "top_logprobs": ParameterRule("mapped", "their number; requires `logprobs`", "logprobs"),
+        "logprobs": ParameterRule("mapped", "enables log probabilities"),
+        "top_logprobs": ParameterRule("mapped", "number of alternatives per token; requires `logprobs`", "logprobs"),
         "reasoning_effort": ParameterRule(
-            "mapped", "`none` disables thinking; the chat template receives all values", "template_args"
+            "mapped", "`none` disables thinking; the chat template receives every value", "template_args"
         ),
-        "verbosity": ParameterRule("ignored", "describe the length of answers in the system message"),
-        "functions": _refused("it is deprecated; use `tools`", []),
-        "function_call": _refused("it is deprecated; use `tool_choice`"),
-        "modalities": _refused("answers are text only", ["text"]),
-        "audio": _refused("answers are text only"),
-        "moderation": _refused("moderation is not available"),
-        "web_search_options": _refused("web search is not available; give the model a tool"),
+        "verbosity": ParameterRule("ignored", "describe the length of answers in the system message instead"),
+        "functions": _rejected("it is deprecated; use `tools`", []),
+        "function_call": _rejected("it is deprecated; use `tool_choice`"),
+        "modalities": _rejected("answers contain only text", ["text"]),
+        "audio": _rejected("answers contain only text"),
+        "moderation": _rejected("moderation is not available"),
+        "web_search_options": _rejected("web search is not available; define a tool for it"),
     },
     COMPLETIONS: {
         **_GENERATION,
         "prompt": ParameterRule("unchanged", "a text, token ids, or a list of either, with one job per entry"),
         "max_tokens": ParameterRule("unchanged", "default: 16, as in OpenAI's API"),
         "logprobs": ParameterRule("unchanged"),
-        "best_of": _refused("all completions are returned; use `n`", 1),
-        "echo": _refused("answers do not repeat the prompt", False),
-        "suffix": _refused("text is generated only after a prompt", ""),
+        "best_of": _rejected("all completions are returned; use `n`", 1),
+        "echo": _rejected("answers do not repeat the prompt", False),
+        "suffix": _rejected("text can only be generated after a prompt", ""),
     },
     EMBEDDINGS: {
         "model": ParameterRule("unchanged"),

@@ -53,7 +53,7 @@ class DriverStopped(Exception):
 
 
 class BatchDriver:
-    """Drives one batch in a thread of its own, and checks at each turn of the run whether it may continue.
+    """Drives one batch in its own thread, and checks at each turn of the run whether it may continue.
 
     Meanwhile the event loop renews the lease, and polls whether the batch was cancelled. The thread uses the loop's
     Redis clients through `_await`.
@@ -72,7 +72,7 @@ class BatchDriver:
         self._directory = run_directory(files.store, self.id)
         self._input = self._directory / "input.jsonl"
         self._paths = paths_of(self._directory / "output.jsonl")
-        self._has_work_file = False  # if the store does not share it with other machines
+        self._has_work_file = False  # set only if the store does not share the file with other machines
         self._stop = threading.Event()
         self._cancelled = threading.Event()
 
@@ -81,7 +81,7 @@ class BatchDriver:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Ask the driver to leave the batch to another driver soon."""
+        """Request that the driver soon leaves the batch to another driver."""
         self._stop.set()
 
     async def drive(self) -> None:
@@ -132,7 +132,7 @@ class BatchDriver:
             with contextlib.closing(connect(url, socket_connect_timeout=CONNECT_TIMEOUT_S)) as redis:
                 self._run_and_finish(redis)
         except DriverStopped as stopped:
-            log.info("batch released", batch=self.id, detail=f"{stopped}; another driver takes it over")
+            log.info("batch released", batch=self.id, detail=f"{stopped}; another driver takes over the batch")
             self._await(self._lease.release())
         except (OSError, sqlite3.Error, RedisError, JobError, ApiError) as error:
             # The lease is not released, which delays the next attempt until it expires.
@@ -159,7 +159,7 @@ class BatchDriver:
     def _check_turn(self) -> None:
         """Raise DriverStopped if this driver must stop, or InputRefused if the batch was cancelled before its start."""
         if self._stop.is_set():
-            raise DriverStopped("the gateway stops")
+            raise DriverStopped("the gateway is stopping")
         if not self._lease.is_held:
             raise DriverStopped("the lease was lost")
         if self._cancelled.is_set() and not self._has_started:

@@ -91,7 +91,7 @@ class InputCheck:
 
     def _id_problems(self, number: int, custom_id: Any) -> Iterator[Problem]:
         if custom_id is None:
-            message = "custom_id is missing; each request must have a unique one"
+            message = "custom_id is missing; each request must have a unique custom_id"
             yield "missing_required_parameter", message, "custom_id"
         elif not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS or not custom_id.isprintable():
             message = f"custom_id is {shorten(custom_id)}; it must have 1 to {MAX_ID_CHARS} printable characters"

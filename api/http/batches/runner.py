@@ -25,7 +25,7 @@ from .service import OPEN, BatchService
 
 log = event_logger(__name__)
 
-SWEEP_S = 60.0  # longer than any lease, so that a gateway never meets its own lease of the previous sweep
+SWEEP_S = 60.0  # longer than any lease, so that a gateway never encounters its own lease from the previous sweep
 ANSWER_S = 5.0  # for a reply of Redis, shorter than the rest of a lease after a failed renewal
 ORPHANED_S = 60.0  # an open batch that has no record after a minute was never created, or has expired
 
@@ -137,7 +137,7 @@ class BatchRunner:
         try:
             await in_thread(FILES, delete_run, self._store, batch_id)
         except OSError as error:
-            log.warning("files of batch not deleted", batch=batch_id, detail=f"{error}; the deletion is retried")
+            log.warning("batch files not deleted", batch=batch_id, detail=f"{error}; the deletion is retried")
         else:
             await self.batches.close(batch_id, tenant)
 

@@ -34,7 +34,7 @@ BUSY_RETRY_S = 60.0  # for clients with too many open batches, which take minute
 OpenBatch = tuple[str, str | None, float]  # id, tenant, time of creation
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MIN_WINDOW_S = 60
-MAX_WINDOW_S = 30 * 86_400  # the longest life of an input file
+MAX_WINDOW_S = 30 * 86_400  # the longest lifetime of an input file
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 _KNOWN = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
 
@@ -97,8 +97,8 @@ class BatchService:
             with reaching_redis():
                 await self._redis.zrem(http_open_key(), entry)
             message = (
-                f"{limit} batches are open, which is the limit (gateway_open_batches); wait for the end of one, or "
-                "cancel one"
+                f"{limit} batches are open, which is the limit (gateway_open_batches); wait until one has "
+                "ended, or cancel one"
             )
             raise ApiError(429, message, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
@@ -116,7 +116,7 @@ class BatchService:
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
         """Set the status of a batch to `cancelling`, so that its driver ends it.
 
-        Raises ApiError (409) if it is too late.
+        Raises ApiError (409) if the batch can no longer be cancelled.
         """
         record = await self.records.find(batch_id, caller)
         done, status = await self.move(record, "cancelling", expected=("validating", "in_progress"))
@@ -223,6 +223,6 @@ def _window_s(window: Any) -> int:
     found = re.fullmatch(r"([0-9]{1,5})([mhd])", window) if isinstance(window, str) else None
     seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
     if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
-        message = f"completion_window is {shorten(window)}; it must be like '24h', from '1m' to '30d'"
+        message = f"completion_window is {shorten(window)}; it must be a duration from '1m' to '30d', such as '24h'"
         raise ApiError(400, message, param="completion_window")
     return seconds

@@ -126,7 +126,7 @@ class RecordStore:
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields and announce an event in the same step, provided that the status is one of `expected`.
+        """Change fields and announce an event in the same step, if the status is one of `expected`.
 
         With a `lease_token`, the lease named after the record must also have this token. Return whether the
         record was changed, and the status that it has afterwards (or "" if it does not exist).

@@ -183,7 +183,8 @@ def store_of(settings: Settings) -> FileStore:
 def read_store_id(store: FileStore) -> str | None:
     """Return the id of the store, or None while the store is empty. Raises OSError.
 
-    The id is a file in the store. Gateways that read the same id share the contents, whatever path or URL they use.
+    The id is a file in the store. Gateways that read the same id share the contents, even if they use different paths
+    or URLs.
     """
     try:
         with store.open(STORE_ID) as file:

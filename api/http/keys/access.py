@@ -44,7 +44,7 @@ class KeyCaller(Caller):
 class KeyAccess:
     """Admits requests that have a valid API key. If Redis does not answer, no request is admitted.
 
-    While no key exists, `keyless` decides about all requests. If `keyless` is None, all requests are rejected.
+    While no key exists, `keyless` handles all requests. If `keyless` is None, all requests are rejected.
     After the first key has been seen, `keyless` is never used again, so the gateway keeps rejecting requests
     without keys even if Redis loses its data.
     """
@@ -176,9 +176,9 @@ def _over_limit(
         "tokens": f"{decision.num_tokens} of {tokens} tokens per minute are used, and this request may use "
         f"{num_tokens} more; retry later",
         "jobs": f"it may have {jobs} jobs at the same time, and this request would exceed that; retry later",
-        "too large": f"this request may use {num_tokens} tokens, and the limit is {tokens} per minute; ask for fewer",
-        "too many": f"this request makes {num_jobs} jobs, and the limit is {jobs} at the same time; ask for fewer "
-        "prompts or choices",
+        "too large": f"this request may use {num_tokens} tokens, and the limit is {tokens} per minute; request fewer",
+        "too many": f"this request creates {num_jobs} jobs, and the limit is {jobs} at the same time; request "
+        "fewer prompts or choices",
     }[decision.verdict]
     message = f"the API key {entry.id} is at its limit: {reason}"
     if decision.is_permanent:
@@ -255,10 +255,10 @@ async def _check_keys(settings: Settings, file: KeyFile | None, host: str) -> No
         try:
             has_keys = bool(await KeyStore(redis, file).all())
         except RedisError as error:
-            log.warning("existence of keys not checked", detail=f"Redis: {error}; requests get 503 until Redis answers")
+            log.warning("API keys not checked", detail=f"Redis: {error}; requests get 503 until Redis answers")
             return
     if not has_keys:
         raise SettingsError(
-            f"host: {host} can be reached by others, and no API key exists, so all of them could use your models; "
+            f"host: {host} can be reached from other machines, and no API key exists, so anyone could use your models; "
             "create a key (`cellama keys create TENANT`), or listen on 127.0.0.1"
         )

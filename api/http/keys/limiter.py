@@ -80,7 +80,7 @@ Call = tuple[str, list[str], list[Any]]  # name, keys and arguments of a script
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """The verdict of a key's limits on a request, and the usage of the key including this request."""
+    """The decision of a key's limits about a request, and the usage of the key including this request."""
 
     verdict: str  # "in", "requests", "tokens", "jobs"; "too large" and "too many" can never be admitted
     wait_s: float

@@ -29,7 +29,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 from .reading import Events, ResponseStatus, error_frame, frames, status_of
 from .store import ResponseStore, digest_of, new_id
 
-MAX_TURNS = 200  # responses from which a conversation is built: each takes two round trips to Redis
+MAX_TURNS = 200  # maximum responses to build a conversation from, because each takes two round trips to Redis
 _CONTEXT_PARAMETERS = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
 _FIELD = "previous_response_id"
 

@@ -76,7 +76,10 @@ async def delete(request: Request) -> Response:
             status = await end_of(gateway, record)
         if not status.has_ended:
             raise ApiError(
-                503, f"{record.id} is being cancelled, but has not ended; retry", code="not_ended", retry_after_s=1.0
+                503,
+                f"{record.id} is being cancelled, but has not ended; retry soon",
+                code="not_ended",
+                retry_after_s=1.0,
             )
     except ApiError as error:
         if error.status != 404:  # else only the record remains

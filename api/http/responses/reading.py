@@ -22,7 +22,7 @@ from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
 from cellama.tasks.contract.keys import job_key, journal_key
 
-EVENTS_PER_PAGE = 500  # which take some milliseconds of the event loop
+EVENTS_PER_PAGE = 500  # reading a page blocks the event loop for some milliseconds
 Events = AsyncGenerator[Mapping[str, Any], None]
 
 

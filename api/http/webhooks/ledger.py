@@ -34,7 +34,7 @@ class Delivery:
     type: str
     object_id: str
     endpoint_id: str
-    created_at: int  # unix s, by Redis' clock
+    created_at: int  # Unix seconds on Redis's clock
     attempts: int
 
 
@@ -56,7 +56,7 @@ class DeliveryLedger:
         """Replace an announced event with one delivery for each endpoint that subscribes to it."""
         try:
             event = announced(fields)
-        except (ValueError, KeyError, TypeError) as error:  # of another version
+        except (ValueError, KeyError, TypeError) as error:  # written by another version
             log.error("webhook event dropped", key=webhook_events_key(), detail=f"the event can't be read: {error!r}")
             await self._redis.xdel(webhook_events_key(), entry_id)
             return

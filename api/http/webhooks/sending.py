@@ -56,7 +56,9 @@ async def target_of(url: str, *, private: bool = False, resolve: Resolver = reso
     addresses = await resolve(host, port)
     for address in addresses:
         if not private and not is_global(address):
-            raise AddressRefused(f"url: {host} has the private address {address}; see gateway_webhook_private")
+            raise AddressRefused(
+                f"url: {host} has the private address {address}; set gateway_webhook_private to allow it"
+            )
     if not addresses:
         raise OSError(f"{host} has no address")
     return Target(addresses[0], host, port)
