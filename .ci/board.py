@@ -15,7 +15,7 @@ BOARD = Path(__file__).parents[1] / "docs" / "dashboards" / "cellama.json"
 HEIGHT, PER_ROW, WIDTH = 7, 3, 24
 
 M, V = 'model=~"$model"', 'model_name=~"$model"'
-OURS = "cellama_model_up or cellama_http_requests_in_flight or cellama_up"  # exported by at least one process
+OURS = "cellama_model_up or cellama_http_requests_in_flight or cellama_up"  # every process exports one of these metrics
 
 
 def rate(name: str, labels: str = "", by: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Find sentences that readers of technical English stumble over.
+"""Find sentences that are hard to read for readers of technical English.
 
 The check covers the prose of Markdown pages, docstrings, comments, error and log messages, help texts of options,
 descriptions of settings, and names of tests. Its rules are in docs/CONTRIBUTING.md under "How we write English".

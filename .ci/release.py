@@ -7,7 +7,7 @@ Without an option this is a dry run: it does everything except create the tag. T
    with a date for the version in pyproject.toml. The tag must not exist yet.
 2. Run `.ci/run`.
 3. Build the sdist and the wheel from the commit. Two builds of the same commit are identical byte for byte.
-4. Write a CycloneDX SBOM, release notes and SHA-256 sums.
+4. Write a CycloneDX SBOM, release notes and SHA-256 checksums.
 5. With `--tag`, create the annotated tag vVERSION.
 
 Pushing the tag starts the forge's workflow, which builds again with `--at-tag` and publishes.
@@ -138,12 +138,12 @@ def branch_problems(root: Path, version: str) -> Iterator[str]:
     if remote and remote != git(root, "rev-parse", "HEAD"):
         yield "branch: main differs from origin/main; pull or push first"
     if git(root, "tag", "--list", f"v{version}"):
-        yield f"tag: v{version} exists already; raise the version in pyproject.toml"
+        yield f"tag: v{version} already exists; increase the version in pyproject.toml"
 
 
 def tag_problems(root: Path, version: str, tag: str) -> Iterator[str]:
     if tag != f"v{version}":
-        yield f"tag: '{tag}' is not that of version {version} in pyproject.toml; use v{version}"
+        yield f"tag: '{tag}' does not match version {version} in pyproject.toml; use v{version}"
     elif git(root, "tag", "--points-at", "HEAD", "--list", tag) != tag:
         yield f"tag: '{tag}' does not point to this commit; run git switch --detach {tag}"
 
@@ -173,7 +173,7 @@ def build(source: Path, output: Path, epoch: int) -> list[Path]:
     argv = [python, "-m", "build", "--outdir", str(output), str(source)]
     done = subprocess.run(argv, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=0o022)
     if done.returncode:
-        sys.exit(f"{done.stdout}\nrelease: the build of the packages failed; see the output above")
+        sys.exit(f"{done.stdout}\nrelease: building the packages failed; see the output above")
     for sdist in output.glob("*.tar.gz"):
         normalize_sdist(sdist, epoch)
     return sorted(output.glob("cellama-*"))
@@ -214,7 +214,7 @@ def pip(python: str, target: str, *arguments: str) -> None:
 
 
 def write_sbom(wheel: Path, output: Path, epoch: int) -> None:
-    """Write the CycloneDX SBOM of a complete installation of the wheel. The tests use the same versions."""
+    """Write the CycloneDX SBOM of a complete installation of the wheel, with the versions that the tests use."""
     tools = environment("sbom", SBOM_TOOLS)
     with tempfile.TemporaryDirectory(prefix="cellama-sbom-") as folder:
         venv.create(folder, with_pip=False)

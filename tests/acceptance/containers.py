@@ -1,4 +1,4 @@
-"""Programs as PID 1 of a PID namespace, which is what a container makes of its command."""
+"""Run programs as PID 1 of a PID namespace, as containers do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
 def _refusal() -> str:
-    """Return why this machine can't start a PID namespace; nothing if it can."""
+    """Return the reason why this machine can't create a PID namespace, or "" if it can."""
     try:
         done = subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=30, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -29,18 +29,18 @@ needs_namespace = pytest.mark.skipif(bool(_WHY_NOT), reason=f"no PID namespace h
 
 
 def in_namespace(argv: Sequence[str]) -> list[str]:
-    """Return the command that runs this one as PID 1 of a new namespace, and exits with its code."""
+    """Return a command that runs this command as PID 1 of a new namespace and exits with the same code."""
     return [*UNSHARE, *argv]
 
 
 def program_of(process: Started) -> psutil.Process:
-    """Return the PID 1 of a namespace that `process` started: a signal for `process` itself does not reach it."""
+    """Return PID 1 of the namespace that `process` created. Signals to `process` do not reach this program."""
     [program] = psutil.Process(process.pid).children()
     return program
 
 
 def send_signal(process: Started, number: int, *, in_container: bool) -> None:
-    """Send a signal to the program that `process` is, or that it started in a namespace, if that still runs."""
+    """Send a signal to a process, or to PID 1 of the namespace that it created. Finished programs are skipped."""
     if process.poll() is None:
         programs = psutil.Process(process.pid).children() if in_container else [psutil.Process(process.pid)]
         for program in programs:
@@ -49,11 +49,11 @@ def send_signal(process: Started, number: int, *, in_container: bool) -> None:
 
 
 def states_inside(program: psutil.Process) -> dict[int, str]:
-    """Return the state of each process of the namespace (Z for a zombie) by the id that it has there."""
+    """Return the state of each process in the namespace (Z for a zombie), by its id inside the namespace."""
     states = {}
     for path in Path(f"/proc/{program.pid}/root/proc").glob("[0-9]*/stat"):
         try:
             states[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+            continue  # the process has exited
     return states

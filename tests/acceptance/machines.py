@@ -1,4 +1,4 @@
-"""A running `cellama up`, with ports and data of its own."""
+"""Run `cellama up` with separate ports and data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]
 
 @dataclass
 class Machine:
-    """A running `cellama up` with ports and data of its own."""
+    """A running `cellama up` with separate ports and data."""
 
     folder: Path
     environment: dict[str, str]
@@ -31,7 +31,7 @@ class Machine:
     in_container: bool = False
 
     def signal(self, number: int) -> None:
-        """Sends a signal to `cellama up` if it runs."""
+        """Send a signal to `cellama up` if it is running."""
         send_signal(self.process, number, in_container=self.in_container)
 
     def run(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,7 @@ class Machine:
         return (self.folder / "up.log").read_text()
 
     def slowed(self) -> contextlib.AbstractContextManager[None]:
-        """Slow down the worker's engine, like WorkerProcess.slowed."""
+        """Slow down the worker's engine, as `WorkerProcess.slowed` does."""
         return pace.slowed(Path(self.environment[pace.PACE_FILE]))
 
 

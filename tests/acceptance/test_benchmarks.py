@@ -1,4 +1,4 @@
-"""The reference's benchmarks run by `cellama bench NAME`, here small and on the bundled model: figures mean nothing."""
+"""Run small versions of the benchmarks with the bundled model. Their figures are not meaningful."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cellama.engine.bundled import TINY_PATH
 
 from ..conftest import clean_environment
 
-SMALL = {  # without `clients`, whose calls tests/integration/gateway/test_structured_clients.py makes
+SMALL = {  # except `clients`, which tests/integration/gateway/test_structured_clients.py covers
     "prefix_cache": "--conversations 3 --slots 2 --turns 2 --system 64 --message 16 --new 4 --think 0.05",
     "strategies": "--requests 6 --slots 3 --scale 0.1",
     "tokenize_overhead": "--prompt 30 --repeats 3 --callers 1 3 --slots 2 --rounds 1",
@@ -43,7 +43,7 @@ SMALL = {  # without `clients`, whose calls tests/integration/gateway/test_struc
 NONE = {  # figures that are 0 on any machine
     "storm": "lines lost, doubled or other",
 }
-TIMEOUT_S = 900.0  # of one; a machine may be busy with other things
+TIMEOUT_S = 900.0  # per benchmark, because the machine may be busy
 
 
 COMMAND = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bench"]

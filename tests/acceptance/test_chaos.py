@@ -1,4 +1,4 @@
-"""Nothing is lost, torn or done twice whatever dies: the chaos benchmark, short, with the same checks."""
+"""Run a short form of the chaos benchmark, which fails if work is lost, incomplete or done twice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cellama.bench.harness import pace
 from ..conftest import clean_environment
 
 JOBS = 40
-LEAST_STEP_S = "0.01"  # 40 jobs of 200 tokens take five seconds at least: longer than any period
+LEAST_STEP_S = "0.01"  # makes 40 jobs of 200 tokens take at least 5 s, longer than any period
 TIMEOUT_S = 400.0
 SCENARIOS = ("kills", "outages", "freezes", "clocks", "rollbacks", "poison")
 RIGHT = {"results": JOBS, "stored twice": 0, "torn": 0, "read torn": 0, "texts off": 0, "unacked": "0", "untimely": ""}
 
 
 def chaos(*scenarios: str, options: tuple[str, ...], jobs: int = JOBS) -> list[dict[str, Any]]:
-    """Return the rows of these scenarios, in which nothing was wrong."""
+    """Run these scenarios, check that they report no error, and return their rows."""
     command = [sys.executable, "-m", "cellama.bench", "chaos", "--scenarios", *scenarios, "--jobs", str(jobs), *options]
     environment = clean_environment(**{pace.LEAST_S: LEAST_STEP_S})
     done = subprocess.run(command, capture_output=True, timeout=2 * TIMEOUT_S, text=True, env=environment)
@@ -60,7 +60,7 @@ def test_canvas_steps_run_and_chords_complete_when_workers_are_killed() -> None:
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_canvas_step_runs_when_the_worker_is_killed_after_the_previous_job() -> None:
-    """A step may run twice if the worker died after it had sent the step: the benchmark counts these."""
+    """Check the points between two steps. Steps may run twice if the worker was killed after it had sent them."""
     row, *points = chaos("ends", options=("--new", "16", "--ends", "8", "--chord", "6"))
     assert row["kills"] == sum(point["kills"] for point in points) == 8
     assert (row["steps lost"], row["ended once"], row["stored"]) == (0, row["jobs"], row["jobs"])
@@ -76,7 +76,7 @@ def test_jobs_finish_once_when_redis_loses_their_journals_and_others_resume() ->
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_workers_keep_running_while_redis_loads_its_data() -> None:
-    """Other refusals of real servers: tests/integration/test_refusing_servers.py."""
+    """Check one refusal. tests/integration/test_refusing_servers.py checks the others."""
     rows = chaos("refusals", options=("--new", "100", "--refused", "1.5", "--refusals", "LOADING"), jobs=24)
     assert [(row["refusal"], row["workers"]) for row in rows] == [("LOADING", "idle"), ("LOADING", "busy")]
     for row in rows:

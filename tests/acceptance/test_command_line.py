@@ -1,4 +1,4 @@
-"""Use the command line on one machine: `cellama up`, generate, chat, status, Flower, Ctrl-C."""
+"""Test the command line on one machine: `cellama up`, generate, chat, status, Flower and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(generate.delay("tiny", "Once upon a time", max_tokens=4, temperature=0).ge
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """For tests that leave it as it was."""
+    """Yield a shared machine, for tests that don't change it."""
     with up(tmp_path_factory.mktemp("machine")) as machine:
         yield machine
 

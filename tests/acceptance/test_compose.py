@@ -1,6 +1,6 @@
-"""The services of docker-compose.yml: their commands, settings and checks of health.
+"""Test the services in docker-compose.yml: their commands, settings and health checks.
 
-Each runs as PID 1 of a namespace, as in a container, or as a plain process where this machine has no namespaces.
+Each service runs as PID 1 of a namespace, as in a container, or as a plain process if this machine has no namespaces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CREDENTIALS = "me:secret"
 
 
 class Composed:
-    """Runs services where Compose would: their ports and their Redis are others."""
+    """Runs services as Compose does, but with other ports and another Redis."""
 
     def __init__(self, folder: Path, *, in_container: bool) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class Composed:
         return [part.replace("$$", "$").replace("5555", str(self.flower_port)) for part in parts]
 
     def environment(self, name: str, **given: str) -> dict[str, str]:
-        """The variables of a service: its own, and of those that it passes on what is given."""
+        """Return the environment of a service, with the given values for variables that the service passes on."""
         named: dict[str, str | None] = SERVICES[name]["environment"]
         own = {
             key: value.replace("redis:6379", f"127.0.0.1:{self.redis_port}") for key, value in named.items() if value
@@ -69,11 +69,11 @@ class Composed:
         return process
 
     def terminate(self, process: subprocess.Popen[bytes]) -> None:
-        """Sends SIGTERM to the service, as `docker stop` does."""
+        """Send SIGTERM to the service, as `docker stop` does."""
         send_signal(process, signal.SIGTERM, in_container=self._in_container)
 
     def end(self) -> None:
-        """Raises TimeoutExpired if a service does not end; nothing is left behind even then."""
+        """Stop all services. Kill services that don't stop in time, and raise TimeoutExpired."""
         for process in reversed(self.running):
             self.terminate(process)
         try:
@@ -129,7 +129,7 @@ def test_compose_worker_becomes_healthy_serves_jobs_and_exits_cleanly(composed: 
     assert worker.wait(PATIENCE_S) == 0, composed.log("worker")
     wait_until(lambda: not composed.is_healthy("worker", environment), "the end of its entry")
     for setting in ("appendonly", "maxmemory-policy"):
-        assert setting not in composed.log("worker")  # it has nothing to say against this Redis
+        assert setting not in composed.log("worker")  # the worker logs no problem with this Redis
 
 
 def test_compose_flower_requires_its_password(composed: Composed) -> None:
@@ -149,7 +149,7 @@ def test_compose_flower_requires_its_password(composed: Composed) -> None:
         except urllib.error.HTTPError as error:
             return int(error.code)
         except OSError:
-            return None  # it is on its way
+            return None  # Flower does not answer yet
 
     assert wait_until(lambda: status(CREDENTIALS), "Flower") == 200
     assert status("me:guess") == 401

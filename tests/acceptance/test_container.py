@@ -1,4 +1,4 @@
-"""`cellama worker` and `cellama up` as PID 1 of a PID namespace, as in a container."""
+"""Test `cellama worker` and `cellama up` as PID 1 of a PID namespace, as in a container."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
 
 @dataclass
 class Contained:
-    """`cellama worker` as PID 1."""
+    """A `cellama worker` that runs as PID 1 of a namespace."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -40,7 +40,7 @@ class Contained:
         return program_of(self.process)
 
     def child(self) -> psutil.Process:
-        """Return the worker process that it keeps."""
+        """Return the worker process that `cellama worker` keeps running."""
         known = [one for one in self.program.children() if one.status() != psutil.STATUS_ZOMBIE]
         [child] = [one for one in known if "celery" in one.cmdline()]
         return child
@@ -66,7 +66,7 @@ def contained(tmp_path: Path, redis_server: RedisServer) -> Iterator[Contained]:
         assert process.poll() is None, contained.log()
         yield contained
     finally:
-        process.kill()  # and with it the whole namespace
+        process.kill()  # which also ends the whole namespace
         process.wait()
 
 
@@ -110,7 +110,7 @@ def test_up_as_pid_1_serves_and_exits_on_sigterm(tmp_path: Path) -> None:
         done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "4")
         assert done.stdout.strip() == ", there was a", done.stderr
         inside = descendants(machine.process.pid)
-        assert len(inside) >= 4  # itself, Redis, the worker, Flower
+        assert len(inside) >= 4  # `cellama up`, Redis, the worker and Flower
         machine.signal(signal.SIGTERM)
         assert machine.process.wait(PATIENCE_S) == 0, machine.output()
         assert not any(map(psutil.pid_exists, inside))
@@ -118,7 +118,7 @@ def test_up_as_pid_1_serves_and_exits_on_sigterm(tmp_path: Path) -> None:
 
 
 def test_command_as_pid_1_exits_on_sigterm(contained: Contained, redis_server: RedisServer) -> None:
-    """Linux drops the signal if the command does not handle it, and the container lasts until it is killed."""
+    """Check that the command handles the signal, because Linux drops signals that PID 1 does not handle."""
     command = ["generate", contained.model, "Once upon a time", "--ignore-eos", "--max-tokens", "1000", "--json"]
     argv = in_namespace([sys.executable, "-m", "cellama_main", *command])
     options: dict[str, Any] = {"cwd": contained.folder, "env": clean_environment(CELLAMA_REDIS_URL=redis_server.url)}

@@ -1,4 +1,4 @@
-"""Flower, in a real browser: queue depth and slots are to be seen, and it agrees with Redis."""
+"""Test that Flower, opened in a real browser, shows the queue depth and the slots."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from cellama.tasks.contract.names import queue_keys
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"  # kept: look at them
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"  # kept for inspection
 CREDENTIALS = "me:secret"
 BOARD_URL = "http://127.0.0.1:3000/d/cellama?kiosk&from=now-1h"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": False, "priority": 9}
 
 
 class Flower:
-    """A running Flower that asks for a password."""
+    """A running Flower that requires a password."""
 
     def __init__(self, folder: Path, redis_url: str, models: str) -> None:
         self.port = free_port()
@@ -57,7 +57,7 @@ class Flower:
             return json.load(answer)
 
     def look(self, path: str, name: str) -> str:
-        """The page as the browser has it after its scripts ran; a picture of it is kept."""
+        """Return the page as it is after its scripts have run, and save a screenshot."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
         browser += [f"--user-data-dir={self.folder / 'chromium'}", "--virtual-time-budget=4000"]
@@ -122,7 +122,7 @@ def _check_depth_and_slots(page: Flower, worker: WorkerProcess, model: str, redi
     assert "4 of 4 busy" in page.look(f"/worker/{name}", "flower-worker")
     assert "generate" in page.look("/tasks", "flower-tasks")
     shown_of_calls = [(task["args"], task["kwargs"]) for task in page.get("/api/tasks").values()]
-    assert ("(…)", "(…)") in shown_of_calls  # by plain Celery
+    assert ("(…)", "(…)") in shown_of_calls  # sent by plain Celery
     assert not any("Once upon" in str(call) for call in shown_of_calls)
     for job in jobs:
         job.revoke(terminate=True)

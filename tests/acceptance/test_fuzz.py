@@ -1,4 +1,4 @@
-"""Whatever a producer sends ends alone: the fuzz benchmark, short, with the whole corpus and the same checks."""
+"""Run a short form of the fuzz benchmark with the whole corpus: a bad payload must affect only its own job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cellama tune` in a process of its own, and a worker whose model has the options that it found."""
+"""Test `cellama tune` in a separate process, and a worker that uses the options that it found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOK_AHEAD = 4
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Run without settings and with an empty cache."""
+    """Return an environment without settings and with an empty cache."""
     return clean_environment(XDG_CACHE_HOME=str(folder), COLUMNS="120")
 
 
@@ -82,7 +82,7 @@ def served_by(worker: WorkerProcess) -> dict[str, Any]:
 
 
 def pool_size() -> int | None:
-    """Return the options that the worker named `tuned` reports."""
+    """Return the pool size that the worker named `tuned` reports, or None if it does not reply."""
     answers = app.control.inspect(timeout=2.0).stats() or {}
     mine = next((stats for name, stats in answers.items() if name.startswith("tuned@")), None)
     return None if mine is None else int(mine["pool"]["max-concurrency"])
@@ -128,7 +128,7 @@ def test_interrupted_tune_saves_nothing_and_prints_the_fastest_configuration(tmp
         process.kill()
     said = (tmp_path / "log").read_text()
     assert "interrupted: no result was saved" in said
-    assert re.search(r"fastest until now: n_parallel \d+", said)
+    assert re.search(r"fastest so far: n_parallel \d+", said)
     assert "Traceback" not in said
     assert results(tmp_path) == []
 

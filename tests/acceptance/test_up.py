@@ -1,4 +1,4 @@
-"""`cellama up` and what ends beneath it."""
+"""Test how `cellama up` starts its services, restarts services that crash, and stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVER = re.compile(r"(valkey|redis)-server ")
 
 @pytest.fixture
 def own_machine(tmp_path: Path) -> Iterator[Machine]:
-    """For tests that end something of it."""
+    """Yield a separate machine, for tests that kill some of its processes."""
     with up(tmp_path) as machine:
         yield machine
 
@@ -70,7 +70,7 @@ def test_up_restarts_a_killed_worker_and_redis_and_ctrl_c_stops_everything(own_m
     wait_until(lambda: worker() not in (None, before), "another worker")
     check_that_a_job_continues_when_redis_dies(own_machine)
     children = descendants(own_machine.process.pid)
-    assert len(children) >= 3  # Redis, the worker, Flower
+    assert len(children) >= 3  # Redis, the worker and Flower
     own_machine.process.send_signal(signal.SIGINT)
     assert own_machine.process.wait(PATIENCE_S) == 0
     wait_until(lambda: not any(map(is_running, children)), "the end of all children")
@@ -121,7 +121,7 @@ def test_ctrl_c_stops_everything_immediately_without_redis(own_machine: Machine)
 
 
 def is_running(pid: int) -> bool:
-    """False for one that has ended, and that nobody asks for its exit code: a child of a worker that was killed."""
+    """Return whether the process is running. A zombie, such as the child of a killed worker, is not running."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False

@@ -19,7 +19,7 @@ from ..conftest import PATIENCE_S, clean_environment
 ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PACKAGES = ("api", "bench", "config", "engine", "tasks")
-CHECKOUT_ONLY = [  # what is for developing cellama
+CHECKOUT_ONLY = [  # files that are only used to develop cellama
     *(f"bench/benchmarks/{name}" for name in ("engine", "faults", "service", "structured")),
     "bench/README.md",
     "bench/results",
@@ -35,7 +35,7 @@ def source_files() -> list[str]:
 
 
 def packaged_files() -> set[str]:
-    """Return the source files that users get."""
+    """Return the source files that the packages contain."""
     return {
         name
         for name in source_files()
@@ -51,7 +51,7 @@ def git(clone: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the working tree as its only commit, whose version has a date and whose tests are empty."""
+    """Return a repository whose only commit is the working tree, with a dated version and without tests."""
     clone = tmp_path_factory.mktemp("clone")
     for name in source_files():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)

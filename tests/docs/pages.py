@@ -9,8 +9,8 @@ from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-BLOCKS_TESTED_ELSEWHERE = {DOCS / "canvas.md"}  # by tests/integration/test_canvas.py
-RUNNABLE = {"sh", "python", "toml"}  # all others show something: text, json, yaml
+BLOCKS_TESTED_ELSEWHERE = {DOCS / "canvas.md"}  # run by tests/integration/test_canvas.py
+RUNNABLE = {"sh", "python", "toml"}  # blocks in all other languages (text, json, yaml) only show something
 EXAMPLE = "Example"  # title of a block with output that depends on the load, which is not compared
 OUTPUT = "Output"  # title of a block with what the nearest `sh` or `python` block above it prints
 _GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
@@ -23,9 +23,9 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced code block.
 
-    `title` is the name of the file that the block shows, or `OUTPUT`. `reason` is given if the block is not run.
+    `title` is the name of the file that the block shows, or `OUTPUT`. `reason` is the reason for not running the block.
     """
 
     language: str
@@ -42,7 +42,7 @@ def pages() -> list[Path]:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the blocks of a page that claim to work. Signatures in its generated parts don't."""
+    """Return the blocks of a page that readers can run. Signatures in generated parts are left out."""
     text = _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
     blocks = [
         Block(m["language"], dedent(m["text"]), text[: m.start("text")].count("\n") + 1, m["title"], m["reason"])

@@ -1,4 +1,4 @@
-"""The blocks of all pages run and print what the pages show, with one worker for all pages."""
+"""Run the blocks of all pages with one worker, and compare their output with the output on the pages."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NOT_RUN = {
     "closes the gateway to the other pages": 1,
     "needs pandas and pyarrow": 1,
 }
-GATEWAY = "http://127.0.0.1:8000"  # where pages have it
-STARTED = "cellama up"  # such a line is what the fixtures have done
+GATEWAY = "http://127.0.0.1:8000"  # the directory that pages use for models
+STARTED = "cellama up"  # lines that start services, which the fixtures have already started
 EXAMPLES = "docs/examples/"
 # Printed before each block, so that the output of a page can be divided.
 MARK = "----- block"
@@ -79,7 +79,7 @@ def run(argv: list[str], folder: Path, page: str, stdin: str) -> str:
 
 
 def normalized(line: str) -> str:
-    """Return a line of output without what differs from run to run: numbers, ids, units of size, and spacing."""
+    """Return a line of output without the parts that differ between runs: numbers, ids, units of size and spacing."""
     line = re.sub(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{16,}\b", "ID", line)
     line = re.sub(r"\d+(?:[.,:]\d+)*(?: [KMG]iB)?", "0", line)
     return re.sub(r"[\s─━│╭╮╰╯]+", " ", line).strip()
@@ -113,7 +113,7 @@ def by_block(printed: str) -> dict[int, str]:
 
 
 def write(block: Block, folder: Path, page: str) -> None:
-    """Write a block that shows a file. One of the examples must equal its file instead."""
+    """Write the file that a block shows. If the file is one of the examples, the block must match it instead."""
     assert block.title is not None
     if block.title.startswith(EXAMPLES):
         assert block.text == (ROOT / block.title).read_text(encoding="utf-8"), f"{page} shows another {block.title}"

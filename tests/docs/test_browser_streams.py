@@ -128,7 +128,7 @@ def test_fastapi_page_shows_the_error_of_a_failed_story(fastapi_site: Site, page
     assert page.run("source.readyState") == 2
 
 
-def test_fastapi_page_reports_a_refused_stream(fastapi_site: Site, page: Page) -> None:
+def test_fastapi_page_reports_a_rejected_stream(fastapi_site: Site, page: Page) -> None:
     page.open(f"http://127.0.0.1:{fastapi_site.port}")
     page.run("follow('no such job')")
     wait_until(lambda: page.text("state") == "the server has refused the stream", "the refusal in the page")

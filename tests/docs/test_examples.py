@@ -46,7 +46,7 @@ def test_fastapi_example_returns_the_http_status_of_each_error(fastapi_site: Sit
 
 
 def test_fastapi_example_cancels_the_job_when_its_reader_disconnects(fastapi_site: Site, worker: WorkerProcess) -> None:
-    with worker.slowed(0.5), Client() as client:  # a story of this model lasts for most of a minute
+    with worker.slowed(0.5), Client() as client:  # a story by this model takes most of a minute
         connection = http.client.HTTPConnection("127.0.0.1", fastapi_site.port, timeout=PATIENCE_S)
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1000})
         connection.request("POST", "/stories/stream", body, {"content-type": "application/json"})
@@ -130,7 +130,7 @@ def test_durable_responses_example_resumes_the_response_after_a_kill(gateway: Ga
 
 
 def test_types_of_the_examples_are_checked_strictly() -> None:
-    # In the directory of `.ci/check`, whose cache has the types of cellama already.
+    # Use the directory of `.ci/check`, whose cache already contains cellama's types.
     links = ROOT / "build" / "types" / "cellama"
     links.mkdir(parents=True, exist_ok=True)
     for folder in ("api", "config", "engine", "tasks"):

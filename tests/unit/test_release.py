@@ -88,7 +88,7 @@ def test_release_is_refused_when_the_changelog_has_no_complete_section(
 
 def test_release_is_refused_when_the_version_has_a_tag(repository: Path) -> None:
     git(repository, "tag", "v1.2.0")
-    assert problems(repository) == ["tag: v1.2.0 exists already; raise the version in pyproject.toml"]
+    assert problems(repository) == ["tag: v1.2.0 already exists; increase the version in pyproject.toml"]
 
 
 def test_release_is_refused_when_the_version_is_not_a_release_version(repository: Path) -> None:
@@ -104,7 +104,7 @@ def test_release_at_a_tag_needs_the_tag_of_the_version_at_this_commit(repository
     git(repository, "switch", "--quiet", "--detach", "v1.2.0")
     assert problems(repository, "v1.2.0") == []
     [other] = problems(repository, "v1.1.0")
-    assert other == "tag: 'v1.1.0' is not that of version 1.2.0 in pyproject.toml; use v1.2.0"
+    assert other == "tag: 'v1.1.0' does not match version 1.2.0 in pyproject.toml; use v1.2.0"
 
 
 def test_changelog_section_ends_at_the_next_version(repository: Path) -> None:

@@ -1,4 +1,4 @@
-"""Invalid requests get OpenAI's error format, and a status for which its client has an exception."""
+"""Test that invalid requests get OpenAI's error format, and a status for which its client has an exception."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def turns(*contents: Any) -> list[Any]:
         ({"priority": 0}, errors.BadRequestError, "priority", "use service_tier"),
         ({"cache_scope": "x"}, errors.BadRequestError, "cache_scope", "use cache_salt"),
         ({"cache_salt": ""}, errors.BadRequestError, "cache_salt", "1 to 128"),
-        ({"audio": {"voice": "x"}}, errors.BadRequestError, "audio", "answers are text only"),
+        ({"audio": {"voice": "x"}}, errors.BadRequestError, "audio", "answers contain only text"),
         ({"functions": [{"name": "f"}]}, errors.BadRequestError, "functions", "use `tools`"),
         ({"foo": 1}, errors.BadRequestError, "foo", "unknown parameter 'foo'"),
         ({"tools": [{"type": "web"}]}, errors.BadRequestError, "tools", "tools.0"),

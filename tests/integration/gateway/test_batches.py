@@ -1,4 +1,4 @@
-"""OpenAI's unmodified batch scripts with real gateways and a worker."""
+"""Test OpenAI's unmodified batch scripts with real gateways and a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that disconnect, retry or read slowly, and a gateway that stops."""
+"""Test clients that disconnect, retry or read slowly, and a gateway that stops."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_gateway_cancels_its_streams_when_drain_s_has_passed(
 def test_slow_reader_delays_only_its_own_stream(
     gateway: GatewayProcess, openai: OpenAI, jobs_of_test: Callable[[], list[str]]
 ) -> None:
-    """The slow reader reads nothing until its job has ended, and then gets all of it."""
+    """Read nothing until the job of the slow reader has ended. It must then receive the whole stream."""
     body = json.dumps({**BODY, "stream": True, "max_tokens": 100, "n": 8}).encode()
     with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""OpenAI's unmodified client with a real gateway and worker."""
+"""Test OpenAI's unmodified client with a real gateway and worker."""
 
 from __future__ import annotations
 

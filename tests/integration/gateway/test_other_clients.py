@@ -1,4 +1,4 @@
-"""Other unmodified clients of OpenAI's API, each in a process of its own."""
+"""Test other unmodified clients for OpenAI's API, each in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/responses with OpenAI's unmodified client, a real gateway and a worker."""
+"""Test /v1/responses with OpenAI's unmodified client, a real gateway and a worker."""
 
 from __future__ import annotations
 
@@ -120,9 +120,7 @@ def test_deleted_response_leaves_no_keys(openai: OpenAI, redis_client: Redis) ->
     assert not redis_client.exists(response_key(answer.id))
 
 
-def test_readers_get_the_end_when_response_is_deleted(
-    openai: OpenAI, redis_client: Redis, worker: WorkerProcess
-) -> None:
+def test_streams_end_when_response_is_deleted(openai: OpenAI, redis_client: Redis, worker: WorkerProcess) -> None:
     with worker.slowed():
         created = openai.responses.create(**LONG, background=True)
         record: Any = redis_client.get(response_key(created.id))
@@ -153,7 +151,7 @@ def test_deleted_response_leaves_no_result_that_arrives_late(openai: OpenAI, red
     assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(answer.id))
 
 
-def test_response_without_store_is_404(openai: OpenAI) -> None:
+def test_unstored_response_returns_404(openai: OpenAI) -> None:
     answer = openai.responses.create(**REQUEST, store=False)
     assert answer.store is False  # type: ignore[attr-defined]
     with pytest.raises(errors.NotFoundError):
@@ -291,6 +289,6 @@ def test_invalid_queries_are_rejected(gateway: GatewayProcess, openai: OpenAI, p
 
 
 @pytest.mark.parametrize("name", ["resp_x", "resp_" + "0" * 32, "..", "resp_" + "A" * 32, "x" * 5000])
-def test_malformed_ids_are_404(gateway: GatewayProcess, name: str) -> None:
+def test_malformed_ids_return_404(gateway: GatewayProcess, name: str) -> None:
     for ask in (httpx.get, httpx.delete):
         assert ask(f"{gateway.url}/v1/responses/{name}").status_code == 404

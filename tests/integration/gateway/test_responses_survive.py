@@ -1,4 +1,4 @@
-"""Gateway, worker and Redis are killed during background responses, and each reader gets the whole text once."""
+"""Kill the gateway, the worker and Redis during background responses. Each reader must get the whole text once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 
 NUM_RESPONSES, NUM_TOKENS = 4, 400
-STEP_S = 0.3  # of a slowed worker, so that no response ends before the processes are killed
+STEP_S = 0.3  # step time of a slowed worker, so that no response ends before the processes are killed
 PROMPT = "Tell a story about {} foxes"
 LOST = (APIError, httpx.TransportError)
 MODELS = [{"id": "tiny", "source": "bundled://tiny", "n_parallel": NUM_RESPONSES, "threads": 1, "default": True}]
 
 
 class House:
-    """Redis, a worker and a gateway of one test, which it may kill and restart."""
+    """The Redis, worker and gateway of one test, which may kill and restart them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Tokens, health, tiers, scopes of tenants, mounting the gateway into another app, and its command."""
+"""Test tokens, health, tiers, tenant scopes, mounting the gateway into another app, and the gateway command."""
 
 from __future__ import annotations
 

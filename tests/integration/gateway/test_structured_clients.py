@@ -29,7 +29,7 @@ from cellama.bench.models.brief import brief_sampling
 from ...conftest import WorkerProcess, clean_environment, empty_database
 from ...gateways import GatewayProcess
 
-TIMEOUT_S = 300.0  # for all calls, which take 15 to 40 s on two cores
+TIMEOUT_S = 300.0  # timeout for all calls, which take 15 to 40 s on two cores
 
 
 @pytest.fixture(scope="module")

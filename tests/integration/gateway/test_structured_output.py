@@ -1,4 +1,4 @@
-"""Output formats at every endpoint: how strictly they are enforced, and where warnings appear."""
+"""Test output formats at every endpoint: how strictly they are enforced, and where warnings appear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhooks report the end of batches and responses to an endpoint."""
+"""Test that webhooks report the end of batches and responses to an endpoint."""
 
 from __future__ import annotations
 

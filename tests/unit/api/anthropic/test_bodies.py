@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's bodies into parameters of jobs, and errors by name: api/anthropic/bodies.py."""
+"""Test the conversion of Anthropic's bodies into job parameters, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_thinking_is_disabled_by_default() -> None:
     assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_reasoning
 
 
-def test_refused_parameters_are_accepted_with_their_default_values() -> None:
+def test_rejected_parameters_are_accepted_with_their_default_values() -> None:
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     assert order(speed="standard", mcp_servers=[], context_management=keep, n=1) == order()
 

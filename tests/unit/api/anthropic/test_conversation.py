@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's turns into messages: api/anthropic/conversation.py."""
+"""Test the conversion of Anthropic's turns into messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion of truncated JSON objects: api/anthropic/answers.py."""
+"""Test the completion of truncated JSON objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of job events into events for Anthropic's own accumulator: api/anthropic/stream.py."""
+"""Test the conversion of job events into Anthropic's events, with the accumulator of Anthropic's client."""
 
 from __future__ import annotations
 

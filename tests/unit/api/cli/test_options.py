@@ -1,4 +1,4 @@
-"""Test Celery's call options: those that a job supports are applied, and all others are refused."""
+"""Test Celery's call options: supported options are applied, and all others are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rights of callers, and the format of errors: api/http/auth.py and errors.py."""
+"""Test the rights of callers, and the format of errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cellama.tasks.contract.errors import (
         ("priority", "flex", "flex"),
     ],
 )
-def test_tier_is_not_more_urgent_than_that_of_the_caller(own: str | None, requested: str | None, given: str) -> None:
+def test_tier_is_not_more_urgent_than_the_callers_tier(own: str | None, requested: str | None, given: str) -> None:
     assert Caller(priority=own).tier(requested) == given
 
 
@@ -90,7 +90,7 @@ def test_retryable_errors_have_retry_after() -> None:
     assert of_job(JobFailed("decode_failed", "once more")).headers == {}
 
 
-def test_unknown_error_code_is_500() -> None:
+def test_unknown_error_code_returns_500() -> None:
     assert of_code("not_known_yet", "?").status == 500
     assert of_code("stream_trimmed", "gone").status == 404
     assert of_code("timeout", "late").status == 408

@@ -1,4 +1,4 @@
-"""Values that the gateway caches: fetched once for all concurrent requests, without delaying any."""
+"""Test the values that the gateway caches. They are fetched once for all concurrent requests, and delay none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access by web pages, which a setting must allow: api/http/app.py."""
+"""Test the access of web pages, which a setting must allow."""
 
 from __future__ import annotations
 

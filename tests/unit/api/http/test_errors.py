@@ -1,4 +1,4 @@
-"""Conversion of worker errors into OpenAI's error format: api/http/errors.py."""
+"""Test the conversion of worker errors into OpenAI's error format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's /metrics: access to it, and its counts."""
+"""Test who can read the gateway's /metrics, and what they count."""
 
 from __future__ import annotations
 

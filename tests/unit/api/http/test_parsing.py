@@ -1,4 +1,4 @@
-"""Parsing of request bodies: api/http/parsing.py."""
+"""Test the parsing of request bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The charge of a request after a disconnect, and the answer to its repetition: api/http/running.py.
+"""Test the charge for a request after a disconnect, and the answer to a repeated request.
 
 The tests use a Redis without a worker.
 """

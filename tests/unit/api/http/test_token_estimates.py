@@ -1,4 +1,4 @@
-"""Estimates of the tokens that a request may use: api/http/parsing.py."""
+"""Test the estimates of the tokens that a request may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of the gateway for requests that may create jobs: api/http/middleware.py."""
+"""Test the gateway's spans for requests that may create jobs."""
 
 from __future__ import annotations
 

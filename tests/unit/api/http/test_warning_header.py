@@ -1,4 +1,4 @@
-"""The header that lists the warnings of an answer: api/http/running.py."""
+"""Test the header that lists the warnings of an answer."""
 
 from __future__ import annotations
 

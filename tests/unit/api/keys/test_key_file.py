@@ -1,4 +1,4 @@
-"""Key files: both formats, errors by name, and changes at run time."""
+"""Test key files: both formats, errors that name the field, and changes at run time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of keys, and the headers in which clients send them."""
+"""Test the format of keys, and the headers that clients send them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test `cellama metrics`: each metric has the value that is in Redis."""
+"""Test `cellama metrics`, whose values must match the data in Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI's bodies into parameters of jobs, and errors by name: api/openai/bodies.py."""
+"""Test the conversion of OpenAI's bodies into job parameters, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_reply_with_content_that_can_not_be_read_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"audio": {}}, "audio is {}: answers are text only"),
+        ({"audio": {}}, "audio is {}: answers contain only text"),
         ({"functions": [{"name": "f"}]}, "functions is"),
         ({"modalities": ["text", "audio"]}, "modalities is"),
         ({"logprobs": 3}, "logprobs is 3; it must be true or false"),
@@ -197,5 +197,5 @@ def test_deeply_nested_value_is_rejected() -> None:
     deep: Any = []
     for _ in range(2000):
         deep = [deep]
-    with pytest.raises(InvalidJob, match="answers are text only"):
+    with pytest.raises(InvalidJob, match="answers contain only text"):
         params_of_body(CHAT, {"model": "m", "messages": [], "audio": deep})

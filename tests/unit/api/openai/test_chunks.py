@@ -1,4 +1,4 @@
-"""Conversion of events into chunks of OpenAI's streams, and formats of logprobs: api/openai/chunks.py, answers.py."""
+"""Test the conversion of events into chunks of OpenAI's streams, and the formats of logprobs."""
 
 from __future__ import annotations
 

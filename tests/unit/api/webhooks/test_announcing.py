@@ -1,4 +1,4 @@
-"""Announced events are read correctly: api/webhooks/announcing.py."""
+"""Test the announcement of events to webhooks."""
 
 from __future__ import annotations
 

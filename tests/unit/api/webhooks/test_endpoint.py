@@ -1,4 +1,4 @@
-"""Validation of endpoints: api/webhooks/endpoints.py."""
+"""Test the validation of webhook endpoints."""
 
 from __future__ import annotations
 

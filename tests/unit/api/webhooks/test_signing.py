@@ -1,4 +1,4 @@
-"""Signatures of webhooks, checked with the specification's example and OpenAI's client: api/webhooks/endpoints.py."""
+"""Test webhook signatures with the specification's example and OpenAI's client."""
 
 from __future__ import annotations
 

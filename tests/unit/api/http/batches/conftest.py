@@ -1,4 +1,4 @@
-"""Fixtures of batches in each kind of store."""
+"""Fixtures that run batches with each kind of store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch from its file to its end, including failures of its driver."""
+"""Test batches from their input file to their end, including failures of their drivers."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_parts_are_stored_at_growing_intervals(store: FileStore) -> None:
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
-def test_running_batch_uses_no_thread_of_uploads(run_world: RunWorld) -> None:
+def test_running_batch_does_not_use_upload_threads(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # the smallest possible pool
         batch_id = (await world.create_batch("a"))["id"]

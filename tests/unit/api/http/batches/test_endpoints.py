@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: separation of tenants, and the limits of the gateway."""
+"""Test files and batches over HTTP: the separation of tenants, and the limits of the gateway."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def errors_of(client: TestClient, created: Any, who: Mapping[str, str] = ACME) -
     return [(error["code"], error["line"]) for error in batch["errors"]["data"]]
 
 
-def test_files_and_batches_of_a_tenant_are_404_for_others(start: Start) -> None:
+def test_files_and_batches_of_a_tenant_return_404_to_others(start: Start) -> None:
     client = start()
     created = create_batch(client, lines_of([request("a")]))
     assert created.status_code == 200, created.text
@@ -130,7 +130,7 @@ def test_upload_names_the_field_when_it_is_invalid(start: Start, fields: dict[st
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_id_is_404_when_it_is_part_of_another_redis_key(start: Start) -> None:
+def test_id_returns_404_when_it_is_part_of_another_redis_key(start: Start) -> None:
     client = start(gateway_batches_at_once=0)
     assert create_batch(client, lines_of([request("a")]), {}).status_code == 200
     for path in ("/v1/files/of:", "/v1/files/of:/content", "/v1/batches/of:"):
@@ -144,7 +144,7 @@ def test_list_is_rejected_when_its_query_is_invalid(start: Start, query: str, st
     assert start().get(f"/v1/batches?{query}", headers=ACME).status_code == status
 
 
-def test_files_are_503_while_their_store_is_unavailable(start: Start, tmp_path: Path) -> None:
+def test_files_return_503_while_their_store_is_unavailable(start: Start, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("no directory")
     answer = upload(start(gateway_files_dir=str(tmp_path / "taken")), b"{}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "files_unavailable")

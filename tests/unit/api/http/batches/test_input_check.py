@@ -1,4 +1,4 @@
-"""Each error of an input file is reported with its line, and fails the batch."""
+"""Test that each error in an input file is reported with its line and fails the batch."""
 
 from __future__ import annotations
 

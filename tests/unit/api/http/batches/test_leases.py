@@ -1,4 +1,4 @@
-"""At most one gateway holds a lease, and another one gets it after its end."""
+"""Test that only one gateway at a time holds a lease, and that another gateway can take it after it has ended."""
 
 from __future__ import annotations
 

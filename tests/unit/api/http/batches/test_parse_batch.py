@@ -1,4 +1,4 @@
-"""Parsing of requests for batches."""
+"""Test the parsing of requests that create batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop that drives batches: which ones it takes, and what it deletes."""
+"""Test the loop that drives batches: which batches it drives, and which files it deletes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_cancelled_and_expired_batches_are_driven_beyond_the_limit(run_world: Ru
     run_world(scenario)
 
 
-def test_batch_of_another_store_stops_no_driver(run_world: RunWorld) -> None:
+def test_batch_in_another_store_does_not_stop_a_driver(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         mine = [(await world.create_batch(name))["id"] for name in ("a", "b")]
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))

@@ -1,4 +1,4 @@
-"""Records of batches: allowed changes of status, and changes under a lease."""
+"""Test the records of batches: allowed changes of status, and changes under a lease."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_create_returns_same_batch_for_key_and_409_for_different_body(run: Run) 
     run(scenario)
 
 
-def test_create_is_429_when_tenant_has_too_many_open_batches(run: Run) -> None:
+def test_create_returns_429_when_tenant_has_too_many_open_batches(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         batches = service_of(redis, gateway_open_batches=1)
         first = await batches.create(ORDER, ACME, None)

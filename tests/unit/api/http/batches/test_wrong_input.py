@@ -1,4 +1,4 @@
-"""Invalid requests for files and batches get OpenAI's error format, and a status for which its client has an exception.
+"""Test that invalid requests for files and batches get OpenAI's error format, and a status that its client handles.
 
 They leave no data behind.
 """
@@ -86,8 +86,8 @@ BATCHES: list[tuple[dict[str, Any], type[errors.APIStatusError], int, str | None
     (order(input_file_id="x" * 3000), errors.NotFoundError, 404, None, "does not exist"),
     (order(endpoint="/v1/nothing"), errors.BadRequestError, 400, "endpoint", "must be one of"),
     (order(endpoint={}), errors.BadRequestError, 400, "endpoint", "must be one of"),
-    (order(completion_window=24), errors.BadRequestError, 400, "completion_window", "like '24h'"),
-    (order(completion_window="٣h"), errors.BadRequestError, 400, "completion_window", "like '24h'"),
+    (order(completion_window=24), errors.BadRequestError, 400, "completion_window", "such as '24h'"),
+    (order(completion_window="٣h"), errors.BadRequestError, 400, "completion_window", "such as '24h'"),
     (order(metadata="a"), errors.BadRequestError, 400, "metadata", "must be an object"),
     (order(metadata={"a": ["b"]}), errors.BadRequestError, 400, "metadata", "strings of at most 512"),
     (order(output_expires_after=3), errors.BadRequestError, 400, "output_expires_after", "output_expires_after"),
@@ -156,7 +156,7 @@ PATHS = [
 
 @pytest.mark.parametrize("thing_id", ["none", "%00", "%ff", "%ed%a0%80", "..", "a%0d%0ab", "x" * 5000, "*"])
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_endpoints_are_404_for_unknown_ids(client: TestClient, method: str, path: str, thing_id: str) -> None:
+def test_endpoints_return_404_for_unknown_ids(client: TestClient, method: str, path: str, thing_id: str) -> None:
     raised = refusal(client.request(method, path.format(thing_id)))
     assert isinstance(raised, errors.NotFoundError)
 
@@ -171,18 +171,18 @@ def test_list_names_the_parameter_when_it_is_invalid(client: TestClient, path: s
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
 @pytest.mark.parametrize("after", ["none", "%00", "%ff", "x" * 5000])
-def test_list_is_404_after_an_unknown_id(client: TestClient, path: str, after: str) -> None:
+def test_list_returns_404_after_an_unknown_id(client: TestClient, path: str, after: str) -> None:
     assert isinstance(refusal(client.get(f"{path}?after={after}")), errors.NotFoundError)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/a", "/v1/files/a/content", "/v1/batches", "/v1/batches/a"])
-def test_endpoints_are_405_for_other_methods(client: TestClient, path: str) -> None:
+def test_endpoints_return_405_for_other_methods(client: TestClient, path: str) -> None:
     raised = refusal(client.patch(path, json={}))
     assert (raised.status_code, type(raised)) == (405, errors.APIStatusError)
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-none"}, {"x-api-key": "\xe9" * 500}])
-def test_endpoints_are_401_without_a_key(url: str, tmp_path: Path, headers: Mapping[str, str]) -> None:
+def test_endpoints_return_401_without_a_key(url: str, tmp_path: Path, headers: Mapping[str, str]) -> None:
     async def make_key() -> None:
         key = new_key()
         async with connect_keys(url) as redis:

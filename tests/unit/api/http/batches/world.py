@@ -1,4 +1,4 @@
-"""Batches of a gateway without workers, whose requests wait until their window ends."""
+"""Provide batches of a gateway without workers, whose requests wait until their window ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: separation of tenants, expiry, quotas, and stores."""
+"""Test files: the separation of tenants, expiry, quotas and stores."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_unsupported_url_error_names_the_package_to_install(tmp_path: Path) -> N
         UrlStore("unknown-kind://a/b", tmp_path)
 
 
-def test_file_is_404_for_other_tenants(run: Run, store: FileStore, local: Path) -> None:
+def test_file_returns_404_to_other_tenants(run: Run, store: FileStore, local: Path) -> None:
     from openai.types import FileObject
 
     async def scenario(redis: Redis) -> None:
@@ -134,7 +134,7 @@ def test_file_is_404_for_other_tenants(run: Run, store: FileStore, local: Path) 
     run(scenario)
 
 
-def test_expired_file_is_404_at_once_and_deleted_by_sweep(run: Run, store: FileStore, local: Path) -> None:
+def test_expired_file_returns_404_at_once_and_is_deleted_by_sweep(run: Run, store: FileStore, local: Path) -> None:
     async def scenario(redis: Redis) -> None:
         files = FileService(store, redis)
         deleted = await files.add(local, "a", "batch", ACME, -10)

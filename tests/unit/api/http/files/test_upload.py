@@ -1,4 +1,4 @@
-"""Uploads to /v1/files: limits, complete contents, and no remains."""
+"""Test uploads to /v1/files: their limits, complete contents, and no leftover files."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def test_receive_form_rejects_invalid_forms(
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", ""])
-def test_receive_form_is_415_for_other_content_types(client: TestClient, kind: str) -> None:
+def test_receive_form_returns_415_for_other_content_types(client: TestClient, kind: str) -> None:
     assert client.post("/", content=b"{}", headers={"content-type": kind}).status_code == 415

@@ -1,4 +1,4 @@
-"""Authentication by API key: formats, expiry, rights, limits, and a gateway without keys."""
+"""Test authentication by API key: formats, expiry, rights, limits, and a gateway without keys."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_last_use_of_deleted_keys_is_deleted(run: Run, tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_key_is_403_for_other_models_and_adapters(run: Run) -> None:
+def test_key_returns_403_for_other_models_and_adapters(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         key, _ = await stored(redis, models=["tiny"], adapters=["pirate"])
         caller = await KeyAccess(redis).authenticate(bearer(key))
@@ -265,7 +265,7 @@ def test_gateway_without_keys_accepts_local_requests_and_rejects_proxied_ones(ru
     run(scenario)
 
 
-def test_gateway_stays_closed_when_redis_has_lost_its_keys(run: Run) -> None:
+def test_gateway_still_requires_a_key_when_redis_has_lost_its_keys(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         access = KeyAccess(redis, keyless=NoKeys())
         await access.authenticate({})
@@ -316,7 +316,7 @@ def test_gateway_rejects_all_requests_when_redis_is_unreachable(
 ) -> None:
     settings_environment(redis_url="redis://127.0.0.1:1/0")
     access = key_access(get_settings(), "0.0.0.0")
-    assert "existence of keys not checked" in caplog.text
+    assert "API keys not checked" in caplog.text
     assert asyncio.run(refusal(access.authenticate({}))).status == 503
 
 

@@ -1,4 +1,4 @@
-"""Limits of a key with a clock that the test sets: windows of 60 s, returned tokens, and leases."""
+"""Test the limits of a key with a fake clock: windows of 60 s, returned tokens, and leases."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_all_keys_of_limits_have_a_ttl(run: Run) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example has a key of its own
 @given(st.lists(st.tuples(st.sampled_from(("admit", "end")), st.integers(1, 50), st.integers(0, 30)), max_size=40))
-def test_limiter_agrees_with_brute_force(run: Run, steps: list[tuple[str, int, int]]) -> None:
+def test_limiter_agrees_with_a_brute_force_implementation(run: Run, steps: list[tuple[str, int, int]]) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, requests_per_minute=4, tokens_per_minute=100)
         log: list[list[float]] = []  # time, tokens and requests of each admitted charge

@@ -1,4 +1,4 @@
-"""A rejected response leaves no data behind: api/http/responses/creating.py."""
+"""Test that a rejected response leaves no data behind."""
 
 from __future__ import annotations
 

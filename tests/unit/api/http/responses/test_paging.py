@@ -1,4 +1,4 @@
-"""Pages of input items: api/http/responses/endpoints.py."""
+"""Test the pages of input items."""
 
 from __future__ import annotations
 

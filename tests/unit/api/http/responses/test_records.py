@@ -1,4 +1,4 @@
-"""Records of responses in Redis, and the status of a response: api/http/responses/."""
+"""Test the records of responses in Redis, and the status of a response."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_create_returns_first_record_for_key_and_record_expires(run: Any, redis:
     assert redis.ttl(response_key(ID)) > 0  # type: ignore[operator]
 
 
-def test_record_is_404_when_not_stored_deleted_or_of_another_tenant(run: Any, redis: Redis) -> None:
+def test_record_returns_404_when_not_stored_deleted_or_of_another_tenant(run: Any, redis: Redis) -> None:
     async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
@@ -78,7 +78,7 @@ def test_record_is_404_when_not_stored_deleted_or_of_another_tenant(run: Any, re
     run(scenario)
 
 
-def test_record_is_404_when_caller_may_not_use_its_model(run: Any) -> None:
+def test_record_returns_404_when_caller_may_not_use_its_model(run: Any) -> None:
     async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record(model=":default"))  # which model that was is unknown

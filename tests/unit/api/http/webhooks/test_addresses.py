@@ -1,4 +1,4 @@
-"""Addresses that webhooks may call: api/http/webhooks/sending.py."""
+"""Test which addresses webhooks may call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Announced events reach their endpoints at least once: api/http/webhooks/delivering.py."""
+"""Test that announced events reach their endpoints at least once."""
 
 from __future__ import annotations
 

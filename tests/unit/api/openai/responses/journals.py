@@ -1,4 +1,4 @@
-"""Journals of jobs as workers write them, and the record of a response."""
+"""Provide journals as workers write them, and the record of a response."""
 
 from __future__ import annotations
 

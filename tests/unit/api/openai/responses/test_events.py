@@ -1,4 +1,4 @@
-"""Conversion of journals into numbered events, equal for every reader: api/openai/responses/events.py."""
+"""Test the conversion of journals into numbered events, which are the same for every reader."""
 
 from __future__ import annotations
 

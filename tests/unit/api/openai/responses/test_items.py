@@ -1,4 +1,4 @@
-"""Conversion of items into messages, and bodies into parameters: api/openai/responses/items.py, bodies.py."""
+"""Test the conversion of items into messages, and of bodies into parameters."""
 
 from __future__ import annotations
 
