@@ -38,7 +38,7 @@ def parse_body(body: Mapping[str, Any]) -> ParsedBody:
     max_tokens = given.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 1:
         problem = "missing" if max_tokens is None else shorten(max_tokens)
-        raise InvalidJob(f"max_tokens is {problem}; it must be a number of at least 1")
+        raise InvalidJob(f"max_tokens is {problem}; it must be an integer of at least 1")
     _check_stops(given.get("stop_sequences", []))
     unmapped = unmapped_parameters(given, PARAMETERS)
     unmapped.pop("model", None)

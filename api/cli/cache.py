@@ -21,7 +21,7 @@ from .services import check_installed
 SHOWN_DIGITS = 16  # characters of a key in a table, enough to be unique. --json prints all digits.
 DirectoryOption = Annotated[
     Path | None,
-    typer.Option("--dir", help="Directory of the states (default: the setting cache_dir).", show_default=False),
+    typer.Option("--dir", help="Directory with the KV states (default: the setting cache_dir).", show_default=False),
 ]
 KeysArgument = Annotated[list[str], typer.Argument(help="Keys of states, or prefixes of at least 8 digits.")]
 

@@ -50,7 +50,7 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds an option for each parameter of a job to a command.
 
-    The command receives the parameters that the user has given as the dictionary `params`.
+    The command receives the parameters that the user has set, in the dictionary `params`.
     """
     return lambda command: _with_options(job, command, without)
 

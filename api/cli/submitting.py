@@ -84,7 +84,7 @@ def prefill_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     prompt: Annotated[str | None, typer.Argument(help="Prompt, or - to read it from stdin.")] = None,
     system: Annotated[
-        str | None, typer.Option(help="System message of later chats, to prefill instead of a prompt.")
+        str | None, typer.Option(help="System message of later chats. It is prefilled instead of a prompt.")
     ] = None,
     json: JsonOption = False,
     wait: WaitOption = False,
@@ -116,7 +116,7 @@ def embed_command(
         int | None, typer.Option(help="Number of dimensions to keep per vector (default: all).")
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Scale vectors to unit length.")] = True,
-    truncate: Annotated[bool, typer.Option(help="Cut texts that are too long instead of rejecting them.")] = False,
+    truncate: Annotated[bool, typer.Option(help="Truncate texts that are too long instead of rejecting them.")] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
     patience: PatienceOption = 60.0,
@@ -145,7 +145,9 @@ def rerank_command(
     query: Annotated[str, typer.Argument(help="Query that the documents should answer.")],
     documents: Annotated[list[str], typer.Argument(help="Documents to rank, or - to read one per line from stdin.")],
     top_n: Annotated[int | None, typer.Option(help="Number of documents to show, best first (default: all).")] = None,
-    truncate: Annotated[bool, typer.Option(help="Cut documents that are too long instead of rejecting them.")] = False,
+    truncate: Annotated[
+        bool, typer.Option(help="Truncate documents that are too long instead of rejecting them.")
+    ] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
     patience: PatienceOption = 60.0,

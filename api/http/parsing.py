@@ -230,7 +230,7 @@ def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
         text = raw.decode()
         value = json.loads(text) if len(raw) <= LARGE_BYTES else from_json(text)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from None
+        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}; encode it as UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

@@ -84,7 +84,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise PortTaken(f"no port of {LOOPBACK} from {FREE_PORTS[0]} to {FREE_PORTS[-1]} is free; stop other programs")
+    raise PortTaken(f"no port from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {LOOPBACK} is free; stop other programs")
 
 
 def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:

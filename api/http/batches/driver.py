@@ -177,7 +177,8 @@ class BatchDriver:
                 self._end("cancelled", expected=("validating", "cancelling"))
             return None
         except FileNotFoundError:
-            code, message = "file_not_found", f"the contents of {self._record['input_file_id']!r} no longer exist"
+            file_id = self._record["input_file_id"]
+            code, message = "file_not_found", f"the contents of {file_id!r} no longer exist; upload the file again"
         except InvalidJob as error:  # its message has paths of this machine
             log.warning("batch failed", batch=self.id, detail=error)
             code, message = "internal_error", "the gateway can't continue the run; its log has the reason"

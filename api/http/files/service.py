@@ -131,7 +131,8 @@ class FileService:
         try:
             return blocks_of(await in_thread(FILES, self.store.open, file_id))
         except FileNotFoundError:
-            raise ApiError(404, f"the contents of {file_id!r} no longer exist", code="not_found") from None
+            message = f"the contents of {file_id!r} no longer exist; upload the file again"
+            raise ApiError(404, message, code="not_found") from None
         except OSError as error:
             raise unavailable(error) from None
 

@@ -199,7 +199,7 @@ def ensure_store_id(store: FileStore) -> str:
         store.put_first(uuid.uuid4().hex.encode(), STORE_ID)
         store_id = read_store_id(store)
     if store_id is None:
-        raise OSError(errno.EIO, f"{STORE_ID!r} was written, but can't be found")
+        raise OSError(errno.EIO, f"{STORE_ID!r} was written, but can't be found; check the storage")
     return store_id
 
 
