@@ -291,7 +291,7 @@ def _install_command(option: str = "") -> str:
 
 
 def _rebuild_remedy() -> str:
-    """Return how to get a build of llama.cpp for the CPU of this machine."""
+    """Return a remedy that leads to a build of llama.cpp for the CPU of this machine."""
     if has_compiler():
         return f"rebuild llama.cpp on this machine: {_install_command()}"
     return (

@@ -100,7 +100,7 @@ class KeyEntry(BaseModel):
     )
     admin: bool = Field(
         default=False,
-        description="the console shows the owner of the key all tenants, and manages keys; default: false",
+        description="whether the owner may see all tenants and manage keys in the console; default: false",
     )
     requests_per_minute: int | None = Field(
         default=None, ge=1, description="maximum number of requests in any 60 s; default: no limit"

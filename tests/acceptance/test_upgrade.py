@@ -1,4 +1,4 @@
-"""Jobs and bulk runs during an upgrade: producers and workers of the previous version and of this one, on one Redis.
+"""Test jobs and bulk runs during an upgrade, with producers and workers of both versions on the same Redis.
 
 The previous version is taken from git, and runs with the installed libraries.
 """
@@ -61,7 +61,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for PYTHONPATH with the previous version of cellama."""
+    """Return a directory for PYTHONPATH with the previous version of cellama."""
     git = ["git", "-C", str(ROOT)]
     if subprocess.run([*git, "cat-file", "-e", f"{PREVIOUS}^{{commit}}"], capture_output=True).returncode:
         pytest.skip(f"the repository lacks commit {PREVIOUS[:8]}, as a shallow clone does; run git fetch --unshallow")
@@ -87,7 +87,7 @@ def redis(url: str) -> Iterator[Redis]:
 
 
 class Installation:
-    """Processes of both versions on one Redis."""
+    """Runs processes of both versions on the same Redis."""
 
     def __init__(self, folder: Path, url: str, previous: Path) -> None:
         self.folder = folder

@@ -22,7 +22,7 @@ INSTALLER_FILES = {"INSTALLER", "REQUESTED", "RECORD", "direct_url.json"}
 
 
 def _refusal() -> str:
-    """Return why this machine can't start a program without a network, or nothing if it can."""
+    """Return the reason why this machine can't start a program without a network, or "" if it can."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "ip or unshare is missing"
     return subprocess.run([*OFFLINE, "true"], capture_output=True, text=True).stderr.strip()

@@ -98,7 +98,7 @@ def test_unused_and_absent_cpu_features_have_a_remedy() -> None:
     assert levels(doctor.cpu_findings(["AVX"], set())) == ["ok"]  # no /proc/cpuinfo
 
 
-def test_remedy_for_a_slow_build_names_another_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_build_remedy_names_another_machine_when_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     (unused,) = doctor.cpu_findings(["AVX"], {"avx", "avx2"})

@@ -66,7 +66,7 @@ def test_sent_key_reads_both_headers(headers: dict[str, str], key: str | None) -
     assert sent_key(headers) == key
 
 
-def test_entry_names_admin_only_if_it_is_set() -> None:
+def test_entry_contains_admin_only_when_it_is_set() -> None:
     key = new_key()
     fields = {"id": key.id, "digest": key.digest, "tenant": "acme"}
     assert "admin" not in KeyEntry.model_validate(fields).model_dump_json()

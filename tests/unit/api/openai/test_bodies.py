@@ -121,7 +121,7 @@ def test_refusal_is_text_of_the_reply() -> None:
         assert parse_job(ChatJob, (), (), {"model": "m", "messages": messages}).messages[1].content == "I can't."
 
 
-def test_reply_with_content_that_can_not_be_read_is_rejected() -> None:
+def test_reply_with_unreadable_content_is_rejected() -> None:
     for name, value in (("audio", {"id": "a"}), ("function_call", {"name": "f"})):
         messages = chat(messages=[*HELLO, {"role": "assistant", "content": "Hi", name: value}])["messages"]
         with pytest.raises(InvalidJob, match=name):
@@ -142,7 +142,7 @@ def test_reply_with_content_that_can_not_be_read_is_rejected() -> None:
         ({"response_format": {"type": "json_object", "schema": 123}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_object", "schema": "{}"}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "its schema must be"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its field strict must be true or"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its field strict must be"),
         ({"tool_choice": {"type": "custom"}}, "must have type function or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
