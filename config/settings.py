@@ -230,7 +230,7 @@ class Settings(BaseSettings):
         ge=0,
         le=limits.MAX_TIMEOUT_S,
         description="Time in seconds after which a waiting job fails if no worker serves its model, at least four "
-        "times `lease_s`. 0 disables it. It must be the same for all workers.",
+        "times `lease_s`. 0 disables it. Workers and producers must use the same value.",
     )
     lease_s: int = Field(
         default=6,

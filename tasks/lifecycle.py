@@ -16,8 +16,7 @@ from cellama.config.logging import event_logger
 from cellama.engine import EngineError
 from cellama.tasks.attempt import probe  # noqa: F401  (importing it registers its command in Celery)
 from cellama.tasks.attempt.attempt import attempt_job, end_revoked
-from cellama.tasks.broker.control import queues_read
-from cellama.tasks.broker.result_backend import end_without_worker
+from cellama.tasks.broker.result_backend import end_without_worker, queues_read
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.connection.redis_errors import ServerCheck, UnfitRedis
 from cellama.tasks.contract.codes import Exit

@@ -22,6 +22,7 @@ from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 from .client import (
     CONNECT_TIMEOUT_S,
     OUTAGE_RETRY_S,
+    RESULT_POLL_S,
     RESULT_TIMEOUT_S,
     Client,
     Job,
@@ -29,6 +30,7 @@ from .client import (
     R,
     has_result,
     result_timeout,
+    unserved_wait,
 )
 
 P = ParamSpec("P")
@@ -240,10 +242,12 @@ class AsyncClient:
         The method reads the stream while it waits, so no thread is blocked.
         """
         if not await asyncio.to_thread(has_result, self._client, job_id):
+            unserved = unserved_wait(self._client)
             try:
                 async with asyncio.timeout(timeout):
-                    async for _ in self.stream(job_id, timeout=math.inf):
-                        pass
+                    async for event in self.stream(job_id, timeout=math.inf, ping=RESULT_POLL_S):
+                        if event["type"] == "ping" and unserved.is_due:
+                            await asyncio.to_thread(unserved.check, [job_id])
             except TimeoutError:
                 raise result_timeout(job_id, timeout) from None
         return await asyncio.to_thread(self._client.result, job_id, RESULT_TIMEOUT_S)

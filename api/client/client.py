@@ -63,7 +63,7 @@ from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
 from cellama.tasks.state.ledger import DeadJob, Ledger
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, stream_events
 from cellama.tasks.state.registry import WorkerEntry, live_workers
-from cellama.tasks.state.unserved import model_hint
+from cellama.tasks.state.unserved import UnservedWait, model_hint
 from cellama.tasks.typed_tasks import (
     ChatParams,
     DetokenizeParams,
@@ -397,6 +397,7 @@ class Client:
     def result(self, job_id: str, timeout: float | None = None) -> Result:
         """Wait for the result of a job and return it (see `Job.result`)."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        unserved = unserved_wait(self)
         with reaching_redis(self._url):
             self._check_stored(job_id)
             while True:
@@ -409,6 +410,7 @@ class Client:
                 except CeleryTimeoutError:
                     if remaining_s <= RESULT_POLL_S:
                         raise result_timeout(job_id, timeout) from None
+                    unserved.check([job_id])
                 except TaskRevokedError:
                     raise JobCancelled(f"job {job_id} was cancelled") from None
 
@@ -703,6 +705,12 @@ def has_result(client: Client, job_id: str) -> bool:
     with reaching_redis(client._url):
         client._check_stored(job_id)
         return bool(AsyncResult(job_id, app=client._app).ready())
+
+
+def unserved_wait(client: Client) -> UnservedWait:
+    """Return the check that ends jobs that no worker serves, for a caller that starts to wait now."""
+    wait: UnservedWait = client._app.backend.unserved_wait()
+    return wait
 
 
 def result_timeout(job_id: str, timeout_s: float | None) -> JobTimeout:

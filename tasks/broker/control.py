@@ -34,7 +34,6 @@ RETRY_POLICY = {
     "interval_step": 0.2,
     "interval_max": 0.2,
 }  # as for tasks in Celery
-INSPECT_S = 2.0  # for the replies of all workers; a worker replies within milliseconds unless its machine is overloaded
 PURGE_PAGE = 200  # messages per script, which blocks Redis for a few milliseconds
 
 
@@ -69,12 +68,6 @@ class PersistentControl(Control):  # type: ignore[misc]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
 
     discard_all = purge
-
-
-def queues_read(app: Celery) -> set[str]:
-    """Ask all Celery workers in this database for the queues that they read, and return the names of the queues."""
-    replies: dict[str, Any] = app.control.inspect(timeout=INSPECT_S).active_queues() or {}
-    return {queue["name"] for queues in replies.values() for queue in queues}
 
 
 def store_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> None:

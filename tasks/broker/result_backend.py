@@ -27,8 +27,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task, states
@@ -36,6 +37,7 @@ from celery.app.task import Context
 from celery.backends.redis import RedisBackend
 from celery.canvas import signature
 from celery.exceptions import BackendStoreError
+from celery.result import AsyncResult
 from kombu.compression import decompress
 from redis import Redis
 from redis.exceptions import RedisError
@@ -49,8 +51,9 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.json_values import encode
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.names import TOKEN_HEADER
-from cellama.tasks.state.ledger import CeleryState, Ending
+from cellama.tasks.state.ledger import CeleryState, Ending, Ledger
 from cellama.tasks.state.scripts import run_script
+from cellama.tasks.state.unserved import UnservedJobs, UnservedWait
 
 if TYPE_CHECKING:
     from .pool import JobControl
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 log = event_logger(__name__)
 
 ID_PLACEHOLDER = "cellama-task-id"
+INSPECT_S = 2.0  # for the replies of all workers; a worker replies within milliseconds unless its machine is overloaded
 CHORD_CLAIM_S = 30  # how long only the worker that counted the last part of a chord may send its body
 IS_STORED = "cellama_is_stored"  # attribute of a task's request; True if the result is in Redis
 
@@ -181,6 +185,21 @@ def _send_next(app: Celery, request: Context, result: Result) -> None:
         send_next_step(app, signature(step, app=app).apply_async, (result,), chain=rest, **parents)
 
 
+def queues_read(app: Celery) -> set[str]:
+    """Ask all Celery workers in this database for the queues that they read, and return the names of the queues."""
+    replies: dict[str, Any] = app.control.inspect(timeout=INSPECT_S).active_queues() or {}
+    return {queue["name"] for queues in replies.values() for queue in queues}
+
+
+def _awaited_ids(result: Any) -> Iterator[str]:
+    """Yield the ids of the jobs that a result, a group or a chain consists of."""
+    while result is not None:
+        for part in getattr(result, "results", None) or [result]:
+            if isinstance(part, AsyncResult):
+                yield part.id
+        result = result.parent
+
+
 class ResultBackend(RedisBackend):  # type: ignore[misc]
     """Celery's result backend, which stores a state with one script instead of two round trips. Thread-safe."""
 
@@ -271,6 +290,31 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         """Return whether the body of this job's chord has a final state."""
         body_id = request.chord["options"].get("task_id")
         return body_id is not None and self.get_state(body_id) in states.READY_STATES
+
+    def _wait_for_pending(self, result: Any, on_interval: Any = None, **options: Any) -> Any:
+        """Wait as Celery does, and end the awaited jobs if no worker serves them."""
+        wait = self.unserved_wait()
+
+        def check() -> None:
+            if wait.is_due:
+                wait.check(_awaited_ids(result))
+            if on_interval is not None:
+                on_interval()
+
+        return super()._wait_for_pending(result, on_interval=check, **options)
+
+    def unserved_wait(self) -> UnservedWait:
+        """Return the check of unserved jobs for a caller that starts to wait now."""
+        settings, redis, store = get_settings(), self.client, partial(end_without_worker, self.app)
+        jobs = UnservedJobs(
+            redis,
+            Ledger(redis, settings=settings),
+            store,
+            timeout_s=settings.unserved_timeout_s,
+            lease_s=settings.lease_s,
+            queues_read=partial(queues_read, self.app),
+        )
+        return UnservedWait(jobs)
 
     def remove_pending_result(self, result: Any) -> Any:
         """Unsubscribe from a result when it is garbage collected, as Celery does.

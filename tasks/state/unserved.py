@@ -14,11 +14,15 @@ does not run a job that has ended.
 Producers with plain Celery can send jobs to a queue that no worker reads. Such a *stray* has no entry in the ledger.
 The search finds it among the oldest messages of all queues that kombu has declared, gives it an entry when its time is
 up, and then ends it like any other job. Messages of other tasks are never changed.
+
+If no worker is running, a caller that waits for the result of a job ends this job itself (`UnservedWait`).
 """
 
 from __future__ import annotations
 
 import difflib
+import math
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +31,12 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from cellama.config.logging import event_logger
+from cellama.tasks.connection.connections import redis_time
 from cellama.tasks.contract import events
 from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.keys import (
     job_key,
+    leases_key,
     queues_key,
     reaper_key,
     served_key,
@@ -83,7 +89,9 @@ def queues_of(workers: Iterable[WorkerEntry]) -> set[str]:
 def model_hint(model: str, served: Collection[str]) -> str:
     """Return the remedy for a model that none of the workers serves."""
     close = difflib.get_close_matches(model, served, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"models: {', '.join(sorted(set(served))) or 'none'}"
+    if not served:
+        return "start a worker with `cellama up` or `cellama worker`"
+    return f"did you mean {close[0]!r}?" if close else f"models: {', '.join(sorted(set(served)))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +119,14 @@ class UnservedJobs:
     ) -> None:
         """Prepare the search.
 
-        `store` stores the end of a job for Celery, and sends the next tasks of its canvas. `queues_read` asks all
-        Celery workers for the queues that they read. It is only called for queues that don't belong to a model.
+        A `timeout_s` of 0 disables the search. `store` stores the end of a job for Celery, and sends the next tasks of
+        its canvas. `queues_read` asks all Celery workers for the queues that they read. It is only called for queues
+        that don't belong to a model.
         """
         self._redis = redis
         self._ledger = ledger
         self._store = store
-        self._timeout_s = max(timeout_s, MIN_LEASES * lease_s)
+        self.timeout_s = max(timeout_s, MIN_LEASES * lease_s) if timeout_s else math.inf
         self.period_s = lease_s
         self._queues_read = queues_read
 
@@ -129,12 +138,12 @@ class UnservedJobs:
         now, watched_since = map(float, run_script(self._redis, "watch", [watched_key()], args))
         workers = live_workers(self._redis)
         report_served(self._redis, queues_of(workers))  # of workers of versions that don't report their queues
-        if self._acquire_duty("strays", min(STRAYS_PERIOD_S, self._timeout_s / 4)):
+        if self._acquire_duty("strays", min(STRAYS_PERIOD_S, self.timeout_s / 4)):
             self._adopt_strays(now, watched_since)
-        if now - watched_since < self._timeout_s:
+        if now - watched_since < self.timeout_s:
             return 0
         unserved = [queue for queue in self._queues_with_jobs() if self._is_unserved(queue, now)]
-        return sum(self._end_jobs(queue, now - self._timeout_s, workers) for queue in unserved)
+        return sum(self._end_jobs(queue, now - self.timeout_s, workers) for queue in unserved)
 
     def _acquire_duty(self, duty: str, period_s: float) -> bool:
         """Return whether this process performs a duty in this period."""
@@ -147,7 +156,7 @@ class UnservedJobs:
 
     def _is_unserved(self, queue: str, now: float) -> bool:
         served_at: Any = self._redis.zscore(served_key(), queue)
-        return now - (served_at or 0.0) >= self._timeout_s
+        return now - (served_at or 0.0) >= self.timeout_s
 
     def _end_jobs(self, queue: str, before: float, workers: Collection[WorkerEntry]) -> int:
         """End the jobs of an unserved queue that could have started before this time, and return their number."""
@@ -158,12 +167,12 @@ class UnservedJobs:
             report_served(self._redis, [queue])
             return 0
         event = events.error("unknown_model", self._reason(queue, workers))
-        num_ended = sum(self._end(raw.decode(), event) for raw in found)
+        num_ended = sum(self.end(raw.decode(), event) for raw in found)
         log.warning("unserved jobs ended", queue=queue, num_jobs=num_ended, detail=event["message"])
         return num_ended
 
     def _reason(self, queue: str, workers: Collection[WorkerEntry]) -> str:
-        unserved = f"is not served by any worker, and the job has waited for {self._timeout_s:g} s (unserved_timeout_s)"
+        unserved = f"is not served by any worker, and the job has waited for {self.timeout_s:g} s (unserved_timeout_s)"
         if is_model_queue(queue):
             served = {model["id"] for worker in workers for model in worker.models if model["status"] == "ready"}
             return f"model: {model_of(queue)!r} {unserved}; {model_hint(model_of(queue), served)}"
@@ -172,7 +181,7 @@ class UnservedJobs:
             "workers read this queue with add_consumer"
         )
 
-    def _end(self, job_id: str, event: events.ErrorEvent) -> bool:
+    def end(self, job_id: str, event: events.ErrorEvent) -> bool:
         """End a job unless a worker runs it. If the end can't be stored now, the reaper stores it later."""
         if not self._ledger.end_waiting(job_id, event):
             return False
@@ -184,6 +193,19 @@ class UnservedJobs:
         except Exception:  # for example because the user's own broker refuses an errback
             log.exception("job not settled", job_id=job_id, detail="this step is retried later")
         return True
+
+    def end_of(self, job_id: str) -> events.ErrorEvent | None:
+        """Return the last event of a waiting job of a model that no worker serves, or None if its time is not up."""
+        fields: Any = self._redis.hmget(job_key(job_id), "state", "queue", "submitted_at", "delay")
+        state, queue, submitted_at, delay = (value and value.decode() for value in fields)
+        is_waiting = state in ("queued", "handed_back") and self._redis.zscore(leases_key(), job_id) is None
+        if not is_waiting or not is_model_queue(queue):
+            return None
+        now, workers = redis_time(self._redis), live_workers(self._redis)
+        may_start_at = float(submitted_at) + float(delay or 0)
+        if now - may_start_at < self.timeout_s or not self._is_unserved(queue, now) or queue in queues_of(workers):
+            return None
+        return events.error("unknown_model", self._reason(queue, workers))
 
     # Messages of plain Celery
 
@@ -201,7 +223,7 @@ class UnservedJobs:
             self._redis.zrem(strays_key(), *gone)
         if new := {job_id: now for job_id in strays if job_id not in detected_at}:
             self._redis.zadd(strays_key(), new)
-        before = now - self._timeout_s
+        before = now - self.timeout_s
         if watched_since > before:
             return
         old = [stray for job_id, stray in strays.items() if detected_at.get(job_id, now) <= before]
@@ -234,3 +256,35 @@ class UnservedJobs:
         keys = [queue_key(stray.queue, stray.priority), job_key(stray.job_id)]
         args = [stray.job_id, stray.task, stray.queue, stray.priority, detected_at, MAX_STRAYS]
         run_script(self._redis, "adopt_stray", keys, args)
+
+
+class UnservedWait:
+    """Ends the jobs that a caller waits for, if their time passes while the caller waits and no worker ends them.
+
+    The time of these jobs also starts again when the wait starts, because a worker may be about to start. A job ends if
+    two checks in a row find it unserved, because after an outage of Redis workers have not reported their queues yet.
+    """
+
+    def __init__(self, jobs: UnservedJobs) -> None:
+        self._jobs = jobs
+        self._checked_at = -math.inf  # monotonic time in seconds
+        self._next_at = time.monotonic() + jobs.timeout_s
+        self._suspects: set[str] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `check` should be called now."""
+        return time.monotonic() >= self._next_at
+
+    def check(self, job_ids: Iterable[str]) -> None:
+        """End those of these jobs that no worker serves, if a check is due. Raises RedisError."""
+        if not self.is_due:
+            return
+        now = time.monotonic()
+        if now - self._checked_at > MAX_GAP_LEASES * self._jobs.period_s:
+            self._suspects.clear()
+        ends = {job_id: event for job_id in job_ids if (event := self._jobs.end_of(job_id)) is not None}
+        for job_id in self._suspects & ends.keys():
+            self._jobs.end(job_id, ends[job_id])
+        self._suspects = set(ends)
+        self._checked_at, self._next_at = now, time.monotonic() + self._jobs.period_s

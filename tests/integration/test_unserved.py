@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from celery import Celery, chord
 from celery.exceptions import ChordError
 from redis import Redis
 
-from cellama.api import Client
+from cellama.api import AsyncClient, Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key, reaper_key, served_key, strays_key, waiting_key, watched_key
@@ -216,6 +218,29 @@ def test_unserved_jobs_fail_for_every_caller_and_those_of_a_loading_model_wait(
         assert "model loaded" not in loading.log()
         (tmp_path / "gate").touch()
         assert waiting.result(PATIENCE_S)["text"]
+
+
+def test_callers_end_the_jobs_that_they_wait_for_if_no_worker_is_running(
+    redis_server: RedisServer, settings_environment: Callable[..., None]
+) -> None:
+    with empty_database(redis_server, 10) as url, ThreadPoolExecutor() as pool:
+        settings_environment(redis_url=url, lease_s="3", unserved_timeout_s="1")
+        with Client(url) as client:
+            jobs = [client.generate("tiny", "Hi", wait=True) for _ in range(4)]
+
+            async def result() -> Any:
+                async with AsyncClient(url) as other:
+                    return await other.job(jobs[2].id).result(PATIENCE_S)
+
+            waits = [
+                pool.submit(app_at(url).AsyncResult(jobs[0].id).get, timeout=PATIENCE_S),
+                pool.submit(jobs[1].result, PATIENCE_S),
+                pool.submit(asyncio.run, result()),
+            ]
+            for wait in waits:
+                with pytest.raises(JobFailed, match="start a worker with `cellama up`"):
+                    wait.result(PATIENCE_S)
+            assert client.position(jobs[3].id).state == "waiting"  # nobody waits for it
 
 
 def test_jobs_sent_by_name_fail_with_a_clear_error_when_task_or_queue_is_wrong(
