@@ -8,8 +8,11 @@ from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
 
-from .lines import format_of
-from .options import STANDARD, BatchOptions
+from .arrow_process import check_pyarrow
+from .formats import COLUMNAR, OutputKind, format_of, output_kind
+from .options import BatchOptions
+from .sources import STANDARD, Source, name_of, open_source, zstd_module
+from .templates import RowTemplate
 
 HEAD_BYTES = 4096  # first bytes of an input: enough to recognise its encoding
 MIN_NUL_SHARE = 0.25  # an input is UTF-16 if this share of every second byte is NUL, as in Latin letters
@@ -24,56 +27,68 @@ _SIGNATURES = {  # first bytes of a file → its format, and a command that conv
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", "zstd -dc"),
     b"PK\x03\x04": ("a ZIP archive or an Excel file", ""),
     b"PAR1": ("a Parquet file", ""),
+    b"ARROW1": ("an Arrow file", ""),
     b"SQLite format 3\0": ("an SQLite database", ""),
 }
 _REMEDIES = {
     "a ZIP archive or an Excel file": "extract it, or export the table as CSV in UTF-8",
     "a Parquet file": "give it a name that ends with .parquet, or add --format parquet",
+    "an Arrow file": "give it a name that ends with .arrow, or add --format arrow",
     "an SQLite database": "export the table as CSV in UTF-8",
 }
-_TABLES = (".csv", ".tsv", ".parquet", ".pq", ".feather", ".arrow", ".orc", ".avro", ".xlsx", ".xls", ".ods")
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".tar", ".tgz", ".7z")
-_OTHERS = (".db", ".sqlite", ".sqlite3", ".duckdb", ".npy", ".npz", ".pkl", ".pickle", ".h5", ".hdf5", ".safetensors",
-           ".xml", ".yaml", ".yml", ".toml", ".html", ".md", ".pdf")  # fmt: skip
 
 
-def check_files(options: BatchOptions) -> None:
-    """Raise InvalidJob if the input can't be read, or if the name of an output has the suffix of a different format."""
-    if options.input != STANDARD and not options.input.is_file():
-        raise InvalidJob(f"there is no file {str(options.input)!r}; correct the path")
-    for path in (options.output, options.errors):
-        if path is not None and path != STANDARD:
-            _check_target(path)
-    if format_of(options.input, options.format) != "parquet":
-        name = "stdin" if options.input == STANDARD else repr(str(options.input))
-        _check_head(name, _head(options.input))
+def check_files(options: BatchOptions) -> OutputKind:
+    """Return the format of the output. Raises InvalidJob if the run can't read its input or write its output."""
+    source = options.input
+    if isinstance(source, Path) and source != STANDARD and not (source.is_file() or source.is_dir()):
+        raise InvalidJob(f"there is no file {str(source)!r}; correct the path")
+    kind = OutputKind("jsonl", "") if options.output == STANDARD else _check_target(options.output)
+    if options.errors is not None and options.errors != STANDARD and not _check_target(options.errors).is_appended:
+        raise InvalidJob(f"errors can't be written to {str(options.errors)!r}, because they are JSON lines; use .jsonl")
+    _check_rows(options, kind)
+    format_ = format_of(source, options.format)
+    if format_ in COLUMNAR or kind.format in COLUMNAR:
+        check_pyarrow()
+    if kind.compression == "zstd":
+        zstd_module()
+    if isinstance(source, Path) and format_ not in (*COLUMNAR, "directory"):
+        if source.is_dir():
+            raise InvalidJob(f"{str(source)!r} is a directory; name a file, or use --format directory")
+        _check_head(name_of(source), _head(source))
+    return kind
 
 
-def _check_target(path: Path) -> None:
-    suffix = path.suffix.lower()
-    better = path.with_name(path.name.removesuffix(path.suffix)).with_suffix(".jsonl")
-    if suffix in _COMPRESSED:
+def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
+    if options.template is not None:
+        RowTemplate(options.template)
+        if options.column is not None:
+            raise InvalidJob("--column and --template exclude each other; insert the column into the template")
+    if options.limit is not None and options.sample is not None:
+        raise InvalidJob("--limit and --sample exclude each other; leave one of them out")
+    for name, count in (("limit", options.limit), ("sample", options.sample)):
+        if count is not None and count < 1:
+            raise InvalidJob(f"{name}: {count} is not a number of rows; it must be at least 1")
+    if options.sample is not None and options.input == STANDARD:
+        raise InvalidJob("--sample: stdin can be read only once; name a file, or use --limit")
+    if kind.is_table and options.params.get("n", 1) != 1:
         raise InvalidJob(
-            f"results can't be written to {str(path)!r}, because they are uncompressed JSON lines; write them to "
-            f"{str(better)!r}, and compress that file afterwards"
+            f"n: {options.params['n']} results of a line don't fit into a row of {str(options.output)!r}; write them "
+            "to a .jsonl file"
         )
-    if suffix in (*_TABLES, *_OTHERS):
-        command = ""
-        if suffix in (".csv", ".parquet"):
-            command = f": pandas.read_json({str(better)!r}, lines=True).to_{suffix[1:]}({str(path)!r})"
-        raise InvalidJob(
-            f"results can't be written to {str(path)!r}, because they are JSON lines, not {suffix[1:]}; write them to "
-            f"{str(better)!r}, and convert that file afterwards{command}"
-        )
+
+
+def _check_target(path: Path) -> OutputKind:
     if not path.parent.is_dir():
         raise InvalidJob(f"there is no directory {str(path.parent)!r}; create it, or name another file")
     if path.exists() and not path.is_file():
         raise InvalidJob(f"{str(path)!r} is not a file; name a file")
+    return output_kind(path)
 
 
-def _head(path: Path) -> bytes:
-    if path != STANDARD:
-        with path.open("rb") as file:
+def _head(source: Source) -> bytes:
+    if source != STANDARD:
+        with open_source(source) as file:
             return file.read(HEAD_BYTES)
     stream: Any = sys.stdin.buffer
     return bytes(stream.peek(HEAD_BYTES)[:HEAD_BYTES]) if hasattr(stream, "peek") else b""

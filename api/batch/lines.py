@@ -1,15 +1,12 @@
-"""Read the input of a bulk run (JSON lines, text, CSV or Parquet), and check each line before it becomes a job."""
+"""Turn the lines and rows of an input into jobs, and check each one before it is sent."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
@@ -17,10 +14,13 @@ from cellama.tasks.contract.kinds.chunk import LINE_JOBS, LineKind, line_bytes, 
 from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 
+from .formats import Format
+from .rows import BadInputRow, InputData, InputRow, rows_of, too_long
+from .templates import RowTemplate, text_of
+
 Form = Literal["openai", "short"]
 LineId = str | int  # as in the input: 7 and "7" are different ids
-Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
-_BY_SUFFIX: dict[str, Format] = {".txt": "text", ".csv": "csv", ".parquet": "parquet"}
+AsKind = Literal["chat", "prompt", "embed"]  # what a row becomes
 _KINDS: dict[str, tuple[LineKind, str]] = {  # field of a short line → kind of its job, and name of the parameter
     "prompt": ("generate", "prompt"),
     "messages": ("chat", "messages"),
@@ -28,33 +28,27 @@ _KINDS: dict[str, tuple[LineKind, str]] = {  # field of a short line → kind of
     "texts": ("embed", "texts"),
 }
 MAX_KEY_CHARS = 4096  # length of a prompt in a sort key: prompts with a longer common prefix are adjacent anyway
-READ_BYTES = 1 << 16  # bytes of an oversized line to skip per read
 ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 
 @dataclass(frozen=True, slots=True)
-class TableRow:
-    """A row of a table. `columns` contains all columns except the id and the prompt."""
+class RowMapping:
+    """How the columns of a row become a job.
 
-    id: str | int
-    prompt: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The names of the columns that contain the prompt and the id.
-
-    Without `prompt`, the table must have only one column in addition to the id. Without `id`, a column in ID_COLUMNS is
-    used if the table has one.
+    The prompt is the filled `template`, or else the `column`, or else the only column in addition to the id. Without
+    `id`, a column in ID_COLUMNS is used if there is one. With `keeps_all`, results keep all columns, for tables.
     """
 
-    prompt: str | None = None
+    column: str | None = None
     id: str | None = None
+    template: RowTemplate | None = None
+    as_kind: AsKind | None = None
+    keeps_all: bool = False
 
     @property
-    def are_named(self) -> bool:
-        return self.prompt is not None or self.id is not None
+    def is_given(self) -> bool:
+        """Return whether JSON objects are rows, instead of the parameters of jobs."""
+        return self.column is not None or self.template is not None or self.as_kind is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,34 +111,42 @@ CheckLine = Callable[[int, dict[str, Any] | BadLine], None]
 
 
 def read_lines(
-    stream: BinaryIO,
+    data: InputData,
     format_: Format,
     defaults: Defaults,
     max_bytes: int,
-    columns: Columns = Columns(),
+    mapping: RowMapping = RowMapping(),
     check: CheckLine = lambda number, value: None,
+    chosen: Container[int] | None = None,
 ) -> Iterator[BatchLine | BadLine]:
-    """Yield each non-blank line of a file. A line whose job is larger than `max_bytes` becomes a BadLine.
+    """Yield each line or row of an input. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    `check` is called with the number and the object of each JSON line before the line is validated, and may raise
-    an error. Raises InvalidJob if the file does not have this format.
+    With `chosen`, only these lines are read, counted from 0. `check` is called with the number and the object of each
+    JSON line before the line is validated, and may raise an error. Raises InvalidJob if the input does not have this
+    format, or lacks a column.
     """
-    if columns.are_named and format_ not in ("csv", "parquet"):
-        raise InvalidJob(f"--column and --id-column need CSV or Parquet, but the format is {format_}; leave them out")
-    if format_ == "jsonl":
-        for number, raw in raw_lines(stream, max_bytes):
-            value = _object(number, raw)
-            check(number, value)
-            yield (
-                value if isinstance(value, BadLine) else _within_limit(_from_object(number, value, defaults), max_bytes)
-            )
-        return
-    for number, row in _rows(stream, format_, columns, max_bytes):
-        if isinstance(row, BadLine):
-            yield row
+    if format_ == "jsonl" and mapping.id is not None and not mapping.is_given:
+        raise InvalidJob(
+            "--id-column: JSON lines have their id in `id`; add --column or --template to read them as rows"
+        )
+    jobs: RowJobs | None = None
+    for index, row in enumerate(rows_of(data, format_, max_bytes)):
+        if chosen is not None and index not in chosen:
+            continue
+        if isinstance(row, BadInputRow):
+            bad = BadLine(row.number, None, row.message, code=row.code)
+            if format_ == "jsonl":
+                check(row.number, bad)
+            yield bad
+        elif format_ == "jsonl" and not mapping.is_given:
+            check(row.number, dict(row.values))
+            line = _within_limit(_from_object(row.number, row.values, defaults, mapping), max_bytes)
+            yield _for_table(line) if mapping.keeps_all else line
         else:
-            line = _checked(number, row.id, "short", {"prompt": row.prompt}, defaults)
-            yield _within_limit(replace(line, columns=row.columns), max_bytes)
+            if jobs is None:
+                jobs = RowJobs(mapping, list(row.values), format_, defaults)
+            line = _within_limit(jobs.line_of(row), max_bytes)
+            yield _for_table(line) if mapping.keeps_all else line
 
 
 def _within_limit(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
@@ -153,83 +155,88 @@ def _within_limit(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadL
     num_over = line_bytes(line.kind, line.params) - max_lines_bytes(line.model, max_bytes)
     if num_over <= 0:
         return line
-    message = _too_long(max_bytes + num_over, max_bytes)
+    message = too_long(max_bytes + num_over, max_bytes)
     return BadLine(number=line.number, id=line.id, message=message, columns=line.columns)
 
 
-def _too_long(size: int, limit: int) -> str:
-    return f"the line has {size} bytes, and the limit is {limit}; split the line, or raise max_payload_bytes"
+class RowJobs:
+    """Turns rows into jobs. The columns are chosen from those of the first row."""
 
+    def __init__(self, mapping: RowMapping, names: list[str], format_: Format, defaults: Defaults) -> None:
+        """Choose the columns. Raises InvalidJob if one is missing."""
+        self._defaults = defaults
+        self._keeps_all = mapping.keeps_all
+        self._template = mapping.template
+        self._prefix = "line-" if format_ == "jsonl" else ""  # of ids that count rows
+        self._kind = mapping.as_kind or ("prompt" if defaults.params.get("system") is None else "chat")
+        if self._kind != "chat" and defaults.params.get("system") is not None:
+            raise InvalidJob(f"system: it only applies to chats, and the rows become {self._kind}s; use --as chat")
+        given = "path" if format_ == "directory" and mapping.id is None else mapping.id
+        self._id = given or next((name for name in names if name.lower() in ID_COLUMNS), None)
+        if self._id is not None and self._id not in names:
+            raise InvalidJob(f"--id-column: there is no column {self._id!r}; columns: {_listed(names)}")
+        self._column = ""
+        if self._template is None:
+            self._column = self._chosen(mapping.column, names)
+            if self._id == self._column and mapping.id is None:
+                self._id = None
+        elif missing := [name for name in self._template.names if name not in names]:
+            raise InvalidJob(f"--template: there is no column {missing[0]!r}; columns: {_listed(names)}")
 
-def format_of(path: Path | None, given: Format) -> Format:
-    """Return the given format. For "auto", the suffix of the file determines it (default: jsonl)."""
-    if given != "auto" or path is None:
-        return "jsonl" if given == "auto" else given
-    return _BY_SUFFIX.get(path.suffix.lower(), "jsonl")
+    def _chosen(self, column: str | None, names: list[str]) -> str:
+        others = [name for name in names if name != self._id]
+        prompt = others[0] if column is None and len(others) == 1 else column
+        if prompt not in names or (column is None and _other_separator(names)):
+            problem = "name the column of the prompts" if column is None else f"there is no column {prompt!r}"
+            hint = ", or use --template" if column is None else ""
+            raise InvalidJob(f"--column: {problem}{hint}; columns: {_listed(names)}{_separator_hint(names)}")
+        return prompt
 
-
-def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | str]]:
-    """Yield the number and the bytes of each non-blank line.
-
-    For an oversized line, yield an error instead of the bytes.
-    """
-    number = 0
-    while raw := stream.readline(max_bytes + 1):
-        number += 1
-        if len(raw) > max_bytes and not raw.endswith(b"\n"):
-            size = len(raw)
-            while not raw.endswith(b"\n") and (raw := stream.readline(READ_BYTES)):
-                size += len(raw)
-            yield number, _too_long(size, max_bytes)
-        elif raw.strip():
-            yield number, raw
-
-
-def _rows(
-    stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int
-) -> Iterator[tuple[int, TableRow | BadLine]]:
-    if format_ != "text":
-        read = rows_of_csv if format_ == "csv" else rows_of_parquet
-        yield from enumerate(read(stream, columns), start=1)
-        return
-    for number, raw in raw_lines(stream, max_bytes):
+    def line_of(self, row: InputRow) -> BatchLine | BadLine:
+        """Return the job of a row, or a BadLine with the reason why it can't become one."""
+        values = row.values
+        line_id = f"{self._prefix}{row.number}" if self._id is None else _id(values.get(self._id))
+        if self._keeps_all:
+            columns = dict(values) if self._id is not None else {"id": line_id, **values}
+        else:
+            columns = {name: value for name, value in values.items() if name not in (self._id, self._column)}
         try:
-            text = raw.decode("utf-8-sig").rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
-        except UnicodeDecodeError as error:
-            text = BadLine(number, None, _not_utf8(error))
-        yield number, text if isinstance(text, BadLine) else TableRow(str(number), text)
+            content = values[self._column] if self._template is None else self._template.render(values)
+        except KeyError as error:
+            message = f"the row has no column {error.args[0]!r}; add it, or leave the row out"
+            return BadLine(row.number, line_id, message, columns=columns)
+        line = _checked(row.number, line_id, "short", self._job(content), self._defaults)
+        return replace(line, columns=columns)
+
+    def _job(self, content: Any) -> dict[str, Any]:
+        if self._kind == "chat":
+            messages = content if isinstance(content, list) else [{"role": "user", "content": text_of(content)}]
+            return {"messages": messages}
+        return {"text" if self._kind == "embed" else "prompt": text_of(content)}
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"the line is not valid UTF-8 at byte {error.start}; convert the file to UTF-8"
-
-
-def _object(number: int, raw: bytes | str) -> dict[str, Any] | BadLine:
-    if isinstance(raw, str):
-        return BadLine(number, None, raw, code="line_too_long")
-    try:
-        value = json.loads(raw.decode("utf-8-sig"))  # `loads` would guess the encoding of bytes
-    except UnicodeDecodeError as error:
-        return BadLine(number, None, _not_utf8(error), code="invalid_json_line")
-    except (ValueError, RecursionError) as error:
-        return BadLine(number, None, f"the line is not valid JSON: {error}", code="invalid_json_line")
-    if not isinstance(value, dict):
-        return BadLine(
-            number,
-            None,
-            f"the line is of type {type(value).__name__}; it must be a JSON object",
-            code="invalid_json_line",
-        )
-    return value
-
-
-def _from_object(number: int, value: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
+def _from_object(number: int, value: Mapping[str, Any], defaults: Defaults, mapping: RowMapping) -> BatchLine | BadLine:
+    given = dict(value)
     if "url" in value or "body" in value:
-        return _from_openai(number, value, defaults)
-    custom_id = value.pop(
-        "custom_id", value.pop("id", f"line-{number}")
-    )  # ids that count the lines of a file don't collide with it
-    return _checked(number, custom_id, "short", value, defaults)
+        line = _from_openai(number, given, defaults)
+    else:  # ids that count the lines of a file don't collide with ids in it
+        custom_id = given.pop("custom_id", given.pop("id", f"line-{number}"))
+        line = _checked(number, custom_id, "short", given, defaults)
+    if mapping.keeps_all:
+        line = replace(line, columns=value if "custom_id" in value or "id" in value else {"id": line.id, **value})
+    return line
+
+
+def _for_table(line: BatchLine | BadLine) -> BatchLine | BadLine:
+    """Return a BadLine if a line has more than one result, because a row of a table has only one."""
+    if isinstance(line, BadLine):
+        return line
+    texts = line.params.get("texts")
+    has_texts = isinstance(texts, list) and len(texts) > 1 and not isinstance(texts[0], int)
+    if line.params.get("n", 1) == 1 and not has_texts:
+        return line
+    message = f"{'texts' if has_texts else 'n'}: a row of a table has only one result; write results to a .jsonl file"
+    return BadLine(line.number, line.id, message, columns=line.columns)
 
 
 def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
@@ -310,78 +317,9 @@ class StoredLine:
     columns: dict[str, Any] = field(default_factory=dict)  # other columns of a table's row, copied into the result
 
 
-def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
-    """Yield the rows of a CSV file. Raises InvalidJob."""
-    csv.field_size_limit(1 << 30)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(text, restval="")
-    number = 0
-    try:
-        prompt, row_id = _chosen(columns, list(reader.fieldnames or []))
-        for number, row in enumerate(reader, start=1):
-            row.pop(None, None)  # values beyond the last column
-            yield _row(row, number, prompt, row_id)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidJob(f"can't read the CSV file after row {number}: {error}; it must be CSV in UTF-8") from None
-    finally:
-        text.detach()  # leave the stream open, because the caller closes it
-
-
-def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
-    """Yield the rows of a Parquet file. Raises InvalidJob."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise InvalidJob("missing packages: pyarrow; run `pip install 'cellama[parquet]'`") from None
-    number = 0
-    try:
-        file = ParquetFile(stream)
-        prompt, row_id = _chosen(columns, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield _row(row, number, prompt, row_id)
-    except (ArrowException, OSError) as error:  # a pipe can't be read from its end
-        raise InvalidJob(
-            f"can't read the Parquet file after row {number}: {error}; it must be a file, not stdin"
-        ) from None
-
-
-def _row(row: dict[str, Any], number: int, prompt: str, row_id: str | None) -> TableRow:
-    others = {name: _plain(value) for name, value in row.items() if name not in (prompt, row_id)}
-    return TableRow(str(number) if row_id is None else _id(row[row_id]), _text(row[prompt]), others)
-
-
 def _id(value: Any) -> str | int:
     """Return the id of a row. Whole numbers remain numbers, and other values become strings."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else _text(value)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """Return the value unchanged if JSON supports its type. Convert other values, such as times, to text."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return str(value)
-    return value
-
-
-def _chosen(columns: Columns, names: list[str]) -> tuple[str, str | None]:
-    """Return the names of the prompt column and the id column. Raises InvalidJob."""
-    row_id = columns.id or next((name for name in names if name.lower() in ID_COLUMNS), None)
-    if row_id is not None and row_id not in names:
-        raise InvalidJob(f"--id-column: there is no column {row_id!r}; columns: {_listed(names)}")
-    others = [name for name in names if name != row_id]
-    prompt = others[0] if columns.prompt is None and len(others) == 1 else columns.prompt
-    if prompt not in names or (columns.prompt is None and _other_separator(names)):
-        problem = "name the column of the prompts" if columns.prompt is None else f"there is no column {prompt!r}"
-        raise InvalidJob(f"--column: {problem}; columns: {_listed(names)}{_separator_hint(names)}")
-    return prompt, None if row_id == prompt and columns.id is None else row_id
+    return value if isinstance(value, int) and not isinstance(value, bool) else text_of(value)
 
 
 def _other_separator(names: list[str]) -> str:
@@ -391,7 +329,8 @@ def _other_separator(names: list[str]) -> str:
 
 def _separator_hint(names: list[str]) -> str:
     mark = _other_separator(names)
-    return f"; the file seems to use the separator {mark!r}, but must use commas" if mark else ""
+    remedy = "must use commas" if mark != "\t" else "must use commas; add --format tsv"
+    return f"; the file seems to use the separator {mark!r}, but {remedy}" if mark else ""
 
 
 def _listed(names: list[str]) -> str:

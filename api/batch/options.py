@@ -11,7 +11,9 @@ from typing import Any, Literal, get_args
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.typed_tasks import ChatParams, EmbedParams
 
-from .lines import Format
+from .formats import Format
+from .lines import AsKind
+from .sources import Source, source_of
 
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have advanced
@@ -70,7 +72,6 @@ class Progress:
         return self.ended / max(MIN_ELAPSED_S, self.seconds)
 
 
-STANDARD = Path("-")
 NOT_RESUMED = ("output", "overwrite", "retry_failed")  # options that `resume` does not repeat
 OutputForm = Literal["auto", "openai", "short"]
 
@@ -84,23 +85,32 @@ class BatchParams(ChatParams, EmbedParams, total=False):
     format: Format
     column: str | None
     id_column: str | None
+    template: str | None
+    as_kind: AsKind | None
+    limit: int | None
+    sample: int | None
     form: OutputForm
     deadline_s: float | None
     merge_identical: bool
     retry_failed: bool
+    keep_work: bool
     overwrite: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """The options of a run. The path `-` stands for stdin or stdout."""
+    """The options of a run. The path `-` stands for stdin or stdout. The input may also be a URL."""
 
-    input: Path
+    input: Source
     output: Path
     errors: Path | None = None  # default: OUTPUT.errors.jsonl, next to the output
     format: Format = "auto"
     column: str | None = None  # column with the prompts of a table
     id_column: str | None = None  # column with the ids of a table
+    template: str | None = None  # prompt of a row, with `{column}` in place of its values
+    as_kind: AsKind | None = None  # what a row becomes: chat if there is a system message, or else prompt
+    limit: int | None = None  # number of rows to run, from the start of the input
+    sample: int | None = None  # number of rows to run, drawn from the whole input
     form: OutputForm = "auto"  # the format of each input line
     ordered: bool = False
     model: str | None = None
@@ -108,18 +118,23 @@ class BatchOptions:
     deadline_s: float | None = None
     merge_identical: bool = False  # run lines that must have the same result only once
     retry_failed: bool = False
+    keep_work: bool = False  # keep the work file of a completed run without failed lines
     overwrite: bool = False
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
         """Return the options among the keyword arguments. The other arguments become `params`. Raises InvalidJob."""
         options = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
-        for name, known in (("format", get_args(Format)), ("form", get_args(OutputForm))):
-            if options.get(name, "auto") not in known:
+        for name, known in (
+            ("format", get_args(Format)),
+            ("form", get_args(OutputForm)),
+            ("as_kind", get_args(AsKind)),
+        ):
+            if options.get(name, known[0]) not in (*known, None):
                 raise InvalidJob(f"{name} is {options[name]!r}; it must be one of {', '.join(known)}")
         if options.get("errors") is not None:
             options["errors"] = Path(options["errors"])
-        return cls(Path(input), Path(output), params=given, **options)
+        return cls(source_of(input), Path(output), params=given, **options)
 
 
 @dataclass(frozen=True, slots=True)

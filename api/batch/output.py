@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +166,26 @@ class Outcomes:
     """Writes and counts the outcome of each line exactly once. Only one thread uses it."""
 
     def __init__(
-        self, work: WorkFile, output: LineFile, errors: LineFile, progress: Progress, *, ordered: bool = False
+        self,
+        work: WorkFile,
+        output: LineFile | None,
+        errors: LineFile,
+        progress: Progress,
+        *,
+        ordered: bool = False,
+        drops_columns: bool = False,
     ) -> None:
-        """Write results as they arrive, or in the order of the input if `ordered` is true."""
+        """Write results as they arrive, or in the order of the input if `ordered` is true.
+
+        Without an output, results stay in the work file. With `drops_columns`, they don't repeat the columns of the
+        input.
+        """
         self._work = work
         self._output = output
         self._errors = errors
         self._progress = progress
         self._ordered = ordered
+        self._drops_columns = drops_columns
         self._first_open: int | None = 0 if ordered else None  # number of the first unfinished line; None: in any order
         self._merges = work.count(TWIN) > 0
 
@@ -197,17 +210,19 @@ class Outcomes:
             name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
             for name in TOKENS
         }
-        outcomes = [(line, result_line(line, result)) for line, result in results]
-        if not self._ordered:
+        outcomes = [(line, self._result_line(line, result)) for line, result in results]
+        is_held = self._ordered or self._output is None
+        if self._output is not None and not is_held:
             self._output.append([outcome for _, outcome in outcomes])
         self._errors.append([error_line(line, error) for line, error in failures])
         with self._work.transaction():
             for line, outcome in outcomes:
-                held = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
+                held = json.dumps(outcome, ensure_ascii=False) if is_held else None
                 self._work.finish(line, outcome=held)
             for line, _ in failures:
                 self._work.finish(line, failed=True)
-            self._work.set(output_size=self._output.size, errors_size=self._errors.size, **tokens)
+            output_size = 0 if self._output is None else self._output.size
+            self._work.set(output_size=output_size, errors_size=self._errors.size, **tokens)
         for name, count in tokens.items():
             setattr(self._progress, name, count)
         self._progress.finished += len(results)
@@ -216,8 +231,13 @@ class Outcomes:
         if self._ordered:
             self.write_held()
 
+    def _result_line(self, line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
+        return result_line(replace(line, columns={}) if self._drops_columns else line, result)
+
     def write_held(self) -> None:
         """Write held results up to the first unfinished line, or all held results if the order no longer matters."""
+        if self._output is None:
+            return
         if self._first_open is not None:
             self._first_open = self._work.first_open(self._first_open)
         while held := self._work.held(LINES_PER_WRITE, self._first_open):

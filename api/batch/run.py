@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
@@ -124,29 +125,34 @@ class BatchRun:
         app: CellamaApp,
         *,
         work: WorkFile,
-        output: LineFile,
+        output: LineFile | None,
+        output_path: Path,
         errors: LineFile,
         deadline_s: float | None = None,
         ordered: bool = False,
+        drops_columns: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """Prepare a run. `deadline_s` counts from now. With `ordered`, results are in the order of the input."""
+        """Prepare a run. `deadline_s` counts from now. With `ordered`, results are in the order of the input.
+
+        Without `output`, results stay in the work file, and the caller writes them to `output_path` afterwards.
+        """
         self._redis = redis
         self._app = app
         self._batches = Batches(redis)
         self._work = work
-        self._output = output
+        self._output_path = output_path
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._on_progress = on_progress
         self.id = work.get("run_id")
         self.progress = progress_of(work)
-        self._outcomes = Outcomes(work, output, errors, self.progress, ordered=ordered)
+        self._outcomes = Outcomes(work, output, errors, self.progress, ordered=ordered, drops_columns=drops_columns)
         self._chunks: dict[str, _Chunk] = {}
         self._serving = Serving(redis)
         self._next_refresh = 0.0
 
     def run(self) -> str:
-        """Run all pending lines. Return the final state: completed, cancelled or expired.
+        """Run all pending lines. Return the final state, which the caller reports: completed, cancelled or expired.
 
         Raises OSError if a disk is full. If this raises or is interrupted, workers finish the lines in flight, and the
         next command reads their results, unless the run is abandoned.
@@ -166,9 +172,11 @@ class BatchRun:
                 self.progress.notice = f"{problem} ({type(error).__name__}); retrying"
                 time.sleep(RETRY_S)
             self._on_progress(self.progress)
-        state = final_state or "completed"
-        self._report(state)
-        return state
+        return final_state or "completed"
+
+    def end(self, state: str, **facts: str) -> None:
+        """Report the final state of the run, with further facts about it."""
+        self._report(state, **facts)
 
     def _step(self) -> str | None:
         """Send chunks and read events once. Return the final state if the run is cancelled or expires, or else None."""
@@ -327,13 +335,13 @@ class BatchRun:
             self._end_chunk(name, tried=False)
         return state
 
-    def _report(self, state: str) -> None:
+    def _report(self, state: str, **facts: str) -> None:
         """Update the run in Redis. If Redis does not answer, the run continues, and `status` shows an older state."""
         progress: Mapping[str, Any] = {
             name: getattr(self.progress, name) for name in ("total", "finished", "failed", *TOKENS)
         }
         try:
-            self._batches.write(self.id, state=state, output=str(self._output.path.absolute()), **progress)
+            self._batches.write(self.id, state=state, output=str(self._output_path.absolute()), **progress, **facts)
         except RedisError as error:
             log.warning(
                 "state of run not updated", run=self.id, detail=f"{error}; it is updated again in {REFRESH_S:g} s"

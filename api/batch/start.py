@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import json
+import random
 import sqlite3
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -26,12 +28,18 @@ from cellama.tasks.traces.conventions import NAMES
 from cellama.tasks.traces.gate import trace_span
 
 from .checks import check_files
-from .lines import BadLine, BatchLine, Columns, Defaults, format_of, read_lines
-from .options import NOT_RESUMED, STANDARD, TOKENS, BatchOptions, Progress, Summary
+from .formats import COLUMNAR, format_of, output_kind
+from .lines import BadLine, BatchLine, Defaults, RowMapping, read_lines
+from .options import NOT_RESUMED, TOKENS, BatchOptions, Progress, Summary
 from .output import LineFile, bad_line, id_of, rewrite_without, usage_of_line
+from .rows import InputData, rows_of
 from .run import BatchRun, check_model
+from .sources import STANDARD, absolute, fingerprint_of, name_of, open_source, source_of
+from .tables import write_results
+from .templates import RowTemplate
 from .work import WorkFile
 
+SAMPLE_SEED = 0  # `--sample` draws the same rows in each command, so that a run can be resumed
 LINES_PER_REPORT = 2000  # while the input is read: about ten reports per second
 
 
@@ -78,13 +86,15 @@ def run_batch(
     while it is read.
     """
     check_model(redis, options.model)
-    check_files(options)
+    kind = check_files(options)
     to_stdout = options.output == STANDARD
     with _disk_errors(options), contextlib.ExitStack() as opened:
         output = options.output
         if to_stdout:
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cellama-batch-"))) / "output.jsonl"
         paths = paths_of(output, options.errors)
+        if not options.overwrite and (done := completed_run(redis, output, options)) is not None:
+            return done
         is_new = options.overwrite or not paths.work.exists()
         work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
         opened.enter_context(_recorded(Batches(redis), work.get("run_id"), options, paths))
@@ -98,15 +108,19 @@ def run_batch(
         opened.callback(_remove_if_empty, paths.errors)
         errors = opened.enter_context(contextlib.closing(lines))
         echo = sys.stdout.fileno() if to_stdout else None
-        results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
+        results = None
+        if kind.is_appended:
+            results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
         run = BatchRun(
             redis,
             app,
             work=work,
             output=results,
+            output_path=paths.output,
             errors=errors,
             deadline_s=options.deadline_s,
-            ordered=options.ordered,
+            ordered=options.ordered and kind.is_appended,
+            drops_columns=kind.is_table,
             on_progress=on_progress,
         )
         try:
@@ -116,10 +130,54 @@ def run_batch(
             if to_stdout:
                 run.abandon()
             raise
-        if state == "completed":
-            work.shrink()
+        if results is None and run.progress.finished:
+            run.progress.notice = f"writing {paths.output.name}"
+            on_progress(run.progress)
+            format_ = format_of(options.input, options.format)
+            write_results(work, paths.output, kind, options.input, format_, read_as=work.get("read_as"))
+            run.progress.notice = ""
+        _end(run, work, options, paths, state)
         error_file = paths.errors if errors.size and error_echo is None else None
         return Summary(id=run.id, state=state, progress=run.progress, errors=error_file)
+
+
+def _end(run: BatchRun, work: WorkFile, options: BatchOptions, paths: Paths, state: str) -> None:
+    """Report the end of a run. Remove its work file if no later command needs it."""
+    is_whole = options.limit is None and options.sample is None
+    if state == "completed" and is_whole and not run.progress.failed and not options.keep_work:
+        made_by = _digest(options, work.get("read_as"))
+        run.end(state, made_by=made_by, wrote=fingerprint_of(paths.output))  # before the file that has the same facts
+        work.remove()
+        return
+    run.end(state)
+    if state == "completed":
+        work.shrink()
+
+
+def _digest(options: BatchOptions, read_as: str) -> str:
+    """Return a digest of the options and of the input, or "" for an input that can't be compared, such as stdin."""
+    values = json.loads(_serialise(replace(options, deadline_s=None, keep_work=False)))
+    return f"sha256:{hashlib.sha256(json.dumps([values, read_as]).encode()).hexdigest()}" if read_as else ""
+
+
+def completed_run(redis: Redis, output: Path, options: BatchOptions | None = None) -> Summary | None:
+    """Return the summary of the completed run that wrote this output, or None if it has changed since then.
+
+    With `options`, return it only if the run had the same options and the same input. Such a run has no work file.
+    """
+    paths = paths_of(output)
+    if paths.work.exists() or not output.is_file():
+        return None
+    with contextlib.suppress(RedisError):
+        wrote, made_by = fingerprint_of(output), options and _digest(options, fingerprint_of(options.input))
+        for record in Batches(redis).all():
+            is_same = record.get("output") == str(output.absolute()) and record.get("wrote") == wrote
+            if is_same and (options is None or (made_by and record.get("made_by") == made_by)):
+                progress = Progress(**{name: record.get(name, 0) for name in ("total", "finished", "failed", *TOKENS)})
+                progress.already = progress.finished + progress.failed
+                progress.finished_before, progress.tokens_before = progress.finished, progress.completion_tokens
+                return Summary(id=record["id"], state="completed", progress=progress, errors=None)
+    return None
 
 
 @contextlib.contextmanager
@@ -149,8 +207,7 @@ def _recorded(batches: Batches, run_id: str, options: BatchOptions, paths: Paths
     with contextlib.suppress(RedisError):
         before = batches.read(run_id) or {}
         batches.take_cancel(run_id)  # starting it again withdraws an earlier cancellation
-        source = str(options.input if options.input == STANDARD else options.input.absolute())
-        facts = {"input": source, "output": str(paths.output.absolute()), "model": options.model}
+        facts = {"input": absolute(options.input), "output": str(paths.output.absolute()), "model": options.model}
         batches.write(run_id, state="validating", **facts)
     try:
         yield
@@ -179,8 +236,8 @@ def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
             path.unlink(missing_ok=True)
     if paths.output.exists() and paths.output.stat().st_size and not paths.work.exists():
         raise InvalidJob(
-            f"{str(paths.output)!r} exists, but is not the output of a run ({paths.work.name} is missing); name "
-            "another file, or use --overwrite"
+            f"{str(paths.output)!r} exists, but is not the output of an unfinished run with this input and these "
+            f"options ({paths.work.name} is missing); name another file, or use --overwrite"
         )
     work = _work_file(paths)
     if not work.get("run_id"):
@@ -215,7 +272,7 @@ def _read_input(
     invalid = LineFile(new_errors, echo)
     try:
         with work.reading():
-            work.set(options=_serialise(options))
+            work.set(options=_serialise(options), read_as=fingerprint_of(options.input))
             count = 0
             without_model = 0
             for count, line in enumerate(_lines_of(options, check), start=1):
@@ -247,22 +304,48 @@ def _read_input(
 
 def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[BatchLine | BadLine]:
     max_bytes = get_settings().max_payload_bytes
-    path = None if options.input == STANDARD else options.input
-    stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
-    with stream:
-        defaults, columns = Defaults(options.model, options.params), Columns(options.column, options.id_column)
-        format_ = format_of(path, options.format)
-        if check is None:
-            yield from read_lines(stream, format_, defaults, max_bytes, columns)
-        else:
-            yield from read_lines(stream, format_, defaults, max_bytes, columns, check.line)
+    template = None if options.template is None else RowTemplate(options.template)
+    is_table = options.output != STANDARD and output_kind(options.output).is_table
+    mapping = RowMapping(options.column, options.id_column, template, options.as_kind, keeps_all=is_table)
+    format_ = format_of(options.input, options.format)
+    chosen = _chosen(options)
+    with _opened(options) as data:
+        defaults = Defaults(options.model, options.params)
+        check_line = (lambda number, value: None) if check is None else check.line
+        lines = read_lines(data, format_, defaults, max_bytes, mapping, check_line, chosen)
+        yield from itertools.islice(lines, options.limit)
+
+
+@contextlib.contextmanager
+def _opened(options: BatchOptions) -> Iterator[InputData]:
+    """Open the input, unless its format is read by name."""
+    if format_of(options.input, options.format) in (*COLUMNAR, "directory") and options.input != STANDARD:
+        yield options.input
+        return
+    with open_source(options.input) as stream:
+        yield stream
+
+
+def _chosen(options: BatchOptions) -> Container[int] | None:
+    """Return the indexes of the rows that `--sample` draws, or None for all rows. This reads the whole input."""
+    if options.sample is None:
+        return None
+    with _opened(options) as data:
+        rows = rows_of(data, format_of(options.input, options.format), get_settings().max_payload_bytes)
+        count = sum(1 for _ in rows)
+    return set(random.Random(SAMPLE_SEED).sample(range(count), min(count, options.sample)))
 
 
 def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:
     """Raise InvalidJob if the input is empty or does not belong to the output."""
-    name = "stdin" if options.input == STANDARD else repr(str(options.input))
+    name = name_of(options.input)
     if not count:
         raise InvalidJob(f"{name} has no lines; name the right file")
+    if (options.limit or options.sample) and work.drops_results():
+        raise InvalidJob(
+            f"{str(paths.output)!r} has results of rows that --limit or --sample leaves out; name another output, or "
+            "leave the option out"
+        )
     if not work.keeps_results():
         raise InvalidJob(
             f"{str(paths.output)!r} has results of another run, because none of them belongs to a line of {name} with "
@@ -274,6 +357,8 @@ def _add(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, inval
     if isinstance(line, BatchLine):
         if options.form != "auto":
             line = replace(line, form=options.form)
+        if options.output != STANDARD and output_kind(options.output).is_table:
+            line = replace(line, form="short")
         earlier = work.add(line, merge=options.merge_identical and line.is_repeatable)
         if earlier is None:
             return
@@ -316,9 +401,7 @@ def _recover(work: WorkFile, output: LineFile, start: int) -> None:
 
 def _serialise(options: BatchOptions) -> str:
     values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in NOT_RESUMED}
-    values |= {name: str(Path(value).absolute()) for name, value in values.items() if isinstance(value, Path)}
-    if options.input == STANDARD:
-        values["input"] = str(STANDARD)
+    values |= {name: absolute(value) for name, value in values.items() if isinstance(value, Path)}
     return json.dumps(values)
 
 
@@ -339,5 +422,7 @@ def options_of(output: Path) -> BatchOptions:
         raise InvalidJob(
             "this run has read stdin; to resume it, pass the same lines to `cellama batch run - -o OUTPUT`"
         )
-    values |= {name: Path(values[name]) for name in ("input", "errors") if values.get(name)}
+    values["input"] = source_of(values["input"])
+    if values.get("errors"):
+        values["errors"] = Path(values["errors"])
     return BatchOptions(output=output, **values)

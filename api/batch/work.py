@@ -133,6 +133,11 @@ class WorkFile:
         query = "SELECT 1 FROM lines WHERE state = ? AND number > 0 LIMIT 1"
         return not self._had_results or self._db.execute(query, (FINISHED,)).fetchone() is not None
 
+    def drops_results(self) -> bool:
+        """Return whether the input no longer has lines with a result. Call this method while the input is read."""
+        query = "SELECT 1 FROM lines WHERE state = ? AND number < 0 LIMIT 1"
+        return self._db.execute(query, (FINISHED,)).fetchone() is not None
+
     def _end_reading(self) -> None:
         gone = "SELECT id FROM lines WHERE number < 0 AND state IN (?, ?)"
         self._db.execute(f"INSERT OR IGNORE INTO outdated {gone}", (IN_FLIGHT, FINISHED))
@@ -303,6 +308,24 @@ class WorkFile:
             "ORDER BY number LIMIT ?"
         )
         return self._db.execute(query, (before, limit)).fetchall()
+
+    def results(self) -> Iterator[tuple[int, dict[str, Any], str]]:
+        """Yield the number, the columns and the outcome of each result that is not in the output, in order."""
+        query = "SELECT number, columns, outcome FROM lines WHERE state = ? AND outcome IS NOT NULL ORDER BY number"
+        for number, columns, outcome in self._db.execute(query, (FINISHED,)):
+            yield number, json.loads(columns), outcome
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of all lines, each once."""
+        return [row[0] for row in self._db.execute("SELECT DISTINCT kind FROM lines")]
+
+    def sample(self, count: int) -> list[StoredLine]:
+        """Return up to `count` lines, evenly spread over the input."""
+        (total,) = self._db.execute("SELECT count(*) FROM lines").fetchone()
+        step = max(1, total // count)
+        query = f"SELECT {_LINE} FROM (SELECT *, row_number() OVER (ORDER BY number) AS place FROM lines) "
+        query += "WHERE (place - 1) % ? = 0 LIMIT ?"
+        return [_stored(row) for row in self._db.execute(query, (step, count))]
 
     def drop_outcomes(self, numbers: Iterable[int]) -> None:
         """Delete the outcomes of lines, after they were written to the output."""

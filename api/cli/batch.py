@@ -9,20 +9,23 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from redis import Redis
 from rich.table import Table
 
-from cellama.api.batch.options import STANDARD, BatchOptions
-from cellama.api.batch.start import options_of, run_batch
+from cellama.api.batch.formats import Format
+from cellama.api.batch.lines import AsKind
+from cellama.api.batch.options import BatchOptions
+from cellama.api.batch.sources import STANDARD, source_of
+from cellama.api.batch.start import completed_run, options_of, run_batch
 from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.tasks import app as celery_app
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.codes import Exit
-from cellama.tasks.contract.errors import UnknownJob
+from cellama.tasks.contract.errors import InvalidJob, UnknownJob
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 
@@ -40,10 +43,15 @@ MergeOption = Annotated[
     ),
 ]
 IdColumnOption = Annotated[
-    str | None, typer.Option(help="Column with the ids in CSV and Parquet files (default: id, or else row numbers).")
+    str | None, typer.Option(help="Column with the ids of the rows (default: id or custom_id, or else row numbers).")
 ]
 OutputOption = Annotated[
-    Path, typer.Option("--output", "-o", help="Output file with one JSON object per line, or - for stdout.")
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Output file: .jsonl, .csv, .tsv, .parquet or .arrow (.gz and .zst compress text), or - for stdout.",
+    ),
 ]
 SHOWN_ID_CHARS = 8  # enough to distinguish all runs of 30 days
 _STATE_TEXTS = {
@@ -59,16 +67,36 @@ _NUMBERS = "lines, tokens"
 @with_options(ChatJob, without=frozenset({"priority"}))  # bulk runs always have the lowest priority
 def batch_run_command(
     input: Annotated[
-        Path,
-        typer.Argument(help="Input file (JSON lines, text with a prompt per line, CSV or Parquet), or - for stdin."),
+        str,
+        typer.Argument(
+            help="Input: a file (JSON lines, CSV, TSV, Parquet, Arrow, or text with a prompt per line; .gz and .zst "
+            "are decompressed), a directory of text files, a URL such as s3://…, or - for stdin."
+        ),
     ],
     output: OutputOption,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model for lines that don't name one.")] = None,
     format: Annotated[
-        str, typer.Option(help="Input format: jsonl, text, csv, parquet, or auto (by the file name).")
+        str,
+        typer.Option(
+            help="Input format: jsonl, text, csv, tsv, parquet, arrow, directory, or auto (by the file name)."
+        ),
     ] = "auto",
-    column: Annotated[str | None, typer.Option(help="Column with the prompts in CSV and Parquet files.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column with the prompts or texts of the rows.")] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Prompt of a row, with its columns in braces, for example 'Sum up: {text}'.")
+    ] = None,
+    as_kind: Annotated[
+        str | None,
+        typer.Option(
+            "--as", help="Job of a row: chat, prompt (continued) or embed (default: chat with --system, or prompt)."
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of all chats.")] = None,
     id_column: IdColumnOption = None,
+    limit: Annotated[int | None, typer.Option(help="Run only this many rows from the start.", min=1)] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Run only this many rows from the whole input, always the same ones.", min=1)
+    ] = None,
     form: Annotated[
         str, typer.Option(help="Output format: openai, short, or auto (the format of each input line).")
     ] = "auto",
@@ -81,24 +109,35 @@ def batch_run_command(
     ] = None,
     merge_identical: MergeOption = False,
     retry_failed: RetryOption = False,
+    keep_work: Annotated[
+        bool,
+        typer.Option("--keep-work", help="Keep OUTPUT.work, so that a later command runs only new and changed rows."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start a new run and overwrite the output.")] = False,
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
-    """Run every line of a file. The same command resumes a run that was interrupted.
+    """Run every row of a file. The same command resumes a run that was interrupted.
 
-    A line is a JSON object with "prompt", "messages" or "text", and optionally "id" and parameters of the job. Lines
-    of OpenAI's batch format are also accepted.
+    Rows of a table become chats, prompts or embeddings, and the results are written with the columns of the input. A
+    line of JSON is an object with "prompt", "messages" or "text", and optionally "id" and parameters of the job. With
+    --column, --template or --as, its other fields are columns. Lines of OpenAI's batch format are also accepted.
 
-    Example:  cellama batch run questions.jsonl -o answers.jsonl --model tiny
+    Example:  cellama batch run in.csv -o out.parquet -m tiny --column review
     """
+    if system is not None:
+        params = {**params, "system": system}
     options = BatchOptions(
-        input=input,
+        input=source_of(input),
         output=output,
         errors=errors,
-        format=_one_of("--format", format, ("auto", "jsonl", "text", "csv", "parquet")),
+        format=_one_of("--format", format, get_args(Format)),
         column=column,
+        template=template,
+        as_kind=None if as_kind is None else _one_of("--as", as_kind, get_args(AsKind)),
         id_column=id_column,
+        limit=limit,
+        sample=sample,
         form=_one_of("--form", form, ("auto", "openai", "short")),
         ordered=_one_of("--order", order, ("completion", "input")) == "input",
         model=model,
@@ -106,6 +145,7 @@ def batch_run_command(
         deadline_s=_seconds(deadline),
         merge_identical=merge_identical,
         retry_failed=retry_failed,
+        keep_work=keep_work,
         overwrite=overwrite,
     )
     _run(options, json)
@@ -120,7 +160,16 @@ def batch_resume_command(
 
     Example:  cellama batch resume answers.jsonl
     """
-    _run(replace(options_of(output), deadline_s=None, retry_failed=retry_failed), json)
+    try:
+        options = options_of(output)
+    except InvalidJob:
+        with redis_here() as redis:
+            done = completed_run(redis, output)
+        if done is None:
+            raise
+        summarise(done, json, to_stdout=False)
+        return
+    _run(replace(options, deadline_s=None, retry_failed=retry_failed), json)
 
 
 def _run(options: BatchOptions, json: bool) -> None:

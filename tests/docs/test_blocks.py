@@ -31,7 +31,6 @@ NOT_RUN = {
     "needs a reranking model": 1,
     "downloads a test suite": 1,
     "closes the gateway to the other pages": 1,
-    "needs pandas and pyarrow": 1,
 }
 GATEWAY = "http://127.0.0.1:8000"  # the directory that pages use for models
 STARTED = "cellama up"  # lines that start services, which the fixtures have already started

@@ -22,7 +22,7 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 FOLDERS = {
     "worker": ["engine", "tasks/attempt"],
     "http": ["api/http", "tasks/metrics"],
-    "files": ["api/http/files"],
+    "files": ["api/http/files", "api/batch"],
     "flower": ["api/machine"],
     "metrics": ["tasks/metrics"],
     "otel": ["tasks/traces", "tasks/worker/traces.py"],

@@ -222,6 +222,7 @@ class BatchDriver:
             form="openai",
             params={"cache_scope": self.tenant} if self.tenant else {},
             deadline_s=max(0.0, remaining_s),
+            keep_work=True,  # until the results are stored
         )
         try:
             app, check = app_at(self._settings.redis_url), None if self._has_started else self._input_check()

@@ -17,15 +17,15 @@ from .conftest import Commands, stories
     ("argv", "message"),
     [
         (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
-        (["run", "in.jsonl", "-o", "mine.jsonl"], "is not the output of a run"),
+        (["run", "in.jsonl", "-o", "mine.jsonl"], "is not the output of an unfinished run"),
         (
             ["run", "in.jsonl", "-o", "no/such/x.jsonl"],
             "there is no directory 'no/such'; create it, or",
         ),
         (["run", "in.jsonl", "-o", "/proc/x.jsonl"], "can't write '/proc/x.jsonl.work'"),
         (
-            ["run", "in.jsonl", "-o", "x.parquet", "--overwrite"],
-            "'x.parquet', because they are JSON lines, not parquet",
+            ["run", "in.jsonl", "-o", "x.xlsx", "--overwrite"],
+            "'x.xlsx', because xlsx is not a format of bulk runs; use .jsonl, .csv",
         ),
         (["run", "utf16.jsonl", "-o", "x.jsonl", "--overwrite"], "'utf16.jsonl' is UTF-16 text, but must be UTF-8"),
         (["run", "in.jsonl", "-o", "x.jsonl"], "no line has a model; set it with --model"),
@@ -77,7 +77,7 @@ def test_batch_run_stops_on_a_full_disk_and_can_be_resumed(
 
 def test_batch_run_refuses_to_overwrite_the_output_of_another_run(worker: WorkerProcess, commands: Commands) -> None:
     commands.write(stories(3, max_tokens=2))
-    assert commands.run() == 0
+    assert commands.run("--keep-work") == 0
     before = commands.output.read_text()
     commands.write([{"id": f"s{i}", "prompt": "Something else", "max_tokens": 2} for i in range(3)])
     assert commands.run() == 2

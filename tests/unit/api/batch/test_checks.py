@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
 
 from cellama.api.batch.checks import check_files
@@ -34,12 +35,10 @@ def test_check_files_accepts_output_names_without_another_format(tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("x.parquet", r"can't be written to '.*/x\.parquet', .* not parquet; write them to '.*/x\.jsonl', and convert"),
-        ("x.csv", r"pandas.read_json\('.*/x\.jsonl', lines=True\)\.to_csv\('.*/x\.csv'\)"),
-        ("X.XLSX", "JSON lines, not xlsx"),
-        ("x.jsonl.gz", r"'.*/x\.jsonl\.gz', .* uncompressed JSON lines; write them to '.*/x\.jsonl', and compress"),
-        ("x.zst", "uncompressed JSON lines"),
-        ("x.pickle", "JSON lines, not pickle"),
+        ("X.XLSX", "because xlsx is not a format of bulk runs; use .jsonl, .csv, .tsv, .parquet or .arrow"),
+        ("x.jsonl.bz2", "because bz2 is not a format of bulk runs"),
+        ("x.pickle", "because pickle is not a format of bulk runs"),
+        ("x.parquet.gz", "parquet files compress themselves; remove '.gz'"),
         ("nowhere/x.jsonl", "there is no directory '.*/nowhere'; create it"),
         (".", "is not a file; name a file"),
     ],
@@ -49,6 +48,41 @@ def test_check_files_rejects_output_names_of_other_formats(tmp_path: Path, name:
         check(tmp_path, LINES.encode(), output=name)
     with pytest.raises(InvalidJob, match=message):
         check(tmp_path, LINES.encode(), errors=tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.TSV", "x.parquet", "x.feather", "x.jsonl.gz", "x.csv.zst"])
+def test_check_files_accepts_tables_for_results_but_not_for_errors(tmp_path: Path, name: str) -> None:
+    check(tmp_path, LINES.encode(), output=name)
+    with pytest.raises(InvalidJob, match=r"errors can't be written to .*, because they are JSON lines; use \.jsonl"):
+        check(tmp_path, LINES.encode(), errors=tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": "Sum up"}, "template: 'Sum up' has no column; insert columns as {name}"),
+        ({"template": "{a"}, "template: expected '}' before end of string; write {{ or }} for a brace"),
+        ({"template": "{a}", "column": "b"}, "--column and --template exclude each other"),
+        ({"limit": 2, "sample": 2}, "--limit and --sample exclude each other"),
+        ({"limit": 0}, "limit: 0 is not a number of rows"),
+        ({"params": {"n": 2}, "output": "x.csv"}, "n: 2 results of a line don't fit into a row of .*x.csv"),
+    ],
+)
+def test_check_files_rejects_options_that_contradict_each_other(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        check(tmp_path, LINES.encode(), **options)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.csv.zst"])
+def test_check_files_looks_into_compressed_input(tmp_path: Path, name: str) -> None:
+    def compress(data: bytes) -> bytes:
+        return gzip.compress(data) if name.endswith(".gz") else bytes(pyarrow.compress(data, "zstd", asbytes=True))
+
+    check(tmp_path, compress(LINES.encode()), name)
+    with pytest.raises(InvalidJob, match="is UTF-16 text"):
+        check(tmp_path, compress(LINES.encode("utf-16")), name)
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,25 @@ from typing import Any
 
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import feather, parquet
 
-from cellama.api.batch.lines import BadLine, BatchLine, Columns, Defaults, Format, format_of, read_lines
+from cellama.api.batch.formats import Format, format_of
+from cellama.api.batch.lines import BadLine, BatchLine, Defaults, RowMapping, read_lines
 from cellama.api.batch.output import bad_line, error_line, result_line
+from cellama.api.batch.templates import RowTemplate
 from cellama.api.batch.work import WorkFile
 from cellama.api.openai.answers import response_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import usage_of
 
-NO_COLUMNS = Columns()
+NO_COLUMNS = RowMapping()
 DEFAULTS = Defaults("m", {"max_tokens": 7})
 EXPECTED = {"type": "content", "content": "Hello"}
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def read(*lines: Any, format_: Format = "jsonl", columns: Columns = NO_COLUMNS, limit: int = 10_000) -> list[Any]:
+def read(*lines: Any, format_: Format = "jsonl", columns: RowMapping = NO_COLUMNS, limit: int = 10_000) -> list[Any]:
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     return list(read_lines(io.BytesIO(b"\n".join(texts) + b"\n"), format_, DEFAULTS, limit, columns))
 
@@ -130,20 +132,23 @@ def test_parquet_file_has_a_prompt_per_row(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(table), path)
 
     def rows(column: str | None) -> list[Any]:
-        with path.open("rb") as file:
-            return list(read_lines(file, "parquet", DEFAULTS, 10_000, Columns(column)))
+        return list(read_lines(path, "parquet", DEFAULTS, 10_000, RowMapping(column)))
 
     found = rows("question")
     assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, BatchLine)] == [(7, "a"), (9, "c")]
     assert [(row.number, row.id) for row in found if isinstance(row, BadLine)] == [(2, 8)]
     assert [row.columns for row in found] == [{"at": "2026-01-02"}] * 3
-    with pytest.raises(InvalidJob, match="--column: name the column of the prompts; columns: id, question, at"):
+    with pytest.raises(
+        InvalidJob, match="--column: name the column of the prompts, or use --template; columns: id, question, at"
+    ):
         rows(None)
 
 
-def test_read_lines_raises_when_the_file_has_another_format() -> None:
-    with pytest.raises(InvalidJob, match="can't read the Parquet file after row 0"):
-        read(b"no parquet", format_="parquet")
+def test_read_lines_raises_when_the_file_has_another_format(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"no parquet")
+    for format_, kind in (("parquet", "Parquet"), ("arrow", "Arrow")):
+        with pytest.raises(InvalidJob, match=f"can't read the {kind} file .* after row 0"):
+            list(read_lines(tmp_path / "x", format_, DEFAULTS, 10_000))  # type: ignore[arg-type]
     with pytest.raises(InvalidJob, match="can't read the CSV file after row"):
         read(b"question", b"a", *[b"x" * 5000] * 3, b"\xff", format_="csv")
 
@@ -153,20 +158,20 @@ def test_text_and_csv_files_have_a_prompt_per_line() -> None:
     assert [(line.number, line.params["prompt"]) for line in texts] == [(1, "one"), (3, "two")]
     rows = read(b"id,question", b'1,"a ""b"""', b"2,c", format_="csv")
     assert [(line.id, line.params["prompt"]) for line in rows] == [("1", 'a "b"'), ("2", "c")]
-    with pytest.raises(InvalidJob, match="--column: name the column of the prompts; columns: topic, question"):
+    with pytest.raises(InvalidJob, match="--column: name the column of the prompts, or use --template; columns: topic"):
         read(b"topic,question", b"1,a", format_="csv")
 
 
 @pytest.mark.parametrize(
     ("header", "columns", "ids"),
     [
-        ("id,question,topic", Columns("question"), ["q7", "q8"]),
-        ("ID,question,topic", Columns("question"), ["q7", "q8"]),
-        ("key,question,topic", Columns("question", "key"), ["q7", "q8"]),
-        ("key,question,topic", Columns("question"), ["1", "2"]),
+        ("id,question,topic", RowMapping("question"), ["q7", "q8"]),
+        ("ID,question,topic", RowMapping("question"), ["q7", "q8"]),
+        ("key,question,topic", RowMapping("question", "key"), ["q7", "q8"]),
+        ("key,question,topic", RowMapping("question"), ["1", "2"]),
     ],
 )
-def test_csv_rows_keep_their_ids_and_other_columns(header: str, columns: Columns, ids: list[str]) -> None:
+def test_csv_rows_keep_their_ids_and_other_columns(header: str, columns: RowMapping, ids: list[str]) -> None:
     rows = read(header.encode(), b"q7,Who?,self", b"q8,What?,bees", format_="csv", columns=columns)
     assert [row.id for row in rows] == ids
     assert [row.columns["topic"] for row in rows] == ["self", "bees"]
@@ -175,19 +180,98 @@ def test_csv_rows_keep_their_ids_and_other_columns(header: str, columns: Columns
     assert isinstance(without, BadLine) == (ids != ["1", "2"])  # ids are numbered only if the file has no ids
 
 
+def test_rows_become_chats_prompts_and_embeddings(tmp_path: Path) -> None:
+    csv = (b"id,title,body", b"q7,Fox,Red {1}")
+    template = RowTemplate("{{Sum up}}: {title}\n{body}")
+    (chat,) = read(*csv, format_="csv", columns=RowMapping(template=template, as_kind="chat"))
+    assert chat.params["messages"] == [{"role": "user", "content": "{Sum up}: Fox\nRed {1}"}]
+    assert chat.columns == {"title": "Fox", "body": "Red {1}"}
+    (prompt,) = read(*csv, format_="csv", columns=RowMapping("title", as_kind="prompt"))
+    assert (prompt.kind, prompt.params["prompt"]) == ("generate", "Fox")
+    (embed,) = read(*csv, format_="csv", columns=RowMapping("body", as_kind="embed"))
+    assert (embed.kind, embed.params) == ("embed", {"texts": "Red {1}"})
+    (turns,) = read({"id": 1, "dialog": HELLO, "tag": 3}, columns=RowMapping("dialog", as_kind="chat"))
+    assert (turns.id, turns.params["messages"], turns.columns) == (1, HELLO, {"tag": 3})
+
+
+def test_system_message_makes_rows_chats() -> None:
+    defaults = Defaults("m", {"system": "Be brief."})
+    (line,) = read_lines(io.BytesIO(b"Hi\n"), "text", defaults, 1000)
+    assert isinstance(line, BatchLine)
+    assert (line.kind, line.params["system"]) == ("chat", "Be brief.")
+    with pytest.raises(InvalidJob, match="system: it only applies to chats, and the rows become embeds; use --as chat"):
+        list(read_lines(io.BytesIO(b"Hi\n"), "text", defaults, 1000, RowMapping(as_kind="embed")))
+
+
+def test_json_row_without_a_column_of_the_first_row_is_invalid() -> None:
+    columns = RowMapping(template=RowTemplate("{title}"))
+    good, bad = read({"title": "a"}, {"name": "b"}, columns=columns)
+    assert (good.id, bad.id) == ("line-1", "line-2")
+    assert bad.message == "the row has no column 'title'; add it, or leave the row out"
+
+
+def test_directory_has_a_row_per_file(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, data in {
+        "b.txt": b"two",
+        "sub/a.md": b"three",
+        ".hidden": b"x",
+        "a.txt": "é".encode(),
+        "z": b"\xff",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    found = list(read_lines(tmp_path, "directory", DEFAULTS, 10_000))
+    lines = [line for line in found if isinstance(line, BatchLine)]
+    assert [(line.id, line.params["prompt"]) for line in lines] == [
+        ("a.txt", "é"),
+        ("b.txt", "two"),
+        ("sub/a.md", "three"),
+    ]
+    assert [line.message for line in found if isinstance(line, BadLine)] == [
+        "z: the text is not valid UTF-8 at byte 0; convert the file to UTF-8"
+    ]
+
+
+def test_only_chosen_rows_are_read() -> None:
+    lines = read_lines(io.BytesIO(b"a\n\nb\nc\n"), "text", DEFAULTS, 1000, chosen={0, 2})
+    assert [line.number for line in lines] == [1, 4]
+
+
+def test_arrow_file_and_stream_have_the_same_rows(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [7, 8], "text": ["a", "b"]})
+    feather.write_feather(table, tmp_path / "file")
+    with pyarrow.ipc.new_stream(tmp_path / "stream", table.schema) as stream:
+        stream.write_table(table)
+    for name in ("file", "stream"):
+        lines = [line for line in read_lines(tmp_path / name, "arrow", DEFAULTS, 1000) if isinstance(line, BatchLine)]
+        assert [(line.id, line.params["prompt"]) for line in lines] == [(7, "a"), (8, "b")]
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, {"texts": ["a", "b"]}])
+def test_line_with_several_results_is_invalid_for_a_table(params: dict[str, Any]) -> None:
+    line = {"prompt": "a", **params} if "n" in params else params
+    (bad,) = read(line, columns=RowMapping(keeps_all=True))
+    assert isinstance(bad, BadLine)
+    assert "a row of a table has only one result; write results to a .jsonl file" in bad.message
+
+
 def test_read_lines_rejects_unknown_columns() -> None:
     with pytest.raises(InvalidJob, match="--id-column: there is no column 'nr'; columns: id, question"):
-        read(b"id,question", b"1,a", format_="csv", columns=Columns("question", "nr"))
-    with pytest.raises(InvalidJob, match="--column and --id-column need CSV or Parquet, but the format is jsonl"):
-        read({"prompt": "a"}, columns=Columns("prompt"))
+        read(b"id,question", b"1,a", format_="csv", columns=RowMapping("question", "nr"))
+    with pytest.raises(InvalidJob, match="--id-column: JSON lines have their id in `id`"):
+        read({"prompt": "a"}, columns=RowMapping(id="prompt"))
+    with pytest.raises(InvalidJob, match="--template: there is no column 'body'; columns: id, question"):
+        read(b"id,question", b"1,a", format_="csv", columns=RowMapping(template=RowTemplate("{body}")))
+    with pytest.raises(InvalidJob, match="the file has several columns 'id'; rename one"):
+        read(b"id,question,id", b"1,a,2", format_="csv", columns=RowMapping("question"))
 
 
-@pytest.mark.parametrize("columns", [NO_COLUMNS, Columns("question")])
+@pytest.mark.parametrize("columns", [NO_COLUMNS, RowMapping("question")])
 @pytest.mark.parametrize("mark", [";", "\t"])
-def test_csv_with_another_separator_is_rejected_with_a_hint(columns: Columns, mark: str) -> None:
+def test_csv_with_another_separator_is_rejected_with_a_hint(columns: RowMapping, mark: str) -> None:
     with pytest.raises(InvalidJob, match=r"the file seems to use the separator '.*', but must use commas"):
         read(f"id{mark}question".encode(), f"1{mark}a".encode(), format_="csv", columns=columns)
-    (row,) = read(f"id{mark}question".encode(), b"a", format_="csv", columns=Columns(f"id{mark}question"))
+    (row,) = read(f"id{mark}question".encode(), b"a", format_="csv", columns=RowMapping(f"id{mark}question"))
     assert row.params["prompt"] == "a"
 
 
@@ -197,7 +281,7 @@ def test_default_ids_differ_from_given_ids() -> None:
 
 
 def test_additional_columns_are_copied_into_results_and_errors(tmp_path: Path) -> None:
-    (row,) = read(b"id,question,topic", b"q7,Who?,self", format_="csv", columns=Columns("question"))
+    (row,) = read(b"id,question,topic", b"q7,Who?,self", format_="csv", columns=RowMapping("question"))
     with closing(WorkFile(tmp_path / "x.work")) as work:
         with work.reading():
             work.add(row)
@@ -205,7 +289,7 @@ def test_additional_columns_are_copied_into_results_and_errors(tmp_path: Path) -
     result = {"text": "I", "finish_reason": "stop", "model": "m", "usage": {}}
     assert result_line(line, result)["columns"] == {"topic": "self"}
     assert error_line(line, {"code": "dead", "message": "x"})["columns"] == {"topic": "self"}
-    (bad,) = read(b"id,question,topic", b"q7,,self", format_="csv", columns=Columns("question"))
+    (bad,) = read(b"id,question,topic", b"q7,,self", format_="csv", columns=RowMapping("question"))
     assert bad_line("auto", bad) == {
         "id": "q7", "line": 1, "columns": {"topic": "self"},
         "error": {"code": "invalid_request", "message": bad.message},
@@ -222,9 +306,11 @@ def test_hash_changes_with_the_job_and_keys_are_sorted_by_prompt() -> None:
 
 
 def test_format_is_derived_from_the_file_name() -> None:
-    assert [format_of(Path(name), "auto") for name in ("a.jsonl", "a.txt", "a.csv", "a.parquet", "a")] == [
-        "jsonl", "text", "csv", "parquet", "jsonl",
+    names = ("a.jsonl", "a.txt", "a.csv.gz", "a.TSV", "a.parquet", "a.feather", "a", "a.jsonl.zst")
+    assert [format_of(Path(name), "auto") for name in names] == [
+        "jsonl", "text", "csv", "tsv", "parquet", "arrow", "jsonl", "jsonl",
     ]  # fmt: skip
+    assert format_of("https://host/a.csv.gz?version=2", "auto") == "csv"
     assert format_of(Path("a.txt"), "jsonl") == "jsonl"
 
 

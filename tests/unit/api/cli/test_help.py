@@ -61,7 +61,7 @@ def test_help_shows_the_most_used_options_first() -> None:
 def test_help_of_a_group_describes_commands_in_whole_sentences() -> None:
     text = help_text("cellama batch", 80)
     assert "..." not in text.partition("Commands:")[2]
-    assert re.search(r"run +Run every line of a file", text)
+    assert re.search(r"run +Run every row of a file", text)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

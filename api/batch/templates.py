@@ -1,0 +1,45 @@
+"""Fill a row's columns into a template, such as `Summarise: {title}`. Only whole columns are inserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any
+
+from cellama.tasks.contract.errors import InvalidJob
+
+
+class RowTemplate:
+    """A text with `{column}` in place of values. `{{` and `}}` stand for braces.
+
+    The text between braces is the name of a column and nothing else, so a template can neither read attributes nor
+    format values.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Parse the text. Raises InvalidJob."""
+        try:
+            parts = list(Formatter().parse(text))
+        except ValueError as error:
+            raise InvalidJob(f"template: {error}; write {{{{ or }}}} for a brace") from None
+        self._parts: list[tuple[str, str | None]] = []
+        for literal, name, spec, conversion in parts:
+            # A name may contain a colon or an exclamation mark, which the parser takes for a format.
+            if name is not None:
+                name += (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            self._parts.append((literal, name))
+        self.names = list(dict.fromkeys(name for _, name in self._parts if name is not None))
+        if not self.names or "" in self.names:
+            raise InvalidJob(f"template: {text!r} has no column; insert columns as {{name}}")
+
+    def render(self, row: Mapping[str, Any]) -> str:
+        """Return the text with the values of a row. Raises KeyError if the row has no such column."""
+        return "".join(literal + ("" if name is None else text_of(row[name])) for literal, name in self._parts)
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text. A missing value is empty, and lists and objects are JSON."""
+    if isinstance(value, (list, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else str(value)
