@@ -1,4 +1,4 @@
 """Shared parts of benchmarks: the engine or service under test, workloads and reports.
 
-May use: `models`.
+This package may import `models`.
 """

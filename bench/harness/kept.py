@@ -1,4 +1,4 @@
-"""Kept results, and the figures that pages take from them.
+"""Read kept results, and update the figures that pages take from them.
 
 A figure in a page is a number followed by a comment that names its source. `figures` finds them:
 
@@ -29,7 +29,7 @@ _FIGURE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The kept lines of all benchmarks."""
+    """The kept results of all benchmarks."""
 
     folder: Path = RESULTS
 
@@ -45,10 +45,10 @@ class Figure:
     """A number in a page, and its source."""
 
     shown: str
-    name: str  # of the benchmark
-    model: str  # a part of its name
-    what: str  # a ratio, or a column of the row that is …
-    where: Mapping[str, str]  # … so
+    name: str  # name of the benchmark
+    model: str  # part of the model's name
+    what: str  # name of a ratio, or of a column
+    where: Mapping[str, str]  # values that identify the row of the column; empty for a ratio
     factor: float
 
     def source(self, results: Results) -> dict[str, Any]:

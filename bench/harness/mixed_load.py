@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from .engines import FIRST_WORD, LAST_WORD
 from .workloads import Line, trie_optimum
 
-NUM_FAMILIES, SHARED_TOKENS = 5, 400  # a third of all requests begins with one of five heads
+NUM_FAMILIES, SHARED_TOKENS = 5, 400  # a third of all requests starts with one of five prefixes
 FAMILY_EVERY = 3
-PROMPT_TOKENS, NEW_TOKENS = (16, 700), (8, 200)  # the least and the most
-TYPICAL_PROMPT, TYPICAL_NEW, SPREAD = 80, 48, 0.8  # medians and sigma of the lognormal laws; after a family's head
+PROMPT_TOKENS, NEW_TOKENS = (16, 700), (8, 200)  # minimum and maximum
+TYPICAL_PROMPT, TYPICAL_NEW, SPREAD = (
+    80,
+    48,
+    0.8,
+)  # medians and sigma of the lognormal distributions, without a family's prefix
 
 Conversation = tuple[Line, ...]  # its turns: each prompt begins with the one before
 
@@ -41,8 +45,8 @@ class LoadShape:
     def __post_init__(self) -> None:
         if not 0 <= self.num_chats * self.turns <= self.num_requests or self.turns < 1:
             raise ValueError(
-                f"{self.num_chats} chats of {self.turns} turns don't fit into {self.num_requests} requests; "
-                "choose fewer, or more requests"
+                f"{self.num_chats} chats of {self.turns} turns don't fit into {self.num_requests} "
+                "requests; choose fewer chats, or more requests"
             )
 
 
@@ -91,7 +95,7 @@ class _Draw:
 
     def _prompt(self, head: tuple[int, ...]) -> tuple[int, ...]:
         least, most = PROMPT_TOKENS
-        room = self._shape.scaled(most) - len(head)  # a chat that has outgrown it gets the least more
+        room = self._shape.scaled(most) - len(head)  # a chat that exceeds the maximum grows by the minimum
         return head + self._words(self._length(TYPICAL_PROMPT, least, room))
 
     def _num_new(self) -> int:
@@ -112,7 +116,7 @@ class Sizes:
 
     requests: int
     prompt_tokens: int
-    trie_tokens: int  # the least that have to be computed: each different prefix once
+    trie_tokens: int  # minimum number of tokens to compute: each distinct prefix once
     new_tokens: int
     longest: int  # prompt and answer of one request
 

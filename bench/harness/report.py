@@ -1,4 +1,4 @@
-"""Report benchmark results: a table for people, and a JSON line for programs, saved in `bench/results/` on request."""
+"""Print benchmark results as a table and as a JSON line, and save the line in `bench/results/` on request."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool =
         console.print(_table(list(rows), title))
         title = None
     for key, value in report.ratios.items():
-        hoped = f"   (hoped for {report.targets[key]})" if key in report.targets else ""
-        console.print(f"{key}: {_number(value, 3)}{hoped}")
+        target = f"   (target: {report.targets[key]})" if key in report.targets else ""
+        console.print(f"{key}: {_number(value, 3)}{target}")
     for caveat in report.caveats:
         console.print(f"[dim]{caveat}[/dim]")
     for line in report.wrong:

@@ -36,7 +36,7 @@ from .skewed_clock import environment_of
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt with this number of tokens crashes the worker
 COUNTER_DIR = "BENCH_COUNTERS"  # environment variable of the worker
-_COUNT = struct.Struct("<q")  # of the tokens that a worker sampled
+_COUNT = struct.Struct("<q")  # number of tokens that a worker sampled
 
 
 def _count_sampled(path: Path) -> None:
@@ -92,7 +92,7 @@ class StoredStates:
         self.num_lost = 0
 
     def forget_lost(self, since: set[str], redis: Any) -> None:
-        """Return the keys that were lost and may be stored again, because they are missing or newer than `since`."""
+        """Forget states that may be stored again, because Redis has lost them or because they are not in `since`."""
         for job_id in list(self.states):
             if not redis.exists(f"celery-task-meta-{job_id}"):
                 self.num_lost += 1
@@ -123,12 +123,12 @@ class Service:
         self.dies_at_points = False  # whether workers kill themselves at the points that are marked there
         self.redis_server: Any = SlowRedis(0, folder / "redis")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._ahead_s: dict[str, float] = {}  # how far the clock of a worker is ahead, also when it starts again
+        self._ahead_s: dict[str, float] = {}  # seconds that a worker's clock is ahead, even after a restart
         self.num_starts = 0
         self._models = [dict(model) for model in models]
         self._settings = settings
         self._names = (f"worker{number}" for number in itertools.count())
-        # Children end with the thread that started them: it must live as long as they.
+        # Child processes end with the thread that started them, so this thread must live as long as they do.
         self._starter = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> Service:
@@ -200,7 +200,7 @@ class Service:
         def registered() -> bool:
             for name, process in self.processes.items():
                 if process.poll() is not None:
-                    raise RuntimeError(f"{name} ended; its log ends:\n{self.log(name)[-2000:]}")
+                    raise RuntimeError(f"{name} exited; the end of its log:\n{self.log(name)[-2000:]}")
             return pids <= {entry.pid for entry in live_workers(self.redis)}
 
         wait_until(registered, "workers in the registry")

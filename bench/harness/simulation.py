@@ -25,7 +25,7 @@ from cellama.engine.scheduling.strategies import Strategy
 from .workloads import Line
 
 TOKEN = 7  # any
-SAVED_BYTES = 1 << 20  # one a token: of those that lose their slots
+SAVED_BYTES = 1 << 20  # bytes per saved token of sequences that lose their slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def passes_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
 
 MEASURED = {1: 6.9, 2: 17.0, 8: 26.0, 16: 29.0, 32: 58.0, 64: 100.0}  # docs/adr/008
 CPU = Costs(9.0, 1.3, 1.5, MEASURED)  # 174M in Q8_0 on 2 cores
-CHEAP_ROWS = Costs(20.0, 0.02, 0.05)  # where a pass costs the same however full it is, nearly
-LOOK_S = 1.5e-3  # between two looks at the clock while sequences are moved: a move takes that long, or twice
+CHEAP_ROWS = Costs(20.0, 0.02, 0.05)  # passes cost about the same, however many rows they have
+LOOK_S = 1.5e-3  # seconds between two checks of the clock while sequences are moved; a move takes one or two periods
 
 
 @dataclass

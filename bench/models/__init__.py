@@ -1,4 +1,4 @@
 """Writers of GGUF files with random weights, for benchmarks and tests.
 
-May use: nothing of the benchmarks.
+This package imports no other package of the benchmarks.
 """

@@ -1,4 +1,4 @@
 """The peers of the comparisons: llama.cpp's own programs, a naive Celery task, and plain Celery.
 
-May use: `harness`.
+This package may import `harness`.
 """

@@ -1,6 +1,6 @@
 """Asynchronous clients of llama-server and of OpenAI's API, with as little work per request as possible.
 
-Each request has a connection of its own, because llama-server closes idle ones under load.
+Each request uses its own connection, because llama-server closes idle connections under load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asy
         while (await reader.readline()).strip():
             pass
         if status != [b"200"]:
-            raise RuntimeError(f"the server answered {status}: {(await reader.read())[:200]!r}")
+            raise RuntimeError(f"the server replied with HTTP status {status}: {(await reader.read())[:200]!r}")
         yield reader
     finally:
         writer.close()

@@ -24,7 +24,7 @@ from cellama.engine.memory.open_sizes import STREAM_PADDING
 BATCHED_BENCH, LLAMA_SERVER = "BENCH_LLAMA_BATCHED_BENCH", "BENCH_LLAMA_SERVER"
 START_S = 120.0
 REQUEST_S = 1200.0
-LOST_OUTPUTS = 5  # it prints from a thread, and now and then ends before that has printed
+LOST_OUTPUTS = 5  # it prints from a thread, and sometimes exits before this thread has printed
 
 
 def program(variable: str) -> Path | None:
@@ -32,7 +32,7 @@ def program(variable: str) -> Path | None:
     named = os.environ.get(variable)
     if named and Path(named).is_file():
         return Path(named)
-    print(f"{variable} names no program, so this peer is left out; bench/README.md says how to build it")
+    print(f"{variable} does not name a program, so this peer is omitted; bench/README.md explains how to build it")
     return None
 
 
@@ -103,7 +103,7 @@ def served(
         process.terminate()
         try:
             process.wait(10)
-        except subprocess.TimeoutExpired:  # it waits for connections that clients gave up
+        except subprocess.TimeoutExpired:  # it waits for connections that clients have abandoned
             process.kill()
             process.wait()
 
@@ -168,11 +168,13 @@ class LlamaServer:
 
     @contextlib.contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        """Send a request over a new connection, because the server closes idle ones under load."""
+        """Send a request over a new connection, because the server closes idle connections under load."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise RuntimeError(f"llama-server answered {response.status}: {response.read()[:200]!r}")
+                raise RuntimeError(
+                    f"llama-server replied with HTTP status {response.status}: {response.read()[:200]!r}"
+                )
             yield response

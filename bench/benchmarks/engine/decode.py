@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> Report:
     rows: list[dict[str, Any]] = []
     for slots in args.slots:
         ours, theirs = [], []
-        for round_ in range(args.rounds):  # in turns: both see the same neighbours
+        for round_ in range(args.rounds):  # alternating, so that noise affects both equally
             ours.append(engine_rate(path, slots, args.prompt, args.new, round_))
             if peer:
                 theirs.append(peer_rate(peer, path, slots, args.prompt, args.new))
@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> Report:
         ratios,
         dict.fromkeys(ratios, ">= 0.97"),
         [
-            "Pure decode steps only, medians of rounds taken in turns. The engine samples (greedy), tells events and "
-            "keeps its books; llama-batched-bench feeds random tokens and never looks at logits.",
+            "Only pure decode steps count. Rounds alternate between the programs, and medians are shown. The engine "
+            "samples greedily, publishes events and updates its records. llama-batched-bench decodes random tokens and "
+            "ignores logits.",
         ],
     )
 

@@ -41,7 +41,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=len(CASES), help="number of cases per model (default: all)")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="also measure models of other shapes")
+    parser.add_argument(
+        "--shapes", type=int, default=len(SHAPES), help="number of further model shapes to measure (default: all)"
+    )
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -63,9 +65,9 @@ def run(args: argparse.Namespace) -> Report:
     ratios["median plan, ms"] = statistics.median(row["plan ms"] for row in rows)
     targets = {name: "0.9 to 1.1" for name in ratios if "logged" in name}
     caveats = (
-        "sizes in MiB",
-        "resident: growth of the process's RSS, mapped weights among it, all slots and a full batch used",
-        "logged: buffers as llama.cpp names them after the load, the output buffer as the longest text needs it",
+        "Sizes are in MiB.",
+        "resident: growth of the process's RSS, including mapped weights, after all slots and a full batch were used.",
+        "logged: buffers that llama.cpp logs after the load. The output buffer has the size for the longest text.",
     )
     return Report(rows, ratios, targets, caveats)
 
@@ -81,7 +83,7 @@ def _measure(path: Path, given: dict[str, Any], capability: str) -> dict[str, An
     options = EngineOptions(**given, threads=1, cache_ram_bytes=0)
     capabilities: frozenset[Any] = frozenset(capability.split(", "))
     room = AvailableMemory({})
-    plan_load("m", path, options, capabilities, room)  # what the libraries take once
+    plan_load("m", path, options, capabilities, room)  # memory that the libraries allocate only once
     started = time.perf_counter()
     planned = plan_load("m", path, options, capabilities, room).footprint
     plan_ms = (time.perf_counter() - started) * 1e3

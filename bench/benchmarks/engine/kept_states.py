@@ -39,10 +39,10 @@ from cellama.bench.peers.programs import LlamaServer, llama_server
 from cellama.engine import Completion, Event, Handle, Model, Request, Text
 
 MIB = 1 << 20
-REST_S = 1.0  # between a load and the first request, as a worker has: the folder is looked at, memory got for states
+REST_S = 1.0  # between a load and the first request, as in a worker, which scans the directory and allocates memory
 COLD, RAM, RESTART, SECOND = "cold", "from RAM", "after a restart", "in a second engine"
 UNCACHED = "after a restart, files not in the page cache"
-FIRST_HOPED = {
+FIRST_TARGETS = {
     f"{RESTART} over {COLD}": "<= 0.15",
     f"{RESTART} over {RAM}": "<= 1.5",
     f"{SECOND} over {COLD}": "<= 0.2",
@@ -50,7 +50,7 @@ FIRST_HOPED = {
 CHAT_SLOTS = 4
 FOLDER, RAM_ONLY, SERVER = "engine, RAM and disk", "engine, RAM only", "llama-server, RAM"
 P50, P95 = "median ms", "p95 ms"
-TAIL = 64  # tokens in which the prompts differ whose states are written: enough for a state each
+TAIL = 64  # tokens at the end of prompts that differ, so that each prompt has its own state
 WARM_UP_TOKENS = 8
 STREAM_TOKENS = 2048  # tokens of a slot in addition to the prompt; a round needs fewer
 SAVE_S = 120.0
@@ -64,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=1900, help="tokens per long prompt")
     parser.add_argument("--samples", type=int, default=3, help="long prompts per tier")
     parser.add_argument("--conversations", type=int, default=200)
-    parser.add_argument("--in-ram", type=int, default=20, help="conversations that fit into RAM")
-    parser.add_argument("--opening", type=int, default=160, help="tokens of the first prompt of a conversation")
+    parser.add_argument("--in-ram", type=int, default=20, help="number of conversations whose states fit into RAM")
+    parser.add_argument("--opening", type=int, default=160, help="tokens in the first prompt of a conversation")
     parser.add_argument("--message", type=int, default=32, help="tokens per later message")
     parser.add_argument("--new", type=int, default=4, help="tokens per answer")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=6.0, help="arriving turns per second")
+    parser.add_argument("--rate", type=float, default=6.0, help="turns that arrive per second")
     parser.add_argument("--states", type=int, default=24, help="long prompts whose states are written during a stream")
-    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of the stream before and after the writes")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of streaming before and after the writes")
     parser.add_argument("--requests", type=int, default=32, help="number of requests without shared prefixes")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the stream and of the load")
     parser.add_argument("--seed", type=int, default=0)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         [row for part in parts for row in part.rows],
         {name: ratio for part in parts for name, ratio in part.ratios.items()},
-        {name: hoped for part in parts for name, hoped in part.targets.items()},
+        {name: target for part in parts for name, target in part.targets.items()},
         [caveat for part in parts for caveat in part.caveats],
     )
 
@@ -110,14 +110,14 @@ def _first(path: Path, args: argparse.Namespace) -> Report:
     cold = [done.tokens for done in found[COLD]]
     texts_off = [way for way, each in found.items() if [done.tokens for done in each] != cold]
     if texts_off:
-        raise RuntimeError(f"tokens differ from those of the cold run: {texts_off}")
+        raise RuntimeError(f"tokens differ from the cold run: {texts_off}")
     times = {way: median(map(_ttft_ms, each)) for way, each in found.items()}
     pairs = ((RESTART, COLD), (RESTART, RAM), (SECOND, COLD), (UNCACHED, COLD))
     return Report(
         [_first_row(way, each) for way, each in found.items()],
         {f"{one} over {other}": times[one] / times[other] for one, other in pairs},
-        FIRST_HOPED,
-        [f"First tokens of {args.prompt} random tokens, given to the engine one at a time, after a second's rest."],
+        FIRST_TARGETS,
+        [f"First tokens of prompts with {args.prompt} random tokens, sent one at a time, after a pause of 1 s."],
     )
 
 
@@ -174,8 +174,8 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 def _chats(path: Path, args: argparse.Namespace) -> Report:
     """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
 
-    The state of a conversation is therefore the least recently used one when it is needed. The limit on RAM is the same
-    for all ways to run them.
+    The state of a conversation is therefore the least recently used one when it is needed. The RAM limit is the same
+    for all variants.
     """
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
@@ -201,7 +201,7 @@ def _state_bytes(path: Path, num_tokens: int) -> int:
 
 
 def _ways(path: Path, args: argparse.Namespace, size: int, ram_mib: int) -> Iterator[tuple[str, Ask]]:
-    """Yield the name of each way and its function for asking, while its server is running."""
+    """Yield the name of each variant and its function that runs a turn, while its server is running."""
     for way in (FOLDER, RAM_ONLY):
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"n_parallel": CHAT_SLOTS, "ctx_per_slot": size, "cache_ram_bytes": ram_mib * MIB}
@@ -295,7 +295,7 @@ class TimedStream:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b > since and a < until]
 
     def gaps_alone_ms(self, seconds: float) -> list[float]:
-        """Return the gaps of the stream when it runs for these seconds without other work."""
+        """Run the stream for these seconds without other work, and return its gaps."""
         started = time.monotonic()
         while time.monotonic() < started + seconds and not self.handle.done:
             self.wait_for(len(self.times) + 1)
@@ -303,7 +303,7 @@ class TimedStream:
 
 
 def _gaps(path: Path, args: argparse.Namespace) -> Report:
-    """Measure gaps while states are written. They come from slots in the first round, and from RAM later."""
+    """Measure gaps while states are written. The states come from slots in the first round, and from RAM later."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {"cache_dir": folder, "cache_ram_bytes": 8 << 30, "n_parallel": args.states + 2}
@@ -321,7 +321,7 @@ def _gaps(path: Path, args: argparse.Namespace) -> Report:
             P99: median(row["p99 ms"] / row["without: p99 ms"] for row in rows),
         },
         {LONGEST: "<= 1.2", P99: "<= 1.2"},
-        ["Gaps without: of the same stream for some seconds before and after; of the two longest ones the mean."],
+        ["without: gaps of the same stream some seconds before and after, with the mean of the two longest gaps."],
     )
 
 
@@ -364,7 +364,7 @@ def _fill(model: Model, args: argparse.Namespace) -> None:
             handle.result()
 
 
-# The rate of what shares nothing
+# Throughput without shared prefixes
 
 
 def _load(path: Path, args: argparse.Namespace) -> Report:
@@ -379,7 +379,7 @@ def _load(path: Path, args: argparse.Namespace) -> Report:
         rows,
         {RATE: median(rates["with a folder"]) / median(rates["without"])},
         {RATE: ">= 0.98"},
-        [f"The load: {args.requests} interactive requests of {LOAD_PROMPT} + {LOAD_NEW} tokens, {LOAD_SLOTS} slots."],
+        [f"Load: {args.requests} interactive requests of {LOAD_PROMPT} + {LOAD_NEW} tokens, {LOAD_SLOTS} slots."],
     )
 
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Report:
         list(rows.values()),
         ratios,
         dict.fromkeys(ratios, ">= 1.0") | {MEDIAN: ">= 3.5", P95: ">= 2"},
-        ["Time to the first token of all turns; the first ones can share the system prompt only."],
+        ["Time to the first token of all turns. First turns can share only the system prompt."],
     )
 
 

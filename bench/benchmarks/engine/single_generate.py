@@ -18,8 +18,8 @@ from cellama.engine import Completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 128, 512, 1024], help="number of tokens")
-    parser.add_argument("--new", type=int, default=64, help="number of tokens")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 128, 512, 1024], help="prompt lengths in tokens")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate per request")
     parser.add_argument("--samples", type=int, default=3)
 
 

@@ -1,4 +1,4 @@
-"""Compare decoding with and without speculation for kinds of work and numbers of streams, including llama-server."""
+"""Compare decoding with and without speculation, and with llama-server, by kind of work and number of streams."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, Reply, llama
 from cellama.engine import Model, Request
 from cellama.engine.bundled import TINY_PATH
 
-from .guessable import COPIED, FORCED, NUM_NEW, TOLD, UNPREDICTABLE, WORKS, PredictableWork
+from .predictable_work import COPIED, FORCED, NUM_NEW, TOLD, UNPREDICTABLE, WORKS, PredictableWork
 
 CONTEXT = 1024
 PARTS = (COPIED, FORCED, UNPREDICTABLE, TOLD)
 OFF, ON = "off", "auto"
-PEERS = {  # llama-server's ways to guess, by kind of work
+PEERS = {  # llama-server's draft methods, by kind of work
     COPIED: ("ngram-simple", "ngram-mod"),
     TOLD: ("draft-simple",),
 }
-HOPED = {
+TARGETS = {
     COPIED: {1: ">= 1.8", 4: ">= 1.4", 16: ">= 1.0", 64: ">= 0.99"},
     FORCED: {1: ">= 1.5"},
     UNPREDICTABLE: dict.fromkeys((1, 4, 16, 64), ">= 0.98"),
     TOLD: {1: ">= 2.0"},
 }
-MOST_STREAMS = {FORCED: 16, TOLD: 4}  # beyond, the whole run would take too long
+MOST_STREAMS = {FORCED: 16, TOLD: 4}  # with more streams, the run would take too long
 CAVEATS = (
-    "Tokens per second after the last first token of each group of streams; both engines in turns, in one process; "
-    "medians of the rounds' ratios. One stream: three requests, one after another.",
-    "copying, forced, stories: the bundled model padded to the cost of a large one, which has its texts; stories: with "
-    "the bundled model itself as the draft model. unpredictable: draws from random weights.",
-    "same: the share of requests whose tokens are equal with guesses and without.",
+    "Rates count from the moment when each stream of a group has its first token. Both engines run in one process and "
+    "alternate. Ratios are medians over the rounds. With one stream, three requests run one after another.",
+    "copying, forced and stories use the padded model, which generates the texts of the bundled model at the cost of a "
+    "larger one. In stories, the bundled model is also the draft model. unpredictable samples from random weights.",
+    "same: the share of requests that generate the same tokens with and without speculation.",
 )
 
 
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> Report:
             rows.append(row)
             key = f"{name}, {streams} streams: on over off"
             ratios[key] = row["on/off"]
-            if streams in HOPED[name]:
-                targets[key] = HOPED[name][streams]
+            if streams in TARGETS[name]:
+                targets[key] = TARGETS[name][streams]
             for mode, rate in _server(path, name, streams, args).items():
                 peers.append({"work": name, "streams": streams, "llama-server's --spec-type": mode, "t/s": rate})
                 ratios[f"{name}, {streams} streams: ours over llama-server's, {mode}"] = row["on t/s"] / rate

@@ -22,7 +22,7 @@ from cellama.engine import Model
 Call = Callable[[], object]
 OURS, SERVER = "engine", "llama-server"
 TEXT, TOKENS = "text", "tokens"
-TOKENS_PER_WORD = 7  # at most, of the words that it makes up
+TOKENS_PER_WORD = 7  # upper limit for the words that this benchmark makes up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Report:
         back = _in_threads(lambda: model.detokenize(tokens), 1, args.repeats)
         rows: list[dict[str, Any]] = [
             {"what": f"tokenize {len(tokens)} tokens", "threads": 1, "ms": mean(alone)},
-            {"what": "the same at once, per call", "threads": args.threads, "ms": mean(parallel) / args.threads},
+            {"what": "tokenize concurrently, per call", "threads": args.threads, "ms": mean(parallel) / args.threads},
             {"what": "detokenize", "threads": 1, "ms": mean(back)},
         ]
         if server:
@@ -109,7 +109,7 @@ def _row(callers: int, who: str, given: str, ms: list[float]) -> dict[str, Any]:
 
 
 def _in_threads(call: Call, num_threads: int, repeats: int) -> list[float]:
-    """Return the milliseconds of each call when `callers` threads call concurrently."""
+    """Return the milliseconds of each call when `num_threads` threads call concurrently."""
     times: list[float] = []
     together = threading.Barrier(num_threads)
 

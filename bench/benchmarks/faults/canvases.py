@@ -1,4 +1,4 @@
-"""Run canvases while workers are killed. Every job must end once, every next step must run, every chord must complete.
+"""Run canvases while workers are killed. Each job must end once, each next step run, and each chord complete.
 
 Next steps belong to another app, whose worker is not killed, and they count their runs. Celery sends a next step at
 least once. If a worker dies after it sent the step and before it settled the job's message, another worker sends the
@@ -40,13 +40,13 @@ from .outcomes import (
 )
 from .scenario import ANIMALS, SOURCE, shown
 
-QUIET_S = 60.0  # without a new end or a new run of a step, what is missing is lost: twice the reaper's period for ends
-AT_ONCE = 4  # canvases in which a worker dies, so that no job loses three workers in a row and counts as dead
-MOST_ROUNDS = 4  # to kill all workers that should die
+QUIET_S = 60.0  # seconds without a new end or step, after which the rest is lost; twice the reaper's period for ends
+AT_ONCE = 4  # simultaneous canvases that kill a worker; with more, a job could lose three workers and become dead
+MOST_ROUNDS = 4  # rounds to kill all workers that should die
 KINDS = ("link", "link_error", "chain", "broken chain", "chord", "broken chord")
-WRONG_GRAMMAR = "no grammar"  # the worker finds that out, so the job fails there
+WRONG_GRAMMAR = "no grammar"  # only the worker detects this, so the job fails there
 
-# Where workers die, by kind of canvas; a point after which nothing can follow is left out.
+# Points at which workers die, by kind of canvas, without points after which nothing can follow.
 ENDS = (
     ("plain", "ended"),
     ("link", "ended"),
@@ -86,11 +86,11 @@ class Canvas:
     kind: str
     name: str
     sends: Signature
-    jobs: list[str] = field(default_factory=list)  # ids of those that give a text
-    failing: list[str] = field(default_factory=list)  # ids of those that fail
+    jobs: list[str] = field(default_factory=list)  # ids of jobs that return a text
+    failing: list[str] = field(default_factory=list)  # ids of jobs that fail
     steps: dict[str, int] = field(default_factory=dict)  # name → how often it must run
     results: list[str] = field(default_factory=list)  # ids of other tasks that must have a final state
-    chord_body: str = ""  # its id; its step has the name of the canvas
+    chord_body: str = ""  # id of the chord's body, whose step has the name of the canvas
     num_parts: int = 0
     number: int = 0
     point: str = ""  # where a worker dies
@@ -216,7 +216,7 @@ class CanvasScenario:
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service
         self._args = args
-        self._deaths: Counter[int] = Counter()  # of workers, by exit code
+        self._deaths: Counter[int] = Counter()  # numbers of dead workers by exit code
         self._closing = threading.Event()
 
     def canvas(self) -> tuple[list[dict[str, Any]], list[str]]:
@@ -264,7 +264,9 @@ class CanvasScenario:
         }
         wrong = check.wrong(row)
         if scenario == "ends" and not len(kills) == len(planned) == row["kills"]:
-            wrong.append(f"ends: {len(planned)} kills were planned, {len(kills)} marks used, {row['kills']} made")
+            wrong.append(
+                f"ends: {len(planned)} kills were planned, {len(kills)} marks used, and {row['kills']} workers died"
+            )
         wrong += [f"{scenario}: a worker exited with {code}" for code in self._deaths if code != -signal.SIGKILL]
         points = check.by_point(kills) if scenario == "ends" else []
         return [shown(row), *map(shown, points)], wrong
@@ -289,7 +291,7 @@ class CanvasScenario:
         return canvases
 
     def _until_all_kill(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
-        """Send a few marked canvases at a time, and repeat those whose worker was killed earlier by another canvas."""
+        """Send a few marked canvases at a time, and repeat a canvas if another one killed its worker first."""
         builder = Builder(self._args)
         directory = self._service.fatal_points
         sent: list[Canvas] = []
@@ -332,7 +334,7 @@ class CanvasScenario:
 
         wait_until_quiet(num_seen, lambda num: num == expected and is_clean(redis, ids), QUIET_S)
 
-    # Troubles
+    # Disturbances
 
     def _kill_at_any_moment(self) -> None:
         chance = random.Random(self._args.seed)
@@ -433,7 +435,7 @@ class _CanvasCheck:
             before = "same"
             for place, meta in enumerate(metas(self._redis, canvas.jobs)):
                 text = (meta.get("result") or {}).get("text", "")
-                if canvas.kind == "chain" and before == "tied":  # the prompt was another one
+                if canvas.kind == "chain" and before == "tied":  # the prompt was different
                     kind = "tied"
                 else:
                     kind = compare_text(canvas.jobs[place], text, self._undisturbed[canvas.number, place])

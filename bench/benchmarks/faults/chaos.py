@@ -1,7 +1,7 @@
 """Disturb workers, Redis and journals in many ways, and check the outcome of each job.
 
 Workers are killed, suspended or started with skewed clocks. Redis restarts, rolls back or refuses commands. Journals
-expire. The worker processes and Redis are real, use the bundled model, and run on this machine. Half of the jobs
+expire. Redis and the worker processes, which use the bundled model, are real and run on this machine. Half of the jobs
 stream. All jobs are greedy, and each text is compared with the text of an undisturbed run. Texts that diverge at a near
 tie are counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while they
 run. A token counts as generated twice if two workers sampled it.
@@ -29,10 +29,10 @@ from .troubles import APART_S, LEASE_S
 
 MODEL = "bundled tiny"
 WITH_CANVASES = ("canvas", "ends")
-# They run in this order. `refusals` after `canvas` in one process made no progress; the cause is not known.
+# Scenarios run in this order. `refusals` made no progress after `canvas` in one process; the cause is unknown.
 SCENARIOS = ("kills", "outages", "freezes", "clocks", "rollbacks", "poison", "refusals", "expired", *WITH_CANVASES)
 
-Found = tuple[list[dict[str, Any]], list[str]]  # rows, and what is wrong
+Found = tuple[list[dict[str, Any]], list[str]]  # rows and violations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--rollbacks", type=int, default=5)
     parser.add_argument("--period", type=float, default=4.0, help="seconds between two disturbances")
-    parser.add_argument("--canvases", type=int, default=6, help="canvases of each kind in scenario canvas")
+    parser.add_argument("--canvases", type=int, default=6, help="canvases of each kind in the scenario `canvas`")
     parser.add_argument("--chord", type=int, default=50, help="parts per chord")
     parser.add_argument("--ends", type=int, default=2 * len(ENDS), help="kills between a job and its next step")
     parser.add_argument(
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
     parser.add_argument("--refused", type=float, default=5.0, help="duration of each refusal in seconds")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how workers stop in scenario expired"
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how workers stop in the scenario `expired`"
     )
     parser.add_argument("--seed", type=int, default=0)
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Report:
             found, problems = _run_one(name, service, args, undisturbed)
             rows += found
             wrong += problems
-    caveats = ["The workers share the cores with Redis and the producer; times say little."]
+    caveats = ["The workers share the cores with Redis and the producer, so times are not meaningful."]
     return Report(rows, caveats=caveats, wrong=wrong)
 
 

@@ -35,17 +35,17 @@ from .outcomes import (
 )
 from .scenario import Scenario, shown
 
-WAYS = ("killed", "handed back")  # how workers leave
+WAYS = ("killed", "handed back")  # how workers stop
 JOURNAL_TTL_S = 1
 SETTINGS = {"lease_s": "3", "drain_s": "0", "journal_ttl_s": str(JOURNAL_TTL_S)}
 MOST_JOBS = 24
-NUM_CANCELLED = 2  # jobs of the first attempt that are cancelled without a worker, and as many of the second attempt
+NUM_CANCELLED = 2  # jobs to cancel while no worker runs, in each of the first two attempts
 NUM_LATE = 2
-LATE_AFTER_S = 5  # timeout of the late jobs: the next workers need longer to start
-FEW_EVENTS = 3  # that a job has before its worker leaves
-SLOW_S = 0.1  # per step until then
-QUIET_S = 45.0  # without a new end, what has not ended does not end: longer than anything that a reaper waits for
-FAIR_ATTEMPTS = 3  # at a job whose worker left once; each more is a rerun
+LATE_AFTER_S = 5  # timeout of the late jobs; the next workers take longer to start
+FEW_EVENTS = 3  # events of a job before its worker stops
+SLOW_S = 0.1  # seconds per step until then
+QUIET_S = 45.0  # seconds without a new end, after which the other jobs count as stuck; longer than any wait of a reaper
+FAIR_ATTEMPTS = 3  # attempts at a job whose worker stopped once; each further attempt is a rerun
 
 
 class ExpiryScenario(Scenario):
@@ -66,9 +66,9 @@ class ExpiryScenario(Scenario):
             with self._service.slowed(SLOW_S):
                 late = self._submit_late()
                 jobs = [*late, *(job.id for job in self.submit(count=MOST_JOBS))]
-                begun = wait_until(lambda: self._begun(jobs), "jobs that have begun in every worker")
+                begun = wait_until(lambda: self._begun(jobs), "started jobs in every worker")
                 self._service.end_workers(signal.SIGTERM if way == "handed back" else signal.SIGKILL)
-                lengths = {job_id: self._num_events(job_id) for job_id in jobs}  # more may have begun meanwhile
+                lengths = {job_id: self._num_events(job_id) for job_id in jobs}  # more may have started meanwhile
                 begun = sorted(filter(lengths.get, jobs), key=lambda job_id: -lengths[job_id])
                 cancelled = self._cancel(begun[-NUM_CANCELLED:])  # while their workers still seem to hold them
                 time.sleep(JOURNAL_TTL_S + 1.0)
@@ -175,7 +175,9 @@ def _wrong(row: dict[str, Any]) -> list[str]:
     none = ("stored otherwise", "torn", "texts off", "reruns")
     lines = broken_promises(where, row, ("ended once", "stored"), none)
     if not row["begun"] == row["kept"] > 0:
-        lines.append(f"{where}: {row['kept']} journals of {row['begun']} jobs that had begun are still there")
+        lines.append(f"{where}: {row['kept']} journals of {row['begun']} started jobs still exist")
     if row["trimmed"] > row["expired"]:
-        lines.append(f"{where}: {row['trimmed']} jobs are trimmed, and {row['expired']} journals have expired")
+        lines.append(
+            f"{where}: {row['trimmed']} jobs ended with stream_trimmed, but only {row['expired']} journals have expired"
+        )
     return lines

@@ -38,12 +38,12 @@ from .hostile_forms import hostile_form
 
 SLOTS = 16
 SETTLED_S = 60.0
-MOST_MEMORY = 50 * 10**6  # bytes more than before, when all have ended
-MOST_AT_ONCE = 500 * 10**6  # bytes more than before, while payloads run
-GIVEN_UP_AFTER = 3  # times the limit, after which the worker is killed so that the rest can continue
+MOST_MEMORY = 50 * 10**6  # growth in bytes after all jobs have ended
+MOST_AT_ONCE = 500 * 10**6  # growth in bytes while payloads run
+GIVEN_UP_AFTER = 3  # multiple of the limit, after which the worker is killed so that the rest can continue
 POLL_S = 0.01
-UNCLEAR = ("internal_error", "engine_stopped", "dead")  # texts that don't help the sender of the payload
-TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # what must go, goes while we look
+UNCLEAR = ("internal_error", "engine_stopped", "dead")  # error codes that don't help the sender of the payload
+TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # keys expire during the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     model = {"id": MODEL, "source": str(args.model or TINY_PATH), "n_parallel": SLOTS, "threads": 1}
-    model |= {"batch_strategy": "adaptive"}  # not the one that counts: long prompts are poison to it
+    model |= {"batch_strategy": "adaptive"}  # not the counting strategy, which crashes on a prompt of POISON_TOKENS
     model |= {"cache_ram_bytes": 16 << 20}  # filled quickly, so later growth does not come from this cache
     with serving(model, settings=TTLS) as service:
         fuzz = _Fuzz(service, args)
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True)
 class _Level:
-    """The state of a worker and its Redis, which must return to the initial one when all jobs have ended."""
+    """The state of a worker and its Redis, which must return to the initial state when all jobs have ended."""
 
     slots_busy: int
-    rss: int  # bytes of the worker
-    keys: frozenset[str]  # that never expire
+    rss: int  # resident bytes of the worker
+    keys: frozenset[str]  # keys that never expire
 
 
 def _slots_busy(redis: Redis) -> int:
@@ -129,7 +129,7 @@ class _Job:
 
     id: str
     sent_at: float
-    payload: FuzzPayload | None  # None: a good one
+    payload: FuzzPayload | None  # None for a good job
     expected: Any = None
     late: bool = False
 
@@ -140,12 +140,12 @@ class _Tally:
 
     good: int = 0
     good_off: int = 0
-    refused: int = 0  # by the producer's checks
+    refused: int = 0  # payloads that the producer's checks refused
     unsendable: int = 0
     states: Counter[str] = field(default_factory=Counter)
     bad: set[str] = field(default_factory=set)  # names of payloads
-    slowest_s: float = 0.0  # of the payloads, until the end was seen
-    peak: int = 0  # bytes of the worker
+    slowest_s: float = 0.0  # longest time from sending a payload to its end
+    peak: int = 0  # maximum resident bytes of the worker
 
 
 class _Fuzz:
@@ -164,7 +164,7 @@ class _Fuzz:
         self._jobs: dict[str, _Job] = {}
         self._tally = _Tally()
         self.told: list[str] = []
-        for call in _good_calls():  # alone: what it gives in the company of others must be the same
+        for call in _good_calls():  # alone, as a reference for the same jobs among others
             self._undisturbed[json.dumps(call)] = _text_of(self._send_good(call).get(timeout=SETTLED_S))
         name, arguments, kwargs = next(_good_calls())
         self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
@@ -193,13 +193,13 @@ class _Fuzz:
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))
             quiet = not level.slots_busy
-            if before is not None:  # a worker gives memory back with one of its next signs of life
+            if before is not None:  # a worker returns memory at one of its next heartbeats
                 quiet &= level.keys <= before.keys and level.rss <= before.rss + MOST_MEMORY
             if quiet or time.monotonic() > deadline:
                 return level
             time.sleep(POLL_S)
 
-    # Out
+    # Sending
 
     def _send_good(self, call: tuple[str, list[Any], dict[str, Any]]) -> Any:
         name, args, kwargs = call
@@ -227,11 +227,11 @@ class _Fuzz:
         task = self._app.tasks[payload.task]
         try:
             if task.parse(payload.args, payload.kwargs).model not in (MODEL, DEFAULT_MODEL):
-                return None  # rightly it would wait for a worker with that model
+                return None  # it would correctly wait for a worker with that model
             return str(task.apply_async(payload.args, payload.kwargs, headers=dict(payload.headers)).id)
         except InvalidJob:
             self._tally.refused += 1
-        except Exception as error:  # a check that fails instead of refusing is what we look for
+        except Exception as error:  # the benchmark searches for checks that fail instead of refusing
             self._blame(payload, f"the producer raises {type(error).__name__}: {error}")
         return None
 
@@ -244,7 +244,7 @@ class _Fuzz:
     def _look(self) -> None:
         code = self._service.processes["worker0"].poll()
         if code is not None:
-            self._revive(f"its worker ended with code {code}")
+            self._revive(f"its worker exited with code {code}")
         self._tally.peak = max(self._tally.peak, self._resident())
         results = self._results()
         for job_id, meta in results.items():
@@ -253,7 +253,7 @@ class _Fuzz:
         for job in list(self._jobs.values()):
             if not job.late and now - job.sent_at > self._args.limit:
                 job.late = True
-                self._off(job, f"no end after {self._args.limit:g} s")
+                self._off(job, f"it has not ended after {self._args.limit:g} s")
             if now - job.sent_at > GIVEN_UP_AFTER * self._args.limit:
                 self._give_up()
                 return
@@ -286,9 +286,9 @@ class _Fuzz:
             failure = meta["result"]
             code = failure["exc_message"][0] if failure["exc_type"] == "JobFailed" else failure["exc_type"]
             if failure["exc_type"] != "JobFailed" or code in UNCLEAR:
-                self._off(job, f"fails without a clear error: {code} {str(failure['exc_message'])[:300]}")
+                self._off(job, f"it fails without a clear error: {code} {str(failure['exc_message'])[:300]}")
         elif status == "REVOKED":
-            self._off(job, "was revoked unasked")
+            self._off(job, "it was revoked without a request")
         self._check_stream(job)
 
     def _check_stream(self, job: _Job) -> None:
@@ -320,7 +320,7 @@ class _Fuzz:
             self._app.control.revoke(job_id)
         self._jobs.clear()
         self._service.kill("worker0")
-        self._revive("it held its worker up until that was killed")
+        self._revive("it blocked its worker, which was then killed")
 
     def _revive(self, why: str) -> None:
         for job in self._jobs.values():
@@ -329,12 +329,12 @@ class _Fuzz:
         self._service.start_worker("worker0")
         self._service.wait_ready()
         self._process = psutil.Process(self._service.processes["worker0"].pid)
-        for job in self._jobs.values():  # each begins again once the lease of the dead is over
+        for job in self._jobs.values():  # each job restarts once the lease of the dead worker has expired
             job.sent_at = time.monotonic() + get_settings().lease_s
 
 
 def _good_calls() -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Return the job of another user. It is greedy, so its text is always the same."""
+    """Yield the jobs of another user. They are greedy, so their texts are always the same."""
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     for number in range(6):
         prompt = f"Once upon a time, there were {number} friends of a little fox."

@@ -211,7 +211,7 @@ def _numbers(random: Random) -> Schema:
 
 
 def _counts(random: Random) -> Schema:
-    """Return numbers of characters, items and properties that fit nowhere."""
+    """Return extreme or contradictory limits on the number of characters, items or properties."""
     kind, least, most = random.choice(
         (
             ("string", "minLength", "maxLength"),

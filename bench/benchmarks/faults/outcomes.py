@@ -14,7 +14,7 @@ from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key, leases_key, result_key, running_key
 
-LOOK_S = 0.2  # between two looks at what has come
+LOOK_S = 0.2  # seconds between two polls
 
 
 def journal_of(redis: Any, job_id: str) -> list[Any]:
@@ -83,7 +83,7 @@ def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
         place = expected.place_of_difference(text)
         around = slice(max(0, place - 40), place + 40)
         print(
-            f"{job_id} has another text from character {place} on: {text[around]!r} instead of "
+            f"the text of {job_id} differs from character {place} on: {text[around]!r} instead of "
             f"{expected.text[around]!r}; ties: {expected.ties}",
             file=sys.stderr,
             flush=True,

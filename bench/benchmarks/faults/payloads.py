@@ -1,4 +1,4 @@
-"""Seeded random payloads for `fuzz`: valid ones, valid ones with extreme values, almost valid ones, and any JSON."""
+"""Seeded random payloads for `fuzz`: valid, valid with extreme values, almost valid, and arbitrary JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASKS = (
     *(TASK_CHAT,) * 3,
     *(TASK_EMBED, TASK_RERANK, TASK_TOKENIZE, TASK_DETOKENIZE, TASK_APPLY_CHAT_TEMPLATE, TASK_CHUNK),
 )
-MOST_TOKENS = 24  # a payload may be hostile, but not just much work: each has to end within the limit
+MOST_TOKENS = 24  # payloads may be hostile, but not just large, because each must end within the limit
 TIMEOUT_S = 10.0
 
 INTS = [0, 1, -1, 2, 3, 7, 64, 100, 127, 128, 255, 256, 1000, 2047, 2048, 65_536]

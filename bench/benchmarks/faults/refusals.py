@@ -29,15 +29,15 @@ from .outcomes import broken_promises, is_clean
 from .scenario import SLOTS, Scenario, shown
 
 REFUSALS = ("NOREPLICAS", "MISCONF", "READONLY", "OOM", "BUSY", "LOADING", "UNBLOCKED")
-PROBE_S = 0.1  # between two questions of whether Redis still refuses
-SLOW_S = 0.05  # per step while Redis refuses, so that jobs of 120 tokens and more outlast the refusal
+PROBE_S = 0.1  # seconds between two checks whether Redis still refuses
+SLOW_S = 0.05  # seconds per step while Redis refuses, so that jobs of 120 tokens and more outlast the refusal
 PING_S = 2.0
 MOST_JOBS = 48  # per refusal
 IDLE_JOBS = 8  # queued after a refusal that met idle workers
-SCRIPT_LIMIT_MS = 50  # before Redis says BUSY while a script runs; 5 s by default
+SCRIPT_LIMIT_MS = 50  # until Redis replies BUSY while a script runs; 5 s by default
 LOAD_DELAY_US = 200  # for each command that is loaded
 PROBE_KEY = "chaos:probe"
-_SAID = {  # what the answer to a write says in each state; redis-py strips the code of some
+_SAID = {  # part of the reply to a write in each state; redis-py removes some codes
     "NOREPLICAS": "NOREPLICAS",
     "MISCONF": "MISCONF",
     "READONLY": "read only replica",
@@ -53,17 +53,17 @@ class Refuser:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._redis = self._connect()
-        self.num_refused = 0  # of our own questions, or with UNBLOCKED of the workers' reads
+        self.num_refused = 0  # refused writes of this process or, with UNBLOCKED, reads of the workers
 
     def _connect(self) -> Redis:
         return Redis.from_url(self._service.redis_server.url, socket_timeout=None, retry=Retry(NoBackoff(), 0))
 
     def refuse(self, code: str, seconds: float) -> None:
-        """Make Redis refuse commands with this code for a time. Raises RuntimeError if it accepts any meanwhile."""
+        """Make Redis refuse commands with this code for this time. Raises RuntimeError if it accepts one meanwhile."""
         self.num_refused = 0
         others = {"LOADING": self._load, "UNBLOCKED": self._unblock}
         others[code](seconds) if code in others else self._hold(code, seconds)
-        wait_until(lambda: self._answer() == "", "Redis takes writes again")
+        wait_until(lambda: self._answer() == "", "Redis accepts writes again")
 
     def _hold(self, code: str, seconds: float) -> None:
         with getattr(self, f"_{code.lower()}")():
@@ -177,7 +177,7 @@ class RefusalScenario(Scenario):
         self._refuser = Refuser(service)
 
     def refusals(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Make Redis refuse commands in each way. Return rows and violations."""
+        """Make Redis refuse commands with each code. Return rows and violations."""
         rows = [
             shown(self._run_one(code, when, undisturbed)) for code in self._args.refusals for when in ("idle", "busy")
         ]
@@ -223,7 +223,7 @@ class RefusalScenario(Scenario):
         for raw in redis.zrange(running_key(), 0, -1):
             pipeline.hmget(job_key(raw.decode()), "worker", "next_seq")
         running = [int(worker.split()[-2]) for worker, seq in pipeline.execute() if worker and int(seq or 0) > 1]
-        share = min(SLOTS, MOST_JOBS // len(pids), self._args.jobs // len(pids)) // 2  # the half of them that streams
+        share = min(SLOTS, MOST_JOBS // len(pids), self._args.jobs // len(pids)) // 2  # half of the jobs stream
         return len(running) if all(running.count(pid) >= share for pid in pids) else 0
 
     def _all_serve(self) -> bool:
@@ -231,7 +231,7 @@ class RefusalScenario(Scenario):
         from cellama.tasks import app
 
         names = [f"{name}@bench" for name in self._service.processes]
-        with contextlib.suppress(RedisError, OperationalError):  # a connection of before a restart
+        with contextlib.suppress(RedisError, OperationalError):  # a connection from before a restart
             return len(app.control.ping(destination=names, timeout=PING_S)) == len(names)
         return False
 
@@ -260,4 +260,4 @@ def _wrong(row: dict[str, Any]) -> list[str]:
     where = f"refusals: {row['refusal']} with {row['workers']} workers"
     lines = broken_promises(where, row, ("results", "attempts"), ("torn", "texts off", "stored twice"))
     same, all_ = row["alive"].split("/")
-    return lines + [f"{where}: {row['alive']} of the worker processes are still there"] * (same != all_)
+    return lines + [f"{where}: {row['alive']} of the worker processes are still running"] * (same != all_)

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> Report:
         rows = [storm.run_undisturbed(), storm.run("storm", storm.troubles())]
     ratios = {"% of tokens generated twice": rows[1]["twice %"], "lines lost, doubled or other": rows[1]["wrong"]}
     targets = {"% of tokens generated twice": "<= 1", "lines lost, doubled or other": "0"}
-    return Report(rows, ratios, targets, ["The workers share the cores with Redis and the command; times say little."])
+    return Report(
+        rows, ratios, targets, ["The workers share the cores with Redis and the command, so times are not meaningful."]
+    )
 
 
 class _Storm:
@@ -126,7 +128,7 @@ class _Storm:
 
         wait_until(there, f"{count} results")
 
-    # The troubles
+    # Disturbances
 
     def _command(self, output: Path) -> None:
         self._process.kill()

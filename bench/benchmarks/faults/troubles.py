@@ -15,15 +15,15 @@ from cellama.tasks.contract.keys import job_key, running_key
 if TYPE_CHECKING:  # tasks are made for the Redis of the settings, which the benchmark starts first
     from cellama.tasks import CallOptions, GenerateParams
 
-APART_S = 60.0  # the clocks of two workers
-LEASE_S = 15  # while only Redis is away: longer than a busy machine leaves a thread waiting
+APART_S = 60.0  # seconds between the clocks of two workers
+LEASE_S = 15  # seconds, while only Redis is down; longer than a thread waits on a busy machine
 TIMED_TOKENS = 16
 TIMED: dict[str, tuple[GenerateParams, CallOptions, float]] = {  # payload, options, when it may end
     "expires": ({}, {"expires": 45}, 0.0),
     "countdown": ({}, {"countdown": 10}, 9.5),
     "timeout": ({"timeout": 50}, {}, 0.0),
 }
-LATE_S = 45.0  # after the earliest time: less than the clocks are apart
+LATE_S = 45.0  # seconds after the earliest time; less than the difference of the clocks
 
 
 class Troubles:
@@ -33,8 +33,8 @@ class Troubles:
         self._service, self._args, self._stored = service, args, stored
         self._random = random.Random(args.seed)
         self.count = 0
-        self.num_more_tokens = 0  # that other jobs than those of the scenario asked for
-        self.wrong: list[str] = []  # what came out of such jobs otherwise than it should
+        self.num_more_tokens = 0  # tokens that jobs outside of the scenario requested
+        self.wrong: list[str] = []  # violations by these jobs
 
     def kills(self, done: threading.Event) -> None:
         while self.count < self._args.kills and not done.wait(self._args.period):
@@ -91,7 +91,7 @@ class Troubles:
                     waiting.remove((kind, job))
                     self._check_timed(kind, job, time.monotonic() - started)
             time.sleep(0.1)
-        self.wrong += [f"{kind} without end" for kind, _ in waiting]
+        self.wrong += [f"{kind}: no end" for kind, _ in waiting]
 
     def _check_timed(self, kind: str, job: Any, after_s: float) -> None:
         earliest = TIMED[kind][2]
@@ -108,7 +108,9 @@ class Troubles:
                     self.count += 1
 
     def _wait_until_given_away(self, pid: int, done: threading.Event) -> None:
-        wait_until(lambda: done.is_set() or not self._num_running(pid), "the jobs of a frozen worker given away", 60)
+        wait_until(
+            lambda: done.is_set() or not self._num_running(pid), "new attempts at the jobs of a frozen worker", 60
+        )
 
     def _num_running(self, pid: int) -> int:
         """Return the number of jobs that this process is running in their last attempt."""

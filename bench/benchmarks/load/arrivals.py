@@ -30,7 +30,7 @@ SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 THINK_S = 1.0  # between an answer and the next turn of a chat
 PATIENCE_S = 600.0
 BULK_PRIORITY = 9
-BULK_SEED = 1_000_000  # no seed that arrivals have
+BULK_SEED = 1_000_000  # different from each seed of arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Phase:
     load: str
     rate: float
     readings: Sequence[StreamTimes]
-    bulk_rate: float = 0.0  # tokens per second of bulk requests that ended meanwhile
+    bulk_rate: float = 0.0  # tokens per second of bulk requests that ended in this phase
 
     def row(self) -> dict[str, Any]:
         ttft = [reading.ttft_ms for reading in self.readings]

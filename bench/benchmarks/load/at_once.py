@@ -21,15 +21,15 @@ from . import ours
 PART = "at once"
 OURS = {"engine": "engine alone", "jobs": "jobs through the queue", "batch": "cellama batch run"}
 SERVER = "llama-server"
-HOPED = ">= 1.4"  # times the requests per second of the best llama-server
+TARGET = ">= 1.4"  # times the requests per second of the best llama-server
 
 
 @dataclass
 class AtOnce:
-    """The measurements. Every way runs once per round, and figures are medians of the rounds."""
+    """The measurements of all variants. Each variant runs once per round, and figures are medians of the rounds."""
 
     load: Sizes
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # by way
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # by variant
     computed: dict[str, int] = field(default_factory=dict)  # prompt tokens, in the last round
     slots: dict[str, int] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ def room(longest: int) -> int:
 
 
 def measure(path: Path, server: Path | None, args: argparse.Namespace) -> AtOnce:
-    """Run every way `args.rounds` times, alternating between them."""
+    """Run every variant `args.rounds` times, alternating between variants."""
     lines = flat(conversations(LoadShape(args.requests, args.chats, args.turns, args.scale), seed=args.seed))
     found = AtOnce(sizes(lines))
     longest = found.load.longest

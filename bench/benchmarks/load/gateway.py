@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> Report:
             rows += asyncio.run(_theirs(args, server.port))
     added = _of(rows, GATEWAY, args.beside)["first p95 ms"] - _of(rows, OURS, args.beside)["first p95 ms"]
     caveats = [
-        "clients, gateway, worker and Redis share the processors; a client reads its socket and JSON, nothing else",
-        "the worker is paced, llama-server is not: so its streams are no race with ours",
-        "with a thread for each core a step waits for one whose core another process has: measure on a quiet machine",
-        "wrong are streams whose text is not the result that the queue has of their job; llama-server has none",
+        "Clients, gateway, worker and Redis share the cores. A client only reads its socket and parses JSON.",
+        "The worker's steps have a minimum duration and llama-server's have none, so don't compare their durations.",
+        "With a thread per core, each step waits for threads whose cores other processes use. Use a quiet machine.",
+        "wrong: streams whose text differs from the result of their job. llama-server has no such results.",
     ]
     return Report(rows, {ADDED: added}, {ADDED: "<= 20"}, caveats)
 
@@ -117,7 +117,7 @@ async def _ours(args: argparse.Namespace, service: Service, port: int) -> list[d
         counting = asyncio.create_task(_most_connections(service.redis))
         crowd = [await _row(GATEWAY, client, *await _all(through, args.streams, 0.0))]
         counting.cancel()
-        print(f"Redis had {await counting} connections at most, of all processes")
+        print(f"maximum number of Redis connections of all processes: {await counting}")
         rounds: dict[str, list[dict[str, Any]]] = {}
         for _ in range(args.rounds):
             for who, ask in ((OURS, direct), (GATEWAY, through)):

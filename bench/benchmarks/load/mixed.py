@@ -25,18 +25,18 @@ from .arrivals import ALONE, BESIDE, LOADS, OURS, Arrivals, Phase, Server, ask_o
 PARTS = (at_once.PART, *LOADS)
 TTFT, GAPS = ("ttft p50 ms", "ttft p95 ms"), ("gap p50 ms", "gap p95 ms", "gap p99 ms")
 CAVEATS = (
-    "Clients run beside what they ask, on the same cores. Ratios of what came at once are of rates: above 1 we are "
-    "faster; those of arrivals are of times: below 1 we are. The start of the command `cellama batch run` is in its "
-    "time, those of servers and workers are not.",
-    "First tokens and gaps are those that a reader in this process sees. Bulk tokens/s counts the bulk requests that "
-    "ended while others were on their way.",
+    "Clients and servers share the cores. For requests that are sent at once, ratios compare rates, so cellama is "
+    "faster if they are above 1. For arrivals, ratios compare times, so cellama is faster if they are below 1. Times "
+    "include the start of the command `cellama batch run`, but not the start of servers and workers.",
+    "Clients in this process measure first tokens and gaps. bulk tok/s counts the bulk requests that ended while other "
+    "requests were arriving.",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    add("--requests", type=int, default=160, help="requests that are sent at once")
+    add("--requests", type=int, default=160, help="number of requests that are sent at once")
     add("--chats", type=int, default=0, help="conversations of several turns among the requests")
     add("--turns", type=int, default=4, help="requests per chat")
     add("--scale", type=float, default=1.0, help="factor for all lengths")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(at_once.OURS),
         default=list(at_once.OURS),
-        help="ways to use cellama",
+        help="variants of cellama to measure",
     )
     add("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
     add("--options", type=json.loads, default={}, help="engine options of cellama as JSON")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> Report:
         found = at_once.measure(path, server, args)
         rows += found.rows()
         ratios |= found.ratios()
-        targets |= dict.fromkeys(ratios, at_once.HOPED)
+        targets |= dict.fromkeys(ratios, at_once.TARGET)
         best = found.best_server or next(iter(found.seconds))
         best_slots = found.slots[best]
         rates = rates or [share * found.requests_per_s(best) for share in args.shares]
@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> Report:
         shape = LoadShape(args.arrivals, num_chats, args.turns, args.scale)
         phases = _arrive(path, args, best_slots, Arrivals(rates, shape, loads, args.seed))
         rows += [phase.row() for phase in phases]
-        of_times, hoped = compare(phases)
-        ratios, targets = ratios | of_times, targets | hoped
+        of_times, expected = compare(phases)
+        ratios, targets = ratios | of_times, targets | expected
     return Report(rows, ratios, targets, CAVEATS)
 
 
@@ -114,7 +114,7 @@ def _longest(arrivals: Arrivals) -> int:
 
 
 def compare(phases: Sequence[Phase]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the ratios of times and bulk rates to llama-server's, and the targets."""
+    """Return cellama's times and bulk rates relative to llama-server's, and the targets for these ratios."""
     ratios: dict[str, float] = {}
     targets: dict[str, str] = {}
     ours = [phase for phase in phases if phase.who == OURS]

@@ -32,12 +32,12 @@ TARGETS = {"independent": {BEST_SERVER: 1.05, NAIVE: 2.0}, "families": {BEST_SER
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument(
-        "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="ways to use cellama"
+        "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="variants of cellama to measure"
     )
     parser.add_argument("--lines", type=int, default=2000, help="lines of each workload")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of independent lines")
     parser.add_argument("--shared-prompt", type=int, default=384, help="prompt tokens of lines in families")
-    parser.add_argument("--shared", type=int, default=320, help="tokens of a prompt that a family shares")
+    parser.add_argument("--shared", type=int, default=320, help="prompt tokens that a family shares")
     parser.add_argument("--families", type=int, default=20)
     parser.add_argument("--new", type=int, default=64, help="generated tokens per line")
     parser.add_argument("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of -np to try")
     parser.add_argument("--try-lines", type=int, default=256, help="lines for each value of -np")
     parser.add_argument(
-        "--naive-lines", type=int, default=0, help="number of lines for ways without batching (0: all lines)"
+        "--naive-lines", type=int, default=0, help="number of lines for the naive Celery task (0: all lines)"
     )
     parser.add_argument("--naive-processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=CORES, help="threads of every server")
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> Report:
     ratios = {key: value for workload in found for key, value in workload.ratios().items()}
     targets = {key: value for workload in found for key, value in workload.targets().items() if key in ratios}
     caveats = [
-        "Start of servers and workers is not in the times; that of the command `cellama batch run` is.",
-        "Clients run beside what they ask, on the same cores. Ratios are of lines per second.",
+        "Times include the start of the command `cellama batch run`, but not the start of servers and workers.",
+        "Clients and servers share the cores. Ratios compare lines per second.",
     ]
     return Report([row for workload in found for row in workload.rows], ratios, targets, caveats)
 
@@ -84,7 +84,7 @@ class _Workload:
         )
 
     def run(self, folder: Path) -> None:
-        """Run every way, one after the other."""
+        """Run all variants one after the other."""
         args, source, target = self._args, folder / f"{self._name}.jsonl", folder / f"{self._name}.out.jsonl"
         write_lines(source, self._lines)
         size = self._length + args.new
@@ -127,7 +127,7 @@ class _Workload:
 
     def _note(self, who: str, outcome: TimedFile, lines: Sequence[Line], more: str = "") -> None:
         if outcome.num_lines != len(lines):
-            raise RuntimeError(f"{who} gave {outcome.num_lines} results for {len(lines)} lines")
+            raise RuntimeError(f"{who} returned {outcome.num_lines} results for {len(lines)} lines")
         self._outcomes[who] = outcome
         optimum = trie_optimum(line.prompt for line in lines)
         row = {"workload": self._name, "who": who + more, "lines": len(lines), "seconds": outcome.seconds}
@@ -139,7 +139,7 @@ class _Workload:
         return self._outcomes[who].num_lines / self._outcomes[who].seconds
 
     def ratios(self) -> dict[str, float]:
-        """Return the ratios of cellama's first way to each peer."""
+        """Return ratios between cellama's first variant and each peer, and between its prefill and the optimum."""
         first = next((OURS[way] for way in self._args.ours if OURS[way] in self._outcomes), None)
         if first is None:
             return {}
@@ -150,9 +150,9 @@ class _Workload:
 
     def targets(self) -> dict[str, str]:
         """Return the target ratios."""
-        wanted = TARGETS[self._name]
-        targets = {f"{self._name}: over {who}": f">= {ratio:g}" for who, ratio in wanted.items()}
-        targets[f"{self._name}: over {SERVER}"] = f">= {wanted[BEST_SERVER]:g}"
+        by_peer = TARGETS[self._name]
+        targets = {f"{self._name}: over {who}": f">= {ratio:g}" for who, ratio in by_peer.items()}
+        targets[f"{self._name}: over {SERVER}"] = f">= {by_peer[BEST_SERVER]:g}"
         if self._name == "independent":
             targets[f"{self._name}: over {OURS['engine']}"] = ">= 0.95"
         return {**targets, f"{self._name}: prefilled over the optimum": "<= 1.05"}

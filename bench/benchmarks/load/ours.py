@@ -1,4 +1,4 @@
-"""Our ways to process a file in bulk: the engine alone, one job per line, and `cellama batch run`."""
+"""cellama's variants of a bulk run: the engine alone, one job per line, and `cellama batch run`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from cellama.bench.peers.programs import llama_server
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64, help="number of tokens")
-    parser.add_argument("--new", type=int, default=48, help="number of tokens")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=48, help="tokens to generate per request")
     parser.add_argument("--seed", type=int, default=0)
 
 

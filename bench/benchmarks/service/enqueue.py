@@ -1,7 +1,7 @@
 """Measure how fast jobs are queued: one by one, from threads, in bulk, and with Celery's send_task in the same run.
 
 No worker runs. send_task writes a message and a task-sent event. The other ways also check the job and write its entry.
-Rounds alternate between the ways, so that noise affects all of them equally, and medians are shown.
+Rounds alternate between the methods, so that noise affects all of them equally, and medians are shown.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Report:
         "bulk over send_task": middle[BULK] / middle[SEND_TASK],
     }
     targets = {"one by one, jobs/s": ">= 2500", "bulk, jobs/s": ">= 16000"}
-    return Report(rows, ratios, targets, ["producer and Redis share this machine's cores"])
+    return Report(rows, ratios, targets, ["The producer and Redis share this machine's cores."])
 
 
 def _ways(num_threads: int) -> dict[str, Callable[[list[str]], None]]:

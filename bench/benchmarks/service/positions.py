@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class EstimatedJob:
     """The estimate for a job, its actual wait after the estimate, and the duration of the call."""
 
     said: Any
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> Report:
     return Report(rows, ratios, {"within the range": ">= 0.8"})
 
 
-def _groups(told: Sequence[Told]) -> Iterable[tuple[str, list[Told]]]:
+def _groups(told: Sequence[EstimatedJob]) -> Iterable[tuple[str, list[EstimatedJob]]]:
     yield "all", list(told)
-    yield "learnt from other jobs", [one for one in told if one.said.learnt_from]
-    yield "guessed from the speed", [one for one in told if not one.said.learnt_from]
+    yield "from finished jobs", [one for one in told if one.said.learnt_from]
+    yield "from the speed", [one for one in told if not one.said.learnt_from]
     yield f"waits above {LONG_S:g} s", [one for one in told if one.waited_s > LONG_S]
 
 
-def _row(name: str, told: Sequence[Told]) -> dict[str, Any]:
+def _row(name: str, told: Sequence[EstimatedJob]) -> dict[str, Any]:
     return {
         "estimates": name,
         "jobs": len(told),
@@ -93,11 +93,11 @@ def _row(name: str, told: Sequence[Told]) -> dict[str, Any]:
     }
 
 
-def _width(one: Told) -> float:
+def _width(one: EstimatedJob) -> float:
     return float(one.said.eta_most_s - one.said.eta_least_s)
 
 
-def _measure(client: Any, args: argparse.Namespace) -> list[Told]:
+def _measure(client: Any, args: argparse.Namespace) -> list[EstimatedJob]:
     chance = random.Random(args.seed)
     asked: list[tuple[Any, Any, float, float]] = []
     while len(asked) < args.jobs:
@@ -109,10 +109,10 @@ def _measure(client: Any, args: argparse.Namespace) -> list[Told]:
             job = client.generate("bench", prompt[:length], max_tokens=new, ignore_eos=chance.random() < 0.7)
             begun = time.monotonic()
             asked.append((job, job.position(), begun - submitted, time.monotonic() - begun))
-        wait_until(lambda: client.stats()["waiting"]["bench"] <= args.left, "few that wait")
+        wait_until(lambda: client.stats()["waiting"]["bench"] <= args.left, "few waiting jobs")
     found = []
     for job, said, before_s, question_s in asked:
         waited_s = job.result(timeout=3600)["timings"]["queue_ms"] / 1e3
         if said.state == "waiting":
-            found.append(Told(said, max(0.0, waited_s - before_s), question_s))
+            found.append(EstimatedJob(said, max(0.0, waited_s - before_s), question_s))
     return found

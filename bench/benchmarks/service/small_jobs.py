@@ -27,7 +27,7 @@ from cellama.tasks import GenerateParams
 
 MODEL = "bundled://tiny"
 POLL_S = 0.005
-LOOK = 50  # jobs that a poll looks at, the oldest that had not ended
+LOOK = 50  # jobs to check per poll, the oldest unfinished ones
 LIKE_OURS, DEFAULTS = "no-op of plain Celery, threads and acks as here", "no-op of plain Celery, its defaults"
 TARGETS = ("embed, 1 text", "generate, 1 token")
 TEXT = "A short text, number {}"
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
         for name in rates
         if name != peer and name != DEFAULTS
     }
-    caveats = ["worker CPU is of all threads and children of the worker, that of the model among it; Redis has its own"]
+    caveats = ["Worker CPU covers all threads and children of the worker, including the model. Redis CPU is separate."]
     return Report(rows, ratios, {f"{name} over {LIKE_OURS}": ">= 0.8" for name in TARGETS}, caveats)
 
 
@@ -116,7 +116,7 @@ def _ours(pid: int, client: Client) -> Iterator[Way]:
 
 
 def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
-    """Return the jobs per second and the processor milliseconds per job of the worker and Redis."""
+    """Return the jobs per second, and the CPU milliseconds per job of the worker and of Redis."""
     os.kill(way.pid, signal.SIGSTOP)
     try:
         ids = way.queue([TEXT.format(number) for number in range(num_jobs)])

@@ -52,7 +52,7 @@ def _measure(client: Any, folder: Path, args: argparse.Namespace) -> Report:
     alone, busy = _BulkWork(args, folder, 1), _BulkWork(args, folder, 2)
     alone.run(lambda work: None)
     times: list[float] = []
-    while len(times) < args.samples:  # work that ends before the samples are taken is begun again, twice as long
+    while len(times) < args.samples:  # if the work ends before the samples are taken, twice the work is run
         busy.run(lambda work: times.extend(_beside(client, work, args, urgent)))
     rows = [_row("idle", idle, None), _row("full of bulk work", times, busy), _row("bulk work alone", [], alone)]
     ratios = {
@@ -61,8 +61,8 @@ def _measure(client: Any, folder: Path, args: argparse.Namespace) -> Report:
         "bulk rate kept": busy.rate / alone.rate,
         "bulk finished": (alone.num_finished + busy.num_finished) / (alone.num_begun + busy.num_begun),
     }
-    hoped = {"busy over idle": "<= 1.25", "busy over idle, p95": "<= 1.6", "bulk rate kept": ">= 0.95"}
-    return Report(rows, ratios, {**hoped, "bulk finished": "1"})
+    targets = {"busy over idle": "<= 1.25", "busy over idle, p95": "<= 1.6", "bulk rate kept": ">= 0.95"}
+    return Report(rows, ratios, {**targets, "bulk finished": "1"})
 
 
 def _row(worker: str, times: Sequence[float], bulk: _BulkWork | None) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class _BulkWork:
         self.num_begun = self.num_finished = 0
 
     def run(self, meanwhile: Callable[[_Work], None]) -> None:
-        """Run the bulk work. Each further call runs twice the amount of the call before."""
+        """Run the bulk work. Each further call runs twice the amount of the previous call."""
         prompts = random_prompts(self._count, self._args.prompt, seed=10_000 * self._seed + self._count)
         started = time.monotonic()
         with self._begin(self._folder, prompts, self._args.new) as work:
@@ -177,7 +177,7 @@ def _bulk_run(folder: Path, prompts: Sequence[list[int]], num_new: int) -> Itera
     try:
         yield _BulkRun(process, target)
     finally:
-        process.terminate()  # no more than a word to one that has ended
+        process.terminate()  # has no effect on a process that has exited
         process.wait()
 
 

@@ -70,8 +70,9 @@ def run(args: argparse.Namespace) -> Report:
             calls += _calls(name, service.folder / name, f"http://127.0.0.1:{port}")
     refused = [call for call in calls if call.outcome == BY_GATEWAY]
     caveats = [
-        "loose: pydantic refused what the schema that was sent does not say, by the type of its error, or because the "
-        "client is known to send less than the model's schema; not judged by a validator of JSON Schema",
+        "loose: pydantic rejects an answer for a rule that the sent schema does not contain. The type of pydantic's "
+        "error shows this, or the client is known to send less than the model's schema. No JSON Schema validator "
+        "checks it.",
         *(f"refused by gateway: {how}: {', '.join(names)}" for how, names in _names(refused)),
         *(f"refused by client: {how}: {', '.join(names)}" for how, names in _names(_with(calls, BY_CLIENT))),
     ]
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _calls(name: str, folder: Path, url: str) -> list[SchemaCall]:
-    """Make an environment and call its clients there. Raises CalledProcessError, TimeoutExpired."""
+    """Create an environment, and call its clients in it. Raises CalledProcessError or TimeoutExpired."""
     package = folder.joinpath(*__package__.split("."))  # the clients' Python has no cellama, but modules of that name
     package.mkdir(parents=True)
     for script in SCRIPTS:

@@ -232,7 +232,7 @@ class Optionals(BaseModel):
 
 
 class Described(BaseModel):
-    """A model with texts for people."""
+    """A model with a title, a description and examples."""
 
     model_config = ConfigDict(title="Anything but plain", json_schema_extra={"examples": [{"name": "x"}]})
     name: str = Field(description="Name of the thing", examples=["x"], deprecated=True)
@@ -261,11 +261,11 @@ class Secrets(BaseModel):
 
 
 class Numbers(RootModel[list[int]]):
-    """A list at the top."""
+    """A list at the top level."""
 
 
 class Scalar(RootModel[int]):
-    """A number at the top."""
+    """A number at the top level."""
 
 
 class Invoice(BaseModel):

@@ -21,7 +21,7 @@ _ODD = b'"\\{}[],:.-+eE0'  # bytes at which the rules of JSON and of numbers cha
 
 
 class DeadEnd(Exception):
-    """The text so far can neither be continued nor end."""
+    """The text can neither be continued nor ended at this point."""
 
 
 class SampledTexts:
@@ -42,7 +42,7 @@ class SampledTexts:
     def texts(self, form: GrammarSpec, count: int, seed: int = 0, max_tokens: int = MAX_TOKENS) -> list[str | None]:
         """Return `count` texts that this constraint allows. A text is None if it has not finished after `max_tokens`.
 
-        Raises InvalidRequest, GrammarFailed and DeadEnd.
+        Raises InvalidRequest, GrammarFailed or DeadEnd.
         """
         compiled = self.grammars.compile(form)
         return [self._text(compiled.start(), Random(seed * 1000 + at), max_tokens) for at in range(count)]

@@ -32,13 +32,13 @@ class Unjudgeable(Exception):
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        """Check formats unless the schema has patterns, because only the pattern is enforced if both can't be."""
+        """Check formats unless the schema has patterns. If both can't be enforced, only the pattern is."""
         text = json.dumps(schema)
         formats = None if '"pattern"' in text else FORMATS
         self._validator = jsonschema.Draft202012Validator(exact(text), format_checker=formats)
 
     def problem(self, text: str) -> str | None:
-        """Return why a JSON text does not conform, None if it does.
+        """Return why a JSON text does not conform, or None if it does.
 
         Raises ValueError if the text is not valid JSON, and Unjudgeable if jsonschema can't validate it.
         """
@@ -61,7 +61,7 @@ def _number(text: str) -> Decimal | int:
 
 
 def _refuse(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _date(value: str) -> bool:

@@ -38,16 +38,16 @@ from cellama.engine.llama.model import LlamaModel
 from .typical_schemas import PLAIN, Schema, large, list_of, realistic, varied
 
 MODEL = "padded 160M Q8_0"
-CONTEXT = 512  # tokens of a slot: room for a prompt and what follows
-LISTED = 200  # items of each list: more than max_tokens
+CONTEXT = 512  # tokens per slot, for a prompt and its continuation
+LISTED = 200  # items per list, more than max_tokens
 FREE, BOUND, DRAFTED = "free", "constrained", "constrained, forced tokens as drafts"
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "default": {}}
 END = b"<end>"
 CAVEATS = (
-    "t/s: tokens per second after the last first token of all slots; medians of the rounds, which run in turns. Ratios "
-    "are medians of the rounds' ratios. Schemas are compiled in a round that does not count.",
-    "mask: all of the vocabulary, after each token of texts drawn at random; the engine needs a mask only where the "
-    "token that it drew is not allowed. compile: first use of a schema. Both are processor time of the thread.",
+    "t/s: tokens per second from the moment when every slot has its first token (median of alternating rounds). Ratios "
+    "are medians of the rounds' ratios. Schemas are compiled in a warm-up round that is not counted.",
+    "mask: a mask of the whole vocabulary after each token of randomly drawn texts. The engine needs a mask only if "
+    "the token that it sampled is not allowed. compile: the first use of a schema. Both are CPU times of the thread.",
 )
 
 

@@ -11,7 +11,8 @@ from cellama.bench.tiny_model.corpus import CITIES, NAMES, PLOTS, story_parts
 from cellama.engine import Model, SamplingParams
 
 COPIED, FORCED, UNPREDICTABLE, TOLD = "copying", "forced", "unpredictable", "stories"
-NUM_NEW = {1: 128, 4: 112, 16: 80, 64: 56}  # tokens of each request, by streams: all take about as long
+# Tokens per request, by number of streams. With these numbers, all runs take about as long.
+NUM_NEW = {1: 128, 4: 112, 16: 80, 64: 56}
 NUM_PEOPLE = 5
 SCHEMA = {
     "type": "array",
