@@ -13,7 +13,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
 
 def redis_dir(data_dir: Path) -> Path:
-    """Return the directory of the embedded Redis: its append-only file, its log, and `URL_FILE`."""
+    """Return the embedded Redis's directory, which contains its append-only file, its log, and `URL_FILE`."""
     return data_dir / "redis"
 
 

@@ -1,4 +1,7 @@
-"""Write structured logs to stderr. Each event has a constant text and named fields, and is one line of text or JSON."""
+"""Write structured logs to stderr.
+
+Each event has a constant text and named fields, and takes one line of text or JSON.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
     """
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[LogEvent, MutableMapping[str, Any]]:
-        """Return the event as the message of a record, and the arguments that `logging` itself understands."""
+        """Return the event as the record's message, and the keyword arguments that `logging` itself accepts."""
         detail = str(kwargs.pop("detail", ""))
         options = {name: kwargs.pop(name) for name in _LOGGING_ARGUMENTS if name in kwargs}
         return LogEvent(str(msg), dict(kwargs), detail), options
@@ -76,7 +79,7 @@ def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
 
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        """Append the ids of the context, unless the message already contains them."""
+        """Append the ids of the job and the trace, unless the message already contains them."""
         job_id, trace_id = _context.get()
         line = super().formatMessage(record)
         if job_id and job_id not in line:

@@ -15,7 +15,7 @@ MODEL_ID_RULE = "a model id must not contain control characters, start with a co
 
 
 def id_of_source(source: str, taken: Collection[str] = ()) -> str:
-    """Return an id made from the name of a source's file, with a number if the id is taken."""
+    """Derive an id from the name of a source's file, and append a number if the id is taken."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf")
     name = re.sub(f"[{_CONTROL}]", "", name).strip().lstrip(": ") or "model"
     number = 1
@@ -25,7 +25,7 @@ def id_of_source(source: str, taken: Collection[str] = ()) -> str:
 
 
 def with_ids(models: Any) -> Any:
-    """Return the models of the settings, in which missing ids have been derived from the models' sources."""
+    """Return the models from the settings, with missing ids derived from the models' sources."""
     if not isinstance(models, list | tuple):
         return models
     taken = {model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)}

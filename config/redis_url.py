@@ -36,7 +36,7 @@ _NO_PORT = re.compile(r"(//[^:/]*):(?!\d+(?:/|$))[^/]*")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The parts of the setting `redis_url`, as returned by `parse_redis_url`."""
+    """The parts of a Redis URL, as returned by `parse_redis_url`."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()  # host and port of the server or of each sentinel
@@ -134,7 +134,10 @@ def _sentinel(rest: str) -> RedisUrl:
 
 
 def _split_addresses(rest: str) -> tuple[list[str], str]:
-    """Return the sentinels' addresses, and the text after the last one. Databases in earlier ones are ignored."""
+    """Return the sentinels' addresses, and the text after the last address.
+
+    If another address contains a database, the database is ignored.
+    """
     chunks = rest.split(";")
     end = min((at for at in map(chunks[-1].find, "/?") if at >= 0), default=len(chunks[-1]))
     addresses = [chunk.partition("/")[0] for chunk in chunks[:-1]] + [chunks[-1][:end]]
@@ -165,7 +168,7 @@ def _db(text: str) -> int:
 
 
 def mask_url(url: str) -> str:
-    """Return the URL with `***` in place of its passwords, to be displayed or logged. The URL may be invalid."""
+    """Return the URL with its passwords replaced by `***`, so that it can be logged. The URL may be invalid."""
     url = _SECRET.sub(r"\1***", url)
     try:
         kind = parse_redis_url(url).kind

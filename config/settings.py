@@ -48,7 +48,7 @@ class SettingsError(Exception):
 
 
 class AdapterSettings(BaseModel):
-    """A LoRA adapter of a model. A plain string stands for an adapter with this source and scale 1."""
+    """A LoRA adapter of a model. A plain string stands for an adapter with that source and a scale of 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,8 +75,8 @@ AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None 
 class ModelSettings(BaseModel):
     """A model that a worker loads, and the options of its engine. If an option is None, cellama chooses its value.
 
-    `cellama tune` determines the best values of n_parallel, n_ubatch, threads and kv_layout. Later, these values are
-    used for options that are None.
+    `cellama tune` determines the best values of n_parallel, n_ubatch, threads and kv_layout. Afterwards, cellama uses
+    these values for options that are None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,7 +88,7 @@ class ModelSettings(BaseModel):
     )
     source: str = Field(min_length=1, description="Path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny.")
     hub_cache_dir: str | None = Field(
-        default=None, description="Directory for files from the Hugging Face hub (default: the hub's own)."
+        default=None, description="Directory for files from the Hugging Face hub (default: the hub's own cache)."
     )
     hub_token: str | None = Field(default=None, repr=False, description="Access token for the hub (default: HF_TOKEN).")
     hub_force: bool = Field(default=False, description="Download files from the hub even if they are in its cache.")
@@ -97,7 +97,7 @@ class ModelSettings(BaseModel):
     capabilities: tuple[Capability, ...] | None = Field(
         default=None,
         min_length=1,
-        description="Any of generate, chat, embed and rerank (default: all that the file supports).",
+        description="Capabilities to serve: generate, chat, embed or rerank (default: all that the file supports).",
     )
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
         default_factory=dict, description="LoRA adapters by name. Each is a source, or a table with source and scale."
@@ -158,8 +158,8 @@ class ModelSettings(BaseModel):
     )
     sampling: dict[str, JsonValue] | None = Field(
         default=None,
-        description="Defaults for sampling parameters, such as temperature, that a job does not set. All except "
-        "logprobs, n and stop are possible.",
+        description="Default sampling parameters, such as temperature, for jobs that don't set them. All parameters "
+        "except logprobs, n and stop are supported.",
     )
     logits_processors: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
         default=(),
@@ -222,7 +222,7 @@ class Settings(BaseSettings):
         default=3600,
         ge=0,
         le=limits.MAX_TIMEOUT_S,
-        description="Default timeout in seconds of jobs with priorities 0 to 5. 0 disables it. Bulk jobs have no "
+        description="Default timeout in seconds for jobs with priorities 0 to 5. 0 disables it. Bulk jobs have no "
         "default timeout.",
     )
     unserved_timeout_s: int = Field(
@@ -235,7 +235,7 @@ class Settings(BaseSettings):
     lease_s: int = Field(
         default=6,
         ge=3,
-        description="Lease of jobs in seconds. It must be the same for all workers. A worker that fails to renew it "
+        description="Job lease in seconds. It must be the same for all workers. A worker that fails to renew it "
         "loses its jobs.",
     )
     drain_s: int = Field(
@@ -348,7 +348,8 @@ class Settings(BaseSettings):
     gateway_body_timeout_s: int = Field(
         default=30,
         ge=1,
-        description="Time in seconds that a body may lag behind a rate of 8 KiB per second. Then its request gets 408.",
+        description="Time in seconds that a body may lag behind a rate of 8 KiB per second. After that, the request "
+        "gets 408.",
     )
     gateway_max_wait_s: int = Field(
         default=600,
@@ -414,7 +415,7 @@ class Settings(BaseSettings):
         default=15.0, gt=0, le=60, description="Timeout in seconds for an endpoint to answer a webhook."
     )
     gateway_webhook_private: bool = Field(
-        default=False, description="Send webhooks also to loopback and private addresses, and over http."
+        default=False, description="Also send webhooks to loopback and private addresses, and over http."
     )
 
     @classmethod

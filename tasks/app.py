@@ -231,9 +231,10 @@ def _queue(model_id: str) -> Queue:
 
 
 def concurrency(settings: Settings) -> int:
-    """Return how many jobs a worker holds at the same time: all models' jobs in progress, plus their look-ahead.
+    """Return how many jobs a worker can hold: each model's jobs in progress, plus `look_ahead` jobs per model.
 
-    `Runtime.attach` corrects this number after the models have been loaded, because their number of slots may be tuned.
+    After the models have been loaded, `Runtime.attach` corrects this number, because tuning may have changed their
+    number of slots.
     """
     return sum(num_jobs_of(model) + settings.look_ahead for model in settings.models)
 

@@ -1,4 +1,4 @@
-"""The Celery tasks, one for each kind of job. Calls are checked before anything is queued, one by one or many at once.
+"""Define the Celery tasks, one for each kind of job. Calls are checked before anything is queued.
 
 `tasks/calls` turns calls into messages, and `tasks/attempt` implements what the tasks do in a worker.
 """
@@ -105,7 +105,7 @@ class JobTask(Task):  # type: ignore[misc]
 
         With `idempotency_key`, a second call with the same key returns the job of the first call for as long as its
         result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). A key
-        that was used with different parameters is refused. Raises InvalidJob, RedisFull and RedisUnreachable. An
+        that was used with different parameters is refused. Raises InvalidJob, RedisFull or RedisUnreachable. An
         invalid step of a canvas does not raise, but fails on its own. After RedisUnreachable, a call with
         `task_id=error.job_id` queues the job unless the first call already did.
         """
@@ -151,7 +151,7 @@ class JobTask(Task):  # type: ignore[misc]
         raise InvalidJob(IN_WORKERS_ONLY)
 
     def signature(self, args: Any = None, *others: Any, **options: Any) -> Signature:
-        """Return a signature that names the model's queue, so that apps without cellama's tasks can send it as well."""
+        """Return a signature that names the model's queue, so that apps without cellama's tasks can also send it."""
         made = super().signature(args, *others, **options)
         model = made.kwargs.get("model", made.args[0] if len(made.args) > 1 else None)
         if isinstance(model, str):
@@ -183,7 +183,10 @@ class JobTask(Task):  # type: ignore[misc]
     def check_many(
         self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
     ) -> list[Checked]:
-        """Return the jobs of many calls. Raises InvalidJob, which lists each problem with the indices of its calls."""
+        """Check many calls, and return their jobs.
+
+        Raises InvalidJob, which lists all problems with their calls' indices.
+        """
         refuse_eager(self.app)
         calls = list(calls)
         if keys is not None and len(keys) != len(calls):
@@ -213,12 +216,12 @@ class JobTask(Task):  # type: ignore[misc]
                 ):
                     num_queued += 1
         except (RedisUnreachable, RedisRefused) as error:
-            queued = f"the first {num_queued} of {len(jobs)} jobs are queued, and up to {PAGE_JOBS} more may be"
+            queued = f"the first {num_queued} of {len(jobs)} jobs are queued, and up to {PAGE_JOBS} more may be queued"
             raise type(error)(f"{error}; {queued}") from None
         return [job.job_id for job in jobs]
 
     def _check(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Checked:
-        """Return a valid job with settled options. Raises InvalidJob."""
+        """Check a call, and return its job with settled options. Raises InvalidJob."""
         settings = get_settings()
         job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
@@ -282,7 +285,7 @@ class JobTask(Task):  # type: ignore[misc]
         )
 
     def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> TaskCall:
-        """Return the call of a message from plain Celery, without checking it."""
+        """Return the call in a message from plain Celery, without checking it."""
         priority = plain_priority(kwargs, delivery.get("priority"))
         return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
 
@@ -297,7 +300,7 @@ class JobTask(Task):  # type: ignore[misc]
         return job.model_copy(update={"priority": priority, "timeout": timeout_of(kwargs, priority)})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Keep the journal of a chunk for as long as results, because it contains the results of the chunk's lines."""
+        """Keep a chunk's journal for as long as results, because it contains the results of the chunk's lines."""
         if self.kind.keeps_journal and status == states.SUCCESS and self.app.runtime is not None:
             with contextlib.suppress(RedisError):  # the journal then expires as other journals do
                 self.app.runtime.ledger.keep_journal(task_id)
@@ -323,7 +326,7 @@ def _payload_json(call: TaskCall, limit: int) -> str:
             json.dumps(call.headers)
     except TypeError as error:
         raise InvalidJob(
-            f"the job is not valid JSON ({error}); use only texts, numbers, booleans, None, lists and dicts"
+            f"the job is not valid JSON ({error}); use only strings, numbers, booleans, None, lists and dicts"
         ) from None
     if len(text) <= limit:  # `text` is ASCII, which is never shorter than UTF-8 without escapes
         return text

@@ -45,7 +45,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         num_signals = itertools.count(1)
 
         def hurry_at_the_second_signal(**_: Any) -> None:
-            """Hand running jobs back at the second signal. After the first one, they may finish."""
+            """Hand back running jobs at the second signal. After the first signal, they may finish."""
             if next(num_signals) > 1:
                 worker.pool.hurry()
 

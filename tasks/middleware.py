@@ -73,7 +73,7 @@ class AttemptContext:
 
 
 def context_of(task: Task, attempt: Attempt) -> AttemptContext:
-    """Return the context of an attempt that is now starting at this task's current job."""
+    """Return the context of an attempt that is starting at this task's current job."""
     request, delivery = task.request, task.request.delivery_info or {}
     priority, names = delivery.get("priority"), KINDS[task.name].positional
     return AttemptContext(
@@ -124,7 +124,7 @@ class Middleware:
     def on_step(self, stats: StepStats) -> None:
         """Run for each step of each engine, on the telemetry thread.
 
-        A slow hook does not delay tokens, but misses steps.
+        A slow hook does not delay tokens, but it misses steps.
         """
 
     def on_request(self, stats: RequestStats) -> None:
@@ -141,7 +141,7 @@ HOOKS = tuple(name for name in vars(Middleware) if not name.startswith("_"))
 
 
 class Middlewares:
-    """Calls the hooks of all middlewares of a worker, in the order of the middlewares. Thread-safe."""
+    """Calls the hooks of a worker's middlewares in order. Thread-safe."""
 
     def __init__(self, middlewares: Iterable[Middleware] = ()) -> None:
         self._middlewares = list(middlewares)
@@ -166,7 +166,7 @@ class Middlewares:
                 self._failures[where] += 1
                 if self._failures[where] == 1:
                     detail = "it is still called, but further failures are not logged"
-                    log.exception("hook of middleware failed", middleware=where[0], hook=where[1], detail=detail)
+                    log.exception("middleware hook failed", middleware=where[0], hook=where[1], detail=detail)
 
     @contextlib.contextmanager
     def around(self, attempt: AttemptContext, control: JobControl) -> Iterator[None]:
@@ -185,14 +185,14 @@ class Middlewares:
                 self.call(Middleware.after_attempt, attempt)
 
     def after_request(self, run_id: str, model_id: str, end: Finished) -> None:
-        """Call the hook `after_request` with the attempt to which the request belongs."""
+        """Call the `after_request` hook with the attempt that sent the request."""
         self.call(Middleware.after_request, model_id, end, self._attempts.get(run_id))
 
     def close(self) -> None:
         """Close all middlewares, and log how often their hooks failed."""
         self.call(Middleware.close)
         for (name, hook), num_failures in self._failures.items():
-            log.warning("hook of middleware failed", middleware=name, hook=hook, num_failures=num_failures)
+            log.warning("middleware hook failed", middleware=name, hook=hook, num_failures=num_failures)
 
 
 def end_of(error: BaseException | None, interruption: Interruption | None) -> AttemptEnd:

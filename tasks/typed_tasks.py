@@ -31,7 +31,7 @@ from .jobs import TASKS
 
 
 class BaseParams(TypedDict, total=False):
-    """Parameters of all jobs."""
+    """Parameters of the parameters that all kinds of jobs have."""
 
     priority: int
     timeout: float | None

@@ -1,4 +1,4 @@
-"""Run one attempt at a job in a worker. In every case, the job's stream ends once, and Celery gets a matching state.
+"""Run one attempt at a job in a worker. The job's stream always ends exactly once, and Celery gets the matching state.
 
 A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS.
 A job that is revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
@@ -105,9 +105,9 @@ UNKNOWN_MESSAGE = (
     "with cellama's header {}; send it again as a new job without this header"
 )
 REFUSED_MESSAGE = (
-    "Redis refuses a command of the worker ({}); check the rights of its user and the configuration of Redis"
+    "Redis refuses a command from the worker ({}); check the permissions of its user and the configuration of Redis"
 )
-STOP_MESSAGE = "the worker stops"
+STOP_MESSAGE = "the worker is stopping"
 HANDED_OVER = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # after these another attempt ends the job
 TIME_LIMITS = (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT)
 
@@ -253,7 +253,7 @@ class JobAttempt:
         return failure
 
     def _end_stream(self, event: events.Event, result: Result | None = None) -> None:
-        """Publish the last event of the job's stream, unless the engine reports it."""
+        """Publish the last event of the job's stream, unless the engine reports the end itself."""
         if not self._engine_ends_stream:
             self._stream.publish(event, result)
 
@@ -301,7 +301,7 @@ class JobAttempt:
             raise Ignore()
 
     def _when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
-        """Call `stop`, which must cancel the requests of this attempt, when the job is interrupted."""
+        """Call `stop` when the job is interrupted. `stop` must cancel the requests of this attempt."""
 
         def interrupted(reason: Interruption) -> None:
             if reason in HANDED_OVER:  # so that the end of the request does not become the end of the job
@@ -379,7 +379,8 @@ class JobAttempt:
         log.info(
             "job handed over",
             job_id=self.job_id,
-            detail="the first attempt had a different model, adapters or llguidance; another worker resumes the job",
+            detail="the first attempt had a different model, adapters or llguidance version; another worker resumes "
+            "the job",
         )
         time.sleep(HAND_BACK_DELAY_S)
         raise self._hand_over()
@@ -457,9 +458,10 @@ class JobAttempt:
         return replace(extras, seed=self._seed_of(job, provenance.sampling), resume=resume_of(self._past, job.n))
 
     def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
-        """Return the seed of earlier attempts, None if the job or the model has a seed, or a seed from the job's id.
+        """Return the seed of earlier attempts, or a seed derived from the job's id.
 
-        The seed from the id is the same in each attempt, even if Redis has lost the earlier attempts in a failover.
+        Return None if the job or the model sets a seed. A derived seed is the same in each attempt, even if Redis has
+        lost the earlier attempts in a failover.
         """
         if self._past.seed is not None or has_seed(job, defaults):
             return self._past.seed

@@ -1,4 +1,4 @@
-"""Compute a slice of a bulk run, which is one job. Each of its lines is a request to the engine or the embedder."""
+"""Compute a slice of a bulk run, which is a single job. Each line is a request to the engine or the embedder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Parent = tuple[int, ...]  # tokens of the context that a line continues
 
 
 def adapters_of_lines(job: ChunkJob) -> set[str]:
-    """Return the names of the adapters that the lines of the job choose."""
+    """Return the names of the adapters that the job's lines choose."""
     names: set[str] = set()
     for line in job.lines:
         if line.params.get("adapters") is not None:
@@ -99,7 +99,7 @@ class ChunkRun:
             self._changed.wait_for(lambda: self._stopped or not self._unfinished)
 
     def stop(self) -> None:
-        """Cancel the running lines, whose events are no longer published. Thread-safe."""
+        """Cancel the running lines, and stop publishing their events. Thread-safe."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class ChunkRun:
                 self._changed.notify_all()
 
     def _try(self, index: int, step: Callable[[], None]) -> None:
-        """Run a step of a line. An error ends only this line."""
+        """Run one step of a line. An error ends only this line."""
         try:
             step()
         except EmbeddingCancelled:

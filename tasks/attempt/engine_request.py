@@ -52,7 +52,7 @@ class RequestExtras:
 
 
 def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
-    """Return the request that prefills a prompt and samples nothing. Raises EngineError, InvalidJob."""
+    """Return the request that prefills a prompt and samples nothing. Raises EngineError or InvalidJob."""
     return Request(
         id=extras.id,
         prompt=(*extras.parent, *prefill_tokens(model, job)),
@@ -91,7 +91,7 @@ def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[
 
 
 def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, signer: Signer) -> Request:
-    """Return the request for a generation or a chat. Raises EngineError, InvalidJob."""
+    """Return the request for a generation or a chat. Raises EngineError or InvalidJob."""
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
     prompt = _prompt_of(model, job, signer, sampling, extras.sampling)
     sampling |= prompt.sampling
@@ -175,11 +175,11 @@ def _check_signatures(
 
 
 def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
-    """Return the tokens of the context with this key from this worker, its directory of KV states, or Redis.
+    """Return a context's tokens, which are read from this worker, its directory of KV states, or Redis.
 
-    A context is used only if its tokens have this key for the job's scope and adapters. Otherwise the key counts as
-    unknown, so no error reveals whether another scope has the key. The context is stored in Redis for as long as the
-    job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter, RedisError.
+    A context is used only if its tokens have the given key for the job's scope and adapters. Otherwise the key counts
+    as unknown, so no error reveals whether another scope has the key. The context is stored in Redis for as long as the
+    job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter or RedisError.
     """
     redis, settings = runtime.redis, runtime.settings
     ttl_s = max(settings.result_ttl_s, settings.journal_ttl_s)

@@ -25,16 +25,20 @@ def cellama_cached_prefix(state: Any, job: dict[str, Any], **_: Any) -> dict[str
 
 
 def cached_prefix(manager: ModelManager, job: PrefillJob) -> dict[str, Any]:
-    """Return the fields of `CachedPrefix` except `worker`. Raises InvalidJob, EngineError.
+    """Return the fields of `CachedPrefix` except `worker`. Raises InvalidJob or EngineError.
 
-    It runs on the worker's main thread, so it refuses texts that would take long to tokenize.
+    This function runs on the worker's main thread, so it refuses texts that take long to tokenize.
     """
     texts = [job.prompt] if isinstance(job.prompt, str) else [message.content or "" for message in job.messages]
     num_chars = sum(map(len, texts)) + len(job.system or "")
-    if num_chars > MAX_PROBE_CHARS or job.parent_key is not None:
+    if job.parent_key is not None:
         raise InvalidJob(
-            f"prompt: a text of {num_chars} characters (limit {MAX_PROBE_CHARS}) or a prompt after a parent_key is not "
-            "looked up; pass the token ids of the whole prompt"
+            "parent_key: a prompt that follows a parent_key can't be looked up; pass the token ids of the whole prompt"
+        )
+    if num_chars > MAX_PROBE_CHARS:
+        raise InvalidJob(
+            f"prompt: the text has {num_chars} characters, and the limit is {MAX_PROBE_CHARS}; pass the token ids of "
+            "the prompt"
         )
     model = manager.get(job.model)
     tokens = prefill_tokens(model, job)

@@ -27,7 +27,7 @@ Wait = Callable[[EmbeddingHandle, float | None], None]
 
 
 def embed(model: Model, job: EmbedJob, wait: Wait) -> EmbedResult:
-    """Embed a job's texts. `wait` returns once the vectors are computed. Raises EngineError, JobFailed."""
+    """Embed a job's texts. `wait` returns once the vectors are computed. Raises EngineError or JobFailed."""
     handle = submit_texts(model, job)
     wait(handle, job.timeout)
     return vectors_of(model, job, handle)
@@ -44,7 +44,7 @@ def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
 
 
 def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedResult:
-    """Return the result of a job whose texts are embedded. Raises EngineError."""
+    """Return the result of a job whose texts have been embedded. Raises EngineError."""
     embedder, vectors = model.embedder, handle.result()
     result: EmbedResult = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
     if embedder.per_token and job.encoding == "base64":
@@ -62,14 +62,16 @@ def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: flo
         handle.result(remaining_s)
     except TimeoutError:
         handle.cancel()
-        message = f"timeout: {timeout_s} s have passed before all texts were computed; raise it, or send fewer texts"
+        message = (
+            f"timeout: {timeout_s} s passed before all texts were computed; raise the timeout, or send fewer texts"
+        )
         raise JobFailed("timeout", message) from None
 
 
 def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
     """Return the indices and scores of the best documents, in descending order of score.
 
-    Documents with equal scores keep their order. Raises EngineError, JobFailed.
+    Documents with equal scores keep their order. Raises EngineError or JobFailed.
     """
     model.require("rerank")
     handle = model.reranker.submit(job.query, job.documents, truncate=job.truncate)

@@ -65,10 +65,10 @@ from .unknown_task import end_unknown_task
 log = event_logger(__name__)
 
 TYPE_MARK = '"__type__"'  # in JSON that only kombu's own parser can read, which takes twice as long
-NOT_A_MESSAGE = (KeyError, TypeError, ValueError)  # raised when something else than a message is parsed
+NOT_A_MESSAGE = (KeyError, TypeError, ValueError)  # raised when data that is not a message is parsed
 TAKE_RETRY_S = 0.5  # between two attempts to take a message while Redis is unreachable or refuses commands
 ACK_RETRY_S = 1.0  # between two attempts to acknowledge a message while there is no channel
-PROBE_WAITS_S = (0.5, 1.0, 2.0)  # before Redis is probed again for whether it accepts commands; the last value repeats
+PROBE_WAITS_S = (0.5, 1.0, 2.0)  # seconds between two checks whether Redis accepts commands; the last value repeats
 EVENT_FLUSH_S = 0.1  # Celery sends events in each turn of the loop, but Flower shows no difference
 MAX_EVENTS = 1000  # per message of events; a full buffer is sent at once
 
@@ -81,7 +81,7 @@ class JobLimits:
     """
 
     def __init__(self, max_in_progress: Mapping[str, int], look_ahead: int, default: Callable[[], str | None]) -> None:
-        """Compute capacity from `max_in_progress`, the maximum number of jobs per model, which its owner may update.
+        """Compute capacity from `max_in_progress`, the maximum number of jobs per model. Its owner may update it later.
 
         `default` returns the model that serves `:default`.
         """
@@ -95,7 +95,7 @@ class JobLimits:
         return self._default() or model if model == DEFAULT_MODEL else model
 
     def capacity(self, queues: Iterable[str], *held: HeldJobs) -> dict[str, int]:
-        """Return how many more jobs the model of each queue may get, in addition to the jobs that are already `held`.
+        """Return how many more jobs each queue may deliver, given the jobs that are already `held`.
 
         A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a worker can hold
         two chunks for a model, and the second chunk gets the slots that the first one no longer needs.
@@ -218,7 +218,7 @@ class QueueReader:
 
     def _disable_unblocking(self, error: ResponseError) -> None:
         detail = f"{error}; a model whose jobs have just ended may wait up to 1 s for its next job"
-        log.warning("unblocking of BRPOP disabled", detail=detail)
+        log.warning("BRPOP unblocking disabled", detail=detail)
         self._client_id, self._can_unblock = None, False
 
     # Replies
@@ -429,7 +429,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
         signals.task_unknown.send(sender=self, message=message, exc=exc, name=task, id=job_id)
 
     def _flush_events(self) -> None:
-        """Send the events of the last EVENT_FLUSH_S together."""
+        """Send the events of the last EVENT_FLUSH_S seconds together."""
         now = time.monotonic()
         if now >= self._next_flush_at:  # compares times because a reconnect clears the timers
             self._next_flush_at = now + EVENT_FLUSH_S

@@ -62,12 +62,12 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return self._can_take()
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Hold a message that this worker has taken in the ledger, on this channel or on an earlier channel."""
+        """Hold a message that this worker has taken, on this channel or on an earlier one."""
         self._num_appended += 1
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
-        """Return the weights of the messages that this channel holds, without jobs that wait for their ETA.
+        """Return the weights of the messages that this channel holds, except for jobs that wait for their ETA.
 
         The event loop calls this several times per turn, so the result is cached until something changes.
         """
@@ -115,12 +115,12 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return True
 
     def forget(self, message: Any) -> None:
-        """Forget a message that another worker holds, which frees its capacity. Thread-safe."""
+        """Forget a message that another worker holds, so that its capacity is free again. Thread-safe."""
         if self._delivered.get(message.delivery_tag) is message:
             self._quick_ack(message.delivery_tag)
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Return the messages that are still held when the worker stops."""
+        """Return the messages that are still held to their queues when the worker stops."""
         for delivery_tag in list(self._delivered):
             self.reject(delivery_tag, requeue=True)
         self._delivered.clear()
@@ -192,7 +192,7 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
         try:
             adopt(runtime.ledger, task, message)
         except RedisError as error:
-            log.warning("message of plain Celery not adopted", detail=f"{error}; retrying in {ADOPT_RETRY_S:g} s")
+            log.warning("plain Celery message not adopted", detail=f"{error}; retrying in {ADOPT_RETRY_S:g} s")
             arguments = (message, body, ack, reject, callbacks)
             return consumer.timer.call_after(ADOPT_RETRY_S, take, arguments, others)
         return ack(log, consumer.connection_errors)
@@ -241,7 +241,7 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def maybe_expire(self) -> bool | None:
-        """Return whether the job has expired. A job that has started before never expires, because it is continued."""
+        """Return whether the job has expired. A job that has started before never expires, but is resumed."""
         expires: datetime | None = self.expires  # type: ignore[has-type]
         if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_started():
             self.expires = None
@@ -279,7 +279,7 @@ class JobRequest(Request):  # type: ignore[misc]
             control.interrupt(Interruption.SUPERSEDED)
 
     def _forget_message(self) -> None:
-        """Forget the message without settling it, which frees its capacity in this worker."""
+        """Forget the message without settling it, so that its capacity in this worker is free again."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:
@@ -301,7 +301,7 @@ class JobRequest(Request):  # type: ignore[misc]
                 super().reject(requeue)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """Terminate as Celery does, but send Celery's events about the end before the job ends, not afterwards."""
+        """Terminate the job as Celery does, but send Celery's events about the end before the job ends."""
         if not self.time_start:
             super().terminate(pool, signal)  # Celery calls this method again once the job has started
             return

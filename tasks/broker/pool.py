@@ -49,7 +49,7 @@ class JobControl:
         self._lock = threading.Lock()
 
     def when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
-        """Call `stop` when the job is interrupted, or now if it already is."""
+        """Call `stop` when the job is interrupted, or immediately if it already is."""
         with self._lock:
             self._stop = stop
             reason = self.interruption
@@ -216,7 +216,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
 
 def _once(control: JobControl, callback: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the callback of a job, changed to do nothing if a time limit has already ended the job."""
+    """Wrap a job's callback so that it does nothing if a time limit has already ended the job."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         if callback is not None and control.claim_end():

@@ -111,7 +111,7 @@ def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
 
 
 def skip_storing(task: Task, end: CeleryEnd | None, control: JobControl) -> None:
-    """Let Celery skip what the script with the last event has done: store the result, and acknowledge the message."""
+    """Let Celery skip the two steps that the script took with the last event: storing the result and acknowledging."""
     if end is not None and end.result is not None:
         control.is_settled = True  # JobRequest then only forgets the message
         setattr(task.request, IS_STORED, True)
@@ -170,7 +170,7 @@ def request_of(message: bytes | None) -> Context | None:
             body = decompress(body, headers["compression"])
         args, kwargs, canvas = json.loads(body)
     except (KeyError, TypeError, ValueError) as error:
-        log.warning("malformed message", detail=f"{error!r}; steps that follow its job are not sent")
+        log.warning("malformed message ignored", detail=f"{error!r}; steps that follow its job are not sent")
         return None
     return Context({**headers, **canvas}, args=args, kwargs=kwargs, delivery_info={})
 
@@ -266,7 +266,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return self._encoded({**meta, "task_id": task_id})
 
     def _encoded(self, meta: dict[str, Any]) -> bytes | str:
-        """Encode as Celery does, but faster, because vectors are already encoded."""
+        """Encode a result as Celery does, but faster, because vectors are already encoded."""
         try:
             return encode(meta)
         except TypeError:  # a user's own task can return dates or decimals

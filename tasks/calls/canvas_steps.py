@@ -1,6 +1,6 @@
 """Handle jobs that are steps of a canvas, and the user's own steps that follow a job.
 
-cellama's tasks are also in the registries of the other Celery apps of a process, where they stay bound to cellama's
+cellama's tasks are also in the registries of the other Celery apps in a process, where they stay bound to cellama's
 app. So if `generate` is the next step of a chain, a worker of a user's app sends it to cellama's Redis. The step is
 checked and recorded in the ledger like any other job.
 
@@ -45,7 +45,7 @@ ROUTE_OPTIONS = ("queue", "exchange", "routing_key")  # options that determine t
 
 
 def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJob) -> AsyncResult:
-    """Fail a step, together with all steps that wait for it. The preceding task keeps its success."""
+    """Fail a step, together with all steps that wait for it. The preceding task stays successful."""
     job_id = options.get("task_id") or uuid()
     context = Context(
         id=job_id,

@@ -312,7 +312,7 @@ def _encode_body(text: str) -> str:
 
 
 class Templates:
-    """Caches the templates of a process under the values that their messages share."""
+    """Caches the templates of a process, with the values that their messages share as keys."""
 
     MAX_TEMPLATES = 256  # a few KiB each; more than a producer's combinations of task, queue and priority
 
@@ -495,8 +495,8 @@ def _are_new(page: Sequence[Submission], replies: Sequence[int]) -> Iterator[boo
     for job, reply in zip(page, replies, strict=True):
         if reply < 0:
             raise InvalidJob(
-                f"idempotency_key: the key of job {job.job_id} was used for a {job.call.task} with other parameters; "
-                "give each job its own key, or read the result of the first one"
+                f"idempotency_key: the key of job {job.job_id} was used for a {job.call.task} job with different "
+                "parameters; use another key, or read the result of that job"
             )
         yield bool(reply)
 

@@ -86,7 +86,7 @@ class TypedTask(Protocol[C, R]):
     def apply_async(
         self, args: Sequence[object] | None = None, kwargs: C | None = None, **options: Unpack[CallOptions]
     ) -> QueuedJob[R]:
-        """Queue a job with Celery's options. Raises InvalidJob, RedisUnreachable and RedisRefused."""
+        """Queue a job with Celery's options. Raises InvalidJob, RedisUnreachable or RedisRefused."""
 
     def s(self, *args: object, **kwargs: object) -> Signature:
         """Return a step of a canvas. Pass `model` by name if the result of the previous step is the first argument."""

@@ -108,7 +108,7 @@ def transport_options(url: str) -> dict[str, Any]:
 
 
 def _where(url: str | None) -> RedisUrl:
-    """Return the parts of this URL or of `redis_url`, with the password of the Redis that `cellama up` runs."""
+    """Parse this URL, or else `redis_url`, and add the password of the Redis that `cellama up` runs."""
     settings = get_settings()
     return with_stored_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 
@@ -137,7 +137,7 @@ def _url_for_kombu(where: RedisUrl) -> str:
 
 
 def lua_source(package: str, *names: str) -> str:
-    """Return the clock functions and these scripts, from the directory `lua` of a package, as one text."""
+    """Return the clock functions and these scripts from a package's `lua` directory as one text."""
     directory = files(package) / "lua"
     return LUA_CLOCK + "".join((directory / f"{name}.lua").read_text(encoding="utf-8") for name in names)
 

@@ -247,7 +247,7 @@ class _Recorder:
 
 
 def publish_into(batch: Any, channel: Any, message: Mapping[str, Any], exchange: str, routing_key: str) -> None:
-    """Publish a message, whose commands the channel passes to `batch.add` instead of Redis.
+    """Publish a message. The channel passes its commands to `batch.add` instead of Redis.
 
     Channels have supported this since kombu 5.7. With older versions, the channel gets another client for this call.
     """
@@ -352,5 +352,5 @@ def streams_of(connection: Any) -> tuple[StreamReader, StreamWriter]:
 
 
 def make_clients_by(channel: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let a channel make its Redis clients with the function that `wrap` returns for kombu's own function."""
+    """Wrap the function that a channel uses to create its Redis clients."""
     channel._create_client = wrap(channel._create_client)

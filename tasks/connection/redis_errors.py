@@ -1,9 +1,9 @@
 """Find out which Redis errors are temporary, convert errors for callers, and refuse servers that cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
-replies count as errors of the command in redis-py, and neither redis-py nor kombu nor Celery waits and retries.
-cellama's connections raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable
-Redis also waits in these cases.
+replies are command errors in redis-py, so neither redis-py nor kombu nor Celery waits and retries. cellama's
+connections raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable Redis also
+waits in these cases.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _adapt(pool: Any, reader: type[Any]) -> Any:
 
 
 def local_password(host: str | None, port: int | None) -> CredentialProvider | None:
-    """Return a provider of the password that `cellama up` gave the Redis at this address, or None for a remote host."""
+    """Return a provider for the password of the Redis that `cellama up` runs, or None if the host is remote."""
     return LocalPassword(port) if host in LOOPBACK_HOSTS and port is not None else None
 
 

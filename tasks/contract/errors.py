@@ -21,7 +21,7 @@ from .json_values import valid_text
 
 
 class JobError(Exception):
-    """The base class of all cellama errors. `str(error)` is a message for people.
+    """The base class of all cellama errors. `str(error)` is a human-readable message.
 
     The table in `contract.codes` explains each `code`.
     """

@@ -21,7 +21,7 @@ _MAX_DIGITS = 300  # of a whole number, as many as a double can represent; Pytho
 
 
 class _Short(reprlib.Repr):
-    """A `repr` of the start of any value, which does not traverse the whole value."""
+    """Returns a `repr` of the start of any value, without traversing the whole value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def check_text(text: str) -> str:
 
 
 def check_escapes(text: str) -> str:
-    """Return a JSON text if its escapes are valid text. Malformed JSON is also returned. Other code checks it."""
+    """Return a JSON text if its escapes are valid. Malformed JSON is also returned, because other code checks it."""
     if "\\u" in text:
         try:
             value = json.loads(text)

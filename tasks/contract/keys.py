@@ -11,7 +11,7 @@ Jobs:
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
 `cellama:delayed` (sorted set): Jobs that wait for their ETA and whose message no worker holds, by ETA.
-`cellama:due` (sorted set): Jobs that the reaper must check, by time. Their timeout passes, or Celery lacks their end.
+`cellama:due` (sorted set): Jobs that the reaper must check, by time, for a timeout or for an end that Celery lacks.
 `cellama:missing` (sorted set): Jobs that are neither in a queue nor on a worker, by the time of detection.
 `cellama:queues` (set): Queues that have or had jobs.
 `cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. 30 days.
@@ -33,8 +33,8 @@ Workers:
 `cellama:reaper:{duty}` (string): Lock of the worker that performs a duty of the reaper. TTL.
 `cellama:looked` (string): Time of the last check for expired leases.
 `cellama:accepts`: Unused. Writing zero bytes to it tests whether Redis accepts writes.
-`cellama:wanted:pool:{pool}` (hash): Desired state of the workers of a pool, besides their settings. TTL of 30 days.
-`cellama:wanted:worker:{worker}` (hash): Desired state of one worker, besides its settings. TTL of 30 days.
+`cellama:wanted:pool:{pool}` (hash): Desired state of a pool's workers, in addition to their settings. TTL of 30 days.
+`cellama:wanted:worker:{worker}` (hash): Desired state of one worker, in addition to its settings. TTL of 30 days.
 `cellama:trials:{worker}` (hash): Loads that the worker has started and not completed. TTL of a day.
 `cellama:took:{class}:{kind}:{queue}` (list): Samples of service times, for estimates. TTL of 30 days.
 

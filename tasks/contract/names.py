@@ -1,4 +1,4 @@
-"""Names of tasks and queues, and the priorities of jobs. On Redis, priority 0 is most urgent, and 9 is least urgent."""
+"""Names of tasks and queues, and the priorities of jobs. In Redis, priority 0 is most urgent, and 9 is least urgent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def key_prefix() -> str:
 
 
 def queue_name(model_id: str) -> str:
-    """Return the Celery queue of a model. No other key starts in the same way, whatever the model id is (keys.py)."""
+    """Return the Celery queue of a model. No other key has its prefix, whatever the model id is (keys.py)."""
     return f"{key_prefix()}:queue:{model_id}"
 
 

@@ -202,7 +202,7 @@ def _to_pair(entry: Any) -> tuple[int, float]:
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f'{shorten(entry)} is not a token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
     if isinstance(given, float) or not 0 <= token <= limits.MAX_COUNT:
-        raise ValueError(f"{shorten(given)} is not a token id; give a whole number from 0")
+        raise ValueError(f"{shorten(given)} is not a token id; give a whole number, 0 or greater")
     if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
         raise ValueError(
             f"{shorten(added)} is not a bias; give a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, or -inf"
@@ -373,7 +373,7 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job can have at m
 
 
 class BaseJob(Payload):
-    """All jobs."""
+    """The parameters that all kinds of jobs have."""
 
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="Id of the model, or :default.")]
     priority: StrictInt = Field(
@@ -442,7 +442,7 @@ class GenerationJob(ReadingJob):
     )
     logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS, added to the token's logit. Can be repeated.")
     dry_multiplier: Finite = Field(
-        default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY penalty against repeated sequences. 0 disables it."
+        default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY: penalty for repeated sequences. 0 disables it."
     )
     dry_base: Finite = Field(
         default=1.75,
@@ -575,7 +575,7 @@ Job = TypeVar("Job", bound=BaseJob)
 
 
 def free_of(kind: type[BaseJob], positional: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that positional arguments of a call set, in this order.
+    """Return the names of the parameters that a call's positional arguments set, in order.
 
     In `chain(load.s(), generate.s(model="tiny"))`, the result of `load` is the prompt. If the prompt is given by name,
     as in `chain(generate.s("tiny", "Hi"), generate.s(model="tiny", prompt=" and"))`, the result is the `parent_key`.
@@ -593,7 +593,7 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
     names = free if len(args) <= len(free) else positional
     if len(args) > len(names):
         raise InvalidJob(
-            f"there are {len(args)} positional arguments, and at most {len(names)} are possible: {', '.join(names)}"
+            f"there are {len(args)} positional arguments, and at most {len(names)} are allowed: {', '.join(names)}"
         )
     values = dict(zip(names, args, strict=False))
     twice = values.keys() & kwargs.keys()

@@ -52,7 +52,7 @@ class SampleWriter:
         self._unsaved: deque[tuple[str, str]] = deque(maxlen=MAX_UNSAVED)
 
     def note(self, kind: JobClass, *, size: int, amount: float, speed: float = 1.0) -> None:
-        """Note the amount of work of a job that requested `size` tokens or texts.
+        """Record the amount of work of a job that requested `size` tokens or texts.
 
         `speed` is in tokens per second and slot, or 1 for work that is counted in seconds.
         """
@@ -60,7 +60,7 @@ class SampleWriter:
             self._unsaved.append((kind.key, f"{size} {amount:.6g} {speed:.6g}"))
 
     def flush(self) -> None:
-        """Write the new samples. If it raises RedisError, they are lost, which only makes estimates less precise."""
+        """Write the new samples. If this raises RedisError, they are lost, which only makes estimates less precise."""
         pipeline = self._redis.pipeline(transaction=False)
         while self._unsaved:
             key, entry = self._unsaved.popleft()

@@ -106,7 +106,7 @@ class Journals:
 
 
 class Streams:
-    """The streams of all readers of one event loop, each of which behaves like `stream_events` of state/reader.py."""
+    """The streams of all readers of one event loop. Each stream behaves like `stream_events` in state/reader.py."""
 
     def __init__(self, redis: Redis, connect: Callable[[], Awaitable[Wire]] | None = None) -> None:
         """Take ownership of `redis`. `connect` opens the connection for published messages (default: RedisWire)."""

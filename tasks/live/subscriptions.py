@@ -42,7 +42,7 @@ class Signal(enum.Enum):
 
 
 class Mailbox:
-    """The unread messages of a channel for one reader of an event loop, in the order of publishing.
+    """The unread messages of a channel for one reader of an event loop, in the order in which they were published.
 
     Messages are discarded until the channel is subscribed, and after an overflow until the reader has been notified.
     """
@@ -180,7 +180,7 @@ class RedisWire:
             except OSError as error:
                 raise RedisConnectionError(str(error)) from error
             if not data:
-                raise RedisConnectionError("Redis closed the connection of the subscriptions")
+                raise RedisConnectionError("Redis closed the subscription connection")
             self._parser.feed(data)
             while (reply := self._parser.gets()) is not _NOTHING:
                 if isinstance(reply, hiredis.ReplyError):
@@ -320,7 +320,7 @@ class Subscriptions:
             if not has_served:
                 raise
             if self._boxes:  # else `_tick` closed it because there are no readers
-                log.info("connection of the subscriptions lost", detail=f"{error}; it is reopened")
+                log.info("subscription connection lost", detail=f"{error}; reconnecting")
         finally:
             ticking.cancel()
             self._wire, self._sent, self._unconfirmed, self._num_silent_ticks = None, set(), Counter(), 0

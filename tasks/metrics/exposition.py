@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.connection.settimeout(CLIENT_TIMEOUT_S)  # for the whole response
         if self.path.partition("?")[0] != "/metrics":
-            self.send_error(HTTPStatus.NOT_FOUND, "this server only has /metrics")
+            self.send_error(HTTPStatus.NOT_FOUND, "this server only serves /metrics")
             return
         try:
             body = text_of(self.server.collect())

@@ -57,7 +57,7 @@ class Figures:
         """Yield the metrics in the order of the table. Raises KeyError for a name that is not in the table."""
         unknown = (self.numbers.keys() | self.tallies.keys()) - TABLE.keys()
         if unknown:
-            raise KeyError(f"metrics missing in the table: {', '.join(sorted(unknown))}")
+            raise KeyError(f"metrics missing from the table: {', '.join(sorted(unknown))}")
         for row in TABLE.values():
             if row.name in self.numbers:
                 yield _numbers(row, self.numbers[row.name])

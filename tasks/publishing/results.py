@@ -27,7 +27,7 @@ MAX_WARNING_CHARS = 300  # per warning, because names of properties may be long
 
 
 def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Event:
-    """Return the contract's event for an engine's event."""
+    """Convert an engine's event into an event that readers receive."""
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
     if isinstance(event, Text):
@@ -215,7 +215,7 @@ def _timings(completion: Completion) -> Timings:
 
 
 def failure_of(error: EngineError) -> JobFailed:
-    """Return the job's failure for an engine's error."""
+    """Convert an engine's error into the failure of a job."""
     return JobFailed(error.code, str(error))
 
 

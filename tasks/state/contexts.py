@@ -1,8 +1,7 @@
 """Store the tokens of a `finish_key` in Redis, so that workers can continue contexts that other workers computed.
 
-A context is written with the end of its job, and kept for as long as a result. It is stored under its key. A reader
-uses it only if its tokens have this key in the reader's scope (attempt/engine_request.py), so keys don't work across
-scopes.
+A context is written with the end of its job, and kept for as long as results. It is stored under its key. A reader uses
+it only if its tokens have this key in the reader's scope (attempt/engine_request.py), so keys don't work across scopes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read the output and the provenance of earlier attempts at a job, so that the next attempt can continue it.
 
-The output is read from the job's journal. The provenance is in the `started` event of the first attempt: the contents
-of the model and of its adapters and, for constrained text, the version of llguidance. Each later attempt continues with
-the same provenance, or fails.
+The output is read from the job's journal. The provenance is in the `started` event of the first attempt. It consists of
+digests of the model and its adapters and, for constrained text, the version of llguidance. Each later attempt continues
+with the same provenance, or fails.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable
 def model_changed(model_id: str) -> JobFailed:
     """Return the error of a job that can't continue with the model and adapters that it started with."""
     message = (
-        f"the job started with another model or adapter under the name {model_id!r}, which no worker has any longer; "
+        f"the job started with a different model or adapter named {model_id!r}, which no worker has any more; "
         "submit the job again, or load the previous model and adapters"
     )
     return JobFailed("model_changed", message)
@@ -132,8 +132,8 @@ def grammar_changed(begun: Provenance, installed: str) -> JobFailed:
     """Return the error of a constrained job that can't continue because no worker has its version of llguidance."""
     version = f"llguidance {begun.llguidance}" if begun.llguidance else "a version of cellama without llguidance"
     message = (
-        f"the job's constrained text started with {version}, which no worker has any longer (this one has "
-        f"{installed}), and another version may choose other tokens; submit the job again"
+        f"the job's constrained text started with {version}, which no worker has any more (this worker has "
+        f"{installed}), and a different version may choose different tokens; submit the job again"
     )
     return JobFailed("grammar_changed", message)
 

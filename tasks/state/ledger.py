@@ -305,7 +305,7 @@ class DeadJob(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An event to write. Without a `run` it belongs to no attempt, and is written only while no attempt runs.
+    """An event to write. An event without a `run` belongs to no attempt, and is written only while no attempt runs.
 
     Raises ValueError, TypeError or RecursionError if the event can't be written, so that the content of an event never
     makes `Ledger.write` fail.

@@ -232,15 +232,15 @@ class ReadTimer:
         self._is_known = is_known
 
     def wait_s(self) -> float:
-        """Return how many seconds to wait now. Raises JobTimeout and UnknownJob."""
+        """Return how many seconds to wait now. Raises JobTimeout or UnknownJob."""
         now = time.monotonic()
         if not self._is_known and now >= self._unknown_at:
             raise UnknownJob(_unknown(self._job_id))
         remaining_s = self._deadline - now
         if remaining_s <= 0:
             raise JobTimeout(
-                f"no events from job {self._job_id} for {self._timeout_s:g} s; it may still wait in its queue, which "
-                f"`cellama status {self._job_id}` shows; use a longer timeout to wait for it"
+                f"no events from job {self._job_id} for {self._timeout_s:g} s; it may still be waiting in its queue "
+                f"(see `cellama status {self._job_id}`); use a longer timeout to wait for it"
             )
         return max(0.0, min(self._read_at - now, remaining_s, self._ping_at - now))
 

@@ -151,7 +151,7 @@ class Registration:
         self._loop.start()
 
     def close(self) -> None:
-        """Mark the worker as stopped. Other workers remove its entry after `ENTRY_TTL_S`."""
+        """Mark the worker as stopped. Other workers remove its entry after `ENTRY_TTL_S` seconds."""
         self._loop.close(HEARTBEAT_S)
 
     def beat_now(self) -> None:
@@ -165,7 +165,7 @@ class Registration:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
             self._redis.hset(workers_key(), self._worker, json.dumps(asdict(ended)))
         except RedisError as error:
-            log.warning("worker not marked as ended", detail=f"{error}; its entry remains until it is stale")
+            log.warning("worker not marked as stopped", detail=f"{error}; its entry remains until it is stale")
 
     def _beat_and_run_tasks(self) -> None:
         """Send a heartbeat and run the periodic tasks. A failure of one task does not affect the others."""

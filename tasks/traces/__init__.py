@@ -1,5 +1,5 @@
 """Create the spans of jobs for OpenTelemetry, and pass their context on in headers (docs/adr/024-traces.md).
 
 `gate` and `conventions` have no dependencies. `tracing` needs the extra `cellama[otel]`, and is imported only if the
-setting `traces` is true. This package may use `contract`.
+setting `traces` is true. This package may import `contract`.
 """

@@ -143,7 +143,7 @@ class ModelChanges:
         self._loader.on_change()
 
     def empty_cache(self, model_id: str, *, whole_pool: bool = True) -> None:
-        """Start emptying the cache of a model, on this worker only. Raises UnknownModel, WrongCapability."""
+        """Start emptying the cache of a model, on this worker only. Raises UnknownModel or WrongCapability."""
         self._loader.start_emptying_cache(model_id)
 
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
@@ -156,7 +156,7 @@ class ModelChanges:
         self._loader.on_change()
 
     def load_adapter(self, model_id: str, name: str, source: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Start loading a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest."""
+        """Start loading a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken or InvalidRequest."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         override, adapter = override_in(self._record.read(), key), AdapterSettings(source=source, scale=scale)
         is_loaded_soon = key_text(key) in self._loader.busy or self._loader.adapters().get(key) == adapter
@@ -167,7 +167,7 @@ class ModelChanges:
         self._start(key, load, Override(adapter=adapter), whole_pool=whole_pool)
 
     def set_adapter_scale(self, model_id: str, name: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Set the scale of an adapter for jobs that choose no adapters. Raises UnknownModel, UnknownAdapter."""
+        """Set the scale of an adapter for jobs that choose no adapters. Raises UnknownModel or UnknownAdapter."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         model.engine.adapters.check_scale(name, scale)
         adapter = AdapterSettings(source=self._loader.adapters()[key].source, scale=scale)
@@ -178,7 +178,7 @@ class ModelChanges:
     def unload_adapter(self, model_id: str, name: str, timeout_s: float, *, whole_pool: bool = True) -> None:
         """Refuse new jobs for an adapter, and unload it in the background after its last job.
 
-        If the adapter is desired but not loaded, it is only removed from the desired state. Raises UnknownModel,
+        If the adapter is desired but not loaded, it is only removed from the desired state. Raises UnknownModel or
         UnknownAdapter.
         """
         model, key = self._manager.get(model_id), adapter_key(model_id, name)

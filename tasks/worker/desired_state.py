@@ -3,8 +3,8 @@
 Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each record is a hash
 whose keys stand for a model, an adapter of a model, or the default model. A value contains the required settings, or a
 note that the model, adapter or default must be absent. An entry for the worker overrides the entry for its pool, which
-overrides the settings. The functions are pure, and `DesiredStateRecord` reads and writes Redis. docs/adr/012-pools.md
-gives the reasons.
+overrides the settings. The functions are pure, and only `DesiredStateRecord` reads and writes Redis.
+docs/adr/012-pools.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def key_of(name: bytes) -> Key:
 
 
 class Override(BaseModel):
-    """The entry of a key, which sets exactly one of `model`, `adapter`, `default` and `gone`."""
+    """The entry for a key, which sets exactly one of `model`, `adapter`, `default` and `gone`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,7 +90,7 @@ class Override(BaseModel):
 
 
 def override_of(key: Key, text: bytes | str) -> Override:
-    """Parse the entry of a key from JSON. Raises ValueError."""
+    """Parse the entry for a key from JSON. Raises ValueError."""
     override = Override.model_validate_json(text)
     given = [kind for kind in NUM_PARTS if getattr(override, kind) is not None]
     if given != ([] if override.gone else [key[0]]):

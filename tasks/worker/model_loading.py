@@ -190,7 +190,7 @@ class ModelLoader:
         self.failed[name] = FailedAction({"code": code, "message": message}, time.monotonic(), delay_s)
 
     def start_emptying_cache(self, model_id: str) -> None:
-        """Empty the cache of a model in the background. Raises UnknownModel, WrongCapability."""
+        """Empty the cache of a model in the background. Raises UnknownModel or WrongCapability."""
         engine = self._manager.get(model_id).engine
 
         def empty_cache() -> None:

@@ -64,7 +64,7 @@ def _prepare_process() -> None:
 
 
 def limit_free_heap(libc: Any = None) -> bool:
-    """Make the C library return most freed memory to the system. Returns False if it can't, or is not glibc."""
+    """Make the C library return most freed memory to the system. Returns False if it refuses, or is not glibc."""
     libc = libc or ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
         return False
@@ -102,7 +102,7 @@ class Quarantine:
     def passed(self, is_interrupted: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
         """Wait until the job may start, or is interrupted, and yield a function that marks it as proven.
 
-        Set `alone` for a suspect. When the context is left, the job counts as proven in any case. Thread-safe.
+        Set `alone` for a suspect. When the block ends, the job counts as proven in any case. Thread-safe.
         """
         with self._changed:
             self._num_suspects += alone
@@ -239,7 +239,7 @@ class Runtime:
         self.middlewares.call(Middleware.on_model_loaded, model.id, loaded)
 
     def describe_slots(self) -> str:
-        """Describe the slots of each model, for Flower's page of the worker."""
+        """Describe the slots of each model, for the worker's page in Flower."""
         engines = {
             model_id: model.engine.snapshot()
             for model_id, model in self.manager.models().items()

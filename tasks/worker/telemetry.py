@@ -1,4 +1,4 @@
-"""Relay the telemetry of engines, which consists of their steps and requests, to the hooks of middlewares.
+"""Relay events about engines' steps and requests to the hooks of middlewares.
 
 An engine only appends an event to a queue, and a separate thread calls the hooks. A hook that is slow, hangs or fails
 therefore loses events, but does not delay tokens. This module also contains middlewares with such hooks: one calls the

@@ -186,7 +186,7 @@ def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
         client.cached_prefix("no such model", "Hi")
     with pytest.raises(InvalidJob, match="give either prompt"):
         client.cached_prefix("tiny")
-    with pytest.raises(JobFailed, match="limit 100000"):
+    with pytest.raises(JobFailed, match="limit is 100000"):
         client.cached_prefix("tiny", "x" * 100_001)
     with pytest.raises(JobFailed, match="parent_key"):
         client.cached_prefix("tiny", "x", parent_key="ab" * 32)

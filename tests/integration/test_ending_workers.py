@@ -158,7 +158,7 @@ def test_job_does_not_resume_with_the_tokens_of_another_model(
     token = {"seq": 1, **events.token("x", [5])}
     ledger.write([Entry(job_id=job.id, run=attempt.run, event=event) for event in (begun, token)])
     start_worker()
-    with pytest.raises(JobFailed, match=f"started with another model or adapter under the name '{model}'") as caught:
+    with pytest.raises(JobFailed, match=f"started with a different model or adapter named '{model}'") as caught:
         job.get(timeout=PATIENCE_S)
     assert (caught.value.code, caught.value.retryable) == ("model_changed", True)
 

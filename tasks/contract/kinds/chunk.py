@@ -38,7 +38,7 @@ class ChunkLine(Payload):
 
 
 class ChunkJob(BaseJob):
-    """Lines that one worker runs together. They get slots in this order."""
+    """Lines that one worker runs together. They get slots in the given order."""
 
     lines: Annotated[tuple[ChunkLine, ...], Field(min_length=1, max_length=MAX_CHUNK_LINES)]
 

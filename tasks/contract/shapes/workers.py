@@ -29,7 +29,7 @@ class LoadFailure(TypedDict):
 
 
 class WantedThing(TypedDict):
-    """A model or adapter that a worker must load, or must unload.
+    """A model or adapter that a worker must load or unload.
 
     `by` is the origin of this requirement: the worker's settings, a command for its pool, or a command for this worker.
     """

@@ -57,9 +57,9 @@ def test_failing_hook_is_logged_once_and_does_not_affect_the_job(caplog: pytest.
     middlewares.close()
     assert len(broken.calls) == len(recorder.calls) == 3
     assert [record.message for record in caplog.records] == [
-        "hook of middleware failed (middleware=Broken, hook=after_attempt): "
+        "middleware hook failed (middleware=Broken, hook=after_attempt): "
         "it is still called, but further failures are not logged",
-        "hook of middleware failed (middleware=Broken, hook=after_attempt, num_failures=3)",
+        "middleware hook failed (middleware=Broken, hook=after_attempt, num_failures=3)",
     ]
 
 

@@ -97,7 +97,7 @@ def test_failing_hook_is_logged_once_per_event_type_and_loses_no_token(
     report(engine, fail, times=3)
     assert len(calls) > 3
     assert sorted(record.message for record in caplog.records if record.exc_info) == [
-        f"hook of middleware failed (middleware=TelemetryHook, hook={hook}): "
+        f"middleware hook failed (middleware=TelemetryHook, hook={hook}): "
         "it is still called, but further failures are not logged"
         for hook in ("on_request", "on_step")
     ]
