@@ -1,4 +1,4 @@
-"""Clients, readers and jobs on the Redis of the test run; its worker, and workers of a test's own."""
+"""Fixtures for the Redis of the test run: clients, readers, jobs, and workers that serve only one test."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .ledgers import submit
 
 GREEDY: dict[str, Any] = {"temperature": 0}
-LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, **GREEDY}  # with a slowed worker: until it is ended
+LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, **GREEDY}  # endless on a slowed worker
 MEDIUM = {**LONG, "max_tokens": 100}
 RESUMED = {**LONG, "max_tokens": 300}  # compared with its undisturbed text
-STEP_S = 0.25  # of a worker that is slowed: RESUMED then lasts for over a minute
+STEP_S = 0.25  # per step of a slowed worker, so that RESUMED lasts for over a minute
 STORY = "Once upon a time"
 
 StartWorker = Callable[..., WorkerProcess]
@@ -39,7 +39,7 @@ def client(worker: WorkerProcess) -> Iterator[Client]:
 
 @pytest.fixture
 def events_of(redis_client: Redis) -> Callable[..., list[dict[str, Any]]]:
-    """All events of a job, to its end."""
+    """Return a function that reads all events of a job, up to the terminal event."""
 
     def read(job_id: str, after: int = -1) -> list[dict[str, Any]]:
         return list(stream_events(redis_client, job_id, after, timeout_s=PATIENCE_S))
@@ -49,13 +49,13 @@ def events_of(redis_client: Redis) -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture
 def unserved(redis_server: RedisServer) -> str:
-    """A model that no worker has: its jobs stay where they were put."""
+    """Return the id of a model that no worker serves, so that its jobs stay in the queue."""
     return f"unserved-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(scope="module")
 def plain(redis_server: RedisServer) -> Iterator[Celery]:
-    """A Celery app that knows nothing of cellama."""
+    """Return a plain Celery app, without cellama."""
     with Celery("plain", broker=redis_server.url, backend=redis_server.url, set_as_current=False) as other:
         yield other
 
@@ -77,7 +77,7 @@ def job_id(ledger: Ledger, queue: str) -> str:
 
 @pytest.fixture
 def model() -> str:
-    """The name of a model that only the workers of this test serve."""
+    """Return the id of a model that only the workers of this test serve."""
     return f"m{uuid.uuid4().hex[:8]}"
 
 
@@ -94,8 +94,10 @@ def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Itera
         python_path: str = "",
         **settings: Any,
     ) -> WorkerProcess:
-        """`step_s`: each step takes so long from the first one on. Not `ready`: it may end before it can be seen.
-        `python_path` comes before the packages that are installed."""
+        """Start a worker, whose steps take at least `step_s` seconds.
+
+        With `ready`, wait until the worker is in the registry. `python_path` precedes the installed packages.
+        """
         folder = tmp_path / str(len(started))
         folder.mkdir()
         if step_s:
@@ -126,7 +128,7 @@ def wait_for_token(redis: Redis, job_id: str) -> None:
 
 
 def check_whole(events: list[dict[str, Any]], text: str) -> None:
-    """One gapless stream with one terminal event, and that text."""
+    """Check that the stream has no gaps, one terminal event, and this text."""
     assert [event["seq"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events if event["type"] in ("started", "done", "error")] == ["started", "done"]
     assert "".join(event.get("text", "") for event in events) == text

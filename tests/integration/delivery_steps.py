@@ -1,4 +1,4 @@
-"""The steps of the model check: everything that can happen to jobs, workers and Redis. No step waits."""
+"""The steps of the model check, which can happen to jobs, workers and Redis in any order. No step waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIST = queue_key(QUEUE, 3)
 
 CLOCK = "test:clock"
 
-TOKENS = 4  # of a job that nobody ends before
+TOKENS = 4  # tokens of a job that is not ended earlier
 
 MAX_JOBS = 5
 
@@ -48,7 +48,7 @@ class Held:
 
     taken: Taken
     attempt: Attempt | None = None
-    number: int = 0  # of the attempt, among those of all jobs; no rollback gives it out again
+    number: int = 0  # number of the attempt among the attempts at all jobs, which no rollback reuses
     num_tokens: int = 0
     next_seq: int = 0
 
@@ -60,7 +60,10 @@ class Worker:
 
 
 class Delivery:
-    """Every method without an underscore that takes a number from 0 to 11 is a step; most choose a worker by it."""
+    """Simulates workers and Redis. Each public method that takes a number from 0 to 11 is a step.
+
+    Most steps use the number to choose a worker.
+    """
 
     def __init__(self) -> None:
         self.redis = redis_of_test[0]
@@ -73,7 +76,7 @@ class Delivery:
         self.ticks = 0
         self.num_begun = 0
         self.snapshot: dict[bytes, bytes] = {}
-        self.trimmed: set[str] = set()  # jobs whose journal has lost its beginning
+        self.trimmed: set[str] = set()  # jobs whose journal has lost its first events
 
     def store(self, job_id: str, ending: Ending) -> None:
         """Store a result as Celery's result backend does."""
@@ -103,7 +106,7 @@ class Delivery:
     # Workers
 
     def lose(self, number: int) -> None:
-        """A worker is killed between the two commands by which it takes a message."""
+        """Kill a worker between the two commands that take a message."""
         self.redis.rpop(LIST)
         self.die(number)
 
@@ -168,7 +171,7 @@ class Delivery:
         )
         superseded, gaps = self.ledger.write([entry])
         held.next_seq += 1
-        if gaps:  # Redis has lost some: from the journal on
+        if gaps:  # Redis has lost events, so continue from the journal
             self.hand_back_one(worker, job_id, held)
         elif superseded:
             holder = self.redis.hget(job_key(job_id), "holder")
@@ -239,7 +242,7 @@ class Delivery:
         self.reaper.run_once()
 
     def expire_journal(self, number: int) -> None:
-        """The journal of a job that waits expires, is evicted, or is deleted."""
+        """Delete the journal of a waiting job, as if it had expired or been evicted."""
         waiting = [job_id for job_id in self.jobs if self.ledger.state(job_id) in ("queued", "handed_back")]
         if waiting:
             job_id = waiting[number % len(waiting)]
@@ -247,7 +250,7 @@ class Delivery:
                 self.trimmed.add(job_id)
 
     def cut_off(self, number: int) -> None:
-        """Nobody reaches Redis for a while; or a replica takes over that has another clock."""
+        """Make Redis unreachable for a while, or let a replica with a different clock take over."""
         self.redis.incrbyfloat(CLOCK, (2.0, 8.0, 60.0, -60.0)[number % 4])
 
     def remember(self, _: int) -> None:
@@ -287,7 +290,7 @@ class Delivery:
                 assert noted or self.redis.zscore(leases_key(), job_id) is not None
 
     def finish(self) -> None:
-        """Let workers do their duties until every job has ended and Celery has each result."""
+        """Run the duties of workers until every job has ended and Celery has each result."""
         for worker in self.workers:
             worker.frozen = False
         for _ in range(60):

@@ -1,4 +1,4 @@
-"""Jobs in a ledger, without Celery: what the tests of the ledger, the reaper and the model check share."""
+"""Create jobs in a ledger without Celery, for the tests of the ledger, the reaper and the model check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def submission(
     task: str = "cellama.generate",
     digest: str = "",
 ) -> Submission:
-    """A job with a message as kombu writes it."""
+    """Return a job with a message in kombu's format."""
     job_id = job_id or str(uuid.uuid4())
     properties = {"correlation_id": job_id, "priority": priority, "delivery_tag": str(uuid.uuid4())}
     headers = {"id": job_id, "task": task, SUBMITTED_AT_HEADER: 1.0}
@@ -36,14 +36,14 @@ def submission(
 
 
 def submit(ledger: Ledger, queue: str, **options: Any) -> str:
-    """The id of a new job."""
+    """Submit a new job, and return its id."""
     job = submission(queue, **options)
     assert ledger.submit([job]) == [1]
     return job.job_id
 
 
 def take(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> Taken:
-    """A worker has the message, as far as the ledger is concerned."""
+    """Take a job's message in the ledger, as a worker does."""
     return ledger.take(job_id, lease_s)[0]
 
 
@@ -52,7 +52,7 @@ def begin(ledger: Ledger, job_id: str, **options: Any) -> Attempt:
 
 
 def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0) -> set[int]:
-    """Writes events from `seq` on; the places of those that are superseded."""
+    """Write events with numbers from `seq` on, and return the indices of superseded events."""
     entries = [
         Entry(job_id=attempt.job_id, run=attempt.run, event={"seq": seq + i, **event}) for i, event in enumerate(told)
     ]
@@ -62,7 +62,7 @@ def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0)
 
 
 def ids_in(redis: Any, queue: str, priority: int = PRIORITY_INTERACTIVE) -> list[str]:
-    """The jobs whose messages stand in a queue, the next one first."""
+    """Return the ids of the jobs whose messages are in a queue, the next one first."""
     messages = redis.lrange(queue_key(queue, priority), 0, -1)
     return [json.loads(message)["headers"]["id"] for message in reversed(messages)]
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a running worker: through jobs, clients and the command line."""
+"""LoRA adapters of a running worker are used and controlled through jobs, clients and the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asyncio client does what the blocking one does."""
+"""The asyncio client behaves like the blocking client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_async_client_reads_a_finished_result_without_subscribing(redis_client: 
 
 
 def num_subscriptions(redis: Redis) -> int:
-    """Ever asked for."""
+    """Return how many subscriptions Redis has received so far."""
     return int(redis.info("commandstats")["cmdstat_subscribe"]["calls"])
 
 
@@ -90,7 +90,7 @@ def test_async_client_supports_hundreds_of_concurrent_readers(worker: WorkerProc
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", **LONG)
         readers = [job.stream(timeout=PATIENCE_S) for _ in range(150)]
-        firsts = await asyncio.gather(*(anext(reader) for reader in readers))  # none of them has ended
+        firsts = await asyncio.gather(*(anext(reader) for reader in readers))  # none of the jobs has ended
         assert {event["seq"] for event in firsts} == {0}
         await job.cancel()
         for reader in readers:

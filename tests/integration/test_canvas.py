@@ -1,4 +1,4 @@
-"""Celery's canvas with cellama's tasks and those of a user's app, whose worker is another process."""
+"""Canvases of cellama's tasks and the tasks of a user's app, whose worker is a separate process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_link_receives_the_result_and_link_error_the_failure(users: Any, redis_c
 
 
 def test_nested_steps_follow_the_routes_of_their_app(users: Any, redis_client: Redis, story: str) -> None:
-    """The worker of the app listens to none of the queues that cellama's workers know."""
+    """The app's worker reads none of the queues that cellama's workers know."""
     job = generate.s("tiny", STORY, **SHORT)
     told = chain(job, users.text_of.s())
     nested = chain(job, group(users.text_of.s(), chain(generate.s(model="tiny", **SHORT), users.text_of.s())))
@@ -130,7 +130,7 @@ def test_nested_steps_follow_the_routes_of_their_app(users: Any, redis_client: R
 
 
 def test_step_priority_is_mapped_to_a_priority_that_the_worker_consumes(users: Any) -> None:
-    """Kombu has four priorities unless an app says otherwise; cellama's workers have ten."""
+    """Kombu has four priorities by default, whereas cellama's workers have ten."""
     for priority in range(10):
         done = chord([generate.s("tiny", STORY, **SHORT)] * 2, users.length.s().set(priority=priority)).apply_async()
         assert done.get(timeout=PATIENCE_S) == 2

@@ -1,4 +1,4 @@
-"""Clients with a URL use only that Redis and never the one of the settings."""
+"""Clients with a URL use only this Redis, and never the Redis in the settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = {"max_tokens": 6, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def elsewhere(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of another Redis, whose only worker has a model that the worker of the test run lacks."""
+    """Return the URL of another Redis, whose only worker has a model that the worker of the test run lacks."""
     folder = tmp_path_factory.mktemp("elsewhere")
     models = json.dumps([{"id": "other", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}])
     with RedisServer.start(folder / "redis") as server:

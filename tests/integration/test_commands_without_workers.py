@@ -32,7 +32,7 @@ def cellama(*argv: str) -> Result:
 
 @pytest.fixture
 def unserved(redis_client: Redis) -> Iterator[str]:
-    """The id of a model that nobody serves, and for which two jobs wait."""
+    """Return the id of a model that no worker serves, and for which two jobs wait."""
     model = f"m{uuid.uuid4().hex[:8]}"
     jobs = [generate.delay(model, "Once"), generate.delay(model, "Once")]
     yield model
@@ -79,7 +79,7 @@ def test_metrics_once_fails_without_redis(
 
 
 def test_gateway_reports_a_remedy_when_its_port_is_taken() -> None:
-    refused = cellama("gateway", "--host", "192.0.2.1")  # of no machine: RFC 5737
+    refused = cellama("gateway", "--host", "192.0.2.1")  # no machine has this address (RFC 5737)
     assert isinstance(refused.exception, PortTaken)
     assert "port 8000 on 192.0.2.1 can't be opened" in str(refused.exception)
     assert "--host" in str(refused.exception)
@@ -121,7 +121,7 @@ def test_queue_purge_asks_first_cancels_waiting_jobs_and_rejects_unknown_models(
 
 @pytest.fixture
 def run_id(redis_client: Redis) -> str:
-    """A run of half an hour ago, whose command is gone."""
+    """Return the id of a run that started half an hour ago. Its command has exited."""
     name = str(uuid.uuid4())
     facts = {"input": "/x/in.jsonl", "output": f"/x/{name}.jsonl", "model": "7", "total": 9, "finished": 4, "failed": 1}
     Batches(redis_client).write(name, state="in_progress", **facts)
@@ -132,7 +132,7 @@ def run_id(redis_client: Redis) -> str:
 
 @pytest.fixture
 def live_worker(redis_client: Redis) -> Iterator[str]:
-    """An entry in the registry; the id of its model."""
+    """Register a worker, and return the id of its model."""
     model, now = f"m{uuid.uuid4().hex[:8]}", time.time()
     served = {
         "id": model,

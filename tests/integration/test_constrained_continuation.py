@@ -1,4 +1,4 @@
-"""A constrained job continues only on a worker with the version of llguidance that it began with."""
+"""A constrained job continues only on a worker with the version of llguidance that it started with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ WORDS: dict[str, Any] = {**FREE, "regex": "([a-z]+[ .\\n])*"}
 
 @pytest.fixture
 def other_version(tmp_path: Path) -> str:
-    """A folder of packages in which llguidance says that it is of another version; its code is the installed one."""
+    """Return a directory of packages with metadata of another version of llguidance.
+
+    Its code is the installed version.
+    """
     info = tmp_path / "packages" / f"llguidance-{OTHER}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llguidance\nVersion: {OTHER}\n")
@@ -35,7 +38,7 @@ def other_version(tmp_path: Path) -> str:
 
 
 def killed_in_mid_stream(worker: WorkerProcess, model: str, redis: Redis, **params: Any) -> Any:
-    """A job whose worker was killed while it streamed: it has some of its text, and no end."""
+    """Return a job whose worker was killed while it streamed, so it has a part of its text and no end."""
     with worker.slowed(0.2):
         job = generate.delay(model, STORY, **params)
         wait_for_token(redis, job.id)
@@ -128,7 +131,7 @@ def test_constrained_job_of_a_version_without_llguidance_fails(
 
 
 def forget(redis: Redis, worker: WorkerProcess) -> None:
-    """Act as other workers do with the entry of a worker that stopped a minute ago."""
+    """Remove a worker's entry, as other workers do a minute after the worker has stopped."""
     entries: Any = redis.hgetall(workers_key())
     (name,) = [name for name, entry in entries.items() if json.loads(entry)["pid"] == worker.process.pid]
     redis.hdel(workers_key(), name)

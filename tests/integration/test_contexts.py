@@ -1,4 +1,4 @@
-"""Contexts in Redis: what is kept with the end of a job is found by its key, and nothing that is damaged counts."""
+"""Contexts in Redis are stored with the end of a job and found by their key, and damaged contexts are ignored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_context_round_trips(redis_client: Redis, num_tokens: int) -> None:
     found = read_context(redis_client, key, MODEL, 900)
     assert found is not None
     assert (found.model, found.identity, list(found.tokens)) == (MODEL, STORE_ID, kept.tokens)
-    assert 600 < int(str(redis_client.ttl(context_key(key)))) <= 900  # who asks for it keeps it
+    assert 600 < int(str(redis_client.ttl(context_key(key)))) <= 900  # a reader extends its expiry
     assert redis_client.strlen(context_key(key)) < 4 * num_tokens + 64
     other = read_context(redis_client, key, "cd" * 32, 900)
     assert other is not None

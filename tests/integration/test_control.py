@@ -63,7 +63,7 @@ def test_celery_revoke_is_stored_for_jobs_of_plain_celery(
     plain.control.revoke(job.id)
     wait_until(lambda: redis_client.get(cancel_key(job.id)), "the cancel key")
     assert 0 < redis_client.ttl(cancel_key(job.id)) <= REVOKED_TTL_S == REVOKE_EXPIRES
-    submit(Ledger(redis_client), queue_name(unserved), job_id=job.id)  # as a later worker notes it
+    submit(Ledger(redis_client), queue_name(unserved), job_id=job.id)  # as a worker does later
     attempt = Ledger(redis_client).begin(job.id, new_run(), "a later worker")
     assert attempt.verdict == "cancelled"
 
@@ -100,7 +100,7 @@ def test_purge_counts_waiting_jobs_and_keeps_running_ones(unserved: str, redis_c
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     attempt = begin(ledger, resumed, token=take(ledger, resumed).token)
     write(ledger, attempt, TOKEN, seq=2)
-    begin(ledger, fresh, token=take(ledger, fresh).token)  # it has no slot yet
+    begin(ledger, fresh, token=take(ledger, fresh).token)  # the job has no slot yet
     take(ledger, in_hands)
     redis_client.rpush(queue_key(queue, PRIORITY_INTERACTIVE), redis_client.hget(job_key(waiting), "message") or b"")
     assert purge_queue(app, queue) == 2
@@ -156,11 +156,11 @@ def test_job_fails_with_time_limit_exceeded_before_and_after_its_start(
         with pytest.raises(TimeLimitExceeded):
             job.get(timeout=PATIENCE_S)
     assert events_of(waiting.id)[-1]["finish_reason"] == "timeout"
-    assert Ledger(redis_client).state(running.id) == "running"  # its attempt decides
+    assert Ledger(redis_client).state(running.id) == "running"  # its attempt decides how it ends
 
 
 def followers(redis: Redis, queue: str) -> list[tuple[str, Any]]:
-    """The ids and first arguments of what waits in a queue of a user's own."""
+    """Return the ids and first arguments of the tasks that wait in a user's queue."""
     found: Any = redis.lrange(queue, 0, -1)
     stored = [json.loads(message) for message in found]
     return [(message["headers"]["id"], json.loads(base64.b64decode(message["body"]))[0][0]) for message in stored]
@@ -186,7 +186,7 @@ def test_next_step_and_callbacks_are_sent_when_a_job_times_out(unserved: str, re
     assert done.result["finish_reason"] == "timeout"
 
     def is_sent() -> bool:
-        """Return whether any reaper sent it: Celery stores a failure before it sends the errback."""
+        """Return whether a reaper has sent all steps. Celery stores a failure before it sends the errback."""
         told = followers(redis_client, queue)
         return failed.id in [what for _, what in told] and all((job_id, done.result) in told for job_id in ids)
 

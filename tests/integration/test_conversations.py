@@ -1,4 +1,4 @@
-"""Conversations continued by parent keys on a real worker: exact tokens, and never across scopes."""
+"""Conversations continue by parent keys on a real worker, with exactly the same tokens, and never across scopes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_second_turn_equals_the_rendered_template_of_both_turns() -> None:
     by_key = run(chat, turns[1:], parent_key=first["finish_key"], return_tokens=True)
     by_messages = run(chat, [turns[0], first["message"], turns[1]], return_tokens=True)
     assert by_key["context_tokens"] == by_messages["context_tokens"]
-    assert by_key["finish_key"] == by_messages["finish_key"]  # it names the tokens, however they came together
+    assert by_key["finish_key"] == by_messages["finish_key"]  # the key depends only on the tokens
 
 
 def test_text_continues_from_finish_keys_of_results_events_and_choices(events_of: EventsOf) -> None:
@@ -96,7 +96,7 @@ def test_parent_key_of_another_scope_is_treated_as_unknown() -> None:
 
 
 def kept_elsewhere(redis: Redis, fingerprint: str, scope: str = "") -> tuple[str, list[int]]:
-    """The key and tokens of a context that a worker with other types of cells has left in Redis."""
+    """Store a context in Redis, as a worker with another KV cache type does, and return its key and tokens."""
     identity, tokens = b"of other types of cells", tuple(range(300, 360))
     key = Context(identity, (), scope, tokens).key
     keep_context(redis, key, KeptContext(fingerprint, identity, tokens), 60)
@@ -154,7 +154,7 @@ def test_context_expires_with_the_result(redis_client: Redis, events_of: EventsO
     job = generate.apply_async(("tiny", STORY), {"max_tokens": 3}, ignore_result=True)
     key = context_key(events_of(job.id)[-1]["finish_key"])
     assert 86000 < int(str(redis_client.ttl(key))) <= 86400
-    redis_client.delete(key)  # the engine that computed it knows it, and sees to it that later attempts do
+    redis_client.delete(key)  # the engine that computed the context stores it again for later attempts
     run(generate, " and", parent_key=key.rpartition(":")[2], max_tokens=1)
     assert int(str(redis_client.ttl(key))) > 86000
 

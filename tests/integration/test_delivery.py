@@ -1,4 +1,4 @@
-"""Jobs survive lost workers, messages and outages, and their readers get every end."""
+"""Jobs survive outages and the loss of workers and messages, and their readers receive every end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOBODY = "nobody-serves-this"
 def test_lost_message_is_queued_again(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     with Client() as client:
         job = client.generate(model, STORY, wait=True, max_tokens=4, **GREEDY)
-        assert redis_client.rpop(queue_keys(model)[3])  # like a worker that dies before it reports the job
+        assert redis_client.rpop(queue_keys(model)[3])  # like a worker that dies before it records the job
         start_worker(lease_s=3)
         assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
 
@@ -55,11 +55,11 @@ def test_urgent_job_finishes_while_bulk_jobs_fill_the_worker(
 ) -> None:
     worker = start_worker(slots=2, look_ahead=1)
     with worker.slowed(STEP_S):
-        longer = {**LONG, "max_tokens": 150}  # over half a minute, as slow as this
+        longer = {**LONG, "max_tokens": 150}  # takes over half a minute on this slow worker
         bulk = [generate.delay(model, STORY, stream=False, priority=9, **longer) for _ in range(20)]
-        begun = [job_key(job.id) for job in bulk]  # those that the worker holds race for its slots
+        begun = [job_key(job.id) for job in bulk]  # the jobs that the worker holds compete for its slots
         wait_until(lambda: any(int(redis_client.hget(key, "next_seq") or 0) > 1 for key in begun), "a token")
-        left = 20 - 3  # it holds one per slot, and the look-ahead
+        left = 20 - 3  # the worker holds one job per slot, and the look-ahead
         wait_until(lambda: redis_client.llen(queue_keys(model)[9]) == left, "its share taken")
         assert len(generate.delay(model, STORY, max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)["text"]) > 0
         assert redis_client.llen(queue_keys(model)[9]) == left

@@ -1,4 +1,4 @@
-"""The record of a pool's desired state in a real Redis, which several workers write."""
+"""Several workers write the record of a pool's desired state in a real Redis."""
 
 from __future__ import annotations
 

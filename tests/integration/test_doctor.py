@@ -1,4 +1,4 @@
-"""`cellama doctor` as a process, on healthy and broken machines with a real Redis."""
+"""`cellama doctor` runs as a process, on healthy and broken machines with a real Redis."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ..conftest import WorkerProcess, clean_environment, worker_entry
 
 CELLAMA = Path(sys.executable).parent / "cellama"
 REDIS_FINDINGS = {"Redis", "Redis memory", "Redis persistence", "clock", "workers"}
-WITHOUT_LLAMA_CPP = "import sys\nsys.modules['llama_cpp'] = None\n"  # it then can't be found or imported
+WITHOUT_LLAMA_CPP = "import sys\nsys.modules['llama_cpp'] = None\n"  # then it can't be found or imported
 
 
 @pytest.fixture
 def private_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis for this test only, which accepts CONFIG."""
+    """Return a Redis for this test only, which accepts CONFIG."""
     with RedisServer.start(tmp_path / "redis", admin_commands=True) as server:
         yield server
 
@@ -40,7 +40,7 @@ def doctor(folder: Path, url: str, *argv: str, **variables: str) -> subprocess.C
 
 
 def report(folder: Path, url: str, code: Exit, **variables: str) -> dict[str, dict[str, Any]]:
-    """Return the findings by name, after a check of the exit code. Of several with a name, the worst counts."""
+    """Check the exit code, and return the findings by name. If several have the same name, return the worst."""
     done = doctor(folder, url, "--json", **variables)
     assert done.returncode == code, done.stdout + done.stderr
     document = json.loads(done.stdout)

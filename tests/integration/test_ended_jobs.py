@@ -1,4 +1,4 @@
-"""A worker dies between the end of a job and what follows it in a canvas: nothing is lost, and little is repeated."""
+"""If a worker dies between the end of a job and its next step, nothing is lost, and little is repeated."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ RESULT: dict[str, Any] = {"text": "x", "model": "m", "finish_reason": "stop", "s
 
 
 def step(name: str, unserved: str) -> Signature:
-    """A task of the user's own."""
+    """Return a signature of a user's task."""
     return app.signature(f"users.{name}", queue=f"users-{unserved}")
 
 
 def sent(redis: Redis, unserved: str) -> list[str]:
-    """The names of the user's tasks that have been sent, in order."""
+    """Return the names of the user's tasks that have been sent, in order."""
     found: Any = redis.lrange(f"users-{unserved}", 0, -1)
     return [json.loads(message)["headers"]["task"] for message in reversed(found)]
 
 
 def end(redis: Redis, unserved: str, job_id: str, event: events.TerminalEvent, result: Any = None) -> Taken:
-    """A worker takes the message, runs the job and writes its end."""
+    """Take the message, run the job and write its end, as a worker does."""
     ledger = Ledger(redis)
     redis.rpop(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE))
     taken = ledger.take(job_id, LEASE_S)[0]
@@ -51,9 +51,9 @@ def end(redis: Redis, unserved: str, job_id: str, event: events.TerminalEvent, r
 
 
 def recover(redis: Redis, job_id: str) -> None:
-    """The worker died: its lease ends, and a reaper looks. A reaper of another worker may be quicker."""
+    """Let the dead worker's lease expire, and wait until this reaper, or another worker's reaper, settles the job."""
     ledger = Ledger(redis)
-    ledger.restore(LEASE_S)  # after a gap between two looks, leases get more time
+    ledger.restore(LEASE_S)  # after a gap between two checks, leases are extended
     redis.zadd(leases_key(), {job_id: 1})
     reaper = Reaper(redis, ledger, partial(end_without_worker, app), LEASE_S)
     wait_until(lambda: ledger.restore(LEASE_S) or redis.zscore(leases_key(), job_id) is None, "the lease to end")
@@ -67,7 +67,7 @@ def test_next_step_is_sent_once_wherever_the_worker_died(unserved: str, redis_cl
         result = (generate.s(unserved, "Hi").set(link=link) | following).apply_async()
         job_id = result.parent.id
         end(redis_client, unserved, job_id, events.done("stop", {}), RESULT)
-        if has_sent:  # the worker died after Celery had stored the success, which comes after the next steps
+        if has_sent:  # the worker died after Celery had stored the success, which happens after it sent the next steps
             app.backend.store_result(job_id, RESULT, "SUCCESS")
         recover(redis_client, job_id)
         assert AsyncResult(job_id, app=app).get(timeout=1) == RESULT
@@ -107,7 +107,7 @@ def test_chord_completes_when_the_worker_of_its_last_part_died(
 def test_chord_completes_once_when_the_worker_died_while_sending_the_body(
     unserved: str, redis_client: Redis, body_has_run: bool
 ) -> None:
-    """The dead worker has claimed the body: nobody else may send it until the claim expires, which it does soon."""
+    """The dead worker has claimed the body, so no other worker may send it until the claim expires."""
     body = step("collect", unserved).set(task_id=str(uuid.uuid4()))
     last = generate.s(unserved, "Hi").set(task_id=str(uuid.uuid4()))
     chord([last])(body)
@@ -125,7 +125,7 @@ def test_chord_completes_once_when_the_worker_died_while_sending_the_body(
     if body_has_run:
         end_without_worker(app, job_id, ending)
     else:
-        with pytest.raises(ChordClaimed):  # the reaper looks again later
+        with pytest.raises(ChordClaimed):  # the reaper retries later
             end_without_worker(app, job_id, ending)
         assert sent(redis_client, unserved) == []
         redis_client.delete(claim)  # it expires
@@ -134,7 +134,7 @@ def test_chord_completes_once_when_the_worker_died_while_sending_the_body(
 
 
 def test_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: str, redis_client: Redis) -> None:
-    """Redis has counted the part and reserved the body for its worker, which does not know that, and acks."""
+    """Redis has counted the part and reserved the body for its worker, which acknowledges without noticing this."""
     part = generate.s(unserved, "Hi").set(task_id=str(uuid.uuid4()))
     chord([part])(step("collect", unserved))
     job_id = part.options["task_id"]
@@ -153,7 +153,7 @@ def test_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: str,
 def test_celery_result_is_stored_later_when_the_worker_could_not_store_it(unserved: str, redis_client: Redis) -> None:
     job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
     taken = end(redis_client, unserved, job.id, events.error("x", "y", False))
-    Ledger(redis_client).release(taken)  # Celery acks even if Redis refused the result
+    Ledger(redis_client).release(taken)  # Celery acknowledges even if Redis refused the result
     reaper = Reaper(redis_client, Ledger(redis_client), partial(end_without_worker, app), LEASE_S)
     wait_until(lambda: reaper.settle_due() or job.state == "FAILURE", "the failure")
     wait_until(lambda: sent(redis_client, unserved) == ["users.failed"], "the errback")

@@ -1,4 +1,4 @@
-"""Streams of jobs that have ended, as Client and AsyncClient read them: they end at once, whatever is asked for."""
+"""Client and AsyncClient end the streams of ended jobs at once, whatever events are requested."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def read_async(job_id: str, after: int = -1, **options: Any) -> list[Any]:
 
 @pytest.fixture(params=[read_blocking, read_async])
 def read(request: pytest.FixtureRequest) -> Read:
-    """All events of a job, by either client."""
+    """Return a function that reads all events of a job with one of the clients."""
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
 def ended(client: Client) -> str:
-    """A job that has ended."""
+    """Return the id of a job that has ended."""
     job = client.generate("tiny", STORY, max_tokens=4, **GREEDY)
     job.result(timeout=PATIENCE_S)
     return job.id

@@ -44,7 +44,7 @@ def start_worker(server: RedisServer, tmp_path: Path) -> Iterator[Callable[[], W
 def test_worker_exits_without_redis_and_its_job_resumes_on_another_worker(
     server: RedisServer, start_worker: Callable[[], WorkerProcess], computed: bool
 ) -> None:
-    """`computed`: only the end of the job has to be written."""
+    """If `computed` is true, only the end of the job still has to be written."""
     params, first = MEDIUM if computed else RESUMED, start_worker()
     with Client(server.url) as client, connect(server.url) as redis:
         undisturbed = client.generate("tiny", STORY, **params).result(PATIENCE_S)["text"]
@@ -68,7 +68,7 @@ def test_worker_exits_without_redis_and_its_job_resumes_on_another_worker(
 
 @pytest.mark.parametrize("sends", ["a command", "an answer"])
 def test_remote_control_waits_until_redis_is_back(server: RedisServer, sends: str) -> None:
-    """Flower's threads send commands as here, which it waits for when it ends; a worker's event loop the answers."""
+    """Flower's threads send commands in this way, and a worker's event loop sends the replies."""
     app = make_app(server.url)
     with app.connection_for_write() as connection:
         node = app.control.mailbox(connection).Node("worker", channel=connection.default_channel)
@@ -95,7 +95,7 @@ def test_remote_control_waits_until_redis_is_back(server: RedisServer, sends: st
 
 
 def test_heartbeat_on_a_lost_connection_does_not_block_the_exit(server: RedisServer) -> None:
-    """Celery's event loop sends the heartbeat like this, before it learns that the worker stops."""
+    """Celery's event loop sends the heartbeat in this way before it detects that the worker is stopping."""
     app = make_app(server.url)
     with app.connection_for_write() as connection:
         dispatcher = app.events.Dispatcher(connection)

@@ -1,4 +1,4 @@
-"""Jobs outlive the workers that run them. Most workers here serve a model of their own."""
+"""Jobs outlive the workers that run them. Most of these workers serve their own model."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_job_of_a_killed_worker_resumes_where_it_stopped(
 def test_worker_does_not_end_its_job_when_a_restored_redis_denies_ownership(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
-    """During a failover the old master accepts writes for a while, so two servers can disagree about the owner."""
+    """During a failover, the old master accepts writes for a while, so two servers can disagree about the owner."""
     worker = start_worker(lease_s=3)
     undisturbed = generate.delay(model, STORY, **RESUMED).get(timeout=PATIENCE_S)["text"]
     with worker.slowed(STEP_S):
         job = generate.delay(model, STORY, **RESUMED)
         wait_for_token(redis_client, job.id)
-        redis_client.hset(job_key(job.id), "holder", "another one")  # its run is the job's as before
+        redis_client.hset(job_key(job.id), "holder", "another one")  # the job's run is unchanged
         wait_until(
             lambda: f"job finished (job_id={job.id}, model={model}, finish_reason=cancelled" in worker.log(),
             "the run given up",
@@ -64,9 +64,9 @@ def test_stopping_worker_hands_its_jobs_back(
 ) -> None:
     first = start_worker(drain_s=drain_s)
     undisturbed = generate.delay(model, STORY, **MEDIUM).get(timeout=PATIENCE_S)["text"]
-    with first.slowed(0.5):  # each lasts for most of a minute
+    with first.slowed(0.5):  # each job takes most of a minute
         jobs = [generate.delay(model, STORY, stream=bool(i % 2), **MEDIUM) for i in range(6)]
-        wait_until(lambda: first.engine()["slots_decoding"] == 4, "busy slots")  # whichever of them have these
+        wait_until(lambda: first.engine()["slots_decoding"] == 4, "busy slots")  # any four of the jobs
         for number in range(num_signals):
             first.process.send_signal(signal.SIGTERM)
             wait_until(lambda n=number: first.log().count("Warm shutdown") > n, "the signal in the log")
@@ -77,7 +77,7 @@ def test_stopping_worker_hands_its_jobs_back(
     for job in jobs:
         assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
         check_whole(read(redis_client, job.id), undisturbed)
-    # Each returned job had a token already, which is not computed again.
+    # Each returned job already had a token, which is not computed again.
     tokens = len(jobs) * MEDIUM["max_tokens"]
     wait_until(lambda: second.engine()["phase"] == "idle", "an idle engine")
     assert second.engine()["generated_tokens"] < tokens
@@ -131,9 +131,12 @@ def test_jobs_running_alongside_a_crashing_job_are_not_suspected_later(
     job = generate.delay(model, STORY, max_tokens=8, ignore_eos=True, stream=False, priority=0)
 
     def live() -> None:
-        """A worker's life, until it ends or the job does. Whenever the job begins, there is a poison more."""
+        """Run a worker until it exits or the job ends.
+
+        Whenever the job starts, submit a job that crashes the worker.
+        """
         tried = attempts()
-        # The job shows no token for some seconds, on any machine.
+        # On any machine, the job has no token for some seconds.
         worker = start_worker(strategy=f"{service.__name__}:CountingStrategy", step_s=1.5, ready=False)
         wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
         if attempts() > tried:
@@ -166,7 +169,7 @@ def test_job_does_not_resume_with_the_tokens_of_another_model(
 def test_job_of_a_stopped_worker_waits_for_a_worker_with_the_same_weights(
     start_worker: StartWorker, model: str, redis_client: Redis, tmp_path: Path
 ) -> None:
-    """A worker with other weights under the same name does not end the job meanwhile, as after a kill."""
+    """Meanwhile, a worker with other weights under the same name does not end the job, as it would after a kill."""
     write_model(
         tmp_path / "other.gguf", Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=2, n_ff=64, n_vocab=320), seed=1
     )

@@ -1,4 +1,4 @@
-"""Many jobs queued at once: in order, all or none when one is wrong, each message with its ledger entry."""
+"""Many jobs are queued at once: in order, all or none if one is invalid, and each with its ledger entry."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def submission(job_id: str, model: str) -> Submission:
 
 
 class Watched(Ledger):
-    """Notes how many events each page has."""
+    """Records how many events each page has."""
 
     def __init__(self, redis: Redis) -> None:
         super().__init__(redis)

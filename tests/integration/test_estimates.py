@@ -41,7 +41,7 @@ HEARTBEAT_S = 2.0
 
 
 class MovedPipeline(Pipeline):
-    """Like MovedRedis, for asyncio."""
+    """A pipeline that uses the clock of the test."""
 
     def time(self, **_: Any) -> Any:
         return self.execute_command("EVAL", NOW, 0)
@@ -56,7 +56,7 @@ class SteadyRedis(MovedRedis):
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[MovedRedis]:
-    """A Redis of its own, whose clock stands still."""
+    """Return a separate Redis, whose clock stands still."""
     source = scripts.source
     own = "local time = {redis.call('GET', '" + CLOCK + "') or 0, 0}"
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ class Played:
     """A job with its course and the estimate from its submission."""
 
     asked: int
-    tokens: float  # of work, with what reading its prompt takes
+    tokens: float  # amount of work, including the prefill of the prompt
     asked_at: float = 0.0
     priority: int = 3
     said: Position | None = None
@@ -98,7 +98,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.redis)
         self.samples = SampleWriter(self.redis)
-        self.ends: list[tuple[float, str, str]] = []  # when, worker, job
+        self.ends: list[tuple[float, str, str]] = []  # time, worker, job
         self.beat_at = self.now
         self.client = Client()
         self.client._redis = self.redis
@@ -117,7 +117,7 @@ class Cluster:
         self.beat_at = self.now + HEARTBEAT_S
 
     def submit(self, asked: int, part: float = 1.0, priority: int = 3, **params: Any) -> Played:
-        """A job that makes this part of what it asks for; its prompt takes as long as up to a third of that."""
+        """Submit a job that generates this part of the requested tokens, plus up to a third of that for its prompt."""
         made = max(1.0, asked * part)
         job = submission(QUEUE, str(uuid.uuid4()))
         kwargs = {"max_tokens": asked, **params}
@@ -131,13 +131,13 @@ class Cluster:
         return played
 
     def submit_when_full(self) -> Played:
-        """The last one of twenty."""
+        """Submit twenty jobs, and return the last one if it has a slot, or else a further job."""
         jobs = [self.submit(100) for _ in range(20)]
         self.run(HEARTBEAT_S + 0.1)
         return jobs[-1] if jobs[-1].attempt else self.submit(100)
 
     def fill(self) -> None:
-        """Free slots take the next jobs."""
+        """Give the next jobs to free slots."""
         for worker in self.speeds:
             while sum(name == worker for _, name, _ in self.ends) < self.slots:
                 found = self.redis.zrange(f"cellama:waiting:{QUEUE}", 0, 0)
@@ -154,7 +154,7 @@ class Cluster:
         self.ledger.write([Entry(job_id=job.attempt.job_id, run=job.attempt.run, event={"seq": seq, **event})])  # type: ignore[arg-type]
 
     def run(self, seconds: float) -> None:
-        """Time goes by."""
+        """Let time pass."""
         until = self.now + seconds
         while min(self.beat_at, self.ends[0][0] if self.ends else until) < until:
             if self.ends and self.ends[0][0] <= self.beat_at:
@@ -193,7 +193,7 @@ def test_estimated_range_contains_the_waits_of_500_mixed_jobs(cluster: Cluster) 
         asked = round(2 ** chance.uniform(3, 9))
         jobs.append(cluster.submit(asked, chance.choice([0.1, 0.4, 1.0, 1.0])))
         cluster.run(chance.expovariate(2.5) if number % 50 else 12.0)
-        if number == 300:  # another program has taken half of the machine
+        if number == 300:  # another program uses half of the machine
             cluster.speeds["one"] /= 2
     cluster.run(10_000)
     waited = [job for job in jobs if job.said is not None and job.said.eta_s is not None]
@@ -202,7 +202,7 @@ def test_estimated_range_contains_the_waits_of_500_mixed_jobs(cluster: Cluster) 
     off = sorted(max(j.said.eta_s or 0.1, 0.1) / max(j.waited_s, 0.1) for j in waited if j.said and j.waited_s > 3)
     assert 1 / 1.5 <= off[len(off) // 2] <= 1.5
     mean_width = sum((j.said.eta_most_s or 0) - j.said.eta_least_s for j in waited if j.said) / len(waited)
-    assert mean_width < 1.5 * sum(j.waited_s for j in waited) / len(waited)  # a range that says something
+    assert mean_width < 1.5 * sum(j.waited_s for j in waited) / len(waited)  # the range is narrow enough to be useful
 
 
 def test_estimate_of_the_second_job_is_within_a_factor_of_one_and_a_half(redis: MovedRedis) -> None:
@@ -283,7 +283,7 @@ def new_job_waits(cluster: Cluster) -> dict[str, float | None]:
 def test_status_and_position_agree_for_each_class_before_a_deep_bulk_queue(cluster: Cluster, num_urgent: int) -> None:
     for _ in range(40):
         cluster.submit(100, priority=9)
-    cluster.run(1000)  # what bulk jobs take is learnt
+    cluster.run(1000)  # collects samples of bulk jobs
     for _ in range(300):
         cluster.submit(100, priority=9)
     for _ in range(num_urgent):

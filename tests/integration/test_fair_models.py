@@ -1,4 +1,4 @@
-"""Two models in one worker: a backlog of one takes nothing from the other."""
+"""In a worker with two models, the backlog of one model does not delay the other."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ Start = Callable[..., GatewayProcess]
 
 @pytest.fixture
 def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
-    """Starts a gateway on an empty database; with `keys` (their fields) it has their texts as `keys`."""
+    """Return a function that starts a gateway on an empty database.
+
+    It creates a key for each dict of fields in `keys`, and the attribute `keys` has the headers with these keys.
+    """
     with empty_database(redis_server, 11) as url, ExitStack() as ending:
 
         def start(keys: list[dict[str, Any]] | None = None, **settings: Any) -> GatewayProcess:
@@ -44,20 +47,20 @@ def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
 
 @dataclass(frozen=True)
 class Door:
-    """A gateway with the usual settings, for all tests that have a key of their own."""
+    """A gateway with default settings, for all tests that use their own key."""
 
     gateway: GatewayProcess
     url: str
 
     def key(self, **fields: Any) -> dict[str, str]:
-        """The header with a new key of these fields."""
+        """Create a key with these fields, and return the header with the key."""
         return {"authorization": f"Bearer {asyncio.run(make_key(self.url, **fields)).text}"}
 
 
 @pytest.fixture(scope="module")
 def door(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     with empty_database(redis_server, 14) as url:
-        asyncio.run(make_key(url))  # once there is one, everybody needs one
+        asyncio.run(make_key(url))  # once a key exists, every client needs one
         gateway = GatewayProcess(tmp_path_factory.mktemp("door"), url)
         try:
             yield Door(gateway.wait_ready("/health"), url)
@@ -77,7 +80,7 @@ class Sender:
         self._socket = socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
 
     def begin(self, headers: dict[str, str], size: int, path: str = CHAT) -> Sender:
-        """The head of a request with a body of that size, and its first byte."""
+        """Send the headers of a request with a body of this size, and the first byte of the body."""
         lines = {"host": "127.0.0.1", **JSON, **headers, "content-length": str(size)}
         head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self.send(head.encode() + b"\r\n{")
@@ -87,14 +90,14 @@ class Sender:
         self._socket.sendall(data)
 
     def rest(self) -> str:
-        """All that comes until the gateway closes the connection."""
+        """Return everything that arrives until the gateway closes the connection."""
         parts = []
         while part := self._socket.recv(1 << 16):
             parts.append(part)
         return b"".join(parts).decode()
 
     def is_closed(self, data: bytes) -> bool:
-        """Whether the gateway has closed the connection, to which this data is sent before."""
+        """Send this data, and return whether the gateway has closed the connection."""
         try:
             self.send(data)
             return self._socket.recv(1 << 16, socket.MSG_DONTWAIT) == b""
@@ -201,7 +204,7 @@ def test_connection_with_slow_headers_is_closed(start: Start, sender: Callable[[
     quick.begin({"connection": "close"}, 2)
     wait_until(lambda: silent.is_closed(b""), "the end of the silent connection")
     wait_until(lambda: slow.is_closed(b"x"), "the end of the slow connection")
-    quick.send(b"}")  # its head was there in time
+    quick.send(b"}")  # its headers arrived in time
     assert quick.rest().startswith("HTTP/1.1 400")
 
 
@@ -210,7 +213,7 @@ def test_slow_body_gets_408_and_a_rejected_body_is_not_read_to_its_end(
 ) -> None:
     gateway = start([{"concurrent_jobs": 1}], gateway_head_timeout_s=1, gateway_body_timeout_s=1)
     [key] = keys_of(gateway)
-    refused = sender(gateway).begin({}, 1_000_000)  # it has no key
+    refused = sender(gateway).begin({}, 1_000_000)  # the request has no key
     wait_until(lambda: refused.is_closed(b" "), "the end of the connection")
     for path in (CHAT, "/v1/messages"):
         slow = sender(gateway).begin(key, 100, path)

@@ -1,4 +1,4 @@
-"""Limits that gateways in several processes share, and keys while Redis is away."""
+"""Limits that gateways in several processes share, and keys while Redis is unreachable."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def main():
 
 asyncio.run(main())
 """
-NUM_GATEWAYS, NUM_REQUESTS = 2, 150  # of each
+NUM_GATEWAYS, NUM_REQUESTS = 2, 150  # requests per gateway
 
 
 async def make_key(url: str, **fields: Any) -> KeyText:
@@ -65,7 +65,7 @@ async def make_key(url: str, **fields: Any) -> KeyText:
 
 
 class Gateways:
-    """Several processes with limiters of the same Redis."""
+    """Several processes whose limiters share a Redis."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -101,7 +101,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture
 def database(redis_server: RedisServer) -> Iterator[str]:
-    """The URL of an empty one: gateways of other tests have no keys."""
+    """Return the URL of an empty database, because gateways of other tests have no keys."""
     with empty_database(redis_server, 5) as url:
         yield url
 
@@ -133,10 +133,10 @@ def test_racing_gateways_admit_exactly_the_limit(
     assert num_tokens == sum(map(int, charges.values()))
     if expected is None:
         assert num_tokens <= 505
-        assert num_requests == NUM_GATEWAYS * NUM_REQUESTS  # what is refused for its tokens is charged as a request
+        assert num_requests == NUM_GATEWAYS * NUM_REQUESTS  # includes requests that are refused for their tokens
         assert (
             len(charges) - num_requests == answers.count(200) >= 50
-        )  # and more where others had ended, and given 6 of their 10 back
+        )  # and more, because ended requests returned 6 of their 10 tokens
     else:
         assert num_requests == answers.count(200) == expected
 
@@ -178,10 +178,10 @@ def test_requests_are_rejected_without_redis_and_admitted_when_it_is_back(server
             for refused in (await outcome(access, key), await outcome(access, new_key())):
                 assert isinstance(refused, ApiError)
                 assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-                assert str(server.port) not in refused.message  # where Redis is is not for clients
+                assert str(server.port) not in refused.message  # clients must not receive the address of Redis
             with pytest.raises(ApiError, match="503"):
                 await access.admit(caller)
-            await admission.end(1)  # nothing is raised: its answer has been sent
+            await admission.end(1)  # raises nothing, because the response has been sent
             server.run()
             assert isinstance(await outcome(access, key), Caller)
 

@@ -1,4 +1,4 @@
-"""OpenAI's client and a real gateway with keys: access, limits and isolation of tenants."""
+"""Access, limits and isolation of tenants, with OpenAI's client and a real gateway with keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORY = "Once upon a time"
 
 
 class Keyed:
-    """A gateway with the keys of a file, which tests add to."""
+    """A gateway with a file of keys, to which tests add keys."""
 
     def __init__(self, folder: Path, redis_url: str) -> None:
         self._path = folder / "keys.toml"
@@ -72,7 +72,7 @@ Connect = Callable[..., openai.OpenAI]
 
 @pytest.fixture
 def connect(keyed: Keyed) -> Iterator[Connect]:
-    """A client with a new key."""
+    """Return a function that creates a key and returns a client with it."""
     opened: list[openai.OpenAI] = []
 
     def connect(key: KeyText | None = None, **fields: Any) -> openai.OpenAI:

@@ -1,4 +1,4 @@
-"""Scripts of many threads in one round trip, on a real Redis."""
+"""Scripts of many threads share a round trip on a real Redis."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def held(redis_client: Redis) -> Iterator[HeldRedis]:
 
 
 def begin_together(held: HeldRedis, job_ids: list[str]) -> list[Future[Any]]:
-    """Begins the first job, whose round trip waits, and then all others, which gather behind it."""
+    """Begin the first job, whose round trip is delayed, and then all others, which share the next round trip."""
     ledger = Ledger(held, gathers=True)
     gathered: Gathered = ledger._run_begin.__self__  # type: ignore[attr-defined]
     pool = ThreadPoolExecutor(len(job_ids))
@@ -62,7 +62,7 @@ def begin_together(held: HeldRedis, job_ids: list[str]) -> list[Future[Any]]:
 def job_ids(redis_client: Redis) -> Iterator[list[str]]:
     job_ids = [submit(Ledger(redis_client), "cellama:queue:gathered") for _ in range(5)]
     yield job_ids
-    redis_client.delete(*map(job_key, job_ids))  # one may be of another type, which a purge would trip over
+    redis_client.delete(*map(job_key, job_ids))  # one key has another type, on which a purge would fail
 
 
 def test_calls_during_a_round_trip_share_the_next_one(held: HeldRedis, job_ids: list[str]) -> None:
@@ -71,7 +71,7 @@ def test_calls_during_a_round_trip_share_the_next_one(held: HeldRedis, job_ids: 
     assert [future.result(PATIENCE_S).verdict for future in futures] == ["run"] * 5
     assert held.num_pages == 1
     alone = Ledger(held, gathers=True).begin(job_ids[0], new_run(), "w", alone=True)
-    assert (alone.number, held.num_pages) == (2, 1)  # who comes alone waits for nobody
+    assert (alone.number, held.num_pages) == (2, 1)  # a single call does not wait
 
 
 def test_failing_call_does_not_affect_others_of_its_round_trip(

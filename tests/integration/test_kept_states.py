@@ -1,4 +1,4 @@
-"""KV states that outlive a slot, a worker and a crash: two workers of these tests share a folder."""
+"""KV states outlive slots, workers and crashes. The two workers of these tests share a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cellama.tasks import generate
 from ..conftest import PATIENCE_S, wait_until
 from .conftest import GREEDY, STORY, StartWorker, check_whole, read
 
-# Long enough that a file of it is read in less time than it takes to compute, on any machine and disk.
+# Long enough that on any machine, reading its file takes less time than computing its state.
 PROMPT = "The little fox lived in a green forest, and every day it went to the river to talk to the frogs. " * 40
 
 
@@ -31,7 +31,7 @@ def run(model: str, prompt: str, **params: Any) -> Any:
 
 
 def on_disk(model: str, scope: str) -> int:
-    """Tokens of the prompt that the first worker of the list has on disk."""
+    """Return how many tokens of the prompt the first listed worker has on disk."""
     with Client() as client:
         return client.cached_prefix(model, PROMPT, cache_scope=scope)[0]["tiers"]["disk"]
 
@@ -43,23 +43,23 @@ def test_job_of_a_killed_worker_resumes_from_the_state_on_disk(
     short = run(model, STORY, max_tokens=5)
     params: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, **GREEDY}
     undisturbed = run(model, PROMPT, cache_prompt=False, **params)["text"]
-    with first.slowed(0.25):  # it lasts for most of a minute
+    with first.slowed(0.25):  # the job takes most of a minute
         job = generate.delay(model, PROMPT, cache_scope="a", **params)
         wait_until(lambda: on_disk(model, "a") > 0, "the state of what runs on disk")
         first.process.kill()
-    second = start_worker(slots=2, lease_s=3, cache_dir=folder)  # another number of slots
+    second = start_worker(slots=2, lease_s=3, cache_dir=folder)  # a different number of slots
     result = job.get(timeout=PATIENCE_S)
     assert result["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)
     usage = result["usage"]
     assert (usage["cache_tier"], second.engine_now()["disk_loads"]) == ("disk", 1)
     assert usage["cached_tokens"] >= usage["prompt_tokens"] - 1
-    more = run(model, " Then", parent_key=short["finish_key"], max_tokens=5)  # the other worker's, from Redis
+    more = run(model, " Then", parent_key=short["finish_key"], max_tokens=5)  # the other worker's context, from Redis
     whole = run(model, STORY, max_tokens=5, return_tokens=True)
     assert more["usage"]["prompt_tokens"] == len(whole["context_tokens"]) + 1
 
 
-def test_states_survive_evict_and_a_restart(start_worker: StartWorker, model: str, folder: Path) -> None:
+def test_states_survive_eviction_and_a_restart(start_worker: StartWorker, model: str, folder: Path) -> None:
     first = start_worker(cache_dir=folder)
     turn = run(model, PROMPT, max_tokens=20)
     told = CliRunner().invoke(app, ["models", "evict", model, "--json"])

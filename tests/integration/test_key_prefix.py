@@ -1,4 +1,4 @@
-"""Two installations on one database of Redis, with different key prefixes: neither sees anything of the other."""
+"""Two installations that share a Redis database, with different key prefixes, are isolated from each other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(program: str, redis_url: str, **settings: str) -> str:
 
 @pytest.fixture
 def other_worker(redis_server: RedisServer, tmp_path: Path) -> Iterator[WorkerProcess]:
-    """A worker of the other installation. It has the name of the worker of the test run."""
+    """Return a worker of the other installation, with the same name as the worker of the test run."""
     process = WorkerProcess(tmp_path, redis_server.url, CELLAMA_KEY_PREFIX=PREFIX)
     yield process
     assert process.stop() == 0, process.log()

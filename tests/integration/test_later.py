@@ -1,4 +1,4 @@
-"""Jobs for later: they hold no place of a worker, and run when their time has come."""
+"""Jobs with an ETA use no capacity of workers while they wait, and run when they are due."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOUR_S = 3600
 
 @pytest.fixture
 def worker(tmp_path: Path, redis_server: RedisServer, model: str) -> Iterator[WorkerProcess]:
-    """Two slots and no look-ahead: few places."""
+    """Return a worker with little capacity: two slots and no look-ahead."""
     models = [{"id": model, "source": "bundled://tiny", "n_parallel": 2, "threads": 1, "capabilities": ["generate"]}]
     process = WorkerProcess(
         tmp_path, redis_server.url, name=model, CELLAMA_MODELS=json.dumps(models), CELLAMA_LOOK_AHEAD="0"

@@ -1,4 +1,4 @@
-"""Leases are renewed as long as a worker lives, whatever Celery's own connections do."""
+"""Leases are renewed for as long as a worker lives, regardless of Celery's own connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEARLY_OVER_S = 60.0
 
 @pytest.fixture
 def running(redis_client: Redis) -> Iterator[JobRequest]:
-    """A job that runs in a worker, as Celery knows it."""
+    """Return Celery's request for a job that runs in a worker."""
     ledger = Ledger(redis_client)
     job_id = submit(ledger, f"cellama:queue:lease-{uuid.uuid4().hex[:8]}")
     taken = take(ledger, job_id, NEARLY_OVER_S)
@@ -47,6 +47,6 @@ def test_leases_are_renewed_while_celery_has_no_connection(running: JobRequest, 
     assert ends_in_s(redis_client, running) <= NEARLY_OVER_S
     keeper.renew()
     assert ends_in_s(redis_client, running) > NEARLY_OVER_S
-    running.acknowledged = True  # its message is not ours any more
+    running.acknowledged = True  # this worker no longer holds its message
     assert keeper.renew() == 0
     keeper.close()

@@ -52,7 +52,7 @@ def test_stream_of_a_job_without_an_entry_gets_one_last_event(
     write(ledger, begin(ledger, job_id), *told)
     end = events.error("unknown_job", "nothing is known", False)
     ledger.end_unknown(job_id, end)
-    assert redis_client.xlen(journal_key(job_id)) == len(told)  # it has an entry
+    assert redis_client.xlen(journal_key(job_id)) == len(told)  # the job has an entry
     redis_client.delete(job_key(job_id))
     for _ in range(2):
         ledger.end_unknown(job_id, end)
@@ -69,7 +69,7 @@ def test_unfinished_job_does_not_expire(ledger: Ledger, job_id: str, redis_clien
 
 def test_only_the_holder_of_the_message_can_begin(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     frozen = take(ledger, job_id)
-    ledger.requeue(frozen)  # as the reaper does when the lease has ended
+    ledger.requeue(frozen)  # as the reaper does when the lease has expired
     assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
     other = take(ledger, job_id)
     assert ledger.renew([frozen, other], LEASE_S) == [frozen]
@@ -77,7 +77,7 @@ def test_only_the_holder_of_the_message_can_begin(ledger: Ledger, job_id: str, q
     ledger.release(frozen)
     assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
     assert begin(ledger, job_id, token=other.token).verdict == "run"
-    assert ids_in(redis_client, queue) == [job_id] * 2  # nobody popped in this test: once submitted, once given back
+    assert ids_in(redis_client, queue) == [job_id] * 2  # one from `submit`, which was not popped, one from `requeue`
 
 
 def test_copy_of_a_held_message_is_not_taken(ledger: Ledger, job_id: str) -> None:
@@ -105,7 +105,7 @@ def test_returned_job_is_the_next_one_in_its_queue(
 
 def test_message_of_an_expired_job_does_not_start_a_new_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     ledger.cancel(job_id, running=True)
-    redis_client.delete(job_key(job_id))  # it has expired, and the message still stands in a long queue
+    redis_client.delete(job_key(job_id))  # the entry has expired, and the message is still in a long queue
     taken = take(ledger, job_id)
     assert taken.token == ""
     assert begin(ledger, job_id, token=taken.token).verdict == "gone"
@@ -126,7 +126,7 @@ def test_job_finishes_when_its_message_is_acknowledged_while_it_runs(ledger: Led
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     ledger.release(taken)  # as Celery does when it terminates a job
-    assert not ledger.cancel(job_id, running=True)  # another worker receives this also: the attempt has its last event
+    assert not ledger.cancel(job_id, running=True)  # another worker receives this also, but the job has ended
     assert write(ledger, attempt, events.done("cancelled", {})) == set()
 
 
@@ -183,9 +183,10 @@ def test_rank_depends_on_priority_then_time(ledger: Ledger, queue: str, redis_cl
 
 def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, queue: str) -> None:
     jobs = [submit(ledger, queue) for _ in range(17)]
-    taken, page = ledger.take(jobs[0], LEASE_S, [(9, [queue_key(queue, 0), queue_key(queue, 3)])])  # 0 came by BRPOP
+    # BRPOP has returned job 0.
+    taken, page = ledger.take(jobs[0], LEASE_S, [(9, [queue_key(queue, 0), queue_key(queue, 3)])])
     assert [json.loads(fetched.payload)["headers"]["id"] for fetched in page] == jobs[:3]
-    assert page[0].taken.token == ""  # somebody holds that one already
+    assert page[0].taken.token == ""  # another worker already holds this message
     assert len({taken.token, *(fetched.taken.token for fetched in page)}) == 4
     assert begin(ledger, jobs[1], token=page[1].taken.token).verdict == "run"
     assert begin(ledger, jobs[2], token=page[1].taken.token).verdict == "superseded"
@@ -203,5 +204,5 @@ def test_take_stops_before_a_message_that_needs_inspection(
         message["headers"] = {"id": "x", mark: 1} if mark else {"id": "x"}
         redis_client.lpush(queue_key(queue, 3), json.dumps(message))
     page = ledger.take(first.job_id, LEASE_S, [(9, [queue_key(queue, 3)])])[1]
-    assert len(page) == 1  # its own message, which nobody popped here
+    assert len(page) == 1  # its own message, which this test did not pop
     assert redis_client.llen(queue_key(queue, 3)) == 2

@@ -70,7 +70,7 @@ def test_job_without_a_token_is_suspected_then_dead_after_three_attempts(
     new_id = ledger.requeue_dead(job_id)
     assert new_id is not None
     assert ledger.state(new_id) == "queued"
-    assert all(entry["id"] != job_id for entry in ledger.dead())  # others may have some
+    assert all(entry["id"] != job_id for entry in ledger.dead())  # other tests may leave dead jobs
     assert ledger.requeue_dead(job_id) is None
 
 
@@ -89,7 +89,7 @@ def test_informative_event_is_published_without_other_effects(
     assert write(ledger, attempt, {"type": "note", "text": "half"}, seq=1) == set()
     assert [event["type"] for event in journal(redis_client, job_id)] == ["started", "note"]
     assert redis_client.zscore(running_key(), job_id) == started_at
-    assert begin(ledger, job_id).verdict == "suspect"  # it shows no token
+    assert begin(ledger, job_id).verdict == "suspect"  # the attempt has no token
 
 
 def test_handed_back_job_is_queued_again_without_suspicion(ledger: Ledger, job_id: str) -> None:
@@ -168,7 +168,7 @@ def test_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: s
     ledger.settle(job_id)
     assert kept_result(ledger, job_id) is None
     assert redis_client.zscore(due_key(), job_id) is None
-    app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success
+    app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy does not replace a success
     assert app.AsyncResult(job_id).get(timeout=PATIENCE_S) == {"text": "x"}
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
 

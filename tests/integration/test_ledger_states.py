@@ -1,4 +1,4 @@
-"""The ledger's state of a job agrees with its course in every index and after every loss."""
+"""The ledger has the right state of a job in every index and after every loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, submission, s
 
 
 def resumed(ledger: Ledger, job_id: str) -> Any:
-    """A second attempt at a job whose first one has written two events and was handed back."""
+    """Begin a second attempt at a job whose first attempt wrote two events and was handed back."""
     taken = take(ledger, job_id)
     first = begin(ledger, job_id, token=taken.token)
     write(ledger, first, STARTED, TOKEN)
@@ -133,7 +133,7 @@ def test_reaper_settles_the_end_of_a_job_whose_worker_died(
     redis_client.zadd(leases_key(), {job_id: 1})
     redis_client.set(last_restore_key(), redis_client.time()[0])  # type: ignore[index]
     ledger.restore(LEASE_S)
-    assert ids_in(redis_client, queue) == []  # it has ended, and does not run again
+    assert ids_in(redis_client, queue) == []  # the job has ended, and does not run again
     assert float(redis_client.zscore(due_key(), job_id) or 0) <= float(redis_client.time()[0] + 1)  # type: ignore[index]
 
 

@@ -23,8 +23,8 @@ from ..conftest import PATIENCE_S, wait_until
 NUM_STREAMS = 1000
 MOST_EVENTS = 80
 NUM_KILLS = 5
-LATE_S = 10 * PATIENCE_S  # a stream may hear nothing before the producer ends
-MOST_CONNECTIONS = 3  # of the client: what is published, journals, short calls
+LATE_S = 10 * PATIENCE_S  # a stream may receive nothing until the producer ends
+MOST_CONNECTIONS = 3  # connections of the client: subscriptions, journals, short calls
 
 
 @pytest.fixture
@@ -34,20 +34,20 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def connections(redis: Redis) -> list[dict[str, str]]:
-    """Return the ids of all connections except that of this client."""
+    """Return all connections except the one of this client."""
     own = str(redis.client_id())
     return [each for each in redis.client_list() if each["id"] != own]
 
 
 class Producer(threading.Thread):
-    """Publish the events of all jobs in random order and kill connections in between."""
+    """Publishes the events of all jobs in random order, and kills connections in between."""
 
     def __init__(self, redis: Redis, lengths: list[int], chance: random.Random) -> None:
         super().__init__(daemon=True)
         self._redis = redis
         self._lengths = lengths
         self._chance = chance
-        self.subscribed: list[int] = []  # connections for what is published, as seen from time to time
+        self.subscribed: list[int] = []  # numbers of subscription connections, observed from time to time
         self.all: list[int] = []
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ async def read(client: AsyncClient, job: int, after: int, chance: random.Random)
     texts = []
     async for event in client.stream(f"j{job}", after, LATE_S):
         texts.append(event.get("text", ""))
-        if chance.random() < 0.01:  # a reader that does something else for a while
+        if chance.random() < 0.01:  # the reader is busy for a while
             await asyncio.sleep(chance.random() * 0.05)
     return texts
 

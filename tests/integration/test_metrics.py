@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes two workers, a gateway and `cellama metrics`: each figure is what the load implies."""
+"""A real Prometheus scrapes two workers, a gateway and `cellama metrics`, and each figure matches the load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Load = tuple[list[Any], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def scraped(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
-    """Prometheus, the gateway that it scrapes, and the name of a model that the scraped workers serve."""
+    """Return Prometheus, the gateway that it scrapes, and the name of a model that the scraped workers serve."""
     name, folder, started = f"t{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("metrics"), contextlib.ExitStack()
     settings = {"id": name, "source": "bundled://tiny", "n_parallel": 4, "threads": 1, "speculation": "off"}
     ports = {"workers": [free_port() for _ in range(NUM_WORKERS)], "queues": [free_port()]}
@@ -138,7 +138,7 @@ def promtool(*argv: str) -> None:
 
 
 def check_alert(folder: Path, alert: str, series: dict[str, str], at: str, *, fires: bool) -> None:
-    """Whether it is firing then, as promtool has it of values that come every 5 s."""
+    """Check with promtool whether the alert fires at this time, if values arrive every 5 s."""
     fired = f'ALERTS{{alertname="{alert}", alertstate="firing", severity="warn"}}'
     told = {"expr": fired, "eval_time": at, "exp_samples": [{"labels": fired, "value": 1}] if fires else []}
     given = [{"series": name, "values": values} for name, values in series.items()]
@@ -155,7 +155,7 @@ def test_worker_that_dies_between_two_scrapes_is_reported(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("late_s", "fires"), [("1x60", False), ("61+5x60", True)], ids=["a look later", "never"])
 def test_expired_leases_are_reported_only_without_a_reaper(tmp_path: Path, late_s: str, fires: bool) -> None:
-    """Jobs with an eta: some lease has always just ended."""
+    """Because of jobs with an ETA, there is always a lease that has just expired."""
     series = {"cellama_ledger_leases_overdue": "3x60", "cellama_ledger_leases_overdue_seconds": late_s}
     series["cellama_ledger_due_seconds"] = "0x60"
     check_alert(tmp_path, "CellamaReapersLag", series, "4m", fires=fires)

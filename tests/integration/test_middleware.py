@@ -1,4 +1,4 @@
-"""A middleware of the deployment's own: the one that the how-to page shows."""
+"""A custom middleware, which is the example on the how-to page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rules of docs/delivery.md in any order: workers, reapers and producers step by step on one real Redis.
+"""The rules of docs/delivery.md hold for any order of steps of workers, reapers and producers on a real Redis.
 
-Nothing here waits: the scripts' clock is a key that the test moves, and Redis is rolled back by restoring a snapshot.
-A job's k-th token is the number k, so a stream that is torn, doubled or has a gap shows itself.
+No step waits, because the clock of the scripts is a key that the test moves. To roll Redis back, a snapshot is
+restored. A job's k-th token is the number k, which makes gaps, duplicates and mixtures in a stream visible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cellama.tasks.state import scripts
 from ..conftest import EXAMPLES
 from .delivery_steps import CLOCK, Delivery, MovedRedis, redis_of_test
 
-# What happens, as often as it stands here.
+# The steps, repeated according to their frequency.
 STEPS = [
     *["submit"] * 3,
     *["take"] * 6,
@@ -46,7 +46,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def scenario(text: str) -> list[tuple[str, int]]:
-    """Steps as in "take 0, write 1"."""
+    """Parse steps, such as "take 0, write 1"."""
     return [(step, int(number)) for step, number in (part.split() for part in text.split(","))]
 
 

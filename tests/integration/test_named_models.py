@@ -1,4 +1,4 @@
-"""Models loaded at run time: what they may be called, and their own defaults of sampling."""
+"""Names and sampling defaults of models that are loaded at run time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another Celery app on the same Redis database: neither takes or gives back what the other one holds."""
+"""cellama and another Celery app on the same Redis database neither take nor return each other's messages."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def wait(number):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis of its own: the neighbour's keys have names that are not ours."""
+    """Return a separate Redis, because the other app's keys have names that cellama does not use."""
     with RedisServer.start(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 def neighbour(tmp_path: Path, server: RedisServer) -> Iterator[Celery]:
-    """A plain Celery app with a worker, which knows nothing of cellama."""
+    """Return a plain Celery app with a running worker, without cellama."""
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR.format(url=server.url))
     argv = [sys.executable, "-m", "celery", "-A", "neighbour", "worker", "--pool", "threads", "-c", str(NUM_TASKS)]
     with (tmp_path / "neighbour.log").open("wb") as log:
@@ -72,7 +72,7 @@ def test_long_tasks_of_another_celery_app_on_the_same_redis_run_once(
         starts = [f"neighbour:starts:{number}" for number in range(NUM_TASKS)]
         wait_until(lambda: redis.exists(*starts) == NUM_TASKS, "all tasks begun")
         begun_at = float(str(redis.time()[0]))
-        ours = Celery(broker=server.url, backend=server.url, set_as_current=False)  # a plain producer, for load
+        ours = Celery(broker=server.url, backend=server.url, set_as_current=False)  # a plain Celery producer
         params = {"max_tokens": 8, **GREEDY}
         jobs = []
         while float(str(redis.time()[0])) < begun_at + 2 * LEASE_S:

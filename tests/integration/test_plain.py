@@ -1,4 +1,4 @@
-"""Producers that know nothing of cellama: their messages get the priority, and the ledger entry, of any other job."""
+"""Messages of producers with plain Celery get the same priorities and ledger entries as other jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EventsOf = Callable[..., list[dict[str, Any]]]
 
 
 def take(model: str) -> tuple[Any, Any]:
-    """The message that a worker would take next, and the connection that holds it."""
+    """Take a model's next message, as a worker does, and return it with the connection that holds it."""
     connection = app.connection_for_read()
     return connection.default_channel.basic_get(queue_name(model)), connection
 
@@ -56,7 +56,7 @@ def test_plain_message_without_priority_waits_for_jobs_of_default_priority(
 def test_plain_message_is_requeued_once_when_adopted_twice(unserved: str, plain: Celery, redis_client: Redis) -> None:
     plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
     message, connection = take(unserved)
-    for _ in range(2):  # its worker ended before it had acked it
+    for _ in range(2):  # the worker exited before it acknowledged the message
         adopt(Ledger(redis_client), generate, message)
     message.ack()
     assert lengths(redis_client, unserved) == {3: 1}

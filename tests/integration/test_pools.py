@@ -38,7 +38,7 @@ def name() -> str:
 
 @pytest.fixture
 def start(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[Start]:
-    """Starts a worker; it is ready when that is waited for."""
+    """Return a function that starts a worker without waiting until it is ready."""
     workers = []
 
     def start(which: str, pool: str = name, **settings: str) -> WorkerProcess:
@@ -99,14 +99,14 @@ def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_te
     assert f"missing model {big}: " in shown
     client.load_adapter(own, "asked", "bundled://pirate", scale=0, worker=one, timeout=PATIENCE_S)
     asking = [client.generate(own, STORY, max_tokens=4, adapters={"asked": 1}, **GREEDY) for _ in range(6)]
-    assert len({job.result(PATIENCE_S)["text"] for job in asking}) == 1  # the others hand them on
+    assert len({job.result(PATIENCE_S)["text"] for job in asking}) == 1  # the other workers hand the jobs over
     params: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True, **GREEDY}
     with first.slowed():
         job = client.generate(big, STORY, **params)
         next(event for event in job.stream() if event["type"] == "token")
         first.process.kill()
         first.process.wait()
-    start("three").wait_ready()  # another name, as a container has
+    start("three").wait_ready()  # a new name, as in a container
     text = job.result(timeout=PATIENCE_S)["text"]
     again = client.generate(big, STORY, wait=True, **params)  # the registry may list the model a moment later
     assert text == again.result(PATIENCE_S)["text"]
@@ -131,7 +131,7 @@ def test_worker_applies_commands_sent_while_it_was_stopped(
     client.load_model(big, "bundled://tiny", pool=name, default=True, timeout=PATIENCE_S, **OPTIONS)
     client.unload_model(own, pool=name, timeout=PATIENCE_S)  # of the settings
     record = desired_state_key("pool", name)
-    redis_client.hset(record, "x", "y")  # not an entry: it disturbs no other one
+    redis_client.hset(record, "x", "y")  # an invalid entry, which does not affect others
     missing = {"id": f"{name}-missing", "source": "/nowhere.gguf"}
     redis_client.hset(record, field_of(model_key(missing["id"])).decode(), json.dumps({"at": 1, "model": missing}))
     worker.stop()
@@ -145,7 +145,7 @@ def test_worker_applies_commands_sent_while_it_was_stopped(
     client.unload_model(missing["id"], pool=name, timeout=PATIENCE_S)
     wait_until(lambda: states(client, one) == {big: "ready"}, "the model alone")
     assert client.generate(big, STORY, max_tokens=4, **GREEDY).result(PATIENCE_S)["text"] == ", there was a"
-    assert client.load_model(big, "bundled://tiny", pool=name, timeout=PATIENCE_S, **OPTIONS) == big  # it is there
+    assert client.load_model(big, "bundled://tiny", pool=name, timeout=PATIENCE_S, **OPTIONS) == big  # already loaded
     with pytest.raises(JobFailed, match=f"model id '{big}' is taken by a model loaded from 'bundled://tiny'"):
         client.load_model(big, "bundled://tiny", pool=name, n_parallel=3)
     redis_client.delete(record)  # lost, not unloaded

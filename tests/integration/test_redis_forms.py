@@ -1,4 +1,4 @@
-"""Redis behind sentinels and on a unix socket: clients, workers, streams and results."""
+"""Clients, workers, streams and results with Redis behind sentinels and on a Unix socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis that answers and says no: one clear error for producers and on the command line."""
+"""If Redis refuses commands, producers and the command line get one clear error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_full_redis_raises_redis_full(server: RedisServer, run: Run) -> None:
 
 @pytest.mark.parametrize(("setting", "refusing"), [("maxmemory", 1), ("min-replicas-to-write", 1)])
 def test_temporary_refusals_are_retried(server: RedisServer, setting: str, refusing: int) -> None:
-    """Full, or a master whose replicas have left it in a failover: no job ends because of it."""
+    """A full Redis, or a master without replicas during a failover, does not end any job."""
     with connect(server.url) as redis:
         ledger = Ledger(redis)
         job_id = submit(ledger, "cellama:queue:refused")

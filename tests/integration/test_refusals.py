@@ -1,4 +1,4 @@
-"""A Redis that refuses commands for a while: the processes that use it wait, and resume what they did."""
+"""Processes wait while Redis refuses commands, and then resume their work."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .conftest import MEDIUM, STORY, check_whole, read, wait_for_token
 
 WAITS = re.compile(r"WARNING cellama.tasks.connection.redis_waits: Redis (refuses commands|does not answer)")
 RESUMES = "Redis accepts commands again"
-# A reply for each exception of redis-py and each set of refused commands. That all wordings of all versions are known:
-# tests/unit/tasks/connection/test_refusals.py; what real servers write: test_refusing_servers.py.
+# A reply for each exception of redis-py and each set of refused commands. test_refusing_servers.py uses real servers.
+# tests/unit/tasks/connection/test_refusals.py has the wordings of all versions.
 REPLIES = {
     "busy": ("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", everything),
     "loading": ("LOADING Redis is loading the dataset in memory", everything),
@@ -53,7 +53,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RefusingRedis]:
 
 @pytest.fixture(scope="module")
 def worker(proxy: RefusingRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """The same process through all outages of this module, except that it reads how to end from the fixture."""
+    """Return a worker process that runs through all outages of this module, and check how it exits."""
     process = WorkerProcess(tmp_path_factory.mktemp("worker"), proxy.url)
     yield process.wait_ready()
     assert process.stop() == 0, process.log()
@@ -68,7 +68,7 @@ def client(proxy: RefusingRedis) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def direct(proxy: RefusingRedis) -> Iterator[Client]:
-    """A client that is never refused."""
+    """Return a client whose commands are never refused."""
     with Client(proxy.direct_url) as client:
         yield client
 
@@ -94,13 +94,13 @@ def outages(worker: WorkerProcess) -> int:
 
 def wait_until_it_waits(worker: WorkerProcess, refused: Counter[str], waited: int) -> None:
     wait_until(lambda: refused["BRPOP"] or refused["EVALSHA"] or refused["HSET"], "refused commands")
-    if set(refused) != {"BRPOP"}:  # else it has only to ask again
+    if set(refused) != {"BRPOP"}:  # otherwise it only repeats the BRPOP
         wait_until(lambda: outages(worker) > waited, "the worker says that it waits")
         wait_until(lambda: sum(refused.values()) > 12, "commands that were sent again and again")
 
 
 def check_log(worker: WorkerProcess, waited: int) -> None:
-    """One line for each outage, and one for its end; and nothing is found by the reaper that was never lost."""
+    """Check that the log has one line for each outage and one for its end, and that the reaper requeued no job."""
     wait_until(lambda: worker.log().count(RESUMES) == outages(worker), "the end of the outage")
     assert outages(worker) <= waited + 1
     assert worker.process.poll() is None
@@ -123,7 +123,7 @@ def test_idle_worker_waits_during_refusals_and_then_runs_jobs(
 def test_busy_worker_waits_during_refusals_and_its_jobs_finish_once(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, direct: Client, undisturbed: str
 ) -> None:
-    """One job runs and is read in two ways; another one is queued by a producer whom Redis does not refuse."""
+    """One job runs with two kinds of readers, and another job is queued by a producer that Redis does not refuse."""
     waited = outages(worker)
     reply, refuses = REPLIES[case]
     with Redis.from_url(proxy.direct_url) as redis, ThreadPoolExecutor() as readers:
@@ -177,7 +177,7 @@ def test_repeated_call_after_a_lost_reply_runs_once(
         assert redis.hget(job_key(str(job_id)), "state") in (b"queued", b"running")
         assert generate.apply_async(("tiny", STORY), MEDIUM, task_id=job_id).id == job_id
     assert client.job(str(job_id)).result(PATIENCE_S)["text"] == undisturbed
-    generate.apply_async(("tiny", STORY), MEDIUM, task_id=job_id)  # also after its end
+    generate.apply_async(("tiny", STORY), MEDIUM, task_id=job_id)  # even after it has ended
     with Redis.from_url(proxy.direct_url) as redis:
         assert client.generate("tiny", STORY, **MEDIUM).result(PATIENCE_S)["text"] == undisturbed
         assert redis.hget(job_key(str(job_id)), "attempt") == b"1"

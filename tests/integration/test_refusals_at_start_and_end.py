@@ -60,7 +60,7 @@ def test_starting_worker_waits_during_refusals_and_then_runs_jobs(
 def test_worker_exits_while_redis_is_full_and_its_jobs_run_on_another_worker(
     proxy: RefusingRedis, start: Start
 ) -> None:
-    """One job runs there; the message of another one has been taken from its queue, and nobody holds it."""
+    """One job runs on the worker. The message of another job has been taken from its queue, but no worker holds it."""
     first = start().wait_ready()
     with Client(proxy.url) as client, Redis.from_url(proxy.direct_url) as redis, Client(proxy.direct_url) as direct:
         undisturbed = client.generate("tiny", STORY, **MEDIUM).result(PATIENCE_S)["text"]

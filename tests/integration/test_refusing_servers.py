@@ -1,4 +1,4 @@
-"""Servers that really refuse commands for a while, each in its way, as test_refusals.py does it by a proxy."""
+"""Real Redis servers refuse commands for a while, each for a different reason. test_refusals.py uses a proxy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def without_replicas(redis: Redis, server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_disk(redis: Redis, server: RedisServer) -> Iterator[None]:
-    """Make Redis unable to write its snapshot: a directory has the name of the file."""
+    """Make snapshots fail by creating a directory with the name of their file."""
     (server.data_dir / "dump.rdb" / "in the way").mkdir(parents=True, exist_ok=True)
     redis.config_set("save", "3600 1")
     redis.bgsave()
@@ -61,7 +61,7 @@ def without_disk(redis: Redis, server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(redis: Redis, server: RedisServer) -> Iterator[None]:
-    """The replica of a master that is not there: its data stays what it is."""
+    """Make Redis a replica of a missing master, so that its data does not change."""
     redis.replicaof("127.0.0.1", free_port())
     try:
         yield
@@ -71,7 +71,7 @@ def read_only(redis: Redis, server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy(redis: Redis, server: RedisServer) -> Iterator[None]:
-    """A script of another application takes long."""
+    """Run a long script of another application."""
     redis.config_set("lua-time-limit", 20)
 
     def run() -> None:
@@ -124,7 +124,7 @@ def redis(server: RedisServer) -> Iterator[Redis]:
 
 @pytest.fixture(scope="module")
 def worker(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """The same process through all outages of this module."""
+    """Return a worker process that runs through all outages of this module."""
     process = WorkerProcess(tmp_path_factory.mktemp("worker"), server.url)
     yield process.wait_ready()
     assert process.stop() == 0, process.log()
@@ -149,7 +149,7 @@ def test_each_refusal_is_temporary_and_retryable(
     redis: Redis,
     client: Client,
 ) -> None:
-    """Whatever this version of the server writes, to a command as to a script."""
+    """This holds for the replies of the installed server, to commands and to scripts."""
     with connect(server.url) as own:
         ledger = Ledger(own)
         job_id = submit(ledger, "cellama:queue:refused")
@@ -167,7 +167,7 @@ def test_each_refusal_is_temporary_and_retryable(
 
 @contextlib.contextmanager
 def stopped(worker: WorkerProcess) -> Iterator[Callable[[], None]]:
-    """The process does nothing until the end of the block, or the call of what this gives."""
+    """Suspend the process until the block ends or the yielded function is called."""
     worker.process.send_signal(signal.SIGSTOP)
     try:
         yield lambda: worker.process.send_signal(signal.SIGCONT)
@@ -184,7 +184,7 @@ def test_worker_waits_and_its_jobs_finish_once_with_the_same_text(
     client: Client,
     undisturbed: str,
 ) -> None:
-    """One job runs; another one comes to a worker that can't take it."""
+    """One job runs, and another job arrives that the worker can't take."""
     waited = worker.log().count(WAITS)
     with worker.slowed():
         running = client.generate("tiny", STORY, stream=True, wait=True, **MEDIUM)

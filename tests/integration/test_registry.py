@@ -1,4 +1,4 @@
-"""The registry on a real Redis: live workers stay listed when their periodic duties fail."""
+"""Live workers stay in the registry on a real Redis, even if their periodic tasks fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..conftest import wait_until, worker_entry
 
 
 class Models:
-    """A manager without models."""
+    """A model manager without models."""
 
     default: str | None = None
     cores = CoreSharing(list)
@@ -61,7 +61,7 @@ def test_workers_and_runs_are_listed_despite_wrong_clocks(redis_client: Redis, m
         with registered(redis_client, name):
             wait_until(lambda name=name: redis_client.hexists(workers_key(), name), "the entry")
             Batches(redis_client).write(name, state="in_progress")
-            monkeypatch.setattr(time, "time", right)  # the reader is another machine
+            monkeypatch.setattr(time, "time", right)  # the reader runs on another machine
             assert name in [worker.name for worker in live_workers(redis_client)]
             run = Batches(redis_client).read(name)
             assert run is not None
@@ -115,7 +115,7 @@ def test_cost_of_a_heartbeat_is_independent_of_workers_on_other_machines(
             for count in range(1, 11):
                 wait_until(lambda count=count: len(beats) >= count, f"{count} beats")
                 registration.beat_now()
-        assert read == []  # of 2000 entries and more
+        assert read == []  # even with 2000 entries
     finally:
         redis_client.hdel(workers_key(), *far)
         redis_client.delete(reaper_key("registry"))
@@ -137,7 +137,7 @@ def test_one_worker_of_many_prunes_in_each_period(redis_client: Redis, monkeypat
         for name in names:
             stack.enter_context(registered(redis_client, name, lambda name=name: beats.append(name)))
         wait_until(lambda: set(beats) == set(names), "a beat of each")
-    assert len(pruned) <= 1  # none if a worker of another test was faster
+    assert len(pruned) <= 1  # 0 if a worker of another test was faster
 
 
 def test_neighbours_are_the_running_workers_on_the_same_machine(redis_client: Redis) -> None:

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"n_parallel": 2, "threads": 1, "capabilities": ["gene
 
 
 def new_name() -> str:
-    """Return a name for a worker, with which the ids of its models start."""
+    """Return a name for a worker, which is also the prefix of its models' ids."""
     return f"m{uuid.uuid4().hex[:8]}"
 
 
@@ -37,7 +37,7 @@ def shared_name() -> str:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Return the worker of all tests, or a separate one."""
+    """Return the name of the shared worker, or of a separate one."""
     if "shared_worker" in request.fixturenames:
         name: str = request.getfixturevalue("shared_name")
         return name
@@ -52,7 +52,7 @@ def models_of(name: str) -> str:
 def shared_worker(
     redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory, shared_name: str
 ) -> Iterator[WorkerProcess]:
-    """For tests that leave it with its first model, which is the default."""
+    """Return a worker for tests that restore its first model, which is the default."""
     folder = tmp_path_factory.mktemp("worker")
     worker = WorkerProcess(folder, redis_server.url, name=shared_name, CELLAMA_MODELS=models_of(shared_name))
     yield worker.wait_ready()
@@ -114,7 +114,7 @@ def test_default_model_can_be_changed_at_run_time(client: Client, name: str) -> 
     assert entry["status"] == "ready"
     assert entry["workers"] == [worker.name for worker in client.workers() if worker.name.startswith(name)]
     jobs = [client.generate(":default", f"{STORY} " * 60, max_tokens=30, **GREEDY) for _ in range(10)]
-    client.unload_model(other, worker=name, timeout=PATIENCE_S)  # while they run: the others go to the first model
+    client.unload_model(other, worker=name, timeout=PATIENCE_S)  # while jobs run; further jobs go to the first model
     assert len({job.result(timeout=PATIENCE_S)["text"] for job in jobs}) == 1
 
 
@@ -173,7 +173,7 @@ def test_idle_model_is_unloaded_to_free_memory(tight_worker: WorkerProcess, name
         for model in (used, idle):
             client.load_model(model, "bundled://tiny", worker=name, timeout=PATIENCE_S, **SMALL)
         taken = client.memory(name)[0]["models"][0]["memory_bytes"]
-        assert 3 * taken < 70 << 20 < 4 * taken  # else this tests something else
+        assert 3 * taken < 70 << 20 < 4 * taken  # a precondition of this test
         assert generate.delay(used, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
         client.load_model(new, "bundled://tiny", worker=name, timeout=PATIENCE_S, **SMALL)
         wait_until(lambda: loaded() == sorted([first, used, new]), "the idle model to be gone from the registry")
@@ -242,7 +242,7 @@ def scales(client: Client, model: str) -> list[tuple[str, float]]:
 
 
 def not_of_settings(client: Client, name: str) -> list[list[str]]:
-    """Return the desired state of each worker, or [] while any of it differs from the settings."""
+    """Return an empty list per worker, or [] while any worker's desired state differs from its settings."""
     found = [entry.wanted for entry in client.workers() if entry.name.startswith(name)]
     wanted = [[thing["model"] for thing in things if thing["by"] != "settings"] for things in found]
     return [] if any(wanted) else wanted

@@ -1,4 +1,4 @@
-"""A chat model, an embedder and a second generation model on one worker: loaded, used and unloaded under load."""
+"""A worker loads, uses and unloads a chat model, an embedder and a second generation model under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Call = Callable[[Client], Any]
 
 @pytest.fixture
 def name() -> str:
-    """Return a name for the worker, with which the ids of its models start."""
+    """Return a name for the worker, which is also the prefix of its models' ids."""
     return f"w{uuid.uuid4().hex[:8]}"
 
 
@@ -95,7 +95,7 @@ def test_three_models_share_a_worker_and_free_their_memory(worker: WorkerProcess
         assert [len(vector) for vector in result["embeddings"]] == [128, 128]
 
     def cycle(client: Client) -> int:
-        """Loads both, uses all three, unloads both while jobs still come; returns what the two took."""
+        """Load both models, use all three, and unload both while jobs arrive. Return the memory that both used."""
         lean: Any = {"threads": 1, "cache_ram_bytes": 0, **patience}
         client.load_model(big, str(folder / "big.gguf"), n_parallel=8, ctx_per_slot=2048, **lean)
         client.load_model(encoder, str(folder / "encoder.gguf"), threads=1, **patience)
@@ -108,7 +108,7 @@ def test_three_models_share_a_worker_and_free_their_memory(worker: WorkerProcess
     with Client() as client:
         callers = Callers(client, [chats, chats, generates, embeds])
         try:
-            cycle(client)  # what libraries take once
+            cycle(client)  # memory that libraries allocate only once
             level = process.memory_info().rss
             taken = min(cycle(client) for _ in range(CYCLES))
             assert taken > 100e6

@@ -1,4 +1,4 @@
-"""A Redis that wants TLS and a user with a password: everything works, and nobody is shown the password."""
+"""With a Redis that requires TLS and a user with a password, everything works, and the password is never shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with Client() as client:
 
 
 class TlsProxy:
-    """Ends TLS in front of a Redis that has none, as stunnel would."""
+    """Terminates TLS in front of a Redis without TLS, as stunnel does."""
 
     def __init__(self, redis_port: int, authority: trustme.CA) -> None:
         self._redis_port = redis_port
@@ -80,7 +80,7 @@ class TlsProxy:
 
 @pytest.fixture
 def secured_url(tmp_path: Path) -> Iterator[str]:
-    """A rediss:// URL with a user of its own that may do what cellama needs."""
+    """Return a rediss:// URL with a user that has the permissions that cellama needs."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     with RedisServer.start(tmp_path / "redis", admin_commands=True) as server:

@@ -1,4 +1,4 @@
-"""Bad input ends the job with a clear error and disturbs nothing else."""
+"""Bad input ends its job with a clear error and affects no other job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-SURROGATE = '{"type": "object", "properties": {"\\ud800": {"type": "string"}}}'  # half of a pair: no UTF-8 has it
+SURROGATE = '{"type": "object", "properties": {"\\ud800": {"type": "string"}}}'  # half of a pair
 DOUBLING = 'root ::= "a" root "x" | "a" root "y" | "a"{30}'
 BRANCHING = "\n".join([*(f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(40)), 'r40 ::= "a"', "root ::= r0"])
 LEFT = 'root ::= a* root | "x"\na ::= "b"?'
@@ -175,5 +175,5 @@ def test_client_raises_unknown_model_immediately(client: Client) -> None:
     waiting = client.generate("tinny", "Hi", wait=True)
     waiting.cancel()
     assert client.stats()["queues"]["tiny"] == 0
-    # Workers that other tests have killed are seen for a while.
+    # Workers that other tests have killed stay in the registry for a while.
     wait_until(lambda: [model["id"] for model in client.models()] == ["tiny"], "the models that are served")

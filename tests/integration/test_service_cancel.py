@@ -1,4 +1,4 @@
-"""Cancel and time limits: the slot is free, the stream ends once, the worker lives."""
+"""After a cancellation or a time limit, the slot is free, the stream ends once, and the worker lives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EventsOf = Callable[..., list[dict[str, Any]]]
 
 
 def terminal(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last event, and no other is terminal."""
+    """Return the last event, and check that no other event is terminal."""
     assert [e["type"] for e in events if e["type"] in ("done", "error")] == [events[-1]["type"]]
     return events[-1]
 

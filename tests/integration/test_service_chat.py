@@ -1,4 +1,4 @@
-"""Chats through a real worker: thinking and tool turns, streamed and not."""
+"""Chats with a real worker, with reasoning and tool calls, with and without streaming."""
 
 from __future__ import annotations
 

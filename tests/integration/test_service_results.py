@@ -41,7 +41,7 @@ def test_generate_returns_text_usage_and_timings() -> None:
     assert result["text"].startswith(", there was a little fox named Mia")
     assert result["finish_reason"] == "length"
     usage = result["usage"]
-    assert (cached := usage["cached_tokens"]) in range(4)  # other tests may have left prefixes
+    assert (cached := usage["cached_tokens"]) in range(4)  # other tests may have left cached prefixes
     assert usage["cache_hit_kind"] == ("cold" if not cached else "exact" if cached == 3 else "partial")
     assert usage["cache_tier"] in (("device", "ram") if cached else (None,))
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 32)
@@ -102,7 +102,7 @@ def test_generate_supports_schemas_several_completions_and_logprobs() -> None:
 
 
 def test_same_seed_gives_the_same_text_and_is_returned() -> None:
-    # One after another and cold: then batches are alike, and so is every bit of the logits.
+    # One after another and without cached prefixes, so that batches and logits are identical.
     params = {"max_tokens": 40, "temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False}
     first, same, other = [
         generate.delay("tiny", "Once upon a time", seed=seed, **params).get(timeout=PATIENCE_S) for seed in (0, 0, 1)
@@ -141,7 +141,7 @@ def test_embed_returns_one_unit_vector_per_text_in_order() -> None:
     vectors = np.array(result["embeddings"])
     assert vectors.shape[0] == 3
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-    # llama.cpp computes a text in a batch of texts in another order than alone
+    # in a batch, llama.cpp computes a text in a different order than alone
     assert np.allclose(vectors[0], vectors[2], atol=1e-2)
     assert not np.allclose(vectors[0], vectors[1], atol=1e-2)
     alone = embed.delay("tiny", "a green frog").get(timeout=PATIENCE_S)["embeddings"][0]
@@ -237,7 +237,7 @@ def test_concurrent_jobs_give_the_same_texts_as_single_jobs(worker: WorkerProces
     prompts = [_prompt(i) for i in range(32)]
     alone = [generate.delay("tiny", p, max_tokens=48, **GREEDY).get(timeout=PATIENCE_S)["text"] for p in prompts]
     before = worker.engine()["mixed_steps"]
-    with worker.slowed():  # so that the later ones come while the first ones run
+    with worker.slowed():  # so that later jobs arrive while the first ones run
         jobs = [generate.delay("tiny", p, max_tokens=48, **GREEDY) for p in prompts]
     assert [job.get(timeout=PATIENCE_S)["text"] for job in jobs] == alone
     wait_until(lambda: worker.engine()["mixed_steps"] > before, "steps that mix decode and prefill")
@@ -279,7 +279,7 @@ def test_timings_are_measured_from_submission(redis_client: Redis, events_of: Ev
         job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, **params}, queue=elsewhere)
         redis_client.hincrbyfloat(job_key(job.id), "submitted_at", -100)
         lists = [queue_key(queue, PRIORITY_INTERACTIVE) for queue in (elsewhere, queue_name("tiny"))]
-        assert redis_client.rpoplpush(*lists)  # only now there is a worker for it
+        assert redis_client.rpoplpush(*lists)  # from now on, a worker serves its queue
         return job
 
     assert 100_000 <= queued_long_ago().get(timeout=PATIENCE_S)["timings"]["queue_ms"] < 200_000

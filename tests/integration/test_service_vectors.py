@@ -1,4 +1,4 @@
-"""Encoders and rerankers in a real worker: `embed` and `rerank` through Celery, and how they are refused."""
+"""Encoders and rerankers in a real worker run `embed` and `rerank` through Celery, and refuse invalid calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def encoders(redis_server: RedisServer, encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A worker that has the file as a model that embeds, one that gives a vector per token, and one that ranks."""
+    """Run a worker with the file as three models: one embeds texts, one returns a vector per token, and one ranks."""
     models = [
         {"id": "texts", "source": str(encoder), "threads": 1, "pooling": "mean", "capabilities": ["embed"]},
         {"id": "tokens", "source": str(encoder), "threads": 1, "pooling": "none"},

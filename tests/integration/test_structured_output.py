@@ -1,4 +1,4 @@
-"""Forms of a text through jobs and the command line, and what says that a part of a schema is not enforced."""
+"""Constrained text through jobs and the command line, and warnings about parts of a schema that are not enforced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telemetry of workers: events for a hook and in the log, and totals of all models."""
+"""Workers send telemetry events to a hook and the log, and report totals of all models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Journal:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that are JSON objects and whole."""
+    """Return the complete lines of a file that are JSON objects."""
     text = path.read_text(errors="replace") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
 
@@ -64,12 +64,12 @@ def test_telemetry_events_reach_hook_and_log(redis_server: RedisServer, tmp_path
     assert sum(step["decode_tokens"] for step in steps) == 6
     assert all(1 <= step["active_slots"] <= 2 for step in steps)
     assert [result["mode"] for result in results] == ["stream", "generate"]
-    assert worker.log().count("RuntimeError: a mistake in the hook") == 2  # of a step, and of a request
+    assert worker.log().count("RuntimeError: a mistake in the hook") == 2  # one for steps and one for requests
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_end_event_contains_mode_slot_and_hit_ratio(client: Client, stream: bool) -> None:
-    """The second job begins as the first one, so that its prompt is in the cache."""
+    """The second job starts like the first one, so that its prompt is in the cache."""
     said = [{"role": "user", "content": f"Tell me of {uuid.uuid4().hex}, who was a fox."}]
     for _ in range(2):
         job = client.chat("tiny", said, max_tokens=4, stream=stream, **GREEDY)
@@ -111,7 +111,7 @@ def test_stats_contain_totals_of_all_models_and_their_age(client: Client, worker
 
 def test_status_shows_the_totals_and_their_age(client: Client, worker: WorkerProcess) -> None:
     chat.delay("tiny", [{"role": "user", "content": "Hi"}], max_tokens=2).get(timeout=PATIENCE_S)
-    worker.engine_now()  # a heartbeat knows of it
+    worker.engine_now()  # a heartbeat has reported it
     shown = CliRunner().invoke(app, ["status"]).output
     assert "all models, " in shown
     told = json.loads(CliRunner().invoke(app, ["status", "--json"]).output)

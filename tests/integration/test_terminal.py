@@ -16,7 +16,7 @@ from ..terminals import Terminal
 
 CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
 HOSTILE = (
-    "A\x1b]0;title\x07B\x1b[8mC\x9b31mD\rE\x7f\tF\nG"  # a title, hidden text, a colour, a text that covers another
+    "A\x1b]0;title\x07B\x1b[8mC\x9b31mD\rE\x7f\tF\nG"  # a title, hidden text, a colour, text that overwrites other text
 )
 SHOWN = "A]0;titleB[8mC31mDE\tF\nG"
 ESCAPES = "".join(f"\\x{ord(char):02x}" if ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 else char for char in HOSTILE)
@@ -32,7 +32,7 @@ def environment(worker: WorkerProcess, redis_server: RedisServer) -> dict[str, s
 def test_text_reaches_a_terminal_without_control_characters(environment: dict[str, str], tmp_path: Path) -> None:
     with Terminal([*CELLAMA, *ARGV], folder=tmp_path, environment=environment) as terminal:
         assert terminal.wait() == 0, terminal.text
-    text = terminal.text.replace("\r\n", "\n")  # the terminal's own line ends
+    text = terminal.text.replace("\r\n", "\n")  # line ends that the terminal adds
     assert f"{SHOWN}\n" in text
     assert not {"\x07", "\x9b", "\x7f"} & set(text)
 

@@ -1,4 +1,4 @@
-"""Traces of jobs in a real collector: from the client of a gateway, through a worker that is killed, to the end."""
+"""Traces of jobs in a real collector, from the client of a gateway through a killed worker to the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def collector() -> Iterator[Collector]:
 
 
 class Workers:
-    """Workers that serve a model of their own, one after another."""
+    """Starts workers one after another, which serve their own model."""
 
     def __init__(self, folders: Any, redis_url: str, collector: Collector) -> None:
         self.model = f"t{uuid.uuid4().hex[:8]}"
@@ -78,7 +78,7 @@ def only(spans: list[Told], name: str, **attributes: Any) -> Told:
 
 
 def stream_through_a_death(gateway: GatewayProcess, workers: Workers, traceparent: str) -> None:
-    """A streaming request, whose worker is killed after the first token, and which another one ends."""
+    """Stream a request, kill its worker after the first token, and let another worker finish the request."""
     first = workers.start()
     body = {"model": workers.model, "prompt": PROMPT, "max_tokens": 12, "stream": True, "ignore_eos": True}
     headers = {"traceparent": traceparent}

@@ -1,4 +1,4 @@
-"""An installed Celery, kombu or redis-py that lacks what cellama builds on is refused with its name, not used."""
+"""cellama refuses an installed Celery, kombu or redis-py that lacks required parts, and names the library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_worker_refuses_to_start_when_a_library_is_incompatible(
         line = worker.log().splitlines()[-1]
         assert line.startswith("worker can't start: celery ")
         assert f"missing or have changed: {missing}; install the versions" in line
-        assert " INFO " not in worker.log()  # no model was loaded, nothing was connected
+        assert " INFO " not in worker.log()  # no model was loaded, and no connection was opened
         assert not [name for name in worker.redis.hkeys(workers_key()) if name.startswith(b"unfit@")]
     finally:
         worker.stop()

@@ -1,4 +1,4 @@
-"""A user's own Celery app, the one of docs/canvas.md: it imports cellama's tasks, as applications do."""
+"""The Celery app of docs/canvas.md, which imports cellama's tasks as applications do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTA
 exec(BLOCKS[0])
 
 app: Celery = globals()["app"]
-# As in an application that has several kinds of workers: cellama's workers know nothing of this.
+# As in an application with several kinds of workers, which cellama's workers don't know.
 app.conf.update(task_default_queue="shop", task_routes={f"{__name__}.text_of": {"queue": "shop.texts"}})
 QUEUES = ("shop", "shop.texts", "shop.lengths")
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "seed": 1}

@@ -14,7 +14,7 @@ from cellama.bench.harness.workloads import Line
 
 
 class Fake:
-    """Answers at once with three pieces; bulk requests end when the loop comes round to them."""
+    """Replies at once with three pieces of text. Bulk requests end in the next iteration of the event loop."""
 
     name = OURS
     num_bulk = 4
@@ -22,7 +22,7 @@ class Fake:
     def __init__(self) -> None:
         self.asked: list[Line] = []
         self.num_bulk_done = 0
-        self.bulk_before: list[int] = []  # bulk requests that had ended when a request began
+        self.bulk_before: list[int] = []  # number of finished bulk requests when each request started
 
     async def stream(self, reading: StreamTimes) -> None:
         self.asked.append(reading.line)
@@ -45,7 +45,7 @@ def test_each_rate_is_measured_alone_and_then_alongside_bulk_work(monkeypatch: p
     assert [(phase.load, phase.rate) for phase in phases] == [
         (load, rate) for load in (ALONE, BESIDE) for rate in (1e6, 2e6)
     ]
-    assert len(side.asked) == len({line.prompt for line in side.asked}) == 16  # no phase has what another had
+    assert len(side.asked) == len({line.prompt for line in side.asked}) == 16  # no two phases share a request
     first = [line.custom_id for line in side.asked[:4] if line.custom_id.startswith("chat-0")]
     assert first == ["chat-0-0", "chat-0-1"]
     assert side.bulk_before[:8] == [0] * 8

@@ -1,4 +1,4 @@
-"""The payloads of the fuzz benchmark: hostile in what they hold, reproducible and fit to be sent."""
+"""The payloads of the fuzz benchmark are hostile and reproducible, and can be sent."""
 
 from __future__ import annotations
 

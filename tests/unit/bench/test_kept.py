@@ -1,4 +1,4 @@
-"""Figures in pages are those of kept results."""
+"""Figures in pages match the kept results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cellama.bench.harness.kept import Results, figures, refreshed
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "performance.md"
 SCHEMAS = PAGE.parents[1] / "reference" / "json-schema.md"
-MEASURED = re.compile(r"\d ?(?:ms|s|%|×|MB|GB|jobs/s|tokens/s|lines/s)(?![\w/])")  # it must say where it is from
+MEASURED = re.compile(r"\d ?(?:ms|s|%|×|MB|GB|jobs/s|tokens/s|lines/s)(?![\w/])")  # such a figure must name its source
 SKIPPED = re.compile(r"^```.*?^```$|`[^`\n]*`|<!--.*?-->", re.MULTILINE | re.DOTALL)
 
 

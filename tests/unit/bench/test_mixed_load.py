@@ -1,4 +1,4 @@
-"""The load of mixed lengths."""
+"""The load of the benchmark `mixed`, whose requests have mixed lengths."""
 
 from __future__ import annotations
 

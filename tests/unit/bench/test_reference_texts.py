@@ -1,4 +1,4 @@
-"""A text may go another way at a near tie, and nowhere else."""
+"""A text may differ from its reference only from a near tie on."""
 
 from __future__ import annotations
 

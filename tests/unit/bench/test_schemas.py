@@ -1,4 +1,4 @@
-"""bench/benchmarks/structured/schemas.py on a suite of a few schemas."""
+"""The benchmark `schemas` with a suite of a few schemas."""
 
 from __future__ import annotations
 

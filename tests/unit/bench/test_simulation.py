@@ -51,7 +51,7 @@ def test_adaptive_bounds_gaps_of_streams_and_keeps_bulk_work_progressing() -> No
     beside = simulate(make_strategy("adaptive"), lines, 32, BULK, CPU, arriving)
     gaps = beside.gaps_of(line.custom_id for line in streams)
     assert percentile(gaps, 0.5) <= 50
-    assert percentile(gaps, 0.95) <= 400  # of steps in which bulk prompts are read
+    assert percentile(gaps, 0.95) <= 400  # in steps that prefill bulk prompts
     assert beside.seconds <= 1.25 * alone.seconds
 
 

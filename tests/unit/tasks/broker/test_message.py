@@ -25,7 +25,7 @@ def a_request(**handlers: Any) -> JobRequest:
 
 @pytest.mark.parametrize("second", ["acknowledge", "reject"])
 @pytest.mark.parametrize("first", ["acknowledge", "reject"])
-def test_a_message_is_settled_once_when_two_threads_end_its_job(first: str, second: str) -> None:
+def test_message_is_settled_once_when_two_threads_end_its_job(first: str, second: str) -> None:
     settled: list[str] = []
 
     def settle(kind: str) -> Callable[..., None]:
@@ -53,7 +53,7 @@ def test_tasks_use_job_requests() -> None:
 
 def test_message_released_with_the_last_event_is_forgotten_without_another_release() -> None:
     forgotten: list[Any] = []
-    request = a_request(on_ack=lambda *_: pytest.fail("Redis has let go of it already"))
+    request = a_request(on_ack=lambda *_: pytest.fail("Redis has already released it"))
     request.message.channel = SimpleNamespace(qos=SimpleNamespace(forget=forgotten.append))
     control = JobControl(1)
     control.is_settled = True

@@ -29,7 +29,7 @@ def test_mailbox_returns_all_messages_in_order() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_wakes_its_reader_for_messages_and_signs() -> None:
+def test_mailbox_wakes_its_reader_for_messages_and_signals() -> None:
     async def body(box: Mailbox) -> None:
         for come, found in ((lambda: box.put(b"a"), [b"a"]), (box.subscribed, Signal.SUBSCRIBED)):
             reading = asyncio.ensure_future(box.get(LATE_S))

@@ -1,4 +1,4 @@
-"""The desired state of a worker: its settings, overridden by the record of its pool, and that by its own record."""
+"""A worker's desired state consists of its settings, overridden by its pool's record, and then by its own record."""
 
 from __future__ import annotations
 
