@@ -51,5 +51,5 @@ def parse_models(text: str) -> list[dict[str, Any]]:
         elif "/" in entry or entry.endswith(".gguf"):
             models.append({"source": entry})
         else:
-            raise ValueError(f"{entry!r} is neither ID=SOURCE nor a source; write for example tiny=bundled://tiny")
+            raise ValueError(f"{entry!r} is neither ID=SOURCE nor a source; write, for example, tiny=bundled://tiny")
     return models

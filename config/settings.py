@@ -395,7 +395,7 @@ class Settings(BaseSettings):
         default=30,
         ge=3,
         le=50,
-        description="Lease of batches in seconds. If a gateway fails to renew it, others resume its batches.",
+        description="Batch lease in seconds. If a gateway fails to renew it, others resume its batches.",
     )
     gateway_open_batches: int = Field(
         default=100, ge=1, description="Maximum number of a tenant's unfinished batches. Further ones get 429."

@@ -294,4 +294,4 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
         if value := condition():
             return value
         time.sleep(0.02)
-    raise RuntimeError(f"not seen within {timeout_s:g} s: {what}")
+    raise RuntimeError(f"still waiting after {timeout_s:g} s for: {what}")

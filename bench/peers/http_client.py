@@ -53,7 +53,7 @@ async def complete(
                     if last.get("tokens"):
                         note()
     if last.get("tokens_predicted") != num_new:
-        raise RuntimeError(f"llama-server generated {last.get('tokens_predicted')} tokens, not {num_new}: {last}")
+        raise RuntimeError(f"llama-server generated {last.get('tokens_predicted')} tokens instead of {num_new}: {last}")
     return last
 
 

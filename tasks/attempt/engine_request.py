@@ -192,7 +192,7 @@ def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters
             raise unknown from None
         if context.model != fingerprint:
             raise UnknownKey(
-                f"parent_key: {key!r} belongs to an earlier model {model.id!r}, whose tokens differ; send the whole "
+                f"parent_key: {key!r} belongs to an earlier model {model.id!r} with different tokens; send the whole "
                 "prompt without parent_key"
             ) from None
         return tuple(context.tokens)

@@ -94,7 +94,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
             try:
                 settle(taken)
             except RedisError as error:
-                log.warning("message not settled", job_id=taken.job_id, detail=f"{error}; its lease expires")
+                log.warning("message not settled", job_id=taken.job_id, detail=f"{error}; its lease will expire")
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
@@ -149,7 +149,9 @@ def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
             if (at := _unix_s(headers.get(name))) is not None:
                 headers[name] = datetime.fromtimestamp(at + shift_s, UTC).isoformat()
     except (TypeError, ValueError, OverflowError, OSError) as error:
-        log.warning("times not converted", job_id=headers["id"], detail=f"{error}; the producer's clock is used")
+        log.warning(
+            "message times not converted", job_id=headers["id"], detail=f"{error}; the producer's clock is used"
+        )
 
 
 def _unix_s(iso: Any) -> float | None:
@@ -322,7 +324,7 @@ class JobRequest(Request):  # type: ignore[misc]
             if ledger.state(self.id) in ("queued", "handed_back"):
                 ledger.end_waiting(self.id, done("timeout", read_past(redis, self.id).usage))
         except RedisError as error:
-            log.warning("end of job not stored", job_id=self.id, detail=f"{error}; its time limit was exceeded")
+            log.warning("job end not stored", job_id=self.id, detail=f"{error}; the job exceeded its time limit")
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Return the job to its queue, because Celery exits immediately."""

@@ -123,7 +123,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
             try:
                 apply_target(target, args or (), kwargs, _once(control, callback), accept_callback, pid=control.number)
             except Exception:
-                log.exception("end of job not reported to Celery")
+                log.exception("job end not reported to Celery")
             finally:
                 _current.set(None)  # so that an idle thread has no reference to its last job
                 self._jobs.pop(control.number, None)

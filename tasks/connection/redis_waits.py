@@ -132,10 +132,10 @@ class RedisLoop:
             if is_passing(error):
                 redis_waits.started(f"the {self._name} thread", error)
             else:
-                log.warning("Redis refused a command", thread=self._name, detail=f"{error}; the action is retried")
+                log.warning("Redis refused a command", thread=self._name, detail=f"{error}; the action will be retried")
             return False
         except Exception:
-            log.exception("periodic action failed", thread=self._name, detail="the action is retried")
+            log.exception("periodic action failed", thread=self._name, detail="the action will be retried")
             return False
         redis_waits.ended(f"the {self._name} thread")
         return True

@@ -61,7 +61,9 @@ def check_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         at = error.start
-        raise ValueError(f"it is not valid UTF-8 at character {at} ({text[at]!r}); decode it properly") from None
+        raise ValueError(
+            f"it is not valid UTF-8 at character {at} ({text[at]!r}); decode it with the right encoding"
+        ) from None
     return text
 
 

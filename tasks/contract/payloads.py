@@ -91,7 +91,7 @@ def check_model_id(text: str) -> str:
 
 def _check_key(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
-        raise ValueError("it is not a key; give the `finish_key` of a result, which has 64 of the digits 0-9 and a-f")
+        raise ValueError("it is not a key; give the `finish_key` of a result, which has 64 hexadecimal digits")
     return text
 
 
@@ -202,7 +202,7 @@ def _to_pair(entry: Any) -> tuple[int, float]:
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f'{shorten(entry)} is not a token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
     if isinstance(given, float) or not 0 <= token <= limits.MAX_COUNT:
-        raise ValueError(f"{shorten(given)} is not a token id; give a whole number, 0 or greater")
+        raise ValueError(f"{shorten(given)} is not a token id; give a whole number, 0 or more")
     if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
         raise ValueError(
             f"{shorten(added)} is not a bias; give a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, or -inf"

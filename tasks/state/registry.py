@@ -176,7 +176,7 @@ class Registration:
             except RedisError:
                 raise
             except Exception:
-                log.exception("periodic task failed", detail="the task is retried with the next heartbeat")
+                log.exception("periodic task failed", detail="the task will be retried with the next heartbeat")
 
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the state is collected

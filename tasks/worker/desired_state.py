@@ -1,4 +1,4 @@
-"""The desired state of a worker: the models of its settings, and the changes that commands made at run time.
+"""The desired state of a worker: the models in its settings, and the changes that commands made at run time.
 
 Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each record is a hash
 whose keys stand for a model, an adapter of a model, or the default model. A value contains the required settings, or a
@@ -275,8 +275,8 @@ class DesiredStateRecord:
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
-                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next attempt is a day later; see the "
-                "workers' logs, and load the model by command to retry now"
+                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so it waits a day before the next attempt; see "
+                "the workers' logs, or load the model with a command to retry now"
             )
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 
@@ -288,7 +288,7 @@ class DesiredStateRecord:
             else:
                 self._redis.hdel(self._loads, field_of(key))
         except RedisError as error:
-            log.warning("end of a model load not recorded", detail=f"{error}; the load counts as a crash")
+            log.warning("model load end not recorded", detail=f"{error}; the load counts as a crash")
 
 
 def _is_adapter_of(model_id: str, name: bytes) -> bool:

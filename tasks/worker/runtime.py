@@ -211,7 +211,7 @@ class Runtime:
         try:
             desired = desired_state(self.settings, self._record.read()).models
         except RedisError as error:
-            log.warning("desired state not read", detail=f"{error}; the worker loads the models of its settings")
+            log.warning("desired state not read", detail=f"{error}; the worker loads the models in its settings")
             return list(self.settings.models)
         return [
             model

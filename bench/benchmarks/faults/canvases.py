@@ -280,7 +280,7 @@ class CanvasScenario:
         found = metas(self._service.redis, [job_id for canvas in canvases for job_id in canvas.jobs])
         missing = [place for place, meta in zip(places, found, strict=True) if meta.get("status") != states.SUCCESS]
         if missing or not all(_CanvasCheck(self._service.redis, canvases, {}, {}).has_run()):
-            raise RuntimeError(f"canvases don't complete without disturbances: {missing or 'a step has not run'}")
+            raise RuntimeError(f"canvases did not complete in the undisturbed run: {missing or 'a step has not run'}")
         return dict(zip(places, reference_texts([meta["result"] for meta in found], SOURCE), strict=True))
 
     def _all_at_once(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:

@@ -59,7 +59,7 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> T
     def run(result: Path, out: IO[str]) -> None:
         done = subprocess.run(batch_command(source, result), capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"`cellama batch run` ended with {done.returncode}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"`cellama batch run` exited with code {done.returncode}: {done.stderr[-2000:]}")
         for text in result.read_text(encoding="utf-8").splitlines():
             found = json.loads(text)
             _write_ours(out, found["id"], found)

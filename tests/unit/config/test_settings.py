@@ -77,7 +77,7 @@ def test_settings_adapters_accept_a_source_or_a_table(settings_environment: SetV
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
         ({"telemetry_hook": "mine"}, "telemetry_hook is 'mine'"),
         ({"telemetry_log": "all"}, "telemetry_log is 'all': .*'off', 'requests' or 'steps'"),
-        ({"models": "tiny"}, "'tiny' is neither ID=SOURCE nor a source; write for example tiny=bundled://tiny"),
+        ({"models": "tiny"}, "'tiny' is neither ID=SOURCE nor a source; write, for example, tiny=bundled://tiny"),
         ({"models": "a=x,a=y"}, "duplicate id 'a'"),
         ({"models": '[{"id":"a","source":"x","adapters":{"p":{"source":"y","scale":"much"}}}]'}, "scale is 'much'"),
         (
