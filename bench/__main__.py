@@ -65,12 +65,12 @@ def _package(benchmark: Benchmark) -> str:
 
 
 def _is_installed(benchmark: Benchmark) -> bool:
-    """Return whether the benchmark is installed. A wheel lacks the benchmarks for developers."""
+    """Return whether the benchmark is installed. Wheels don't contain the benchmarks for developers."""
     return importlib.util.find_spec(_package(benchmark)) is not None
 
 
 def _model(source: str) -> Path:
-    """Return the model file of a source. Raises ArgumentTypeError."""
+    """Return the model file for a source. Raises ArgumentTypeError."""
     if source == "padded":
         from cellama.bench.harness.engines import padded_model
 

@@ -63,7 +63,10 @@ class Figure:
         return float(self._of(self.source(results))) * self.factor
 
     def measured(self, results: Results) -> str:
-        """Return the measured value with the decimals that the page shows. Thousands have three significant digits."""
+        """Return the measured value with the decimals that the page shows.
+
+        Values from 1,000 on have three significant digits.
+        """
         value = self.value(results)
         if value >= 1000:
             return f"{float(f'{value:.3g}'):,.0f}"

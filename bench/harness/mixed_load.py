@@ -51,7 +51,9 @@ class LoadShape:
 
 
 def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
-    """Return shuffled conversations, which have `shape.num_requests` turns in total. Different seeds share no prefix.
+    """Return shuffled conversations, which have `shape.num_requests` turns in total.
+
+    Loads with different seeds share no prefixes.
 
     The prompt of a chat contains its earlier turns. The assistant's turns are also drawn, because generated text
     differs between peers, which round differently.

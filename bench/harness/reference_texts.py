@@ -55,6 +55,6 @@ def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
 
 
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:
-    """Return the margin to the token that is next in likelihood. Likelier tokens were not allowed."""
+    """Return the difference to the logprob of the next likely token. Likelier tokens were not allowed."""
     allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
     return chosen - allowed[1] if len(allowed) > 1 else math.inf

@@ -73,7 +73,7 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """Return a number with this many significant digits, and thousands as integers without an exponent."""
+    """Return a number with this many significant digits, and values from 1,000 on as integers without an exponent."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 

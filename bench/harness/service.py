@@ -115,7 +115,10 @@ class SlowRedis(RedisServer):
 
 
 class Service:
-    """Redis and workers. Use it as a context manager. Within the block, this process can send jobs to the workers."""
+    """A Redis server and workers. Use the service as a context manager.
+
+    Within the block, this process can send jobs to the workers.
+    """
 
     def __init__(self, folder: Path, models: Sequence[dict[str, Any]], **settings: str) -> None:
         self.folder = folder
@@ -170,7 +173,10 @@ class Service:
         return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
     def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
-        """Start a worker with a new name or a stopped worker's name, and return the name. Its clock can be ahead."""
+        """Start a worker with a new name or a stopped worker's name, and return the name.
+
+        Its clock is `ahead_s` seconds ahead.
+        """
         name = name or next(self._names)
         self._ahead_s.setdefault(name, ahead_s)
         self.processes[name] = self._starter.submit(self._start, name).result()
@@ -224,7 +230,7 @@ class Service:
         self.processes.clear()
 
     def restart_redis(self, away_s: float = 0.5, load_delay_us: int = 0) -> None:
-        """Restart Redis with the data that it has written. The loading of each command is delayed by this time."""
+        """Restart Redis with the data that it has written. `load_delay_us` delays the loading of each command."""
         self.redis_server.stop()
         time.sleep(away_s)
         self.redis_server.load_delay_us = load_delay_us

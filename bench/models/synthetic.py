@@ -153,7 +153,10 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, label: gguf.LlamaFileTy
 
 
 def _byte_alphabet() -> list[str]:
-    """Return each byte's character in byte-level BPE: the byte itself if it is printable, or else one above 255."""
+    """Return each byte's character in byte-level BPE.
+
+    It is the byte itself if the byte is printable, or else a character above 255.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(NUM_BYTES) if byte not in printable)
     moved = {byte: NUM_BYTES + index for index, byte in enumerate(others)}

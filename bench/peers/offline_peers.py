@@ -90,7 +90,10 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
 
 
 def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> TimedFile:
-    """Run the naive task, with a message per line and a `llama_cpp.Llama` per process. Processes divide the threads."""
+    """Run the naive task, with a message per line and a `llama_cpp.Llama` per process.
+
+    The processes share the threads.
+    """
 
     def run(out: IO[str]) -> None:
         lines = list(read_lines(source))

@@ -66,7 +66,7 @@ def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
 
 
 def is_held_out(*parts: object) -> bool:
-    """Return whether a combination is held out. About one in ten is held out, and always the same ones."""
+    """Return whether a combination is held out. The same combinations, about one in ten, are always held out."""
     return random.Random(repr(parts)).random() < 0.1
 
 

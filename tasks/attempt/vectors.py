@@ -121,7 +121,10 @@ def _row(row: NDArray[np.float32]) -> bytes:
 
 
 def _unit_row(row: NDArray[np.float32]) -> bytes:
-    """Write numbers into a matrix of characters, one digit position at a time. `json` takes 6 times as long."""
+    """Write numbers into a matrix of characters, one digit position at a time.
+
+    The `json` module takes 6 times as long.
+    """
     magnitudes = np.abs(row.astype("f8"))
     if not (magnitudes < 10).all():  # not of unit length, or not finite
         return _row(row)

@@ -81,7 +81,7 @@ class JobLimits:
     """
 
     def __init__(self, max_in_progress: Mapping[str, int], look_ahead: int, default: Callable[[], str | None]) -> None:
-        """Compute capacity from `max_in_progress`, the maximum number of jobs per model. Its owner may update it later.
+        """Compute capacity from `max_in_progress`, the maximum number of jobs per model, which can change later.
 
         `default` returns the model that serves `:default`.
         """
@@ -174,7 +174,7 @@ class QueueReader:
         return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
 
     def keep_messages(self) -> None:
-        """Keep the messages when the channel of a lost connection is closed, so that the next channel adopts them."""
+        """Keep the messages when the channel of a lost connection is closed, so that the next one can adopt them."""
         self._qos.restore_at_shutdown = False
 
     # Requests

@@ -88,7 +88,10 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._settle(delivery_tag, self._ledger.requeue if requeue else self._ledger.release)
 
     def _settle(self, delivery_tag: str, settle: Callable[[Taken], None]) -> None:
-        """Settle a message in the ledger. If Redis is unreachable, the lease expires, and another worker settles it."""
+        """Settle a message in the ledger.
+
+        If Redis is unreachable, the lease expires, and another worker settles the message.
+        """
         message = self._delivered.get(delivery_tag)
         if message is not None and (taken := taken_of(message)) is not None:
             try:
@@ -98,7 +101,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
-        """Give a message with a later ETA back to Redis until SOON_S before its ETA. Return whether Redis has it now.
+        """Give a message with a later ETA back to Redis until SOON_S before its ETA. Return whether Redis accepted it.
 
         If Redis does not accept the message, this worker keeps it.
         """
@@ -120,7 +123,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
             self._quick_ack(message.delivery_tag)
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Return the messages that are still held to their queues when the worker stops."""
+        """When the worker stops, return the messages that it still holds to their queues."""
         for delivery_tag in list(self._delivered):
             self.reject(delivery_tag, requeue=True)
         self._delivered.clear()

@@ -299,7 +299,7 @@ class Template:
 
 
 def _new_tag() -> str:
-    """Return a delivery tag as JSON. Kombu accepts any text that no other message has."""
+    """Return a delivery tag as JSON. Kombu accepts any tag that no other message has."""
     return f'"{os.urandom(16).hex()}"'
 
 

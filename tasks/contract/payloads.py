@@ -67,7 +67,7 @@ def at_most(limit: int) -> AfterValidator:
 
 
 def no_more_than(limit: int, items: str) -> BeforeValidator:
-    """Return a validator that limits the number of entries of a list or an object, before the entries are validated."""
+    """Return a validator that limits the number of entries in a list or an object, before the entries are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple | dict) and len(value) > limit:

@@ -56,7 +56,7 @@ class Batches:
         return self._read(run_id.decode() for run_id in ids)
 
     def cancel(self, run_id: str) -> None:
-        """Cancel a run. Its command ends it, or this call does if no command is working on it."""
+        """Cancel a run. The run's command ends it, or this call does if no command is working on it."""
         self._redis.hset(batch_key(run_id), "cancel", "1")
         record = self.read(run_id)
         if record is not None and not record["alive"]:

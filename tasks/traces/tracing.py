@@ -145,7 +145,10 @@ class Tracing:
         return self.tracer.start_as_current_span(name, context=parent, kind=SpanKind.SERVER)
 
     def parent(self, headers: Mapping[str, str]) -> Context:
-        """Return the context in these headers. Without one, spans that start in the returned context have no parent."""
+        """Return the context in these headers.
+
+        If there is none, spans that start in the returned context have no parent.
+        """
         return W3C.extract(headers, context=Context())
 
     def headers_of(self, span: Span | None = None) -> dict[str, str]:

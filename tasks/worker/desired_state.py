@@ -275,8 +275,8 @@ class DesiredStateRecord:
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
-                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so it waits a day before the next attempt; see "
-                "the workers' logs, or load the model with a command to retry now"
+                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next attempt is in a day; see the "
+                "workers' logs, or load the model with a command to retry now"
             )
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 

@@ -124,7 +124,7 @@ class TelemetryRelay(Middleware):
             log.warning("telemetry event dropped", detail="the hooks are too slow; requests are not affected")
 
     def _run(self) -> None:
-        """Call the hooks until the relay is closed. This is the telemetry thread."""
+        """Call the hooks until the relay is closed. The telemetry thread runs this."""
         closing = False
         while not closing:
             self._due.wait()

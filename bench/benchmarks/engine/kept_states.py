@@ -2,8 +2,8 @@
 
 `first` measures the time to the first token of a long prompt: without a state, with a state in RAM, after a restart of
 the engine, and in another engine. `chats` runs conversations of four turns with and without a cache directory, and with
-llama-server. RAM holds the states of only a tenth of them. `gaps` measures the gaps of a stream while 1 GB of states is
-written. `load` measures the throughput of requests that share no prefix.
+llama-server. RAM holds the states of only a tenth of them. `gaps` measures the gaps between a stream's tokens while 1
+GB of states is written. `load` measures the throughput of requests that share no prefix.
 """
 
 from __future__ import annotations

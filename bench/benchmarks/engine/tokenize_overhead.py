@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
 def _ways(
     model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
 ) -> dict[tuple[str, str], Call]:
-    """Return, for each server and kind of input, a function that generates."""
+    """Return, for each server and kind of input, a function that generates text."""
     once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
     ways: dict[tuple[str, str], Call] = {
         (OURS, TEXT): lambda: model.engine.generate(text, **once),

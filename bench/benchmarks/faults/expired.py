@@ -56,7 +56,7 @@ class ExpiryScenario(Scenario):
         self._redis: Any = service.redis
 
     def expired(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Stop workers in each way. Return rows and violations."""
+        """Kill the workers, or let them hand their jobs back. Return rows and violations."""
         rows = [shown(self._run_one(way, undisturbed)) for way in self._args.ways]
         return rows, [line for row in rows for line in _wrong(row)]
 

@@ -116,7 +116,7 @@ def _sampling() -> Iterator[FuzzPayload]:
 
 
 def _grammars() -> Iterator[FuzzPayload]:
-    """Return grammars that need too much time, depth or memory in llama.cpp's or cellama's grammar code."""
+    """Yield grammars that need too much time, depth or memory in llama.cpp's or cellama's grammar code."""
     yield _generate("grammar that doubles its stacks", grammar='root ::= "a" root "x" | "a" root "y" | "a"')
     chain = "\n".join(f'r{number} ::= r{number + 1} "x" | r{number + 1} "y"' for number in range(40))
     yield _generate("40 rules with two ways each", grammar=f'root ::= r0\n{chain}\nr40 ::= "z"')
@@ -211,7 +211,7 @@ def _sizes() -> Iterator[FuzzPayload]:
 
 
 def _messages() -> Iterator[FuzzPayload]:
-    """Return messages with malformed tool calls."""
+    """Yield messages with malformed tool calls."""
     deep: Any = 1
     for _ in range(900):
         deep = [deep]

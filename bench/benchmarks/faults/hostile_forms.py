@@ -1,6 +1,6 @@
 """Hostile JSON Schemas, regular expressions and Lark grammars for `fuzz`, drawn from a seed.
 
-Each kind exaggerates something, for example with too much depth or width, exponential growth, endless texts or
+Each kind is extreme in some way, for example in depth, width or exponential growth, or with endless texts or
 unsatisfiable schemas. Most are within the size limits, so that the compiler and the engine have to cope with them.
 """
 
@@ -100,7 +100,7 @@ _WRAPS: tuple[Callable[[Schema], Schema], ...] = (
 
 
 def _wide(random: Random) -> Schema:
-    """Return an object with as many properties of all kinds as fit."""
+    """Return an object with as many properties of all kinds as fit into the limits."""
     count = random.choice((100, 500, 1000, 2000, 3000))
     names = [random.choice((f"p{n}", f"{'x' * 20}{n}", f"{n}")) for n in range(count)]
     required = random.choice(([], names, names[::2]))

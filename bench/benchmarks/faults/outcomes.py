@@ -30,7 +30,7 @@ def ends_once(events: Sequence[Any]) -> bool:
 
 
 def is_whole(events: Sequence[Any], text: str) -> bool:
-    """Return whether the events start with the first one, end once, and have this text."""
+    """Return whether the events are complete, end once, and have this text."""
     return ends_once(events) and events[0]["seq"] == 0 and "".join(event.get("text", "") for event in events) == text
 
 

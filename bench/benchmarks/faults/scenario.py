@@ -72,7 +72,7 @@ class LiveReaders:
 
 
 class Scenario:
-    """One service with one kind of disturbance."""
+    """Runs jobs on a service with one kind of disturbance."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Storm:
-    """One service and one file of lines."""
+    """Runs a file of lines on a service, with and without disturbances."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service, self._folder, self._args = service, service.folder, args

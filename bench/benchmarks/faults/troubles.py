@@ -27,7 +27,7 @@ LATE_S = 45.0  # seconds after the earliest time; less than the difference of th
 
 
 class Troubles:
-    """The disturbances of one service."""
+    """Disturbs a service in different ways."""
 
     def __init__(self, service: Service, args: argparse.Namespace, stored: StoredStates) -> None:
         self._service, self._args, self._stored = service, args, stored
@@ -113,7 +113,7 @@ class Troubles:
         )
 
     def _num_running(self, pid: int) -> int:
-        """Return the number of jobs that this process is running in their last attempt."""
+        """Return the number of jobs that this process is running in their latest attempt."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):

@@ -92,7 +92,7 @@ class Side(Protocol):
 
 @dataclass
 class Cellama:
-    """Our worker, which receives requests through Celery and Redis."""
+    """A cellama worker, which receives requests through Celery and Redis."""
 
     client: AsyncClient
     num_bulk: int

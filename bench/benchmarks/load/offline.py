@@ -1,4 +1,4 @@
-"""Compare bulk runs from file to file, with and without shared prefixes, with llama-server and a naive Celery task.
+"""Compare bulk runs of cellama, llama-server and a naive Celery task, with and without shared prefixes.
 
 All of these run one after the other on the same machine, and process the same lines. Prompts are token ids, and
 sampling is greedy with a fixed number of tokens. llama-server runs with its defaults, and with the value of -np that

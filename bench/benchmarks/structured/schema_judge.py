@@ -32,7 +32,7 @@ class Unjudgeable(Exception):
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        """Check formats unless the schema has patterns. If both can't be enforced, only the pattern is."""
+        """Check formats unless the schema has patterns. If both can't be enforced, only the pattern is enforced."""
         text = json.dumps(schema)
         formats = None if '"pattern"' in text else FORMATS
         self._validator = jsonschema.Draft202012Validator(exact(text), format_checker=formats)

@@ -110,7 +110,10 @@ def _run_load(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], 
 
 
 def _in_turns(models: Mapping[str, Model], sampling: str, args: argparse.Namespace) -> dict[str, list[Together]]:
-    """Yield every run by round. The first round is a warm-up, and every second round is reversed."""
+    """Return the results of each run by its name.
+
+    The first round is a warm-up, and the order alternates between rounds.
+    """
     came: dict[str, list[Together]] = {name: [] for name in RUNS}
     for number in range(args.rounds + 1):
         for name in list(RUNS)[:: -1 if number % 2 else 1]:
@@ -215,7 +218,7 @@ def _compile(grammars: Grammars, schema: Schema) -> Callable[[], Constraint]:
 
 
 def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times) -> None:
-    """Walk through a text token by token. Half of the tokens are short, so that it gets beyond the first word."""
+    """Walk through a text token by token. Half of the tokens are short, so that the text gets beyond its first word."""
     for _ in range(100):
         with masks.measured():
             mask = constraint.mask()

@@ -1,4 +1,4 @@
-"""The kind `chat`: generate the assistant's next turn."""
+"""The kind `chat`, which generates the assistant's next turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind `chunk`: a part of a bulk run, with many lines in one job.
+"""The kind `chunk`, which is a part of a bulk run with many lines in one job.
 
 Each line is validated when it is read, and again before it is run.
 """

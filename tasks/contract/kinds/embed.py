@@ -1,4 +1,4 @@
-"""The kind `embed`: compute one vector per text."""
+"""The kind `embed`, which computes one vector per text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind `generate`: generate the text that follows a prompt."""
+"""The kind `generate`, which generates the text that follows a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind `prefill`: compute the prefix of later jobs and put it into the cache."""
+"""The kind `prefill`, which computes the prefix of later jobs and puts it into the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind `rerank`: sort documents by how well they answer a query."""
+"""The kind `rerank`, which sorts documents by how well they answer a query."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RerankJob(BaseJob):
 
 
 class Ranked(TypedDict):
-    """The score of a document. `index` is its index in the call."""
+    """The score of a document. `index` is the document's index in the call."""
 
     index: int
     score: float

@@ -16,10 +16,11 @@ CacheTier = Literal["device", "ram", "disk"]
 
 
 class Usage(TypedDict):
-    """Numbers of tokens. `cached_tokens` of the prompt were taken from the cache.
+    """Numbers of tokens. `cached_tokens` is the number of prompt tokens that were taken from the cache.
 
     Only jobs that generate or prefill have `cache_tier` and `cache_hit_kind`. `accepted_prediction_tokens` is the
-    number of draft tokens in the completion, which were generated faster. `rejected_prediction_tokens` were not used.
+    number of draft tokens in the completion, which were generated faster. `rejected_prediction_tokens` is the number of
+    draft tokens that were not used.
     """
 
     prompt_tokens: int
