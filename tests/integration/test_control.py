@@ -50,7 +50,7 @@ def test_celery_revoke_with_terminate_cancels_a_running_job(
 ) -> None:
     with worker.slowed():
         job = generate.delay("tiny", "Once upon a time", **LONG)
-        wait_until(lambda: Ledger(redis_client).state(job.id) == "running", "the job to begin")
+        wait_until(lambda: Ledger(redis_client).state(job.id) == "running", "the start of the job")
         plain.control.revoke(job.id)
         plain.control.terminate(job.id)
         assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
@@ -190,4 +190,4 @@ def test_next_step_and_callbacks_are_sent_when_a_job_times_out(unserved: str, re
         told = followers(redis_client, queue)
         return failed.id in [what for _, what in told] and all((job_id, done.result) in told for job_id in ids)
 
-    wait_until(is_sent, "what follows them")
+    wait_until(is_sent, "the next steps")

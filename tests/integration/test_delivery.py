@@ -60,7 +60,7 @@ def test_urgent_job_finishes_while_bulk_jobs_fill_the_worker(
         begun = [job_key(job.id) for job in bulk]  # the jobs that the worker holds compete for its slots
         wait_until(lambda: any(int(redis_client.hget(key, "next_seq") or 0) > 1 for key in begun), "a token")
         left = 20 - 3  # the worker holds one job per slot, and the look-ahead
-        wait_until(lambda: redis_client.llen(queue_keys(model)[9]) == left, "its share taken")
+        wait_until(lambda: redis_client.llen(queue_keys(model)[9]) == left, "the worker's share of the queue")
         assert len(generate.delay(model, STORY, max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)["text"]) > 0
         assert redis_client.llen(queue_keys(model)[9]) == left
         assert not any(redis_client.hget(job_key(job.id), "state") == b"done" for job in bulk)

@@ -52,7 +52,7 @@ def test_worker_does_not_end_its_job_when_a_restored_redis_denies_ownership(
         redis_client.hset(job_key(job.id), "holder", "another one")  # the job's run is unchanged
         wait_until(
             lambda: f"job finished (job_id={job.id}, model={model}, finish_reason=cancelled" in worker.log(),
-            "the run given up",
+            "the abandoned run",
         )
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)
@@ -183,7 +183,7 @@ def test_job_of_a_stopped_worker_waits_for_a_worker_with_the_same_weights(
         first.process.terminate()
         assert first.process.wait(PATIENCE_S) == 0, first.log()
     assert first.process.pid not in [worker.pid for worker in live_workers(redis_client)]
-    wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "the other worker's turn")
+    wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "an attempt of the other worker")
     start_worker()
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)

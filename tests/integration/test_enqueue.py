@@ -197,7 +197,7 @@ def test_lost_message_of_a_bulk_submission_is_queued_again_unchanged(unserved: s
     key = queue_key(queue_name(unserved), 3)
     message = redis_client.rpop(key)
     keys, args = [job_key(job_id), cancel_key(job_id)], [job_id, 0, "unknown"]
-    wait_until(lambda: run_script(redis_client, "missing", keys, args), "missing in two looks")
+    wait_until(lambda: run_script(redis_client, "missing", keys, args), "two checks without the message")
     assert redis_client.lrange(key, 0, -1) == [message]
 
 
@@ -236,7 +236,7 @@ def test_failed_bulk_submission_leaks_no_connection(redis_client: Redis, unserve
     ledger = Ledger(redis_client)
     with pytest.raises(RuntimeError, match="no more messages"):
         list(enqueue(app, ledger, jobs, lambda *given: publish(*given) if next(built, None) is not None else fail()))
-    wait_until(lambda: len(messages(redis_client, unserved)) == PAGE_JOBS, "the page that was on its way")
+    wait_until(lambda: len(messages(redis_client, unserved)) == PAGE_JOBS, "the page in flight")
     assert redis_client.ping()
 
 

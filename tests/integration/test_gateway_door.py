@@ -152,7 +152,7 @@ def test_request_counts_as_a_job_while_its_body_is_received(
     def post() -> httpx.Response:
         return gateway.post(CHAT, content=b"{}", headers={**JSON, **key})
 
-    wait_until(lambda: post().status_code == 429, "a refusal while another body comes")
+    wait_until(lambda: post().status_code == 429, "a refusal during another upload")
     slow.send(b"}")
     wait_until(lambda: post().status_code == 400, "the end of the other request")
 

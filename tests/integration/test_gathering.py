@@ -51,9 +51,9 @@ def begin_together(held: HeldRedis, job_ids: list[str]) -> list[Future[Any]]:
     gathered: Gathered = ledger._run_begin.__self__  # type: ignore[attr-defined]
     pool = ThreadPoolExecutor(len(job_ids))
     futures = [pool.submit(ledger.begin, job_ids[0], new_run(), "w", alone=True)]
-    wait_until(lambda: gathered._is_sending and not gathered._waiting, "the first one on its way")
+    wait_until(lambda: gathered._is_sending and not gathered._waiting, "the first call in flight")
     futures += [pool.submit(ledger.begin, job_id, new_run(), "w", alone=True) for job_id in job_ids[1:]]
-    wait_until(lambda: len(gathered._waiting) == len(job_ids) - 1, "the others behind it")
+    wait_until(lambda: len(gathered._waiting) == len(job_ids) - 1, "the other calls waiting")
     pool.shutdown(wait=False)
     return futures
 

@@ -45,7 +45,7 @@ def test_job_of_a_killed_worker_resumes_from_the_state_on_disk(
     undisturbed = run(model, PROMPT, cache_prompt=False, **params)["text"]
     with first.slowed(0.25):  # the job takes most of a minute
         job = generate.delay(model, PROMPT, cache_scope="a", **params)
-        wait_until(lambda: on_disk(model, "a") > 0, "the state of what runs on disk")
+        wait_until(lambda: on_disk(model, "a") > 0, "the running job's state on disk")
         first.process.kill()
     second = start_worker(slots=2, lease_s=3, cache_dir=folder)  # a different number of slots
     result = job.get(timeout=PATIENCE_S)

@@ -127,7 +127,7 @@ def test_prometheus_accepts_dashboard_queries_and_alerts(scraped: Scraped) -> No
     for expression in EXPRESSIONS:
         prometheus.query(expression.replace("$__rate_interval", "1m").replace("$model", ".*"))
     told = {name: f"{name}_count" if TABLE[name].kind == "histogram" else name for name in OVERVIEW}
-    wait_until(lambda: all(prometheus.query(name) for name in told.values()), "all that the board of vLLM shows")
+    wait_until(lambda: all(prometheus.query(name) for name in told.values()), "all metrics on vLLM's dashboard")
     promtool("check", "rules", "alerts.yml")
     promtool("check", "config", "--syntax-only", "prometheus.yml")
 
@@ -153,7 +153,9 @@ def test_worker_that_dies_between_two_scrapes_is_reported(tmp_path: Path) -> Non
     check_alert(tmp_path, "CellamaWorkerSilent", series, "30s", fires=True)
 
 
-@pytest.mark.parametrize(("late_s", "fires"), [("1x60", False), ("61+5x60", True)], ids=["a look later", "never"])
+@pytest.mark.parametrize(
+    ("late_s", "fires"), [("1x60", False), ("61+5x60", True)], ids=["with a reaper", "without a reaper"]
+)
 def test_expired_leases_are_reported_only_without_a_reaper(tmp_path: Path, late_s: str, fires: bool) -> None:
     """Because of jobs with an ETA, there is always a lease that has just expired."""
     series = {"cellama_ledger_leases_overdue": "3x60", "cellama_ledger_leases_overdue_seconds": late_s}

@@ -112,10 +112,12 @@ def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_te
     assert text == again.result(PATIENCE_S)["text"]
     assert text != client.generate(big, STORY, wait=True, adapters={}, **params).result(PATIENCE_S)["text"]
     holders = [f"{name}-three"]
-    wait_until(lambda: [w.partition("@")[0] for w in workers_of(client, big)] == holders, "the dead one forgotten")
+    wait_until(
+        lambda: [w.partition("@")[0] for w in workers_of(client, big)] == holders, "a registry without the dead worker"
+    )
     client.unload_model(big, pool=name, timeout=PATIENCE_S)
     wait_until(
-        lambda: all(not things(client, worker) for worker in (two, f"{name}-three")), "nothing is wanted any more"
+        lambda: all(not things(client, worker) for worker in (two, f"{name}-three")), "a desired state without changes"
     )
     with pytest.raises(UnknownModel, match=f"no running worker serves a model '{big}'"):
         client.generate(big, STORY)
@@ -163,7 +165,7 @@ def test_worker_applies_earlier_commands_when_redis_becomes_reachable(tmp_path: 
     models = json.dumps([{"id": own, "source": "bundled://tiny", **OPTIONS}])
     settings = {"CELLAMA_POOL": name, "CELLAMA_MODELS": models}
     worker = WorkerProcess(tmp_path, server.url, name=f"{name}-one", **settings)
-    wait_until(lambda: "desired state not read" in worker.log(), "it begins with what its settings say")
+    wait_until(lambda: "desired state not read" in worker.log(), "the worker's start with its settings")
     with RedisServer.start(folder, port=server.port), Client(server.url) as client:
         try:
             wait_until(lambda: states(client, f"{name}-one") == {big: "ready"}, "the model of its pool")

@@ -95,8 +95,8 @@ def outages(worker: WorkerProcess) -> int:
 def wait_until_it_waits(worker: WorkerProcess, refused: Counter[str], waited: int) -> None:
     wait_until(lambda: refused["BRPOP"] or refused["EVALSHA"] or refused["HSET"], "refused commands")
     if set(refused) != {"BRPOP"}:  # otherwise it only repeats the BRPOP
-        wait_until(lambda: outages(worker) > waited, "the worker says that it waits")
-        wait_until(lambda: sum(refused.values()) > 12, "commands that were sent again and again")
+        wait_until(lambda: outages(worker) > waited, "the log entry of the waiting worker")
+        wait_until(lambda: sum(refused.values()) > 12, "repeated commands")
 
 
 def check_log(worker: WorkerProcess, waited: int) -> None:
@@ -221,7 +221,7 @@ def test_next_canvas_step_is_sent_when_redis_accepts_commands_again(
     with Redis.from_url(proxy.direct_url) as redis:
         with proxy.refusing(REPLIES["readonly"][0], refuses) as refused:
             canvas(app.tasks[TASK_GENERATE], app.signature("users.step", queue=queue)).apply_async()
-            wait_until(lambda: sum(refused.values()) > 1, "a step that is refused again and again")
+            wait_until(lambda: sum(refused.values()) > 1, "repeated refusals of a step")
             assert not redis.exists(queue)
         wait_until(lambda: redis.llen(queue), "the last step")
         assert redis.llen(queue) == 1

@@ -50,7 +50,7 @@ def test_starting_worker_waits_during_refusals_and_then_runs_jobs(
 ) -> None:
     with proxy.refusing(reply, refuses) as refused:
         worker = start()
-        wait_until(lambda: refused["SETRANGE"] > 1, "the worker asks whether Redis accepts writes")
+        wait_until(lambda: refused["SETRANGE"] > 1, "the worker's check whether Redis accepts writes")
         assert worker.process.poll() is None
     with Client(proxy.url) as client:
         assert client.generate("tiny", STORY, wait=True, **MEDIUM).result(PATIENCE_S)["text"]

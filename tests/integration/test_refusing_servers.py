@@ -194,7 +194,7 @@ def test_worker_waits_and_its_jobs_finish_once_with_the_same_text(
             with refusing(redis, server):
                 resume()
                 if refusing is not unblocking:
-                    wait_until(lambda: worker.log().count(WAITS) > waited, "the worker says that it waits")
+                    wait_until(lambda: worker.log().count(WAITS) > waited, "the log entry of the waiting worker")
                 assert worker.process.poll() is None
         assert redis.hget(job_key(running.id), "state") == b"running"
     assert [job.result(PATIENCE_S)["text"] for job in (running, waiting)] == [undisturbed] * 2

@@ -176,7 +176,7 @@ def test_idle_model_is_unloaded_to_free_memory(tight_worker: WorkerProcess, name
         assert 3 * taken < 70 << 20 < 4 * taken  # a precondition of this test
         assert generate.delay(used, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
         client.load_model(new, "bundled://tiny", worker=name, timeout=PATIENCE_S, **SMALL)
-        wait_until(lambda: loaded() == sorted([first, used, new]), "the idle model to be gone from the registry")
+        wait_until(lambda: loaded() == sorted([first, used, new]), "a registry without the idle model")
         with pytest.raises(UnknownModel):
             client.generate(idle, STORY)
         for model in (first, used, new):
@@ -231,7 +231,7 @@ def test_restarted_worker_loads_the_models_of_its_killed_predecessor(
         )
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
         client.unload_adapter(first, "asked", worker=name, timeout=PATIENCE_S)
-        wanted = wait_until(lambda: not_of_settings(client, name), "nothing is wanted any more")
+        wanted = wait_until(lambda: not_of_settings(client, name), "a desired state without changes")
         assert wanted == [[]]
     finally:
         worker.stop()

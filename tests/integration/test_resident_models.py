@@ -112,7 +112,7 @@ def test_three_models_share_a_worker_and_free_their_memory(worker: WorkerProcess
             level = process.memory_info().rss
             taken = min(cycle(client) for _ in range(CYCLES))
             assert taken > 100e6
-            wait_until(lambda: process.memory_info().rss < level + taken, "memory back to its level, no model left")
+            wait_until(lambda: process.memory_info().rss < level + taken, "the initial memory, without the models")
             client.load_model(big, str(folder / "big.gguf"), threads=1, **patience)
             client.load_model(encoder, str(folder / "encoder.gguf"), threads=1, **patience)
             callers.wait_for_more()

@@ -146,7 +146,7 @@ def test_bulk_run_is_one_trace_with_a_span_per_line(
     def is_whole() -> bool:
         return len(lines()) == num_lines and {parent for parent, _ in lines()} == attempts().keys()
 
-    wait_until(is_whole, "a span of each line, and of what they are parts of")
+    wait_until(is_whole, "the spans of all lines and their parents")
     sent = {
         s.span_id for s in collector.trace(run.trace_id) if s.name.startswith("send") and s.parent_id == run.span_id
     }
