@@ -10,13 +10,16 @@ import json
 import os
 import queue
 import subprocess
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .conftest import PATIENCE_S, wait_until
+import pytest
+
+from .conftest import CACHE, PATIENCE_S, wait_until
 
 SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"  # kept: look at them
 FLAGS = (
@@ -65,9 +68,50 @@ class Page:
     def text(self, element_id: str) -> str:
         return str(self.run(f"document.getElementById({json.dumps(element_id)}).textContent"))
 
+    def press(self, key: str, text: str = "") -> None:
+        """Press a key of the keyboard, such as Tab or Enter."""
+        code = {"Enter": 13, "Tab": 9, " ": 32}.get(key, 0)
+        params = {"key": key, "code": key, "windowsVirtualKeyCode": code, "text": text or {"Enter": "\r"}.get(key, "")}
+        self.call("Input.dispatchKeyEvent", {"type": "keyDown" if params["text"] else "rawKeyDown", **params})
+        self.call("Input.dispatchKeyEvent", {"type": "keyUp", **params})
+
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self.call("Input.insertText", {"text": text})
+
+    def show_as(self, width: int, scheme: str = "light") -> None:
+        """Show the page on a screen of this width in CSS pixels, in the colour scheme light or dark."""
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", size)
+        preferred = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", {"features": [preferred]})
+
+    def violations(self) -> list[str]:
+        """Return the rules of accessibility that the page violates, with the first element that does."""
+        self.run(axe_source() + "; 0")
+        found = self.run("axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))")
+        return [f"{rule}: {element}" for rule, element in found]
+
     def screenshot(self, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         (SCREENSHOTS / f"{name}.png").write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+def axe_source() -> str:
+    """The script of axe-core, which npm fetches once. Skips the test if that is not possible."""
+    found = CACHE / "axe.min.js"
+    if not found.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "pack", "--silent", "--pack-destination", str(CACHE), "axe-core@4"]
+        try:
+            name = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=PATIENCE_S).strip()
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"axe-core is not available, because npm can't fetch it: {error}")
+        with tarfile.open(CACHE / name) as package:
+            source = package.extractfile("package/axe.min.js")
+            assert source is not None
+            found.write_bytes(source.read())
+    return found.read_text()
 
 
 class Browser:

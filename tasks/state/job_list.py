@@ -76,7 +76,7 @@ ENDED_STATES: dict[str, str] = {  # filter → reasons at the end of a job (`rea
     "cancelled": ",cancelled,",
 }
 FILTER_STATES = ("waiting", "running", *ENDED_STATES)
-PART_JOBS = 1000  # jobs per run of the script, which blocks Redis for about 3 ms
+PART_JOBS = 500  # jobs per run of the script, which blocks Redis for about a millisecond
 MAX_SEARCHED = 20_000  # jobs per search; the next search continues after them
 NUM_VALUES = 10  # that the script returns for each job
 
@@ -202,9 +202,9 @@ def _found(values: list[str], one: _JobSet) -> FoundJob:
         state=state,
         kind=task.removeprefix("cellama."),
         model=model_of(queue),
-        priority=int(priority),
+        priority=int(priority or 0),
         tenant=tenant,
-        submitted_at=float(submitted_at),
+        submitted_at=float(submitted_at or 0),
         changed_at=None if state == "waiting" else float(score),
         attempts=int(attempts or 0),
         worker=worker.partition(" ")[0],

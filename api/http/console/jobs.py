@@ -30,7 +30,7 @@ from cellama.tasks.state.job_list import FILTER_STATES, FoundJobs, JobFilter, fi
 from cellama.tasks.state.job_record import JobRecord, read_job, read_output
 from cellama.tasks.state.reader import MAX_AFTER
 
-from .rendering import page
+from .rendering import duration_text, page
 from .session import base_of, console_caller, visible_tenant
 
 log = event_logger(__name__)
@@ -177,10 +177,19 @@ def timeline_of(record: JobRecord, position: Position | None) -> list[TimelineEn
         entries.append(TimelineEntry(first_at, "First token", state="running"))
     if record.end is not None:
         entries.append(TimelineEntry(record.ended_at or _end_at(record, timings), *_end_text(record)))
-    elif position is not None and position.eta_s is not None:
-        ahead = f"{position.ahead} jobs are ahead of it" if position.ahead != 1 else "1 job is ahead of it"
-        entries.append(TimelineEntry(math.inf, f"Starts in about {position.eta_s:.0f} s", ahead, "waiting"))
+    elif position is not None and position.state == "waiting":
+        entries.append(TimelineEntry(math.inf, *_wait_text(position), "waiting"))
     return sorted(entries, key=lambda entry: entry.at)
+
+
+def _wait_text(position: Position) -> tuple[str, str]:
+    """Return title and detail of the last entry in the timeline of a waiting job."""
+    ahead = "1 job is ahead of it" if position.ahead == 1 else f"{position.ahead} jobs are ahead of it"
+    if not position.served:
+        return "Waits for a worker", f"no running worker serves its model; {ahead}"
+    if position.eta_s is None:
+        return "Waits for a slot", ahead
+    return f"Gets a slot in about {duration_text(position.eta_s)}", ahead
 
 
 def cache_text(usage: Mapping[str, Any] | None) -> str:

@@ -263,7 +263,7 @@ redis.call('HDEL', job, 'message')
 return 1
 
 --@ find
--- Finds jobs in a part of a sorted set. It changes nothing, and takes about 3 ms for 1,000 jobs.
+-- Finds jobs in a part of a sorted set. It changes nothing, and takes a millisecond or two for 500 jobs.
 -- KEYS: sorted set. ARGV: first rank, number of jobs to look at, 1 if the highest scores come first, maximum number of matches, part
 -- of the id or '', task or '', queue or '', tenant or '*', reasons between commas or '' (`reason_of`; an unfinished job has 'none').
 -- Returns the number of jobs that were looked at, and for each match its id, score, task, queue, priority, time of submission, number
@@ -277,15 +277,17 @@ for i = 1, #ids, 2 do
   local id = ids[i]
   reply[1] = (i + 1) / 2
   if text == '' or string.find(id, text, 1, true) then
-    local found = redis.call('HMGET', JOB .. id, 'state', 'task', 'queue', 'priority', 'submitted_at', 'attempt', 'worker',
-                             'tenant', 'end')
-    local reason = found[9] and reason_of(found[9]) or 'none'
-    if found[1] and (task == '' or found[2] == task) and (queue == '' or found[3] == queue)
-       and (tenant == '*' or found[8] == tenant) and (reasons == '' or string.find(reasons, ',' .. reason .. ',', 1, true)) then
-      num_found = num_found + 1
-      for _, value in ipairs({id, ids[i + 1], found[2], found[3], found[4], found[5], found[6] or '', found[7] or '',
-                              found[8] or '', reason}) do
-        reply[#reply + 1] = value
+    local job = JOB .. id
+    local of_task, of_queue, of_tenant = unpack(redis.call('HMGET', job, 'task', 'queue', 'tenant'), 1, 3)
+    if of_task and (task == '' or of_task == task) and (queue == '' or of_queue == queue) and (tenant == '*' or of_tenant == tenant) then
+      local found = redis.call('HMGET', job, 'priority', 'submitted_at', 'attempt', 'worker', 'end')
+      local reason = found[5] and reason_of(found[5]) or 'none'
+      if reasons == '' or string.find(reasons, ',' .. reason .. ',', 1, true) then
+        num_found = num_found + 1
+        for _, value in ipairs({id, ids[i + 1], of_task, of_queue, found[1] or '', found[2] or '', found[3] or '',
+                                found[4] or '', of_tenant or '', reason}) do
+          reply[#reply + 1] = value
+        end
       end
     end
   end

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 
 from cellama.api.client.client import Client
+from cellama.api.keys.entry import KeyText
+from cellama.api.machine.redis_server import RedisServer
 
+from ...browser import Browser, Page, browsing
+from ...conftest import PATIENCE_S, WorkerProcess
 from ...gateways import GatewayProcess
+from ..test_gateway_tenants import Keyed
+
+HTML = {"accept": "text/html"}
+OWN = {**HTML, "sec-fetch-site": "same-origin"}  # as a browser sends a form of the console
+Visit = Callable[..., httpx.Client]
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -57,3 +67,45 @@ def jobs_of_test(queue: Client) -> Callable[[], list[str]]:
     """Return a function for the ids of jobs that run or wait since the test started. Other tests may add some."""
     before = {job.job_id for job in queue.jobs()}
     return lambda: [job.job_id for job in queue.jobs() if job.job_id not in before]
+
+
+@pytest.fixture(scope="module")
+def keyed(
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Keyed]:
+    """A gateway with keys in front of the worker."""
+    keyed = Keyed(tmp_path_factory.mktemp("console"), redis_server.url)
+    try:
+        keyed.add()
+        keyed.process.wait_ready()
+        yield keyed
+    finally:
+        keyed.process.stop()
+
+
+@pytest.fixture
+def visit(keyed: Keyed) -> Iterator[Visit]:
+    """Returns a browser that has signed in with a key."""
+    opened = []
+
+    def visit(key: KeyText | None = None) -> httpx.Client:
+        browser = httpx.Client(base_url=keyed.process.url, headers=OWN, timeout=PATIENCE_S)
+        opened.append(browser)
+        if key is not None:
+            assert browser.post("/console/sign-in", data={"key": key.text}).status_code == 303
+        return browser
+
+    yield visit
+    for browser in opened:
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser) -> Page:
+    return Page(browser)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from html import unescape
 from typing import Any
 
@@ -14,49 +13,16 @@ from redis import Redis
 
 from cellama.api import Client
 from cellama.api.http.console.session import COOKIE
-from cellama.api.keys.entry import KeyText
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.state.ledger import Ledger
 
-from ...conftest import PATIENCE_S, WorkerProcess, wait_until
+from ...conftest import PATIENCE_S, wait_until
 from ...gateways import GatewayProcess
 from ..ledgers import submission
 from ..test_gateway_tenants import Keyed
+from .conftest import HTML, OWN, Visit
 
-HTML = {"accept": "text/html"}
-OWN = {**HTML, "sec-fetch-site": "same-origin"}
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
-
-
-@pytest.fixture(scope="module")
-def keyed(
-    worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Keyed]:
-    """A gateway with keys in front of the worker."""
-    keyed = Keyed(tmp_path_factory.mktemp("console"), redis_server.url)
-    try:
-        keyed.add()
-        keyed.process.wait_ready()
-        yield keyed
-    finally:
-        keyed.process.stop()
-
-
-@pytest.fixture
-def visit(keyed: Keyed) -> Iterator[Callable[..., httpx.Client]]:
-    """Returns a browser that has signed in with a key."""
-    opened = []
-
-    def visit(key: KeyText | None = None) -> httpx.Client:
-        browser = httpx.Client(base_url=keyed.process.url, headers=OWN, timeout=PATIENCE_S)
-        opened.append(browser)
-        if key is not None:
-            assert browser.post("/console/sign-in", data={"key": key.text}).status_code == 303
-        return browser
-
-    yield visit
-    for browser in opened:
-        browser.close()
 
 
 def rows_of(text: str) -> list[str]:
@@ -64,7 +30,7 @@ def rows_of(text: str) -> list[str]:
     return re.findall(r'class="mono id" href="[^"]*">([^<]+)<', text)
 
 
-def test_console_asks_for_a_key_when_the_visitor_has_no_session(visit: Callable[..., httpx.Client]) -> None:
+def test_console_asks_for_a_key_when_the_visitor_has_no_session(visit: Visit) -> None:
     browser = visit()
     for path in ("/console", "/console/jobs?state=failed"):
         answer = browser.get(path)
@@ -77,7 +43,7 @@ def test_console_asks_for_a_key_when_the_visitor_has_no_session(visit: Callable[
 
 
 def test_sign_in_starts_a_session_that_scripts_and_other_sites_can_not_use(
-    keyed: Keyed, visit: Callable[..., httpx.Client], redis_client: Redis
+    keyed: Keyed, visit: Visit, redis_client: Redis
 ) -> None:
     key, browser = keyed.add(admin=True), visit()
     answer = browser.post("/console/sign-in", data={"key": f" {key.text}\n", "next": "/console/jobs?state=failed"})
@@ -91,9 +57,7 @@ def test_sign_in_starts_a_session_that_scripts_and_other_sites_can_not_use(
     assert 0 < redis_client.ttl(stored) <= 12 * 3600
 
 
-def test_sign_in_rejects_a_wrong_key_and_a_return_to_another_site(
-    keyed: Keyed, visit: Callable[..., httpx.Client]
-) -> None:
+def test_sign_in_rejects_a_wrong_key_and_a_return_to_another_site(keyed: Keyed, visit: Visit) -> None:
     browser = visit()
     for wrong in ("", "sk-abc", keyed.add().text[:-1] + "!", HOSTILE):
         answer = browser.post("/console/sign-in", data={"key": wrong})
@@ -105,9 +69,7 @@ def test_sign_in_rejects_a_wrong_key_and_a_return_to_another_site(
         assert answer.headers["location"] == "/console"
 
 
-def test_session_ends_when_its_key_is_revoked_or_the_visitor_signs_out(
-    keyed: Keyed, visit: Callable[..., httpx.Client]
-) -> None:
+def test_session_ends_when_its_key_is_revoked_or_the_visitor_signs_out(keyed: Keyed, visit: Visit) -> None:
     key = keyed.add()
     browser, other = visit(key), visit(key)
     assert browser.get("/console").status_code == 200
@@ -186,7 +148,7 @@ def test_overview_shows_models_workers_and_queues(gateway: GatewayProcess, unser
 
 
 def test_visitor_sees_only_jobs_of_its_tenant_unless_it_is_an_administrator(
-    keyed: Keyed, visit: Callable[..., httpx.Client], queue: Client
+    keyed: Keyed, visit: Visit, queue: Client
 ) -> None:
     keys = {"acme": keyed.add(), "other": keyed.add(), "admin": keyed.add(admin=True)}
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 1, "cache_salt": "x"}
