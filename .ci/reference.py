@@ -239,7 +239,7 @@ def codes(_: str = "") -> str:
 
 
 def json_schema() -> str:
-    """Return the keywords of JSON Schema by group, and how they are handled in strict and in lenient use."""
+    """Return the keywords of JSON Schema by group, and how strict and lenient mode handle them."""
     keywords = find("cellama.engine.grammar.schema.keywords.KEYWORDS")
     return "\n".join(
         f"### {group.capitalize()}\n\n"

@@ -1,4 +1,4 @@
-"""The inference engine. It runs continuous batching on llama.cpp, and works as a library without Celery and Redis."""
+"""The inference engine. It runs continuous batching on llama.cpp, and works as a library without Celery or Redis."""
 
 from .backend import ModelInfo
 from .core.adapters import AdapterInfo

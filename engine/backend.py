@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 
 from .request import SamplingParams, TokenLogprob
 
-NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch was computed, and a retry is allowed
+NO_FREE_CELLS, ABORTED = 1, 2  # return codes of llama_decode (llama.h) after which a retry is allowed
 
 
 class DecodeError(Exception):
@@ -40,7 +40,7 @@ class ModelInfo:
     n_vocab: int
     n_embd: int
     file_type: str = ""  # quantisation, for example "Q8_0"
-    fingerprint: str = ""  # identifies the content of the file (llama/files/gguf_file.py); empty for a vocabulary alone
+    fingerprint: str = ""  # id of the file's content (llama/gguf_files.py); empty if only the vocabulary is loaded
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,7 +64,7 @@ AdapterKey = tuple[tuple[str, float], ...]
 
 
 def key_of(adapters: AdapterSet) -> AdapterKey:
-    """Return the part of an adapter set that KV cells depend on: contents and scales, not names."""
+    """Return the part of an adapter set that KV cells depend on: the contents and scales, not the names."""
     return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
 
 
@@ -74,8 +74,8 @@ class Chunk(NamedTuple):
     slot: int
     position: int  # position of the first token
     tokens: list[int]
-    samples: bool  # needs logits: the next token is sampled after the last token, or after the first and each draft
-    decode: bool = False  # the last generated token and drafts, rather than a part of the prompt
+    samples: bool  # whether a token is sampled after the last token, or after the first one and each draft token
+    decode: bool = False  # whether it is the last generated token with drafts, instead of a part of the prompt
     num_drafts: int = 0  # draft tokens after the first one; a token is also sampled after each of them
 
     @property
@@ -127,7 +127,7 @@ class Sampler(Protocol):
 
 
 class SamplingPlan(Protocol):
-    """The prepared sampling parameters of a request, which its samplers are created from."""
+    """The prepared sampling parameters of a request. Its samplers are created from them."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class SamplingPlan(Protocol):
 
 
 class KvMemory(Protocol):
-    """The KV cells of the device. The positions of a slot are contiguous and start at 0."""
+    """Accesses the KV cells on the device. The positions of a slot are contiguous and start at 0."""
 
     n_slots: int
     ctx_per_slot: int
@@ -183,7 +183,7 @@ class KvMemory(Protocol):
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """Return the state or checkpoint that `portable` has converted, and its number of tokens.
+        """Convert data from `portable` back to a state or checkpoint, and return it with its number of tokens.
 
         Any thread may call this. Writable buffers are not copied: the state takes them over and modifies them. Raises
         ValueError if the data is damaged.
@@ -219,7 +219,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
     """
 
     n_vocab: int
-    identity: bytes  # digest of all that cells depend on except tokens and adapters: weights, types, formats (ADR 014)
+    identity: bytes  # digest of what cells depend on, except tokens and adapters: weights, types, formats (ADR 014)
     threads: int  # number of threads that compute a decode call
 
     def set_threads(self, count: int) -> None:
@@ -227,22 +227,22 @@ class Backend(KvMemory, AdapterStore, Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop threads that wait for work, because the context will be idle for a while."""
+        """Stop the waiting compute threads, because the context is about to be idle for a while."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary: ...
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingPlan:
-        """Prepare the sampling parameters of a request for `new_sampler`. This method does all slow work.
+        """Prepare the sampling parameters of a request for `new_sampler`. This method does all of the slow work.
 
-        `visible` contains the control tokens whose text belongs to the output. A grammar sees no other control tokens.
-        Raises InvalidRequest for an invalid grammar or an unknown token.
+        `visible` contains the control tokens whose text belongs to the output. A grammar can't match any other control
+        tokens. Raises InvalidRequest for an invalid grammar or an unknown token.
         """
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        """Compute the KV cells of the chunks with these adapters. The chunks are in the order of their slots.
+        """Compute the KV cells of the chunks, which are in the order of their slots, with these adapters.
 
         The call returns after the computation has finished, even on a GPU. Raises DecodeError.
         """
@@ -265,10 +265,10 @@ class Backend(KvMemory, AdapterStore, Protocol):
     ) -> Sampler:
         """Return a sampler for the tokens that follow `history`.
 
-        `plan` is a result of `prepare`. The last `num_sampled` tokens of `history` were sampled before. The grammar
-        doesn't apply to the first `num_unbound` of these. If `num_unbound` is None, it applies once `bind` has been
-        called. With `ban_end`, no end token is sampled. `mirostat_mu` is the state of the sampler that this sampler
-        continues. Raises GrammarFailed.
+        `plan` is a result of `prepare`. The last `num_sampled` tokens of `history` were sampled earlier. The grammar
+        doesn't apply to the first `num_unbound` of these. If `num_unbound` is None, the grammar applies only after
+        `bind` has been called. With `ban_end`, no end token is sampled. `mirostat_mu` is the mirostat state from which
+        the sampler continues. Raises GrammarFailed.
         """
         ...
 
@@ -278,8 +278,8 @@ class Backend(KvMemory, AdapterStore, Protocol):
 class EmbeddingBackend(Protocol):
     """A context that turns whole sequences into vectors. Only the embedder thread may use it."""
 
-    max_tokens: int  # limit for one text
-    batch_tokens: int  # largest efficient size of a batch of several texts; at most `max_tokens`
+    max_tokens: int  # maximum number of tokens in one text
+    batch_tokens: int  # tokens in the largest efficient batch of several texts; at most `max_tokens`
     max_texts: int
     n_embd: int  # dimensions of a vector
     per_token: bool  # whether there is a vector per token instead of one per text
@@ -290,7 +290,7 @@ class EmbeddingBackend(Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop threads that wait for work, because the context will be idle for a while."""
+        """Stop the waiting compute threads, because the context is about to be idle for a while."""
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:

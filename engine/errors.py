@@ -31,7 +31,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class TemplateFailed(EngineError):
-    """The chat template rejected the messages or took too long, or the model has none."""
+    """The chat template rejected the messages or took too long, or the model has no chat template."""
 
     code = "template_failed"
 

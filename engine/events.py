@@ -13,7 +13,7 @@ from .errors import EngineError
 from .request import Mode, TokenLogprob
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-# How much of a prompt was reused: all except the last token, which is always computed; a part; or nothing.
+# How much of a prompt was reused: everything except the last token, which is always computed, or a part, or nothing.
 CacheHitKind = Literal["exact", "partial", "cold"]
 CacheTier = Literal["device", "ram", "disk"]  # place of reused cells: in a slot, or in a saved state
 
@@ -33,7 +33,7 @@ class RequestUsage:
     prompt_tokens: int  # number of prompt tokens
     completion_tokens: int  # number of generated tokens
     cached_tokens: int = 0  # prompt tokens that were in a cache
-    cache_tier: CacheTier | None = None  # place of the cached tokens; None without any
+    cache_tier: CacheTier | None = None  # place of the cached tokens; None if there are none
     accepted_prediction_tokens: int = 0  # tokens of the completion that were accepted draft tokens
     rejected_prediction_tokens: int = 0  # draft tokens that were computed but not accepted
 
@@ -77,7 +77,10 @@ class Context:
         prompt: tuple[int, ...],
         generated: tuple[int, ...] = (),
     ) -> None:
-        """Create a context cheaply, because the engine thread does it. `adapters` are fingerprints and scales."""
+        """Create a context. This must be cheap, because it runs on the engine thread.
+
+        `adapters` are fingerprints and scales.
+        """
         self.identity = identity
         self.adapters = adapters
         self.scope = scope
@@ -188,7 +191,7 @@ class StepStats:
     batch_size: int  # number of tokens in the batch
     decode_tokens: int  # including draft tokens
     prefill_tokens: int  # prompt tokens in the batch
-    active_slots: int  # slots that prefill or decode, also those without tokens in this batch
+    active_slots: int  # slots that prefill or decode, including slots without tokens in this batch
     queue_depth: int  # requests waiting for a slot
     eval_ms: float  # time inside llama.cpp's decode
     step_ms: float  # time of the whole step, including sampling
@@ -207,10 +210,10 @@ class RequestStats:
 
     model: str  # id of the model
     at: float  # end of the request, in Unix seconds
-    request_id: str  # in a worker the id of the job's attempt
+    request_id: str  # in a worker, the id of the job's attempt
     mode: Mode  # "stream", or "generate" if its text was not published in pieces
     seq_id: int | None  # slot of the request, if it had one
-    finish_reason: str  # of the completion, or "error"
+    finish_reason: str  # finish reason of the completion, or "error"
     prompt_tokens: int  # prompt tokens
     generated_tokens: int  # generated tokens
     duration_ms: float  # time to the end

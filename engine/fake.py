@@ -85,9 +85,9 @@ class FakeBackend:
     partial_reuse: bool = True
     window: int = 0  # size of the sliding window in positions; 0 = no window
     memory: int = 0  # number of cells that the next token depends on; 0 = all, so that no source can predict it
-    end_every: int = 0  # about one token in this number ends the text; 0 = none
+    end_every: int = 0  # mean number of tokens before an end token; 0 = texts never end
     failures: deque[int] = field(default_factory=deque)
-    poison: int | None = None  # a token that makes every batch with it fail
+    poison: int | None = None  # a token that makes every batch that contains it fail
     vocabulary: FakeVocabulary = field(default_factory=FakeVocabulary)
     n_vocab: int = 257
     cells: list[list[Cell]] = field(init=False)
@@ -224,7 +224,7 @@ class FakeBackend:
         if cells and len(cells) < self.first_cut(chunk.slot):
             raise AssertionError(f"slot {chunk.slot} has lost cells inside its sliding window")
         if not self.partial_reuse and self.summaries[chunk.slot] != _summary(cells):
-            raise AssertionError(f"slot {chunk.slot} has the recurrent state of other tokens than its cells")
+            raise AssertionError(f"slot {chunk.slot} has a recurrent state that does not match its cells")
         cells.extend(Cell((token, key) if key else token) for token in chunk.tokens)
         self.summaries[chunk.slot] = 0 if self.partial_reuse else _summary(cells)
         if chunk.samples:
@@ -281,7 +281,7 @@ class FakePlan:
 
 @dataclass
 class FakeSampler:
-    """Samples greedily without a seed. Otherwise, seed, position and the state of mirostat affect every token."""
+    """Samples greedily if there is no seed. Otherwise, seed, position and mirostat state affect every token."""
 
     backend: FakeBackend
     seed: int | None
@@ -313,7 +313,7 @@ class FakeEmbeddingBackend:
     max_texts: int = 8
     n_embd: int = 2
     per_token: bool = False
-    poison: int | None = None  # a token that makes every call with it fail
+    poison: int | None = None  # a token that makes every call that contains it fail
     calls: list[list[tuple[int, ...]]] = field(default_factory=list)  # the texts of every call
     threads: int = 1
 

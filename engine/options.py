@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 from .errors import InvalidRequest, check, check_int, nearest
 from .request import defaults_of
 
-DEFAULT_SLOTS = 8  # slots; more increase throughput and memory (docs/how-to/performance.md)
+DEFAULT_SLOTS = 8  # number of slots; more of them increase throughput and memory use (docs/how-to/performance.md)
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
-DRAFT_PASS = 128  # tokens of a pass of a draft model, unless it has more slots
+DRAFT_PASS = 128  # tokens in a pass of a draft model, unless it has more slots
 CHECKED_ROWS = 16  # rows of logits that are always available for `Engine.verify`
 DEFAULT_SAVED_BYTES = 1 << 30  # bytes of KV states in RAM
 DEFAULT_DISK_BYTES = 8 << 30  # bytes of KV states on disk
@@ -38,13 +38,13 @@ class EngineOptions:
     ctx_per_slot: int | None = None  # tokens per slot; None = from n_ctx, or the training context if it fits
     kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
     cache_prompt: bool = True  # share prefixes between requests
-    # Quota of KV states in RAM; 0 = none, None = up to 1 GiB of the available memory. `saved_bytes` has the number.
+    # Quota of KV states in RAM; 0 = none, None = up to 1 GiB of the available memory. `saved_bytes` has the value.
     cache_ram_bytes: int | None = None
     cache_dir: str | None = None  # directory of KV states, which processes can share; None = no states on disk
     cache_disk_bytes: int = DEFAULT_DISK_BYTES  # quota of cache_dir
     n_batch: int = 2048  # maximum number of tokens per step; n_ubatch also limits it
-    n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
-    # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. If n_ubatch is None, a larger
+    n_ubatch: int | None = None  # tokens in one pass inside llama.cpp, which is one step; `pass_tokens` has the value
+    # Prompt tokens per slot and step, at most one pass. `chunk_tokens` has the value. If n_ubatch is None, a larger
     # chunk_size increases it.
     chunk_size: int | None = None
     max_queue: int = 0  # maximum number of requests that wait for a slot; 0 = unlimited
@@ -58,7 +58,8 @@ class EngineOptions:
     logits_processors: tuple[str, ...] = ()
     speculation: Speculation = "off"  # "auto" drafts tokens while that is faster (docs/adr/015-speculation.md)
     draft: str | None = None  # source of a small model with the same vocabulary, which also drafts tokens
-    # Pooling of embeddings; auto = as the model says, or mean; none = a vector per token; rank = scores, to rerank.
+    # Pooling of embeddings: auto = the model's own pooling, or else mean; none = one vector per token; rank = scores
+    # for reranking.
     pooling: Pooling = "auto"
     control_tokens_in_text: bool = False  # parse control tokens in messages and in texts to rank
     # Defaults for SamplingParams by name, except logprobs; see `sampling_defaults`.
@@ -84,7 +85,10 @@ class EngineOptions:
         check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, condition)
         condition += "; raise it or lower n_parallel"
         check(self.pass_tokens >= self.num_slots, "n_ubatch", self.pass_tokens, condition)
-        condition = f"at most n_ubatch and n_batch ({self.pass_tokens}), the tokens of a step; lower it or raise those"
+        condition = (
+            f"at most n_ubatch and n_batch ({self.pass_tokens}), which limit the tokens of a step; "
+            "lower it, or raise them"
+        )
         check((self.chunk_size or 1) <= self.pass_tokens, "chunk_size", self.chunk_size, condition)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list after JSON
         if self.sampling is not None:

@@ -257,7 +257,7 @@ class Request:
     reply: ReplyFormat | None = None  # format of a chat reply, to separate reasoning and tool calls from the text
     prediction: tuple[int, ...] = ()  # the probable output; matching tokens are accepted several at a time
     only_checks: bool = False  # end with the first token that differs from `prediction`
-    resume: tuple[Resumed, ...] = ()  # earlier output of the first completions; the seed must be the same as then
+    resume: tuple[Resumed, ...] = ()  # earlier output of the first completions; the seed must not change
     warnings: tuple[str, ...] = ()  # requested features that are not enforced
 
     def __post_init__(self) -> None:

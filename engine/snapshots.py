@@ -25,7 +25,7 @@ class EngineSnapshot:
     Counts start when the engine is created.
     """
 
-    phase: Phase  # what it does now
+    phase: Phase  # current activity
     slots_total: int  # number of slots
     slots_prefilling: int  # slots that prefill
     slots_decoding: int  # slots that decode
@@ -40,13 +40,13 @@ class EngineSnapshot:
     ram_evictions: int  # KV states removed from RAM because of the quota
     disk_loads: int  # KV states read from disk
     disk_late: int  # KV states read from disk after they had been computed already
-    disk_misses: int  # files that were damaged, missing, of another model or of another version
+    disk_misses: int  # files that were damaged, missing, or written for another model or version
     disk_saves: int  # KV states written to disk
-    disk_drops: int  # KV states not written: already on disk, worth less than others, or the disk can't be written
+    disk_drops: int  # KV states not written: already on disk, less useful than others, or refused by the disk
     disk_evictions: int  # files that this process removed because of the quota
     disk_read_bytes: int  # bytes read from disk
     disk_written_bytes: int  # bytes written to disk
-    disk_used_bytes: int  # size of cache_dir, some seconds old at most, with states of other models and processes
+    disk_used_bytes: int  # size of cache_dir a few seconds ago, including other models and processes
     disk_quota_bytes: int  # quota of cache_dir
     preemptions: int  # sequences that lost their slot to a more urgent one
     strategy_failures: int  # steps in which the batch strategy failed and another one replaced it
@@ -82,9 +82,9 @@ class EmbedderSnapshot:
     """
 
     phase: Phase  # never "generating"
-    requests_running: int  # requests of which a text has been started
-    requests_waiting: int  # requests of which no text has been started
-    texts_waiting: int  # waiting texts of all requests
+    requests_running: int  # requests with a text that has been started
+    requests_waiting: int  # requests without a text that has been started
+    texts_waiting: int  # texts of all requests that are waiting
     steps: int  # number of steps
     texts: int  # computed texts
     prompt_tokens: int  # tokens of these texts
@@ -126,7 +126,7 @@ class ModelSnapshot:
 class ManagerSnapshot:
     """Sums over all loaded models of a process, including embedders and rerankers."""
 
-    phase: Phase  # of the busiest model; "stopped" if a thread of a model has died
+    phase: Phase  # phase of the busiest model; "stopped" if a thread of any model has died
     models: int  # number of loaded models
     slots_total: int  # number of slots
     slots_busy: int  # slots that prefill or decode
@@ -147,7 +147,7 @@ class ManagerSnapshot:
     ram_saves: int  # KV states saved in RAM
     ram_evictions: int  # KV states removed from RAM because of the quota
     disk_loads: int  # KV states read from disk
-    disk_late: int  # of these, read after they had been computed already
+    disk_late: int  # KV states read from disk after they had been computed already
     disk_misses: int  # unusable or missing files
     disk_saves: int  # KV states written to disk
     disk_drops: int  # KV states not written to disk

@@ -21,7 +21,7 @@ from cellama.engine.backend import Adapter, AdapterSet, AdapterStore, AdapterUse
 from cellama.engine.errors import AdapterBusy, IdTaken, UnknownAdapter, nearest
 from cellama.engine.request import Request
 
-UNLOAD_TIMEOUT_S = 30.0  # seconds for running requests with the adapter; the same as for a model (models/manager.py)
+UNLOAD_TIMEOUT_S = 30.0  # seconds to wait for requests that use the adapter; the same as for models (models/manager.py)
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
 
@@ -169,7 +169,7 @@ class Adapters:
         if entry is not None and entry.adapter is not None and entry.status == "ready":
             return entry.adapter
         if entry is not None:
-            raise UnknownAdapter(f"adapter {name!r} is {entry.status}; wait until this has finished")
+            raise UnknownAdapter(f"adapter {name!r} is {entry.status}; retry when it has finished {entry.status}")
         raise UnknownAdapter(f"adapter {name!r} is not loaded for this model; {nearest(name, self._entries)}")
 
     def _update_default(self) -> None:
@@ -196,5 +196,5 @@ def _in_order(chosen: Iterable[tuple[Adapter, float]]) -> AdapterSet:
 
 
 def _check_name_and_scale(name: str, scale: float) -> None:
-    """Raise InvalidRequest if a request with this adapter would raise it."""
+    """Raise InvalidRequest if requests can't use this name and scale."""
     Request("", (0,), adapters=((name, scale),))

@@ -31,10 +31,10 @@ from .telemetry import Rates
 
 log = event_logger(__name__)
 
-CLOSE_TIMEOUT_S = 30.0  # seconds; closing waits for one batch, which takes at most a few seconds on a CPU
+CLOSE_TIMEOUT_S = 30.0  # seconds for the running batch to finish, which takes at most a few seconds on a CPU
 BATCH_S = 0.05  # target duration of a batch in seconds: other callers and engines wait no longer than this
-BROKEN = 3  # consecutive texts that failed alone; with this many, the texts are not the cause
-MIN_BATCH_TOKENS = 64  # tokens that a batch may always have: smaller batches are faster on no machine
+BROKEN = 3  # consecutive texts that fail alone before the backend counts as broken
+MIN_BATCH_TOKENS = 64  # tokens that a batch may always have, because smaller batches are not faster on any machine
 
 Vectors = list[NDArray[np.float32]]
 
@@ -61,11 +61,11 @@ class EmbeddingHandle:
             raise EmbeddingCancelled("the embedding request was cancelled") from None
 
     def cancel(self) -> None:
-        """Cancel the request: texts outside the running batch are not computed. Calling it again has no effect."""
+        """Cancel the request. Only texts in the running batch are still computed. Calling it again has no effect."""
         self.future.cancel()
 
     def finished(self) -> Vectors:
-        """Return all vectors, cut to their first `dimensions` numbers, and at unit length if `normalize` is set."""
+        """Return all vectors, truncated to `dimensions` numbers, and scaled to unit length if `normalize` is set."""
         rows = np.vstack(self.vectors)[:, : self.dimensions]
         if self.normalize:
             lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -79,21 +79,21 @@ Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 
 
 class Embedder:
-    """Embeds texts. Callers take turns in each batch, so that a caller with few texts doesn't wait for many others."""
+    """Embeds texts. Callers take turns in each batch, so a caller with few texts doesn't wait behind one with many."""
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
-        """Create an embedder. `ending` contains the tokens that end every text, even if the text is truncated."""
+        """Create an embedder. `ending` contains the tokens at the end of every text, even of a truncated one."""
         self._backend = backend
         self._ending = ending
         self._inbox: Inbox[EmbeddingHandle] = Inbox()
         self._waiting: deque[EmbeddingHandle] = deque()  # in order of turns
         self._batch: Batch = []  # the running batch
         self._rates = Rates(0)
-        self._num_batches = self._num_texts = self._num_tokens = 0  # computed until now
+        self._num_batches = self._num_texts = self._num_tokens = 0  # computed so far
         self._num_finished = self._num_failed = 0  # requests
         self._is_stopped = False
         self._token_s: float | None = None  # recent duration per token, in seconds
-        self._threads = backend.threads  # number for the next batch
+        self._threads = backend.threads  # number of threads for the next batch
         self._num_failed_alone = 0  # consecutive texts that failed alone
         self.pulse = Pulse(f"cellama-{name}-embed")
         self._thread = start_deep(self._run, self.pulse.name)
@@ -128,9 +128,9 @@ class Embedder:
     ) -> EmbeddingHandle:
         """Submit the token ids of one or more texts. The vectors are float32 with `n_embd` dimensions.
 
-        `dimensions` keeps only the first numbers of each vector, for models that are trained for this. `normalize` then
-        scales each vector to unit length. `truncate` shortens texts that are too long instead of rejecting them. Raises
-        InvalidRequest, PromptTooLong and EngineStopped.
+        With `dimensions`, only that many numbers of each vector are kept, for models that are trained for this.
+        `normalize` then scales each vector to unit length. `truncate` shortens texts that are too long instead of
+        rejecting them. Raises InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not texts:
             raise InvalidRequest("texts: the list is empty; give at least one text")
@@ -147,7 +147,7 @@ class Embedder:
         return handle
 
     def _truncated(self, text: Sequence[int]) -> Sequence[int]:
-        """Return as much of the start of the text as fits together with its ending."""
+        """Return the longest start of the text that fits together with the ending."""
         if len(text) <= self.max_tokens:
             return text
         ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
@@ -262,7 +262,7 @@ class Embedder:
                 self._waiting.append(handle)
 
     def _batch_tokens(self) -> int:
-        """Return the number of tokens of a batch that takes about BATCH_S."""
+        """Return the number of tokens in a batch that takes about BATCH_S."""
         affordable = 0 if self._token_s is None else int(BATCH_S / self._token_s)
         return min(max(affordable, MIN_BATCH_TOKENS), self._backend.batch_tokens)
 
@@ -276,7 +276,7 @@ class Embedder:
         try:
             vectors = self._backend.embed([text for _, text in batch])
             if len(vectors) != len(batch):
-                raise RuntimeError(f"{len(batch)} texts gave {len(vectors)} vectors")
+                raise RuntimeError(f"the backend returned {len(vectors)} vectors for {len(batch)} texts")
         except DecodeError as error:
             self._isolate(batch, error)
             return
@@ -292,7 +292,7 @@ class Embedder:
         self._num_tokens += sum(len(text) for _, text in batch)
         self._rates.measure(self._num_tokens, idle=not (self._waiting or self._inbox))
         for (handle, _), vector in zip(batch, vectors, strict=True):
-            handle.vectors.append(vector)  # in order, as batches are, and the texts of a caller within a batch
+            handle.vectors.append(vector)  # in order, because batches and the texts within a batch are in order
             if len(handle.vectors) == len(handle.texts):
                 self._finish(handle)
 
@@ -303,7 +303,10 @@ class Embedder:
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        """Retry each text alone. A request fails only if its text fails again. Raises if the backend is broken."""
+        """Retry each text alone. A request fails only if its text fails again.
+
+        Raises `error` if the backend is broken.
+        """
         if len(batch) > 1:
             log.warning(
                 "embedding batch failed", error=repr(error), num_texts=len(batch), detail="each text is retried alone"
@@ -320,7 +323,7 @@ class Embedder:
         try:
             vectors = handle.finished()
         except Exception as error:  # affects only this caller
-            log.exception("vectors could not be assembled")
+            log.exception("vectors not assembled")
             reason = f"{type(error).__name__}: {error}; other requests were not affected"
             self._fail(handle, RequestFailed(reason))
             return
@@ -345,10 +348,10 @@ class Pairs(Protocol):
 
 
 class Reranker:
-    """Scores pairs of query and document. The score is the first output of the model's classification head."""
+    """Scores how relevant documents are to a query. The score is the first output of the classification head."""
 
     def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
-        """Create a reranker. `embedder` must have the pooling "rank", and its thread computes the scores."""
+        """Create a reranker. `embedder` must use the pooling "rank". Its thread computes the scores."""
         self._pairs = pairs
         self.embedder = embedder
 
@@ -385,5 +388,5 @@ class Reranker:
 
 
 def scores_of(handle: EmbeddingHandle, timeout_s: float | None = None) -> list[float]:
-    """Return one score per document, in order, as the model outputs it: higher is better, without a fixed range."""
+    """Return the model's raw score for each document, in order. Higher is better, and there is no fixed range."""
     return [float(outputs[0]) for outputs in handle.result(timeout_s)]

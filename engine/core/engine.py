@@ -32,7 +32,7 @@ from .telemetry import StepCounts
 
 log = event_logger(__name__)
 
-CLOSE_TIMEOUT_S = 30.0  # seconds; close, evict and calls wait for one step, which takes at most a few seconds on a CPU
+CLOSE_TIMEOUT_S = 30.0  # seconds; close, evict and calls wait for one step, which takes a few seconds at most on a CPU
 CALL_TIMEOUT_S = 30.0  # seconds; for the same reason
 SAVE_TIMEOUT_S = 30.0  # seconds; a disk writes several gigabytes of states in this time
 GENERATE_TIMEOUT_S = 60.0  # seconds; enough for 256 tokens, the default, on a slow CPU
@@ -67,7 +67,7 @@ class Engine:
         Raises InvalidRequest, GrammarFailed, and ModelLoadFailed if the draft model can't decode.
         """
         self.sampling_defaults = options.sampling_defaults
-        backend.prepare(sampling_of({}, self.sampling_defaults), None)  # an invalid grammar would fail every request
+        backend.prepare(sampling_of({}, self.sampling_defaults), None)  # an invalid grammar would fail all requests
         self._backend = backend
         self._cache_prompt = options.cache_prompt
         self.adapters = Adapters(backend)
@@ -99,7 +99,10 @@ class Engine:
         given += [("resume", resumed.tokens) for resumed in request.resume]
         for name, tokens in given:
             if not all(0 <= token < self._backend.n_vocab for token in tokens):
-                raise InvalidRequest(f"{name} has token ids outside the range 0 to {self._backend.n_vocab - 1}")
+                raise InvalidRequest(
+                    f"{name} has token ids outside the range 0 to {self._backend.n_vocab - 1}; "
+                    "use token ids of this model"
+                )
         plan = self._backend.prepare(request.sampling, dict(request.reply.visible) if request.reply else None)
         request = replace(
             request,
@@ -130,13 +133,13 @@ class Engine:
         """Generate and return the text that follows a prompt. The prompt is text or token ids.
 
         `params` are the fields of Request and SamplingParams. If `parent_key` is the `finish_key` of a completion, the
-        prompt continues the context of that completion, token by token. Raises UnknownKey, and TimeoutError after
-        `timeout_s`. In both cases, the slot is free again.
+        prompt continues the context of that completion, token by token. Raises UnknownKey if that context is not stored
+        here. Raises TimeoutError after `timeout_s`, which also frees the slot.
         """
         return self.complete(prompt, timeout_s=timeout_s, **params).text
 
     def complete(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Return the completion of a prompt: text, tokens, usage and timings. Parameters are as for `generate`."""
+        """Return the completion of a prompt: text, tokens, usage and timings. `generate` has the same parameters."""
         return _in_time(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
 
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
@@ -148,7 +151,7 @@ class Engine:
         return self.complete(prompt, timeout_s=timeout_s, **{**params, "max_tokens": 0})
 
     async def agenerate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """Generate text like `generate`, for asyncio. Cancelling the task frees the slot."""
+        """Generate text as `generate` does, for asyncio. Cancelling the task frees the slot."""
         handle = self._submit(prompt, timeout_s, stream=False, **params)
         try:
             return _in_time(await asyncio.wrap_future(handle.future), timeout_s).text
@@ -177,7 +180,7 @@ class Engine:
             handle.cancel()
 
     async def astream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> AsyncIterator[str]:
-        """Yield chunks of text like `stream`, for asyncio."""
+        """Yield chunks of text as `stream` does, for asyncio."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -201,7 +204,7 @@ class Engine:
             handle.cancel()
 
     def draft_tokens(self, prefix: Prompt, most: int, *, timeout_s: float = GENERATE_TIMEOUT_S) -> tuple[int, ...]:
-        """Return up to `most` of the likeliest tokens after a prefix, so that another model can verify them.
+        """Return up to `most` tokens of the greedy continuation of a prefix, so that another model can verify them.
 
         The result is shorter if the text ends. Raises TimeoutError and the errors of `submit`.
         """
@@ -215,7 +218,7 @@ class Engine:
         most: int | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
     ) -> Verdict:
-        """Count the leading candidates that are the likeliest tokens after the prefix, and find the token after them.
+        """Count the leading candidates that match the greedy continuation of the prefix, and find the token after them.
 
         `most` limits the number of candidates. Raises TimeoutError, InvalidRequest and the errors of `submit`. Raises
         PromptTooLong if the prefix and the candidates leave no room for one more token.
@@ -283,7 +286,7 @@ class Engine:
                 tokens = tuple(stored[1]) if stored[0] == seed and key_of(seed, stored[1]) == key else None
         if tokens is None:
             raise UnknownKey(
-                f"parent_key: {str(key)[:80]!r} is unknown here for cache_scope {scope!r} and these adapters; "
+                f"parent_key: {str(key)[:80]!r} is not stored here for cache_scope {scope!r} and these adapters; "
                 "send the whole prompt without parent_key"
             )
         return tokens
@@ -325,7 +328,7 @@ class Engine:
         return self._inbox.last_submit
 
     def add_listener(self, listener: Listener) -> None:
-        """Call `listener` on the engine thread, once per step with all events. It must only pass them on."""
+        """Call `listener` on the engine thread, once per step, with all events. It must only pass them on."""
         self._core.output.listeners.append(listener)
 
     def add_step_listener(self, listener: Callable[[StepStats], None]) -> None:
@@ -375,7 +378,7 @@ class Engine:
         return found
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write reusable states to the cache directory, and return their number. Running requests are included.
+        """Write reusable states to the cache directory, and return their number. This includes running requests.
 
         States that are not written within `timeout_s` are skipped. Without a cache directory, nothing is written.
         """
@@ -411,7 +414,7 @@ class Engine:
             return call.future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             call.future.cancel()
-            raise TimeoutError("the current step takes longer than the timeout; retry or allow more time") from None
+            raise TimeoutError("the current step is taking longer than the timeout; retry or allow more time") from None
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Fail unfinished requests with EngineStopped and free the backend. Return False if a step takes too long.
@@ -471,4 +474,4 @@ def _in_time(completion: Completion, timeout_s: float) -> Completion:
 
 
 def _too_slow(timeout_s: float) -> TimeoutError:
-    return TimeoutError(f"no text for {timeout_s} s; raise timeout_s or reduce the load of the engine")
+    return TimeoutError(f"no text was generated for {timeout_s} s; raise timeout_s, or send fewer requests at a time")

@@ -36,13 +36,13 @@ from .telemetry import Telemetry
 
 log = event_logger(__name__)
 
-MAX_COMMANDS_PER_STEP = 512  # requests that start or finish between two decode calls: more would delay every stream
-PAUSE_S = 0.05  # longest pause in seconds of an engine that waits for a file: about one decode step
+MAX_COMMANDS_PER_STEP = 512  # commands that run between two decode calls: more would delay every stream
+PAUSE_S = 0.05  # longest pause in seconds while the engine waits for a file: about one decode step
 MAX_FAULTS = 3  # consecutive failed steps in which each request succeeds alone; after more, the engine is broken
 
 
 class Command(NamedTuple):
-    """A command for a request: submit it, or end it early."""
+    """A command to submit a request, or to end it early."""
 
     kind: Literal["submit"] | CancelReason
     handle: Handle
@@ -84,8 +84,8 @@ class EngineCore:
         self._pulse = pulse
         self.requests = EngineRequests(backend, self.scheduler, self.drafting, self.output, self.telemetry, pulse)
         self.forward = Forward(backend, self.scheduler, self.requests, self.drafting, pulse)
-        self.num_threads = backend.threads  # number for the next step; any thread may set it
-        self._num_faults = 0  # consecutive failed steps without a request that causes the failure
+        self.num_threads = backend.threads  # number of threads for the next step; any thread may set it
+        self._num_faults = 0  # consecutive failed steps that no single request caused
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +111,7 @@ class EngineCore:
                 self._update(micro_batch)  # the next micro-batch overwrites the logits of this one
                 self.output.flush()
                 computed.append(micro_batch)
-            self.output.flush()  # also without a decode call, because requests may have finished
+            self.output.flush()  # even without a decode call, because requests may have finished
             self._copy_running_state()
             self._account(computed, active_slots, started, cpu_started)
         except BackendBroken:
@@ -199,7 +199,7 @@ class EngineCore:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
-        """Find the requests that make a step fail: run one step for each request alone, and fail those requests.
+        """Find the requests that make a step fail. Each request gets a step of its own, and fails if this step fails.
 
         If the step fails for each of several requests, none of them is the cause, and the error is raised. The error is
         also raised after MAX_FAULTS consecutive failed steps.
@@ -233,7 +233,7 @@ class EngineCore:
         return None
 
     def rest(self) -> None:
-        """Let threads rest while there is no work, and take over the states that were read from disk."""
+        """Stop waiting compute threads while there is no work, and receive the states that were read from disk."""
         for backend in self._backends:
             backend.rest()
         if self.disk is not None:

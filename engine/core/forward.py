@@ -20,8 +20,8 @@ from .requests import EngineRequests, Handle
 
 log = event_logger(__name__)
 
-ATTEMPTS_ALONE = 2  # decode calls of a request alone before it fails: one failure may have had another cause
-BROKEN = 3  # consecutive requests that failed alone; with this many, the requests are not the cause
+ATTEMPTS_ALONE = 2  # decode calls for a request alone before it fails: a single failure may have another cause
+BROKEN = 3  # consecutive requests that fail alone before the backend counts as broken
 
 
 class Deferred(DecodeError):
@@ -72,7 +72,7 @@ class Forward:
             self._backend.abort()
 
     def run(self, works: list[SlotWork]) -> Iterator[Computed]:
-        """Decode and yield one micro-batch at a time. Sample its tokens before the next micro-batch is decoded.
+        """Decode and yield one micro-batch at a time. The caller must sample its tokens before requesting the next one.
 
         If a micro-batch fails, each of its requests is retried alone, and ends if it fails again. Raises BackendBroken
         if another process can take over.
@@ -89,7 +89,7 @@ class Forward:
             yield from self._compute(micro_batch)
 
     def _may_draft(self) -> bool:
-        """Return whether every slot decodes and all have the same class, so that drafts delay no prompt or stream."""
+        """Return whether every slot decodes and all have the same class, so drafts delay no prompt or stream."""
         if not self._drafting.is_active:
             return False
         kinds = {(sequence.state, sequence.request.is_interactive) for sequence in self._scheduler.slots.running}
@@ -129,7 +129,7 @@ class Forward:
     def _decode(
         self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_interrupt: bool
     ) -> Exception | None:
-        """Decode the chunks of these works and the padding in one call. Return the error if the call fails."""
+        """Decode the chunks of this work, and the padding, in one call. Return the error if the call fails."""
         self.abortable_handle = self._main_request(works, num_tokens)
         self._is_interruptible = may_interrupt
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
@@ -148,9 +148,9 @@ class Forward:
         return None
 
     def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
-        """Return the request with most of the tokens in the batch, if there is one. Cancelling it aborts the call."""
+        """Return the request that has most of the batch's tokens, if any. Cancelling it aborts the call."""
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
-            return None  # one token for each request
+            return None  # each request has one token
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
@@ -194,7 +194,7 @@ class Forward:
 def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWork]]:
     """Split the work of a step into decode calls, in order. Each chunk is in exactly one call.
 
-    If each slot has a stream of its own (not `unified`), single tokens and longer chunks are in separate calls. In one
+    If each slot has a stream of its own (not `unified`), single tokens and longer chunks go into separate calls. In one
     call, llama.cpp would compute the first token of every slot in one pass and the rest of the chunks in another, and
     the rest would no longer fill its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come first,
     because a changing order would put two of them between two tokens of a stream. The last chunks of interactive

@@ -106,9 +106,8 @@ class EngineCall(Generic[T]):
             self.future.set_exception(error)
 
 
-HELD_BACK_TOKENS = (
-    16  # tokens without final text that are reported anyway, so that another worker can resume after them
-)
+# Tokens after which an event is emitted even without final text, so that another worker can resume after them.
+HELD_BACK_TOKENS = 16
 
 Listener = Callable[[tuple[Event, ...]], None]
 
@@ -222,7 +221,7 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """The sequences of one request: `n` completions of one prompt, which end together.
+    """The sequences of one request, each of which generates one of `n` completions. The request ends with the last one.
 
     Only the engine thread may use it.
     """
@@ -314,7 +313,7 @@ class EngineRequests:
                 identity=self._backend.identity,
                 received_at=handle.received_at,
             )
-            if index == 0 or not request.resume:  # otherwise the search was for the tokens of another sequence
+            if index == 0 or not request.resume:  # otherwise, the match was found for the tokens of another sequence
                 sequence.match = handle.match
             group.sequences.append(sequence)
             self._group_of[sequence] = group
@@ -325,7 +324,7 @@ class EngineRequests:
     def _resume(self, group: RequestGroup) -> None:
         """Give the sequences of a resumed request their earlier output. This may finish some of them."""
         if group.handle.request.prefill_only:
-            return  # it ends when its prompt is computed
+            return  # it ends when its prompt has been computed
         for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
             sequence.tokens += resumed.tokens
             sequence.logprobs += resumed.logprobs
@@ -460,7 +459,7 @@ class EngineRequests:
             try:
                 self._free(group, sequence, keep=False)
             except Exception:  # the request still has to end
-                log.exception("slot could not be emptied", request=request_id)
+                log.exception("slot not emptied", request=request_id)
         self._close(group, Finished(request_id, error=error))
 
     def fail_all(self, error: EngineError) -> None:
@@ -474,7 +473,7 @@ class EngineRequests:
         try:
             self._drafting.end(sequence)
         except Exception:  # the content of the slot is unknown
-            log.exception("draft tokens could not be removed", request=sequence.request.id)
+            log.exception("draft tokens not removed", request=sequence.request.id)
             keep = False
         self._scheduler.release(sequence, keep=keep)
 

@@ -65,9 +65,9 @@ class StepCounts:
         """Create buckets with ascending upper bounds, and one more for larger values."""
         self._gap_bounds_s, self._batch_bounds = tuple(gap_bounds_s), tuple(batch_bounds)
         self.gaps = [0] * (len(self._gap_bounds_s) + 1)
-        self.gaps_s = 0.0  # sum of all gaps
+        self.gaps_s = 0.0  # sum of all gaps, in seconds
         self.batches = [0] * (len(self._batch_bounds) + 1)
-        self.tokens = 0  # sum of all batches
+        self.tokens = 0  # tokens in all batches
 
     def gap(self, seconds: float) -> None:
         """Count a gap: the time between a token of a sequence and the previous one."""

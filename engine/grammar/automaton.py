@@ -18,14 +18,14 @@ from cellama.engine.errors import GrammarFailed
 from .program import END, Edges, Fork, Loop, Program, RuleCall
 
 _UNKNOWN, _DEAD = -2, -1  # entries of the table: not computed yet, and no stack accepts the byte
-_MAX_STATES = 4096  # of an automaton, which drops all states at this number or at _MAX_BYTES
-_MAX_BYTES = 32 << 20  # of all states, estimated
-_STACK_BYTES, _FRAME_BYTES, _STEP_BYTES, _NODE_BYTES = 200, 270, 60, 250  # approximate size of one object each
-_MAX_UNSORTED = 64  # stacks of a state; more are sorted by byte class, once
+_MAX_STATES = 4096  # maximum number of states of an automaton, which then drops all of them
+_MAX_BYTES = 32 << 20  # maximum estimated size of all states in bytes; above this, they are also dropped
+_STACK_BYTES, _FRAME_BYTES, _STEP_BYTES, _NODE_BYTES = 200, 270, 60, 250  # approximate size of each object in bytes
+_MAX_UNSORTED = 64  # number of stacks above which a state sorts its stacks by byte class, once
 
 
 class Frame:
-    """The node at which parsing continues after the current rule or loop. Equal frames are one object."""
+    """The node at which parsing continues after the current rule or loop. Equal frames are the same object."""
 
     __slots__ = ("count", "node", "outer")
 

@@ -1,4 +1,4 @@
-"""Parse GBNF, the grammar format of llama.cpp (its grammars/README.md), into a tree. Pure.
+"""Parse GBNF, llama.cpp's grammar format (see its grammars/README.md), into a tree.
 
 Token ids are not supported. The nodes of the tree are:
 
@@ -18,7 +18,7 @@ from cellama.config import limits
 from cellama.engine.errors import InvalidRequest
 
 MAX_CODE_POINT = 0x10FFFF
-_MAX_SUFFIXES = 3  # repetition operators of one part, such as the two of "a"*?
+_MAX_SUFFIXES = 3  # maximum number of repetition operators after one part; for example, "a"*? has two
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME = re.compile(r"[a-zA-Z0-9-]+")
@@ -71,7 +71,7 @@ def grammar_error(reason: str) -> InvalidRequest:
 
 
 class _Parser:
-    """A recursive descent parser."""
+    """A recursive descent parser for GBNF."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -122,7 +122,7 @@ class _Parser:
         elif start and _NAME.match(start):
             part = GbnfReference(self._match(_NAME, "the name of a rule"))
         elif start and start in "<!":
-            raise self._error("token ids are not supported; write the text of the token")
+            raise self._error("token ids are not supported (write the text of the token instead)")
         elif start and start in "*+?{":
             raise self._error(f"{start!r} has nothing to repeat")
         else:
@@ -142,7 +142,7 @@ class _Parser:
                 return part
             self._skip_inside()
         if self._peek() and self._peek() in "*+?{":
-            raise self._error(f"one part has more than {_MAX_SUFFIXES} repetitions")
+            raise self._error(f"one part has more than {_MAX_SUFFIXES} repetition operators")
         return part
 
     def _times(self) -> tuple[int, int | None]:
@@ -155,7 +155,7 @@ class _Parser:
         min_count = int(found.group(1))
         max_count = int(found.group(3)) if found.group(3) else None if found.group(2) else min_count
         if max_count is not None and max_count < min_count:
-            raise self._error("n is below m in {m,n}")
+            raise self._error("n is less than m in {m,n}")
         self._at = found.end()
         return min_count, max_count
 
@@ -193,14 +193,14 @@ class _Parser:
                 raise self._error("a range of characters is reversed")
             ranges.append((low, high))
         if not ranges:
-            raise self._error("the class has no characters")
+            raise self._error("the character class is empty")
         self._at += 1
         return GbnfChars(complement(ranges) if negated else merge_ranges(ranges))
 
     def _char(self) -> int:
         char = self._peek()
         if not char:
-            raise self._error("it ends within a string or a class")
+            raise self._error("it ends within a string or a character class")
         self._at += 1
         if char != "\\":
             return self._checked(ord(char))
@@ -230,7 +230,7 @@ class _Parser:
         self._at = found.end()
 
     def _skip_inside(self) -> None:
-        """Skip space after a part. Within parentheses, lines may end."""
+        """Skip whitespace after a part. Within parentheses, this includes line breaks."""
         self._skip(_LINES if self._depth else _SPACE)
 
     def _match(self, pattern: re.Pattern[str], expected: str) -> str:
@@ -252,7 +252,7 @@ class _Parser:
 
 
 def merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return ranges for the same characters, in order and without overlaps."""
+    """Sort these ranges of characters, and merge ranges that overlap."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:

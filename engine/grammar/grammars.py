@@ -20,11 +20,11 @@ from .program import compile_grammar
 from .schema import prepare_schema
 from .token_grammar import TokenBytes, TokenGrammar
 
-_MAX_AUTOMATA_BYTES = 32 << 20  # of all cached automata; the most recently used one always stays
+_MAX_AUTOMATA_BYTES = 32 << 20  # maximum size of all cached automata in bytes; the most recently used one always stays
 
 
 class Constraint(Protocol):
-    """A constraint on the text of one sequence."""
+    """Determines which tokens may come next in one sequence."""
 
     def allows(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each of these tokens may come next. Raises GrammarFailed."""
@@ -68,7 +68,7 @@ class _CachedGrammar(NamedTuple):
 
 
 class Grammars:
-    """A compiler of constraints for one vocabulary, with a cache of recently used ones. It is safe from any thread."""
+    """Compiles constraints for one vocabulary, and caches recently used ones. It is safe to use from any thread."""
 
     def __init__(
         self,

@@ -17,16 +17,16 @@ from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 
 Ids = NDArray[np.int64]
-_SPECIAL = b"\xff"  # llguidance's prefix for texts of control tokens, which UTF-8 never contains
+_SPECIAL = b"\xff"  # llguidance's prefix for texts of control tokens: a byte that never occurs in UTF-8
 T = TypeVar("T")
-# Maximum lengths of texts: where all texts of a length are allowed, llguidance does not check their tokens one by one.
-# The slowest masks occur shortly before a maxLength. Their 99.9th percentile is 3.2 ms with llguidance's default
-# lengths (10 and 30), and 1.8 ms with these. Each length needs 8 MB for 150,000 tokens.
+# Maximum lengths of texts. Where all texts up to one of these lengths are allowed, llguidance does not check their
+# tokens one by one. The slowest masks occur shortly before a maxLength. Their 99.9th percentile is 3.2 ms with
+# llguidance's default lengths (10 and 30), and 1.8 ms with these. Each length needs 8 MB for 150,000 tokens.
 _LENGTHS = (2, 4, 6, 7, 8, 9, 10, 11, 12, 14, 30)
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{length}}}" for length in _LENGTHS), f"{_TEXT}+"]
-_MASK_EVERY = 16  # tokens; each mask resets the work of the lexer that llguidance counts
-_MAX_RESTARTS = 4  # per sequence; each takes as long as compiling the grammar and accepting the text
+_MASK_EVERY = 16  # tokens between two masks, each of which resets llguidance's count of lexer work
+_MAX_RESTARTS = 4  # restarts per sequence, each of which compiles the grammar and accepts the text again
 _SILENT = 0  # llguidance's log level for stderr
 LIMITS = LLParserLimits(
     max_items_in_row=limits.GRAMMAR_ROW_ITEMS,
@@ -40,7 +40,10 @@ LIMITS = LLParserLimits(
 
 
 class MatcherTokens:
-    """A vocabulary in llguidance's format, for use in any thread. It takes 0.7 s and 100 MB for 150,000 tokens."""
+    """A vocabulary in llguidance's format, for use in any thread.
+
+    Creating it takes 0.7 s and 100 MB for 150,000 tokens.
+    """
 
     def __init__(
         self,
@@ -49,16 +52,17 @@ class MatcherTokens:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """Take the bytes of all tokens (`pieces`), and the names of control tokens (`controls`), for `<name>` in Lark.
+        """Take the bytes of all tokens (`pieces`), and the names by which Lark refers to control tokens (`controls`).
 
-        `ends` are the tokens that end a generation. `tokenize` returns the tokens of a text within another one.
+        `ends` are the tokens that end a generation. `tokenize` returns the tokens of a text that is part of a longer
+        text.
         """
         texts = [piece if _is_text(piece) else b"" for piece in pieces]
         for token in controls.keys() | ends:
             texts[token] = _SPECIAL + controls.get(token, texts[token])
         self.ends = ends
         self.num_tokens = len(texts)
-        if not ends:  # llguidance needs one, so add one after the vocabulary
+        if not ends:  # llguidance needs an end token, so add one after the vocabulary
             texts.append(_SPECIAL)
         end_ids = sorted(ends) or [len(texts) - 1]
         vocabulary = _Vocabulary(texts, end_ids[0], tokenize)
@@ -83,7 +87,7 @@ class SharedGrammar:
     """A compiled grammar. Each sequence gets a copy of it. It is safe to use from any thread.
 
     All copies share a lexer, which caches the states that it has built, and also any error. After one text that needed
-    too much work, every copy would fail. In this case, the grammar is compiled again, once for all of its matchers.
+    too much work, every copy would fail. The grammar is therefore compiled again, once for all of its matchers.
     """
 
     def __init__(self, tokens: MatcherTokens, grammar: str, name: str, first: LLMatcher | None = None) -> None:
@@ -100,7 +104,7 @@ class SharedGrammar:
             return self._first.deep_copy(), self._number
 
     def renew(self, number: int) -> bool:
-        """Return whether the lexer with this number has failed. If so, later copies use another lexer."""
+        """Return whether the lexer with this number has failed. If so, later copies use a new lexer."""
         probe, current = self.copy()
         if current != number:
             return True
@@ -121,15 +125,15 @@ class Matcher:
         self._matcher, self._lexer = shared.copy()
         self._ends = shared.tokens.ends
         self._num_tokens = shared.tokens.num_tokens
-        self._mask: NDArray[np.bool_] | None = None  # at the current position
+        self._mask: NDArray[np.bool_] | None = None  # mask at the current position
         self._accepted: list[int] = []
         self._num_restarts = 0
 
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
         """Return whether each of these tokens may come next. Raises GrammarFailed if that takes too much work.
 
-        If the grammar leaves no choice, several tokens may spell the text. A single token is then checked against all
-        spellings, and several tokens only against the usual one.
+        If the grammar leaves no choice, different tokens may still spell the text. A single token is then checked
+        against all spellings, and several tokens only against the usual one.
         """
         if len(tokens) == 1 and self._mask is None and self._allows_one(int(tokens[0])):
             return np.ones(1, np.bool_)
@@ -171,7 +175,7 @@ class Matcher:
         return answer
 
     def _restart(self) -> None:
-        """Return to the current position with another lexer. Raises GrammarFailed if this text caused the error."""
+        """Return to the current position with a new lexer. Raises GrammarFailed if this text caused the error."""
         if self._num_restarts == _MAX_RESTARTS or not self._shared.renew(self._lexer):
             self._check()
         self._num_restarts += 1

@@ -1,4 +1,4 @@
-"""Compile a grammar into a program over bytes, whose nodes the automaton of `automaton.py` walks. Pure.
+"""Compile a grammar into a program over bytes, whose nodes the automaton in `automaton.py` walks.
 
 Counted repetitions remain loops and characters become ranges of UTF-8 bytes, so a program is not much larger than its
 text.
@@ -14,10 +14,10 @@ from cellama.config import limits
 from . import gbnf
 from .gbnf import GbnfChars, GbnfChoice, GbnfPart, GbnfReference, GbnfRepeat, GbnfSequence, grammar_error
 
-# Ranges of code points whose UTF-8 has the same number of bytes; surrogates have none.
+# Ranges of code points whose UTF-8 encodings have the same length. Surrogates have no encoding.
 _SAME_LENGTH = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, gbnf.MAX_CODE_POINT))
-_MAX_NULLABLE_REPEATS = 64  # of a nullable part, because no byte separates its repetitions
-_MAX_CHECKS = 10 * limits.MAX_GRAMMAR_NODES  # of parts, to find those that are nullable
+_MAX_NULLABLE_REPEATS = 64  # maximum repetitions of a nullable part, because no byte separates them
+_MAX_CHECKS = 10 * limits.MAX_GRAMMAR_NODES  # maximum number of checks that find the nullable parts
 END = 0  # the node that ends a rule
 
 
@@ -168,7 +168,7 @@ def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts)
 
 
 class _Compiler:
-    """A compiler that turns parts into nodes from the last to the first, because a node refers to the node after it."""
+    """Compiles parts into nodes, from the last to the first, because a node refers to the node after it."""
 
     def __init__(self, rules: dict[str, GbnfPart], nullable: _NullableParts) -> None:
         self._rules = rules
@@ -224,7 +224,7 @@ class _Compiler:
         return self._edges(sequences, after, {})
 
     def _edges(self, sequences: list[Bytes], after: int, cached: dict[tuple[Bytes, ...], int]) -> int:
-        """Return a node for sequences of byte ranges. Equal remainders of sequences share their nodes."""
+        """Return a node for sequences of byte ranges. Sequences with equal remainders share nodes."""
         key = tuple(sequences)
         if key not in cached:
             rests: dict[tuple[int, int], list[Bytes]] = {}

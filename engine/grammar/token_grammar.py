@@ -13,15 +13,18 @@ from .automaton import Automaton, WorkBudget
 
 Ids = NDArray[np.int64]
 Allowed = NDArray[np.bool_]
-_MAX_MASKS = 64  # cached per automaton
-_MAX_SINGLE_TOKENS = 8  # this number of tokens is faster to check one by one
+_MAX_MASKS = 64  # masks cached per automaton
+_MAX_SINGLE_TOKENS = 8  # number of tokens up to which checking them one by one is faster
 
 
 class TokenBytes:
     """The bytes of all tokens of a vocabulary, concatenated."""
 
     def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
-        """Create a grammar over tokens. `ends` end a generation. Tokens that start with NUL have no text."""
+        """Concatenate the bytes of tokens. `ends` are the tokens that end a generation.
+
+        Tokens that start with NUL have no text.
+        """
         texts = [b"" if piece[:1] == b"\0" else piece for piece in pieces]
         self.of = texts
         self.ends = ends

@@ -1,6 +1,6 @@
 """The disk tier of the KV cache loads states from the directory into RAM, and saves states from RAM (ADR 014).
 
-The threads of the store read, write and hash. The engine thread copies memory, requests files and receives their
+The store's threads read, write and hash files. The engine thread copies memory, requests files and receives their
 contents.
 """
 
@@ -26,12 +26,12 @@ from .ram_tier import RamTier, SavedState, StateNote
 
 log = event_logger(__name__)
 
-COPY_SHARE = 0.02  # of the engine thread's time, for copying running sequences
+COPY_SHARE = 0.02  # maximum share of the engine thread's time that copies of running sequences take
 # The copy of a running sequence may take at most 1/8 of RAM's quota, because it is rarely used.
 MAX_RUNNING_FRACTION = 8
 INITIAL_PREFILL_RATE = 1000.0  # tokens/s until a prefill is measured: a small model on a CPU, or a large one on a GPU
-INITIAL_PREFILL_TOKENS = 256  # weight of the initial rate: a short prompt
-PREFILL_MEMORY_TOKENS = 1 << 15  # measurements before the last 32,768 tokens have little weight
+INITIAL_PREFILL_TOKENS = 256  # weight of the initial rate in tokens: a short prompt
+PREFILL_MEMORY_TOKENS = 1 << 15  # tokens after which a measurement has little weight
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +99,7 @@ class DiskTier:
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:
-        """Start to load a file of which at most `up_to` tokens are useful. Return None if nothing is loaded.
+        """Start to load a file, of which at most `up_to` tokens are useful. Return None if nothing is loaded.
 
         `ready` tokens are already on the device or in RAM. Nothing is loaded if computing the tokens is faster, or if
         RAM has no space for the state.
@@ -126,7 +126,7 @@ class DiskTier:
             try:
                 loaded = self._from_stored(stored, load.scope)
             except Exception:
-                log.exception("KV state not converted", detail="its format is not usable here; its tokens are computed")
+                log.exception("KV state not converted", detail="its format is unusable here; its tokens are computed")
         self._done.append((load, loaded))
         self._nudge()
 
@@ -134,12 +134,12 @@ class DiskTier:
         data, num_tokens = self._memory.from_portable(stored.data)
         tokens = tuple(stored.tokens)
         if not len(tokens) - 1 <= num_tokens <= len(tokens):
-            raise ValueError(f"the state has {num_tokens} tokens, but its head has {len(tokens)}")
+            raise ValueError(f"the state has {num_tokens} tokens, but its header lists {len(tokens)}")
         checkpoints = {}
         for length, part in stored.checkpoints.items():
             checkpoints[length], num_held = self._memory.from_portable(part, checkpoint=True)
             if num_held != length:
-                raise ValueError(f"a checkpoint has {num_held} tokens, but its head has {length}")
+                raise ValueError(f"a checkpoint has {num_held} tokens, but its header lists {length}")
         state = SavedState(
             tokens=tokens[:num_tokens],
             first_cut=min(stored.first_cut, num_tokens),
@@ -211,7 +211,7 @@ class DiskTier:
                 scope=scope if isinstance(scope, str) else str(scope[0]) if isinstance(scope, tuple) else "",
             )
         except ValueError as error:
-            log.debug("KV state has no portable form", num_tokens=state.num_tokens, reason=str(error))
+            log.debug("KV state not converted", num_tokens=state.num_tokens, reason=str(error))
             return None
 
     def may_copy(self, now: float) -> bool:
@@ -231,7 +231,7 @@ class DiskTier:
 
 
 def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """Open the directory of states that the options specify, or return None if they save no states to disk."""
+    """Open the directory of states from the options, or return None if the options save no states to disk."""
     if options.cache_dir is None or not options.keeps_states:
         return None
     return StateStore(

@@ -42,7 +42,7 @@ class _Block:
 class Cells:
     """Counts the KV cells in use, in blocks by position. The count is exact, and cells that slots share count once.
 
-    If `shared` is true, slots can share the cells of a prefix. This class is pure.
+    If `shared` is true, slots can share the cells of a prefix. This class does not access the device.
     """
 
     def __init__(self, n_slots: int, total: int, *, shared: bool) -> None:
@@ -137,7 +137,7 @@ class Placement:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since the start of the engine."""
+    """Counts since the engine started."""
 
     hits_slot: int = 0  # the sequence continued in the slot that has its prefix
     hits_copy: int = 0  # the prefix was copied from another slot
@@ -150,9 +150,9 @@ class CacheCounters:
 class _SlotRecord:
     """The record of a slot, in addition to its cells, tokens and checkpoints."""
 
-    last_used: int = 0  # number of the use, in the order of all uses
+    last_used: int = 0  # sequence number of the slot's last use
     is_unsaved: bool = False  # whether the slot is idle, long enough to save, and not saved yet
-    note: StateNote | None = None  # from the sequence that finished in the slot
+    note: StateNote | None = None  # note of the sequence that finished in the slot
 
 
 class KvCache:
@@ -254,7 +254,7 @@ class KvCache:
         return source.first_cut if isinstance(source, SavedState) else self.memory.first_cut(source)
 
     def _checkpoint_for(self, source: Source, count: int) -> Any | None:
-        """Return the checkpoint for cutting or copying the source at `count` tokens, or None if none is needed."""
+        """Return the checkpoint for truncating or copying the source to `count` tokens, or None if none is needed."""
         return None if count >= self._first_cut(source) else self.checkpoints.at(source, count)
 
     def _shares_cells(self, source: Source) -> bool:
@@ -310,7 +310,7 @@ class KvCache:
         """Return how many cells are missing for `num_tokens` positions once the placement has been carried out."""
         source = placement.source
         if isinstance(source, SavedState):
-            num_tokens = max(num_tokens, source.num_tokens)  # it is restored completely before it is cut
+            num_tokens = max(num_tokens, source.num_tokens)  # the state is restored completely before it is truncated
         stays = source is not None and (source == placement.slot or self._shares_cells(source))
         saved_by_sharing = placement.num_tokens if stays else 0
         freed = 0 if source == placement.slot else self.cells.exclusive_to(placement.slot)
@@ -399,7 +399,10 @@ class KvCache:
         self.checkpoints.take(slot, self.cells.of(slot))
 
     def truncate(self, slot: int, count: int) -> int:
-        """Keep the first `count` positions of a slot, or fewer if it can't be truncated there. Return their number."""
+        """Keep the first `count` positions of a slot, or fewer if it can't be truncated there.
+
+        Return how many are kept.
+        """
         first_cut = self.memory.first_cut(slot)
         length = count if count >= first_cut else self.checkpoints.longest(slot, count)
         checkpoint = None if length >= first_cut else self.checkpoints.at(slot, length)

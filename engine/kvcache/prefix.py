@@ -1,4 +1,4 @@
-"""A radix tree over token ids, which finds the holders of KV states that share a prefix with a prompt. It is pure."""
+"""A radix tree over token ids, which finds the holders of KV states that share a prefix with a prompt."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class _Node(Generic[Holder]):
 
     edge: Tokens
     parent: _Node[Holder] | None
-    scope: Hashable = None  # of a root node
+    scope: Hashable = None  # scope of a root node; None for other nodes
     num_holders: int = 0  # holders in this node and below
     ends: dict[Holder, None] = field(default_factory=dict)  # holders whose tokens end here, in insertion order
-    children: dict[int, _Node[Holder]] = field(default_factory=dict)  # by the first token of their edge
+    children: dict[int, _Node[Holder]] = field(default_factory=dict)  # child nodes by the first token of their edge
 
 
 class PrefixIndex(Generic[Holder]):
@@ -94,7 +94,7 @@ class PrefixIndex(Generic[Holder]):
             below = node
 
     def whole_matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Yield each holder of the scope whose tokens are a prefix of `tokens`, and their number, the largest first."""
+        """Yield each holder of the scope whose tokens are a prefix of `tokens`, and its length, the longest first."""
         path = self._walk(tuple(tokens), scope)
         starts = [0, *(length for _, length in path)]
         for (node, length), start in zip(reversed(path), reversed(starts[:-1]), strict=True):

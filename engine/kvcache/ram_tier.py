@@ -1,4 +1,4 @@
-"""Keeps KV states and checkpoints in RAM, each within a quota of bytes, and the tokens of the last contexts by key.
+"""Keep KV states and checkpoints in RAM, each within a quota of bytes, and the tokens of recent contexts by key.
 
 When a quota is full, the least recently used entries are evicted.
 """
@@ -22,8 +22,8 @@ from .prefix import PrefixIndex, Tokens
 log = event_logger(__name__)
 
 MAX_MATCHES = 64  # states per search, the longest first; further matches of equal length differ little
-MAX_CONTEXTS = 256  # a lookup hashes each newer context, which takes a few ms; Redis has older contexts
-MAX_CONTEXT_TOKENS = 1 << 19  # of all contexts together, tens of MB at most; most of them are prompts that exist anyway
+MAX_CONTEXTS = 256  # number of contexts: a lookup hashes each newer one, which takes a few ms; Redis has older ones
+MAX_CONTEXT_TOKENS = 1 << 19  # tokens of all contexts together, mostly of prompts, which take tens of MB at most
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class Checkpoints:
         self._memory = memory
         self._of: dict[Hashable, dict[int, _Checkpoint]] = {}  # by holder, then by length
         self._all: OrderedDict[_Checkpoint, None] = OrderedDict()  # least recently used first
-        self._num_bytes = 0  # of the last checkpoint; all checkpoints of a model have the same size
+        self._num_bytes = 0  # size of the last checkpoint; all checkpoints of a model have the same size
 
     @property
     def is_enabled(self) -> bool:
@@ -142,7 +142,7 @@ class Checkpoints:
                 self._hold(target, checkpoint)
 
     def cut(self, holder: Hashable, num_tokens: int) -> None:
-        """Drop the holder's checkpoints beyond its first `num_tokens` tokens, because it has been truncated to them."""
+        """Drop the checkpoints beyond the first `num_tokens` tokens of the holder, which has been truncated."""
         for length, checkpoint in list(self._of.get(holder, {}).items()):
             if length > num_tokens:
                 self._release(holder, checkpoint)
@@ -152,7 +152,7 @@ class Checkpoints:
 class StateNote:
     """Properties of a state that come from the sequence that computed it."""
 
-    next_token: int | None = None  # sampled after the state's tokens; with it, they are the context that has a key
+    next_token: int | None = None  # token sampled after the state's tokens; together, they form the context with a key
     reuse_probability: float = CHAT_REUSE  # probability that a later request continues from the state
 
 
@@ -161,7 +161,7 @@ class SavedState:
     """The cells of one slot, copied to RAM."""
 
     tokens: Tokens
-    first_cut: int  # smallest length to which it can be cut without a checkpoint
+    first_cut: int  # smallest length to which it can be truncated without a checkpoint
     scope: Hashable
     data: Any
     tier: CacheTier = "ram"  # a state that was read from disk has "disk" until it is first used
@@ -184,10 +184,13 @@ class RamTier:
     """Owns the saved states. Only the engine thread may use it, except for the method `states`."""
 
     def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
-        """Limit all states together to `quota_bytes`. 0 saves nothing. A saved state shares its slot's checkpoints."""
+        """Limit all states together to `quota_bytes`. With 0, none are saved.
+
+        A saved state shares its slot's checkpoints.
+        """
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
-        self.num_saves = 0  # since the start
+        self.num_saves = 0  # states that were saved since the start
         self.num_evictions = 0  # states that were dropped because of the quota, since the start
         self.reserved_bytes = 0  # part of the quota that is reserved for files that are being read
         self.on_saved: Callable[[SavedState], object] | None = None  # called with each state that was copied to RAM
@@ -235,7 +238,7 @@ class RamTier:
             self.on_saved(state)
 
     def adopt(self, state: SavedState, checkpoints: Mapping[int, Any]) -> None:
-        """Add a state that was read from disk, and its checkpoints, under the conditions of `save`."""
+        """Add a state that was read from disk, and its checkpoints, under the same conditions as `save`."""
         if self._has(state.tokens, state.scope) or state.num_bytes > self.quota_bytes - self.reserved_bytes:
             return
         self._make_room(state.num_bytes)
@@ -309,9 +312,10 @@ class RamTier:
 
 
 class RecentContexts:
-    """The contexts that finished last. A request can continue such a context by its key, without sending its tokens.
+    """Stores the contexts that finished last.
 
-    One thread adds contexts. Any thread may look up a context, which includes computing the required keys.
+    A request can continue such a context by its key, without sending its tokens. One thread adds contexts. Any thread
+    may look up a context, which includes computing the required keys.
     """
 
     def __init__(self) -> None:

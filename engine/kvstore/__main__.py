@@ -1,4 +1,4 @@
-"""Inspects and cleans a directory of states as a child process of `cellama cache`, which must not import the engine.
+"""Inspect and clean a directory of states in a child process of `cellama cache`, which must not import the engine.
 
 `python -m cellama.engine.kvstore` reads one JSON object from stdin: `do` (list, info, clear, pin or unpin), `folder`,
 `keys` (complete keys or their first digits), `scope` and `pinned`. It writes `{"result": …}` or `{"error": …}` to
@@ -18,7 +18,7 @@ from .directory import StateDirectory
 from .state_file import read_head
 from .states import StateHead, StoredFile
 
-MIN_DIGITS = 8  # of a key prefix: in one of a hundred directories with 10,000 states, two keys share their first 8
+MIN_DIGITS = 8  # digits of a key prefix: among 10,000 states, two keys share their first 8 with a probability of 1 %
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def _describe(file: StoredFile) -> dict[str, Any]:
         "scope": head.scope if isinstance(head, StateHead) else "",
         "num_tokens": len(head.tokens) if isinstance(head, StateHead) else 0,
         "num_bytes": file.num_bytes,
-        "last_used": file.last_used,  # unix seconds
+        "last_used": file.last_used,  # Unix seconds
         "is_pinned": file.is_pinned,
         "problem": None if is_state else head,  # the reason why the file has no usable state (`Miss`)
     }

@@ -2,13 +2,13 @@
 
 A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is above
 zero. The expected saving is the saving of one read, multiplied by the probability that a later request continues from
-the state. This module is pure.
+the state. All functions in this module are pure.
 """
 
 from __future__ import annotations
 
 OPEN_S = 0.001  # seconds to find and open a file and to hand over its state, in addition to reading the bytes
-MARGIN = 1.25  # reading must be clearly faster than computing, because both rates are means
+MARGIN = 1.25  # factor by which reading must be faster than computing, because both rates are averages
 
 # The probability that a later request continues from a state. The values are assumptions, not measurements. Among
 # states that save the same time, they decide which is written first. For a state that saves little time, they decide
@@ -34,7 +34,7 @@ def saved_s(num_tokens: int, num_bytes: int, prefill_tokens_per_s: float, read_b
 
 
 class RunningRate:
-    """A running mean of units per second that starts from an estimate. One thread adds to it, any thread reads it."""
+    """A running mean of units per second that starts from an estimate. One thread adds to it, and any may read it."""
 
     def __init__(self, initial_per_s: float, initial_units: float, memory_units: float) -> None:
         """Start with `initial_per_s`, which counts like a measurement of `initial_units`.

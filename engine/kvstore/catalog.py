@@ -1,4 +1,4 @@
-"""An index, in memory, of one identity's states. It follows the changes that all processes make in the directory."""
+"""An in-memory index of one identity's states. It follows the changes that all processes make in the directory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .keys import BLOCK, as_array, block_keys, is_key
 from .state_file import read_head
 from .states import Miss, StateHead, StateMatch, StoreCounters, StoredState, usable
 
-# Nanoseconds since the last change of the directory before its list of names counts as complete. File systems record
-# the time of modification coarsely, so that a later file can have the same time.
+# Nanoseconds after the last change of the directory until its list of names counts as complete. File systems record
+# modification times coarsely, so a later file can have the same time.
 SETTLED_NS = 100_000_000
 MAX_SIZE_RATIO = 2.0  # a longer state replaces a shorter one only if its file is at most this many times as large
-SCAN_TIMEOUT_S = 0.1  # how long a request waits for a scan by another thread before it uses the index as it is
+SCAN_TIMEOUT_S = 0.1  # seconds that a request waits for another thread's scan before it uses the index as it is
 
 
 class StateCatalog:
@@ -31,11 +31,11 @@ class StateCatalog:
         self.directory = directory
         self._counters = counters
         self._lock = threading.Lock()
-        self._heads: dict[str, StateHead] = {}  # by key
-        # By the key of their first block. A prompt is compared only with the heads that share its first block.
+        self._heads: dict[str, StateHead] = {}  # headers by key
+        # Headers by the key of their first block. A prompt is compared only with headers that share its first block.
         self._groups: dict[bytes, dict[str, StateHead]] = {}
         self._scan_lock = threading.Lock()
-        self._scanned_ns: int | None = None  # time of modification of the directory when its names were listed
+        self._scanned_ns: int | None = None  # modification time of the directory when its names were listed
         self._bad: set[str] = set()  # keys of files without a usable state; they are not read again while they exist
 
     @property
@@ -51,7 +51,7 @@ class StateCatalog:
     # Searching
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest usable prefix of the tokens, or the smallest one of several such files."""
+        """Return the file with the longest usable prefix of the tokens, and the smallest if several files have it."""
         if not self._heads and self._is_up_to_date():
             return None
         self.refresh()
@@ -60,7 +60,7 @@ class StateCatalog:
         return longest_match(self._group_of(blocks), ids, blocks)
 
     def get(self, key: str) -> StateHead | None:
-        """Return the head of the file with this key."""
+        """Return the header of the file with this key."""
         self.refresh()
         with self._lock:
             return self._heads.get(key)
@@ -68,7 +68,7 @@ class StateCatalog:
     def replaced_by(self, state: StoredState, num_bytes: int) -> list[str]:
         """Return the keys of shorter states that are redundant once this state has a file of `num_bytes`.
 
-        A shorter state is redundant if the longer one can be cut to it, and is not much larger.
+        A shorter state is redundant if the longer one can be truncated to it and is not much larger.
         """
         ids = as_array(state.tokens)
         blocks, lengths = block_keys(state.seed, ids), sorted(state.checkpoints)
@@ -111,7 +111,7 @@ class StateCatalog:
     # Following the directory
 
     def refresh(self) -> None:
-        """Read the heads of new files, or return after SCAN_TIMEOUT_S if another thread is still reading them."""
+        """Read the headers of new files, or return after SCAN_TIMEOUT_S if another thread is still reading them."""
         if self._is_up_to_date() or not self._scan_lock.acquire(timeout=SCAN_TIMEOUT_S):
             return
         try:
@@ -185,7 +185,7 @@ def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], num_eq
 
 
 def _is_proper_prefix(head: StateHead, tokens: array[int], blocks: list[bytes]) -> bool:
-    """Return whether `tokens` start with all tokens of the head and have more."""
+    """Return whether `tokens` start with all tokens of the header and continue after them."""
     depth, count = len(head.blocks), len(head.tokens)
     if count >= len(tokens) or head.blocks[depth - 1] != blocks[depth - 1]:
         return False

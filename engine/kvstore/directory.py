@@ -26,8 +26,8 @@ from pathlib import Path
 from .keys import is_key
 from .states import StoredFile
 
-LOCK_TIMEOUT_S = 10.0  # normally the lock is held for milliseconds; a suspended process must not block the others
-LOCK_POLL_S = 0.01  # flock has no timeout; this is much shorter than the fsync that follows
+LOCK_TIMEOUT_S = 10.0  # seconds; the lock is held for milliseconds, but a suspended process must not block the others
+LOCK_POLL_S = 0.01  # seconds between attempts, because flock has no timeout; much shorter than the fsync that follows
 STATE, PIN, TEMPORARY = ".kv", ".pin", ".tmp"
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp\Z")
 
@@ -59,7 +59,7 @@ class UnfinishedFile:
 
 
 class StateDirectory:
-    """The files that processes share. Any thread may use it. Methods raise the OSError of the file system."""
+    """Manages the files that processes share. Any thread may use it. Methods raise the file system's OSError."""
 
     def __init__(self, root: Path, quota_bytes: int) -> None:
         self.root = root
@@ -170,7 +170,7 @@ class StateDirectory:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s") from None
+                        raise TimeoutError(f"another process has locked {path} for {LOCK_TIMEOUT_S:.0f} s") from None
                 time.sleep(LOCK_POLL_S)
             yield
         finally:
@@ -185,13 +185,13 @@ class StateDirectory:
 def files_to_evict(
     files: Sequence[StoredFile], quota_bytes: int, unfinished_bytes: int, new_bytes: int
 ) -> list[StoredFile]:
-    """Return the files to remove before a file of `new_bytes` is created. With 0, this only restores the quota.
+    """Return the files to remove before a file of `new_bytes` is created. 0 only restores the quota.
 
     `files` are sorted by their last use, the oldest first. Pinned files stay. Files larger than the quota are removed
     first, because they can't be read. Raises DirectoryFull. This function is pure.
     """
     if new_bytes > quota_bytes:
-        raise DirectoryFull(f"a file of {new_bytes} bytes exceeds the quota of {quota_bytes}")
+        raise DirectoryFull(f"a file of {new_bytes} bytes exceeds the quota of {quota_bytes} bytes")
     excess = unfinished_bytes + sum(file.num_bytes for file in files) + new_bytes - quota_bytes
     evicted = []
     for file in sorted(files, key=lambda file: file.num_bytes <= quota_bytes):
@@ -199,7 +199,7 @@ def files_to_evict(
             evicted.append(file)
             excess -= file.num_bytes
     if excess > 0 and new_bytes:
-        raise DirectoryFull(f"pinned and unfinished files leave {excess} bytes too few for the new file")
+        raise DirectoryFull(f"pinned and unfinished files leave no room for the new file: {excess} bytes are missing")
     return evicted
 
 

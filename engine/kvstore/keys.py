@@ -1,4 +1,4 @@
-"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. This module is pure.
+"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. All functions here are pure.
 
 The seed of the chain contains the weights, the adapters with their scales, and the scope. The same tokens therefore
 have different keys if any of these differ.
@@ -23,7 +23,7 @@ def is_key(text: str) -> bool:
 
 
 def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) -> bytes:
-    """Return a digest of 32 bytes over everything that cells depend on, except tokens, and over the scope.
+    """Return a 32-byte digest of the scope and of everything that cells depend on, except the tokens.
 
     `adapters` are pairs of a fingerprint and a scale, in any order. Adapters are identified by fingerprint, because a
     name can refer to other weights later.
@@ -42,7 +42,7 @@ def as_array(tokens: Sequence[int]) -> array[int]:
     try:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:
-        raise ValueError(f"token ids are whole numbers from 0 to {2**32 - 1}: {error}") from error
+        raise ValueError(f"token ids must be whole numbers from 0 to {2**32 - 1}: {error}") from error
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

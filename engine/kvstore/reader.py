@@ -22,14 +22,14 @@ from .states import Miss, StateMatch, StoreCounters, StoredState
 
 log = event_logger(__name__)
 
-CLOSE_TIMEOUT_S = 5.0  # a thread that still waits for its disk after this time is abandoned
+CLOSE_TIMEOUT_S = 5.0  # seconds; a thread that still waits for its disk after this time is abandoned
 IDLE_S = 0.25  # seconds without a read before memory is prepared, so that it rarely delays the next read
 INITIAL_RATE = 400e6  # bytes/s including verification, as on a common NVMe disk
 INITIAL_RATE_BYTES = 32 << 20  # weight of the initial rate: one or two states
-RATE_MEMORY_BYTES = 1 << 30  # reads before the last gigabyte have little weight
-TOUCH_BYTES = 1 << 18  # touched at once; takes much less than 1 ms if the host has the memory
-MAX_BUFFERS = 4  # states of requests that arrive at the same time
-MAX_OVERSIZE = 4  # a buffer serves states of at least a quarter of its size; the rest is returned to the system
+RATE_MEMORY_BYTES = 1 << 30  # bytes after which a read has little weight
+TOUCH_BYTES = 1 << 18  # bytes touched at once, which takes much less than 1 ms if the host has the memory
+MAX_BUFFERS = 4  # number of buffers, for states of requests that arrive at the same time
+MAX_OVERSIZE = 4  # a buffer serves states of a quarter of its size or more; the rest is returned to the system
 
 OnLoaded = Callable[[StoredState | None], None]
 
@@ -107,7 +107,7 @@ class StateReader:
             while self.memory.needs_buffer and not self._has_work():
                 self.memory.add_buffer(must_stop=self._has_work)
         except Exception:  # out of memory, for example; the boundary of the thread
-            log.exception("preparing memory for KV states disabled", detail="the memory could not be allocated")
+            log.exception("memory preparation for KV states disabled", detail="the memory could not be allocated")
             self.memory = WarmMemory(0)
 
     def _has_work(self) -> bool:
@@ -130,15 +130,18 @@ class StateReader:
 
 
 class WarmMemory:
-    """Memory that the operating system has provided before a state is read into it.
+    """Memory that was obtained from the operating system before a state is read into it.
 
-    Some virtual machines provide memory only when it is first touched. There, touching the memory takes up to 20 times
-    as long as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen. One
-    thread uses the methods. Any thread may read `num_bytes`.
+    Some virtual machines provide memory only when it is first touched. Touching 40 MB then takes up to 20 times as long
+    as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen. One thread uses
+    the methods. Any thread may read `num_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Limit all buffers together to `max_bytes`. Returning an unused part of a buffer is possible only on Linux."""
+        """Limit all buffers together to `max_bytes`.
+
+        There are none except on Linux, where unused parts can be returned.
+        """
         self._max_bytes = max_bytes if sys.platform == "linux" else 0
         self._buffer_bytes = 0
         self._buffers: list[mmap.mmap] = []
@@ -156,7 +159,7 @@ class WarmMemory:
         return 0 < self._buffer_bytes * (num_buffers + 1) <= self._max_bytes and num_buffers < MAX_BUFFERS
 
     def expect(self, num_bytes: int) -> None:
-        """Record that a state can have `num_bytes`. Buffers that are too small for it are dropped."""
+        """Record that a state can have this size. Buffers that are too small for it are dropped."""
         if self._buffer_bytes < num_bytes <= self._max_bytes:
             self._buffer_bytes, self._buffers = num_bytes, []
             self._unfinished, self._touched = None, 0

@@ -1,13 +1,13 @@
 """The format of a file that contains a state (ADR 014). Every part is verified before its bytes are used.
 
-1. The fixed part contains the magic number, version, length of the head, number of tokens, first cut, number of parts,
-   bytes of the scope, and seed.
+1. The fixed part contains the magic number, version, length of the header, number of tokens, first cut, number of
+   parts, bytes of the scope, and seed.
 2. The tokens are one uint32 each, and the scope is UTF-8.
 3. The list of parts contains tokens, bytes and XXH3-128 of the cells, and then of each checkpoint.
-4. The digest is SHA-256 over everything before it, and ends the head.
-5. The data are the bytes of the parts, up to the end of the file.
+4. The digest is the SHA-256 of everything before it, and ends the header.
+5. The data consists of the bytes of the parts, up to the end of the file.
 
-All numbers are little endian, like all supported processors. Hashing 100 MB takes 3 ms of a core with XXH3-128, and
+All numbers are little-endian, as on all supported processors. On one core, hashing 100 MB takes 3 ms with XXH3-128, and
 55 ms with SHA-256. XXH3-128 detects damage and mix-ups, but not forgery. An attacker who can forge a part can write
 into the directory anyway.
 """
@@ -34,9 +34,9 @@ from .states import Miss, StateHead, StatePart, StoredState
 
 MAGIC = b"cellamKV"
 VERSION = 2
-MAX_HEAD_BYTES = 64 << 20  # about 16 million tokens; a longer head is damage, and no memory is allocated for it
-MAX_SCOPE_BYTES = 4096  # the scope is for display, so longer ones are truncated
-CHUNK_BYTES = 1 << 20  # the writer checks after each chunk whether it must stop; a chunk takes less than 1 ms
+MAX_HEAD_BYTES = 64 << 20  # bytes, for about 16 million tokens; a longer header is damage, and gets no memory
+MAX_SCOPE_BYTES = 4096  # bytes; the scope is only displayed, so longer scopes are truncated
+CHUNK_BYTES = 1 << 20  # bytes; after each chunk, which takes less than 1 ms, the writer checks whether it must stop
 _FIXED = struct.Struct("<8sIIIIII32s")
 _PART = struct.Struct("<QQ16s")
 _MISS_OF = {
@@ -71,10 +71,10 @@ def file_bytes(state: StoredState) -> int:
 
 
 def write_state(descriptor: int, state: StoredState, after_chunk: Callable[[], None]) -> StateHead:
-    """Write a state into an empty file, and return its head.
+    """Write a state into an empty file, and return its header.
 
-    The head is written last, so a partly written file has no head. `after_chunk` may raise to abandon the file.
-    Raises ValueError if a token is not a uint32.
+    The header is written last, so a partly written file has no header. `after_chunk` may raise an exception to abandon
+    the file. Raises ValueError if a token is not a uint32.
     """
     packed, scope = pack_tokens(state.tokens), _scope_of(state)
     head_bytes = _head_bytes(len(state.tokens), len(scope), 1 + len(state.checkpoints))
@@ -144,7 +144,7 @@ def new_memory(num_bytes: int) -> mmap.mmap:
 
 
 def read_head(path: Path) -> StateHead | Miss:
-    """Return the head of a file whose name is its key. All problems are returned as a Miss."""
+    """Return the header of a file whose name is its key. All problems are returned as a Miss."""
     return _read_file(path, lambda descriptor: _head_of(descriptor, path.stem))
 
 
@@ -194,7 +194,7 @@ def _read_file(path: Path, read: Callable[[int], T]) -> T | Miss:
 
 
 def _head_of(descriptor: int, key: str) -> StateHead:
-    """Return the verified head of an open file. Raises UnusableFile and OSError."""
+    """Return the verified header of an open file. Raises UnusableFile and OSError."""
     file = os.fstat(descriptor)
     if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_mode & 0o077:
         raise UnusableFile(Miss.FOREIGN)
@@ -232,7 +232,7 @@ def _head_of(descriptor: int, key: str) -> StateHead:
 
 
 def _are_parts(parts: tuple[StatePart, ...], count: int) -> bool:
-    """Return whether the cells have all tokens and the checkpoints are sorted. The digest does not prove that."""
+    """Return whether the cells cover all tokens and the checkpoints are sorted. The digest does not prove this."""
     lengths = [part.num_tokens for part in parts[1:]]
     in_order = lengths == sorted(set(lengths)) and all(0 < length <= count for length in lengths)
     return bool(parts) and in_order and parts[0].num_tokens == count and all(part.num_bytes for part in parts)

@@ -1,4 +1,4 @@
-"""The records of the store: states, heads of files, files, matches, reasons for misses, and counters."""
+"""The store's records: states, file headers, files, matches, reasons for misses, and counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .keys import key_of
 class StoredState:
     """The cells of a context, in a format that does not depend on the number of slots. The bytes must not change.
 
-    The state can be cut to any length from `first_cut` on, and to the lengths of its checkpoints.
+    The state can be truncated to any length from `first_cut` on, and to the lengths of its checkpoints.
     """
 
     seed: bytes = field(repr=False)
@@ -35,7 +35,7 @@ class StoredState:
 
     @property
     def key(self) -> str:
-        """The key. Each access computes it, which is too slow for the engine thread."""
+        """The key of the context. Each access computes it, which is too slow for the engine thread."""
         return key_of(self.seed, self.tokens)
 
 
@@ -49,7 +49,7 @@ class StatePart:
 
 
 def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequence[int]) -> int:
-    """Return the largest length, up to `num_shared` tokens, to which a state can be cut, or 0 if there is none."""
+    """Return the largest length, up to `num_shared` tokens, to which a state can be truncated, or else 0."""
     whole = min(num_shared, num_tokens)
     if whole and whole >= first_cut:
         return whole
@@ -58,7 +58,7 @@ def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateHead:
-    """The head of a file, after its digest and its key have been verified."""
+    """The header of a file, after its digest and its key have been verified."""
 
     key: str
     seed: bytes
@@ -75,7 +75,7 @@ class StateHead:
         return tuple(part.num_tokens for part in self.parts[1:])
 
     def usable(self, num_shared: int) -> int:
-        """Return the largest length, up to `num_shared` tokens, to which the state can be cut, or 0 without one."""
+        """Return the largest length, up to `num_shared` tokens, to which the state can be truncated, or else 0."""
         return usable(num_shared, len(self.tokens), self.first_cut, self.checkpoints)
 
 
@@ -85,7 +85,7 @@ class StoredFile:
 
     path: Path
     num_bytes: int
-    last_used: float  # unix seconds
+    last_used: float  # Unix seconds
     is_pinned: bool
 
     @property
@@ -105,7 +105,7 @@ class StateMatch:
     num_shared: int
 
     def usable(self, up_to: int) -> int:
-        """Return the longest shared prefix of at most `up_to` tokens to which the state can be cut, or 0."""
+        """Return the longest shared prefix of at most `up_to` tokens to which the state can be truncated, or 0."""
         return self.head.usable(min(up_to, self.num_shared))
 
     @property
@@ -116,7 +116,7 @@ class StateMatch:
 class Miss(StrEnum):
     """The reason why a file has no usable state."""
 
-    DAMAGED = "damaged"  # truncated, partly written, changed, renamed, or not a file of cellama
+    DAMAGED = "damaged"  # truncated, partly written, changed, renamed, or not a cellama file
     FOREIGN = "foreign"  # owned by another user, accessible to others, a link, a directory or a device
     VERSION = "version"  # written in another version of the format
     VANISHED = "vanished"
@@ -125,7 +125,7 @@ class Miss(StrEnum):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counts since the start of the store. Any thread may use it."""
+    """Counts since the store was opened. Any thread may use it."""
 
     hits: int = 0  # states that were read, verified and handed over
     misses: int = 0  # files without a usable state

@@ -49,13 +49,13 @@ class StateStore:
     # Reading
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest usable prefix of the tokens, or the smallest one of several such files."""
+        """Return the file with the longest usable prefix of the tokens, and the smallest if several files have it."""
         return self._catalog.longest(seed, tokens)
 
     def context(self, key: str) -> tuple[bytes, array[int]] | None:
         """Return the seed and the tokens of the file with this key.
 
-        The caller must compute the key from the tokens with the seed of its own scope, and compare it.
+        The caller must compute the key of these tokens with the seed of its own scope, and compare it with `key`.
         """
         head = self._catalog.get(key)
         return (head.seed, head.tokens) if head else None
@@ -66,7 +66,10 @@ class StateStore:
 
     @property
     def read_rate(self) -> float:
-        """The bytes that are read and verified per second. The value is assumed until the first file has been read."""
+        """The rate in bytes per second at which states are read and verified.
+
+        It is an estimate until a file has been read.
+        """
         return self._reader.rate.per_s
 
     # Writing
@@ -74,8 +77,8 @@ class StateStore:
     def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
         """Queue a state. Return False if it is not accepted.
 
-        The writing thread calls `make`. Until then the state occupies `num_bytes` of memory. `expected_saved_s` is
-        its expected saving in seconds. A state that the directory already has is not written.
+        The writing thread calls `make`. Until then, the state occupies `num_bytes` of memory. `expected_saved_s` is its
+        expected saving in seconds. A state that the directory already has is not written.
         """
         return not self._writer.is_suspended and self._queue.offer(make, expected_saved_s, num_bytes)
 
@@ -100,16 +103,16 @@ class StateStore:
         """
         return self._queue.flush(deadline)
 
-    # Figures
+    # Statistics
 
     @property
     def warm_bytes(self) -> int:
-        """The number of bytes of memory that are prepared for future reads."""
+        """The size in bytes of the memory that is prepared for future reads."""
         return self._reader.memory.num_bytes
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all states in the directory, a few seconds ago. This includes other models and processes."""
+        """The size in bytes of all states in the directory, including other models and processes, a few seconds ago."""
         return self._writer.used_bytes
 
     @property

@@ -30,14 +30,14 @@ from .states import StoreCounters, StoredState
 log = event_logger(__name__)
 
 # Measured with 200 conversations and RAM for 20 of them: with a share of 0.01 and no credit for loads, 115,000 tokens
-# were computed; with these values, 81,000. A load without shared prefixes keeps 0.99 of its rate (ADR 014).
-CREDIT_SHARE = 0.02  # seconds of a core per second
-RETURNED_SHARE = 0.2  # of the seconds that a load saved
-MAX_CREDIT_S = 0.5  # initial and largest credit, enough to write about 200 MB at once
-RETRY_S = 60.0  # between attempts to write to a directory that refused a write, because each attempt hashes a state
-HOUSEKEEPING_S = 10.0  # maximum age of `used_bytes`, and delay before the last use of a file is recorded
-CLOSE_TIMEOUT_S = 5.0  # a thread that still waits for its disk after this time is abandoned
-# Errors that concern one file name. After other errors, the whole directory is not written to for RETRY_S.
+# were computed; with these values, 81,000. Requests without shared prefixes keep 99 % of their throughput (ADR 014).
+CREDIT_SHARE = 0.02  # seconds of core time that the credit gains per second
+RETURNED_SHARE = 0.2  # share of a load's saved seconds that is added to the credit
+MAX_CREDIT_S = 0.5  # initial and maximum credit, enough to write about 200 MB at once
+RETRY_S = 60.0  # seconds between attempts after a directory refused a write, because each attempt hashes a state
+HOUSEKEEPING_S = 10.0  # seconds: maximum age of `used_bytes`, and delay before a file's last use is recorded
+CLOSE_TIMEOUT_S = 5.0  # seconds; a thread that still waits for its disk after this time is abandoned
+# Errors that concern one file name. After any other error, nothing is written to the directory for RETRY_S.
 _FILE_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY}
 
 MakeState = Callable[[], StoredState | None]
@@ -58,7 +58,7 @@ class SaveOffer:
 
 
 class WriteCredit:
-    """Seconds of a core that writing may use while the engine computes. A negative credit is a debt."""
+    """The core time in seconds that writing may use while the engine computes. A negative credit is a debt."""
 
     def __init__(self, now: float) -> None:
         self._seconds = MAX_CREDIT_S
@@ -169,7 +169,7 @@ class SaveQueue:
             return offer
 
     def done(self, written: bool, core_s: float) -> None:
-        """Record that the state from `take` has been written or dropped, and charge `core_s` seconds of a core."""
+        """Record that the state from `take` has been written or dropped, and charge `core_s` seconds of core time."""
         with self._changed:
             if self._is_busy and self._current is not None and not self._current.is_urgent:
                 self._credit.add(-core_s, self._clock())
@@ -186,7 +186,7 @@ class SaveQueue:
         return max(allowed, key=_expected_saved_s, default=None)
 
     def _num_bytes(self) -> int:
-        """Return the bytes of the waiting states and of the one that is being written."""
+        """Return the size in bytes of the waiting states and of the state that is being written."""
         current = 0 if self._current is None else self._current.num_bytes
         return current + sum(offer.num_bytes for offer in self._waiting)
 
@@ -212,7 +212,7 @@ class StateWriter:
     ) -> None:
         self._directory, self._catalog, self._queue, self._counters = directory, catalog, queue, counters
         self._clock = clock
-        self.used_bytes = 0  # of all states in the directory, at most HOUSEKEEPING_S old
+        self.used_bytes = 0  # size of all states in the directory, at most HOUSEKEEPING_S old
         self._count_at = clock()
         self._suspended_until = float("-inf")
         self._is_prepared = False
@@ -233,7 +233,10 @@ class StateWriter:
         return self._clock() < self._suspended_until
 
     def note_used(self, key: str) -> None:
-        """Record that a file was read. This thread records the use, because it can wait for the fsync of a file."""
+        """Record that a file was read.
+
+        The writing thread notes this in the directory, because it can wait for an fsync.
+        """
         self._used_keys.append(key)
 
     def _run(self) -> None:
@@ -290,7 +293,7 @@ class StateWriter:
         return True
 
     def _is_stored(self, state: StoredState) -> bool:
-        """Return whether the directory has the state, or a longer one of similar size that can be cut to it."""
+        """Return whether the directory has the state, or a longer one of similar size that can be truncated to it."""
         match = self._catalog.longest(state.seed, state.tokens)
         count = len(state.tokens)
         if match is None or match.usable(count) < count or match.head.num_bytes > MAX_SIZE_RATIO * file_bytes(state):
@@ -325,7 +328,7 @@ class StateWriter:
     def _suspend(self, error: Exception) -> None:
         log.log(
             logging.DEBUG if self._is_failing else logging.WARNING,
-            "writing KV states suspended",
+            "writing of KV states suspended",
             directory=str(self._directory.root),
             retry_s=RETRY_S,
             detail=f"{error}; KV states stay in RAM only",

@@ -54,7 +54,7 @@ _FLASH_ATTENTION = {
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
-# llama_get_logits of llama.h, declared so that it returns a plain address
+# llama_get_logits from llama.h, declared so that it returns a plain address
 _logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
 # If at least this share of the rows of a decode call was needed, the maxima of all rows of the next call are computed
 # together, which is faster (ADR 009).
@@ -86,8 +86,8 @@ class KvShape:
         per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or model.info.n_ctx_train
         if options.n_ctx is not None and per_slot * slots > options.n_ctx:
             raise InvalidRequest(
-                f"n_ctx: {options.n_ctx} is too small; {slots} slots of {per_slot} tokens need {per_slot * slots}: "
-                "set only one of n_ctx and ctx_per_slot, or set kv_layout to unified"
+                f"n_ctx: {options.n_ctx} is too small: {slots} slots of {per_slot} tokens need "
+                f"{per_slot * slots}; set only one of n_ctx and ctx_per_slot, or set kv_layout to unified"
             )
         return KvShape(unified=False, n_ctx=_padded(per_slot) * slots, ctx_per_slot=per_slot, n_cells=per_slot * slots)
 
@@ -99,8 +99,8 @@ def _padded(num_tokens: int) -> int:
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
     """Return a digest of everything that states of a context depend on, except tokens and adapters.
 
-    `load_log` has the lines that llama.cpp logged when it created the context. The fingerprint of the file covers its
-    settings, for example those for RoPE. llama.cpp's states have no version number, so the digest includes the version
+    `load_log` has the lines that llama.cpp logged when it created the context. The file's fingerprint covers its
+    settings, such as the RoPE parameters. llama.cpp's states have no version number, so the digest includes the version
     of llama.cpp, and an update invalidates all states.
     """
     flash_refused = any(
@@ -147,7 +147,7 @@ class LlamaBackend:
         self._window = 0 if recurrent else lib.llama_model_n_swa(model.pointer)
         self.partial_reuse = not recurrent
         self._num_streams = 1 if shape.unified else options.num_slots
-        windows = bool(lib.llama_model_n_swa(model.pointer))  # layers with a window have a block of cells of their own
+        windows = bool(lib.llama_model_n_swa(model.pointer))  # sliding-window layers have their own block of cells
         # Blocks of cells that precede the recurrent block in states and in checkpoints. None without a recurrent
         # memory.
         self._cell_blocks: int | None = None
@@ -166,7 +166,7 @@ class LlamaBackend:
         self._abort = AbortFlag(self.context)
         self._logits_processors = options.logits_processors
         self._banned_ends = BannedTokens(model.end_tokens)  # for requests with ignore_eos
-        self._adapters: AdapterSet = ()  # of the last decode call
+        self._adapters: AdapterSet = ()  # adapters of the last decode call
 
     def set_threads(self, count: int) -> None:
         set_threads(self.context, count)
@@ -234,7 +234,8 @@ class LlamaBackend:
         return self._outputs.row(slot, row)
 
     def likeliest(self, slot: int, row: int = 0) -> int:
-        """Return the token with the highest logit, provided that the row has not been changed. Raises KeyError."""
+        """Return the token with the highest logit, assuming that the row has not been changed. Raises KeyError."""
+
         return self._outputs.likeliest(slot, row)
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> LlamaSamplingPlan:
@@ -393,7 +394,7 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
 
 
 def set_threads(context: Any, count: int) -> None:
-    """Set the number of threads for all later decode calls. This takes no time."""
+    """Set the number of threads for all later decode calls. This is a cheap call."""
     lib.llama_set_n_threads(context, count, count)
 
 
@@ -478,7 +479,7 @@ class AbortFlag:
         self._text = ctypes.create_string_buffer(2)
         strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
         callback = ctypes.cast(strlen, lib.ggml_abort_callback)
-        self._callback = callback  # keeps it alive
+        self._callback = callback  # keeps the callback alive
         lib.llama_set_abort_callback(context, callback, ctypes.cast(self._text, ctypes.c_void_p))
 
     def set(self) -> None:
@@ -515,7 +516,7 @@ class Outputs:
         self._find_jointly = False
 
     def clear(self) -> None:
-        """Remove all rows. `row` finds none until `set_slots` is called after the next decode call."""
+        """Remove all rows. `row` raises KeyError until `set_slots` is called after the next decode call."""
         if self._first_rows:
             self._find_jointly = self._num_requested >= JOINT_ARGMAX_SHARE * self._num_rows
         self._first_rows, self._likeliest, self._num_requested = {}, None, 0
@@ -542,7 +543,7 @@ class Outputs:
         return self._rows[self._first_rows[slot] + row]
 
     def likeliest(self, slot: int, row: int = 0) -> int:
-        """Return the token with the highest logit, provided that the row has not been changed. Raises KeyError.
+        """Return the token with the highest logit, assuming that the row has not been changed. Raises KeyError.
 
         If most rows of the previous decode call were requested, one numpy call finds the tokens of all rows.
         """
@@ -561,7 +562,7 @@ class LlamaSamplingPlan:
 
     params: SamplingParams
     constraint: CompiledGrammar | None = None
-    breakers: Breakers | None = None  # with DRY
+    breakers: Breakers | None = None  # only with DRY
     added_processors: tuple[ProcessorFactory, ...] = ()  # from the model option `logits_processors`
 
     @property
@@ -605,7 +606,7 @@ class LlamaSampler:
         self._sampler = TokenSampler(
             plan.params, seed, processors, num_sampled=start.num_sampled, mirostat_mu=mirostat_mu
         )
-        # Fast path of greedy requests: the likeliest token is sampled, unless it is one of these.
+        # Fast path for greedy requests: the likeliest token is sampled, unless it is one of these.
         self._banned: frozenset[int] | None = None
         if plan.params.is_plainly_greedy and all(processor is banned for processor in processors):
             self._banned = frozenset() if banned is None else banned.tokens
@@ -641,5 +642,5 @@ class LlamaSampler:
         except NothingAllowed:
             raise GrammarFailed(
                 "the schema or grammar, together with logit_bias and ignore_eos, allows no token at this position; "
-                "loosen one of them"
+                "relax one of them"
             ) from None

@@ -17,8 +17,8 @@ from cellama.engine.text.markup import from_caller
 from .backend import TokenBatch, end_threads, new_context, set_threads
 from .model import LlamaModel
 
-MAX_EMBED_TOKENS = 2048  # of one text, which must fit into one micro-batch; the buffers grow with the micro-batch
-MAX_TEXTS = 64  # per batch; each text is a sequence of the context, and takes memory for its state in recurrent models
+MAX_EMBED_TOKENS = 2048  # tokens of one text, which must fit into one micro-batch; buffers grow with the micro-batch
+MAX_TEXTS = 64  # texts per batch; each is a sequence of the context, and recurrent models allocate a state for it
 POOLING: dict[Pooling, int] = {
     "none": lib.LLAMA_POOLING_TYPE_NONE,
     "mean": lib.LLAMA_POOLING_TYPE_MEAN,

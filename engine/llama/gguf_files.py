@@ -20,7 +20,7 @@ import llama_cpp.llama_cpp as lib
 from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed
 from cellama.engine.system.split_files import part_names
 
-MAX_WHOLE_BYTES = 64 << 20  # of a model file that is hashed completely
+MAX_WHOLE_BYTES = 64 << 20  # maximum size in bytes of a model file that is hashed completely
 BLOCK = 4096  # bytes of each sample of a larger file
 ALORA_KEY = "adapter.alora.invocation_tokens"
 TENSOR_TYPES = {0: "F32", 1: "F16", 8: "Q8_0", 30: "BF16"}  # the types that llama.cpp's converter writes
@@ -193,7 +193,7 @@ class _AdapterHeader:
     def read(self) -> tuple[dict[str, tuple[int, Any]], list[TensorInfo]]:
         """Return the tensors, and the metadata with the type and value of each key.
 
-        Raises struct.error, KeyError, OverflowError and others if the file is damaged.
+        Raises struct.error, KeyError, OverflowError or another exception if the file is damaged.
         """
         _magic, _version, num_tensors, num_keys = self._unpack("4sIQQ")
         metadata = {}

@@ -1,10 +1,10 @@
 """Plan the load of a model file: choose its capabilities, and calculate the memory that the model will take.
 
-For the plan, llama.cpp loads the file dry, without weights and cells, and logs the sizes of its buffers. Like a real
-load, a dry load reads the head of the file and plans the compute graphs, which takes a few hundredths of a second and a
-few MB. It also allocates the outputs of a batch, the states of recurrent layers, and about 50 bytes of bookkeeping per
-cell. To keep the states and the bookkeeping small, the plan first measures the states of one slot, and then contexts
-with more and more cells until one does not fit.
+For the plan, llama.cpp does a dry load of the file, without weights and cells, and logs the sizes of its buffers. Like
+a real load, a dry load reads the file's header and plans the compute graphs, which takes a few hundredths of a second
+and a few MB. It also allocates the outputs of a batch, the states of recurrent layers, and about 50 bytes of
+bookkeeping per cell. To keep the states and the bookkeeping small, the plan first measures the states of one slot, and
+then larger and larger contexts until one does not fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .model import LlamaModel
 
 _FLOAT_BYTES = 4
 _PROBE = "Planning 1 load."
-CHEAP_CELLS = 1 << 20  # larger dry contexts are approached in steps; the bookkeeping of this many cells takes 50 MB
+CHEAP_CELLS = 1 << 20  # cells above which dry contexts grow in steps; the bookkeeping for this many cells takes 50 MB
 # Architectures without a KV cache (create_memory in llama.cpp's llama-model.cpp). Some have no metadata for it.
 ENCODERS = frozenset(
     "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe neo-bert eurobert modern-bert gemma-embedding "
@@ -56,7 +56,7 @@ def can_generate(model: LlamaModel) -> bool:
 
 
 def is_reranker(model: LlamaModel) -> bool:
-    """Return whether the model's metadata declare it as a reranker."""
+    """Return whether the model's metadata declares it to be a reranker."""
     return bool(model.number("pooling_type") == lib.LLAMA_POOLING_TYPE_RANK)
 
 
@@ -311,7 +311,7 @@ class _DryLoad:
 
 
 class DraftParts(NamedTuple):
-    """The parts of a draft model."""
+    """A loaded draft model and the memory that it takes."""
 
     weights: LlamaModel
     backend: LlamaBackend

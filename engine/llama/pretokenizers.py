@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 SHALLOW_CHARS = 4_000  # a text up to this length fits the stack of any thread
 MAX_RUN = 100_000  # characters; half of what fits the stack of a deep thread
-MAX_SUPERBPE_DIGITS = 3_000  # its expression for digits takes 1.5 s for this many, and grows with the square
+MAX_SUPERBPE_DIGITS = 3_000  # digits for which SuperBPE's expression takes 1.5 s; the time grows quadratically
 
 # Names in tokenizer.ggml.pre whose expressions (llama-vocab.cpp) do not recurse.
 ITERATIVE = frozenset(
@@ -77,7 +77,7 @@ class PreTokenizer:
         if longest > limit:
             raise InvalidRequest(
                 f"the text has an unbroken run of about {longest} {unit}, and the tokenizer of this model "
-                f"({self.name or 'default'}) supports {limit}; insert spaces or line breaks"
+                f"({self.name or 'default'}) supports at most {limit}; insert spaces or line breaks"
             )
 
 

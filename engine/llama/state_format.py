@@ -1,4 +1,4 @@
-"""Convert a slot's state between llama.cpp's format and a portable format. The functions are pure.
+"""Convert a slot's state between llama.cpp's format and a portable format. All functions are pure.
 
 llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). It consists of a magic
 number, the slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with the number
@@ -31,7 +31,7 @@ _CELL_EXTRAS = (0, 12)  # bytes per cell; some models store two more positions a
 
 
 def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> memoryview:
-    """Return the portable form of a state of `num_tokens`. Raises ValueError if its layout is unknown.
+    """Return a state of `num_tokens` in the portable format. Raises ValueError if its layout is unknown.
 
     `num_cell_blocks` is the number of blocks before the recurrent block, or None if there is no recurrent block.
     """
@@ -60,11 +60,11 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
     except struct.error as error:
         raise ValueError(f"the state is too short: {error}") from None
     if bool(is_cells_only) != (num_cell_blocks is None) or num_cell_blocks not in (None, num_blocks):
-        raise ValueError(f"the state has {num_blocks} blocks of cells, which does not fit this model")
+        raise ValueError(f"the state has {num_blocks} blocks of cells; this model's states have another layout")
     start = _HEAD.size + 8 * num_blocks + _RESERVED
     end = start + sum(lengths)
     if end > len(data) or (is_cells_only and end != len(data)):
-        raise ValueError("the lengths in the head of the state do not fit its size")
+        raise ValueError("the lengths in the state's header do not match its size")
     # llama.cpp reads the cells into the slot's own stream, whichever stream of the state has them.
     before = [struct.pack("<I", num_streams) + bytes(4 * (num_streams - bool(length))) for length in lengths]
     first = struct.pack("<II", MAGIC, 0) + b"".join(before[:1])

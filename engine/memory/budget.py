@@ -1,9 +1,9 @@
-"""The memory budget: how much memory models need and devices have. Its arithmetic needs no model and no device.
+"""The memory budget: how much memory models need and devices have. The arithmetic needs neither models nor devices.
 
 With "auto", the available memory is the free memory of the devices, minus a margin, minus the needs of loads in
 progress. Mapped weights need special care. The operating system counts their pages as free, because it can drop and
-reread them, but a model without its weights in memory is as slow as the disk. So they count in full while the model is
-loaded.
+reread them, but a model without its weights in memory is as slow as the disk. Therefore, they count in full while the
+model is loaded.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ class AvailableMemory:
         return max(shortages, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
 
     def minus(self, footprint: Footprint) -> AvailableMemory:
-        """Return the memory that is available after this footprint was allocated."""
+        """Return the memory that remains available after this footprint has been allocated."""
         needed = self.needed(footprint)
         return AvailableMemory({name: size - needed.get(name, 0) for name, size in self.free.items()})
 
     def plus(self, footprints: Iterable[Footprint]) -> AvailableMemory:
-        """Return the memory that is available after these footprints were freed."""
+        """Return the memory that is available after these footprints have been freed."""
         free = dict(self.free)
         for footprint in footprints:
             for name, size in self.needed(footprint).items():
@@ -167,8 +167,8 @@ class Budget:
         self._num_saved = num_saved
         self._taken: dict[str, Footprint] = {}
         self._in_flight: set[str] = set()
-        # During loads, the free memory that devices report falls sooner or later. The needs of the loads are known, so
-        # they are subtracted from the free memory before the first of these loads.
+        # During a load, the free memory that a device reports falls sooner or later. The loads' needs are known, so
+        # they are subtracted from the free memory that was reported before the first of them.
         self._before: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -226,7 +226,7 @@ class Budget:
 def choose_victims(
     available: AvailableMemory, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]
 ) -> list[str]:
-    """Return the fewest first models of `idle` that free enough memory for a footprint, or [] if all are not enough."""
+    """Return as many of the first models of `idle` as a footprint needs to fit, or [] if even all are not enough."""
     for count in range(1, len(idle) + 1):
         if available.plus(taken for _, taken in idle[:count]).shortage(footprint) is None:
             return [model_id for model_id, _ in idle[:count]]

@@ -1,4 +1,4 @@
-"""Sizes that the options leave open: the context of a slot, and the quota of saved states in RAM. Pure functions."""
+"""Sizes that the options leave open: the context of a slot, and the quota of saved states in RAM."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ log = event_logger(__name__)
 Status = Literal["loading", "ready", "unloading"]
 
 UNLOAD_TIMEOUT_S = 30.0  # seconds for requests in progress to finish; half of GENERATE_TIMEOUT_S
-EVICT_TIMEOUT_S = 10.0  # seconds; an evicted model was idle, so it is busy only if a request has just arrived
+EVICT_TIMEOUT_S = 10.0  # seconds; an evicted model was idle, so only a request that has just arrived can keep it busy
 
 
 @dataclass(slots=True)
@@ -244,7 +244,7 @@ class ModelManager:
     def _not_loaded(self, model_id: str) -> ModelNotLoaded:
         entry = self._entries.get(model_id)
         if entry is not None:
-            return ModelNotLoaded(f"model {model_id!r} is {entry.status}; wait until this has finished")
+            return ModelNotLoaded(f"model {model_id!r} is {entry.status}; retry when it has finished {entry.status}")
         if model_id == DEFAULT_MODEL:
             return ModelNotLoaded("there is no default model; load a model, or choose one with set_default")
         return ModelNotLoaded(f"model {model_id!r} is not loaded; {nearest(model_id, self._entries)}")
@@ -317,7 +317,7 @@ class ModelManager:
             return list(self._entries.values())
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
-        """Call `evict` to unload idle models when memory is needed. It must unload the model before it returns."""
+        """Use `evict` to unload idle models when memory is needed. It must return only after the model is unloaded."""
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = event_logger(__name__)
 
-TIMEOUT_S = 120.0  # a plan usually takes less than 1 s, and a few seconds while an engine is busy
+TIMEOUT_S = 120.0  # seconds; a plan usually takes less than 1 s, and a few seconds while an engine is busy
 CPU_S = 60  # seconds of processor time; a plan takes less than 1 s
 MIN_DATA_BYTES = 2 << 30  # the child may allocate the free RAM, and at least this
 _BUILD_DIRECTORY = re.compile(r"^\S*/(?=[\w.-]+:\d+:)")  # the path of the source file in an assertion's message
@@ -73,11 +73,13 @@ class MemoryAdmission:
     ) -> None:
         """Create the budget. Raises InvalidRequest.
 
-        `idle` returns the ids of models that may be unloaded, least recently used first. `evict` unloads a model before
-        it returns. `num_saved` returns the bytes of a model's states in RAM.
+        `idle` returns the ids of models that may be unloaded, least recently used first. `evict` returns only after a
+        model is unloaded. `num_saved` returns the bytes of a model's states in RAM.
         """
         if not (limit in ("auto", "unlimited") or (isinstance(limit, int) and limit > 0)):
-            raise InvalidRequest(f"memory_budget: {limit!r} is invalid; use auto, unlimited, or bytes above 0")
+            raise InvalidRequest(
+                f"memory_budget: {limit!r} is invalid; use auto, unlimited, or a number of bytes above 0"
+            )
         if on_full not in get_args(OnFull):
             raise InvalidRequest(f"on_full: {on_full!r} is invalid; use refuse or evict")
         from cellama.engine.llama import devices
@@ -211,7 +213,7 @@ def plan_in_child(
         return plan
     if not plan.uses.generates:
         raise ModelLoadFailed(
-            f"draft: model {model_id!r} generates no tokens and can't have a draft model; remove the draft option"
+            f"draft: model {model_id!r} doesn't generate text, so it can't have a draft model; remove the draft option"
         )
     draft = _plan_draft(path, plan.options, available)
     if available.shortage(plan.footprint.plus(draft)) is not None:

@@ -129,7 +129,9 @@ class Texts:
     def _known(self, tokens: Iterable[int]) -> list[int]:
         ids, n_vocab = list(tokens), self._weights.info.n_vocab
         if not all(0 <= token < n_vocab for token in ids):
-            raise InvalidRequest(f"the input has token ids outside of 0 to {n_vocab - 1}; use token ids of this model")
+            raise InvalidRequest(
+                f"the input has token ids outside the range 0 to {n_vocab - 1}; use token ids of this model"
+            )
         return ids
 
     def detokenize(self, tokens: Iterable[int]) -> str:
@@ -188,7 +190,7 @@ class Texts:
         lark = grammar.write()
         if len(lark) > limits.MAX_LARK_CHARS:
             raise InvalidRequest(
-                f"tools: the grammar of their calls has {len(lark)} characters, but the limit is "
+                f"tools: the grammar of the tool calls has {len(lark)} characters, but the limit is "
                 f"{limits.MAX_LARK_CHARS}; send fewer tools, or shorter schemas"
             )
         bound = replace(reply, bound_at_start=True, has_bound_calls=True, is_call=options.forces_call)
@@ -283,7 +285,7 @@ class Model(Texts):
         self._loaded_at = time.time()
 
     def _load(self, uses: Uses, adapters: Mapping[str, tuple[str, float]]) -> None:
-        """Create the contexts, start the threads that use them at normal priority, and load the adapters."""
+        """Create the contexts at low priority, start the threads that use them, and load the adapters."""
         from cellama.engine.llama import PairFormat, load_contexts
 
         if "chat" in self.capabilities and self._weights.chat_template is not None:

@@ -27,8 +27,8 @@ BUNDLED = {"tiny": TINY_PATH, "pirate": PIRATE_PATH}  # `pirate` is an adapter f
 HUB_PREFIX = "hf://"
 _MAGIC = b"GGUF"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK_BYTES = 1 << 20  # hashed at once
-_CONNECT_TIMEOUT_S = 5.0  # after this time the hub counts as unreachable; its own client retries for half a minute
+_CHUNK_BYTES = 1 << 20  # bytes hashed at once
+_CONNECT_TIMEOUT_S = 5.0  # seconds after which the hub counts as unreachable; its client would retry for half a minute
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -237,7 +237,7 @@ def _raise_load_failed(source: str, hub_file: HubFile, error: Exception, *, offl
     """Raise ModelLoadFailed with a remedy for an error of the hub's client."""
     from huggingface_hub import errors
 
-    token = "set HF_TOKEN, or hub_token of the model, to a token with read access"
+    token = "set HF_TOKEN, or the model's hub_token, to a token with read access"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         reason = f"{hub_file.repo} is gated: accept its terms on the hub, and {token}"
@@ -248,7 +248,7 @@ def _raise_load_failed(source: str, hub_file: HubFile, error: Exception, *, offl
     elif isinstance(error, errors.RevisionNotFoundError):
         reason = f"{hub_file.repo} has no revision {hub_file.revision!r}; check the revision"
     elif isinstance(error, errors.RemoteEntryNotFoundError):
-        reason = f"{hub_file.repo} has no file {hub_file.file!r}; hf://{hub_file.repo}/* lists what it has"
+        reason = f"{hub_file.repo} has no file {hub_file.file!r}; hf://{hub_file.repo}/* lists its files"
     elif isinstance(error, errors.LocalEntryNotFoundError):
         reason = "it is not in the cache" + ("; disable hub_offline, or use a path" if offline else "")
         reason += "" if offline else f", and {_unreachable('no response')}"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cellama.engine.request import SamplingParams
 
-_MAX_TAIL = 20  # tokens of a breaker after the first
+_MAX_TAIL = 20  # maximum number of tokens of a breaker after its first one
 _FLOAT_MAX_LOG = 88.7228391
 
 
@@ -28,7 +28,7 @@ class Breakers:
     tails: dict[int, tuple[tuple[int, ...], ...]]
 
     def longest(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest breaker that starts `tokens`, less its first token, or -1 without one."""
+        """Return the length of the longest breaker at the start of `tokens`, minus 1, or -1 if there is none."""
         fitting = [len(tail) for tail in self.tails.get(tokens[0], ()) if tuple(tokens[1 : 1 + len(tail)]) == tail]
         return max(fitting, default=-1)
 
@@ -146,7 +146,7 @@ class Dry:
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """Return, for each index, how many tokens up to it equal the last ones (Z algorithm). The last index gets 0."""
+    """Return, for each index, how many tokens up to it equal the last tokens (Z algorithm). The last index gets 0."""
     size = len(tokens)
     found = np.zeros(size, np.int32)
     backwards = list(reversed(tokens))

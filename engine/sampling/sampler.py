@@ -1,7 +1,7 @@
 """The token sampler, with its filters: it chooses the next token from logits, with numpy only.
 
-The randomness of a token depends on the seed and on its position in the output, not on earlier draws. So the tokens are
-enough to resume a sequence exactly at any position. Mirostat needs one more number.
+The randomness of a token depends on the seed and on its position in the output, not on earlier draws. Therefore, the
+tokens are enough to resume a sequence exactly at any position. Only mirostat needs one more number.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class TokenSampler:
         return int((values + noise).argmax())
 
     def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
-        """Apply XTC, which sometimes removes all likely tokens except the least likely one of them."""
+        """Apply XTC, which sometimes removes all likely tokens except the least likely of them."""
         params = self._params
         if not params.xtc_probability or len(ids) < 2:
             return ids, values

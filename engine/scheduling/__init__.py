@@ -1,4 +1,4 @@
 """Scheduling: which sequences wait, which have slots, and the batch of the next step.
 
-May use: `kvcache`, and the packages above it. This package is pure: it uses no llama.cpp, clock or threads.
+May use: `kvcache`, and the packages above it. This package doesn't use llama.cpp, clocks or threads.
 """

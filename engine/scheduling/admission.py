@@ -1,7 +1,4 @@
-"""Admission: the waiting queue, the slot and prefix that the next sequence gets, and the cuts of its prefill.
-
-This module is pure: it uses no llama.cpp, clock or threads.
-"""
+"""Admission: the waiting queue, the slot and prefix that the next sequence gets, and the cuts of its prefill."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from .slot_layout import adjacent_slot, by_nearness
 from .strategies import yields_slot_despite_age
 
 MAX_EMPTY = 16  # stale heap entries beyond twice the number of sequences; with more, the heap is rebuilt
-AGEING_S = 30.0  # waiting time worth one step of priority: after 4.5 minutes priority 9 precedes a new priority 0
+AGEING_S = 30.0  # seconds of waiting worth one priority level: after 4.5 minutes, priority 9 precedes a new priority 0
 MIN_AWAITED_TOKENS = 64  # a shorter prefix that another slot is computing is not worth waiting for
-GROWTH_TOKENS = 16  # cells of a pool that stay free for each running sequence at an admission: about 16 steps
+GROWTH_TOKENS = 16  # cells per running sequence that an admission leaves free in a pool: for about 16 steps
 MIN_CUT_DISTANCE = 64  # tokens between two cuts: fewer are computed faster than a checkpoint is restored
-MAX_CUTS = 8  # cuts of an admitted prompt, each of which costs a pass; arriving requests can add as many
+MAX_CUTS = 8  # cuts of an admitted prompt, each of which costs a pass; later requests can add the same number
 TURN_END_TOKENS = 4  # tokens at the end of a chat prompt that the next turn may lack, such as an opened reasoning block
 
 
@@ -33,7 +30,7 @@ class _Heap:
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int]] = []
-        self._sequences: dict[int, Sequence] = {}  # by order of arrival
+        self._sequences: dict[int, Sequence] = {}  # sequences by order of arrival
 
     def push(self, number: float, sequence: Sequence) -> None:
         """Add a sequence that is not in the heap."""
@@ -78,7 +75,7 @@ class WaitingQueue:
         self._num_requests = 0  # requests whose first sequence waits, which means that all of their sequences wait
         self._max_waiting = max_waiting
         self._arrivals = itertools.count()
-        self._heaps = {True: _Heap(), False: _Heap()}  # interactive sequences, and bulk ones
+        self._heaps = {True: _Heap(), False: _Heap()}  # interactive and bulk sequences
         self._deadlines = _Heap()
         self._prompts: PrefixIndex[Sequence] = PrefixIndex()
 
@@ -92,7 +89,8 @@ class WaitingQueue:
             num_left = self._num_requests - max(0, num_idle - num_others)  # requests that can't have a slot now
             if self.num_waiting >= num_idle and num_left >= self._max_waiting:
                 raise QueueFull(
-                    f"max_queue: {num_left} requests already wait, but the limit is {self._max_waiting}; retry later"
+                    f"max_queue: {num_left} requests are already waiting, but the limit is {self._max_waiting}; "
+                    "retry later"
                 )
         # Ageing without a clock: all waiting sequences age equally, so their order at arrival stays right.
         sequence.rank = now + AGEING_S * sequence.request.priority

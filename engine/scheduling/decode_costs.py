@@ -1,4 +1,4 @@
-"""The costs of decode calls and moves on this machine, learned from their durations. This module is pure.
+"""The costs of decode calls and moves on this machine, learned from their durations.
 
 A run consists of slots with consecutive indices and equally many tokens. llama.cpp decodes a run in one pass. The
 duration of a pass grows in steps with its number of rows. On a CPU, it depends mostly on the rows. On a GPU, most of it
@@ -15,8 +15,8 @@ PASS_ROWS = 16  # fixed cost of a pass in rows, for unmeasured sizes: less on CP
 WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten count
 MAX_RATIO = 2.0  # highest ratio of a measurement to its expectation: a higher one means that another process interfered
 DOUBT = 0.6  # share by which an unmeasured size may cost less than expected, because rows may be the whole cost
-AGEING = 0.0004  # growth of this share with each later decode call: a size at twice the cost is retried after 1250
-TRUSTED = 4  # measurements of a size before others are compared with it
+AGEING = 0.0004  # growth of DOUBT per decode call: a size at twice the cost is retried after 1250 calls
+TRUSTED = 4  # measurements of a size before other sizes are compared with it
 MAX_FIRST_RATIO = 5.0  # highest ratio, in both directions, for the first measurement of a size if others are known
 MIN_CALL_S = 1e-7  # shortest duration of a decode call, so that a clock that stood still doesn't make passes free
 MOVE_TOKENS = 64  # fixed cost of a move, in tokens to move, as measured on a CPU
@@ -117,7 +117,7 @@ class DecodeCosts:
         return known
 
     def _learn(self, size: _Size, ratio: float, share: float) -> None:
-        """Learn that in this share of a decode call, passes of this size took `ratio` times as long as expected."""
+        """Learn that passes of this size, a share of a decode call, took `ratio` times as long as expected."""
         size.num_measured += share
         size.seconds *= 1 + (ratio - 1) * share * max(WEIGHT, min(1.0, 1 / size.num_measured))
         size.measured_at += (self._num_calls - size.measured_at) * share

@@ -1,7 +1,7 @@
 """The scheduler: admission, preemption and the batch of each step.
 
 A decode call can apply only one set of adapters, so the sets take turns if running sequences use several
-(docs/adr/004-adapters.md). This module is pure: it uses no llama.cpp, clock or threads.
+(docs/adr/004-adapters.md).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Scheduler:
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise PromptTooLong for a prompt that can never fit into a slot."""
-        limit = self.cache.memory.ctx_per_slot - 1  # one cell is for the first generated token
+        limit = self.cache.memory.ctx_per_slot - 1  # one cell is reserved for the first generated token
         if num_prompt_tokens > limit:
             raise PromptTooLong(
                 # Clients recognise this error by "prompt is too long" and "this model's maximum context length is".

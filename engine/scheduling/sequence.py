@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 from collections.abc import Iterator
 
-GROWTH = 4 / 3  # a running sequence is copied again when it has grown by this factor: each token is copied 4 times
+GROWTH = 4 / 3  # growth after which a running sequence is copied again, so each token is copied about 4 times
 
 
 class State(Enum):
@@ -56,14 +56,14 @@ class Sequence:
     slot: int | None = None
     rank: float = 0.0  # position in the waiting queue: smaller ranks come first
     order: int = 0  # order of arrival, among equal ranks
-    match: StateMatch | None = None  # a stored state with a prefix of this sequence; None after it was looked up
+    match: StateMatch | None = None  # a stored state with a prefix of this sequence; None after it has been used
     file_wait: LoadWait | None = None  # the wait for that state to be read
     num_stored: int = 0  # number of tokens when its state was last copied for the disk
     waits_for: tuple[Sequence, int] | None = None  # a prefilling sequence, and the length of the prefix that they share
     cuts: tuple[int, ...] = ()  # lengths at which its prefill stops for a checkpoint, ascending
     num_computed: int = 0  # leading tokens whose KV cells are filled
     num_cached: int = 0  # prompt tokens that were reused when it first got a slot
-    cache_tier: CacheTier | None = None  # tier of the reused tokens; None without any
+    cache_tier: CacheTier | None = None  # tier of the reused tokens; None if there are none
     num_drafted: int = 0  # draft tokens that were decoded
     num_accepted: int = 0  # draft tokens that were accepted
     failures_alone: int = 0  # consecutive decode calls that failed with nothing else in the batch

@@ -1,9 +1,9 @@
 """The layout of slots: sequences that decode are kept in neighbouring slots if this saves time.
 
-If each slot has a stream of cells of its own, llama.cpp computes slots with consecutive indices in one pass, and a hole
-between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. This module is
-pure: times come from a clock that is passed in. Lists of slots are in ascending order. `cost` is a table of the seconds
-that a pass takes, by its number of rows.
+If each slot has its own stream of cells, llama.cpp computes slots with consecutive indices in one pass, and a hole
+between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Times come from a
+clock that is passed in. Lists of slots are in ascending order. `cost` is a table of the seconds that a pass takes, by
+its number of rows.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def pass_rows_of(chunks: Seq[Chunk], *, unified: bool) -> list[int]:
 log = event_logger(__name__)
 
 USUAL_OUTPUT_TOKENS = 64.0  # assumed length of an output before any has finished: short, so early moves must pay soon
-LENGTH_WEIGHT = 0.05  # weight of a new length in the running mean: lengths vary much, so about the last 40 count
+LENGTH_WEIGHT = 0.05  # weight of a new length in the running mean: lengths vary a lot, so about the last 40 count
 RECHECK_STEPS = 16  # steps until the same layout is evaluated again: costs change slowly, and evaluating takes time
 
 
@@ -175,7 +175,7 @@ class SlotLayout:
     # Filling holes
 
     def fill(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[Chunk]]:
-        """Fill the holes between single tokens with rows, which are next tokens of other slots or padding.
+        """Fill the holes between single tokens with rows: the next tokens of other slots, or padding.
 
         The caller must remove the padding after the decode call with `remove_padding`, even if the call fails.
         """

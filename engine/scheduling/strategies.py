@@ -11,7 +11,7 @@ admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk r
 prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its rate where
 interactive requests arrive often. Where rows cost little, as on a GPU, all bulk rows decode in every step.
 
-Measurements are in ADR 011. Everything here is pure and reads no clock.
+ADR 011 contains the measurements. Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ T = TypeVar("T")
 MIN_CHUNK = 128  # prompt tokens per slot and step: llama.cpp prefills shorter chunks more slowly (docs/adr/002)
 TILE = 64  # rows that llama.cpp's attention on the CPU computes together: a chunk of whole tiles wastes none
 
-# Duration of steps, in seconds. The measured prefill rate converts them to tokens.
-BULK_STEP_S = 0.3  # bulk prefill alone: the longest wait of an arriving interactive request; whole steps gain 2 %
+# Durations of steps, in seconds. The measured prefill rate converts them to tokens.
+BULK_STEP_S = 0.3  # bulk prefill alone: the longest wait of an arriving interactive request; full steps would gain 2 %
 MIXED_STEP_S = 0.25  # prefill in a step that also decodes streams; shorter steps would delay first tokens too much
-QUIET_S = 30.0  # time without an interactive request after which bulk steps are whole: longer than a reader pauses
+QUIET_S = 30.0  # seconds without an interactive request after which bulk steps are whole: longer than a reader pauses
 
 # Bulk rows that decode in the same steps as streams.
 FLUENT_S = 0.035  # seconds per decode call: the gap is then 40 ms, or 25 tokens per second, which reads as fluent
-STRETCH = 1.2  # allowed ratio to a step without bulk rows, if that is longer: a slow model also serves bulk work
+STRETCH = 1.2  # allowed ratio to a step without bulk rows, if that is longer: even a slow model serves bulk work
 FAR_EVERY = 4  # steps between turns of rows that are not adjacent to streams: these need a pass of their own
-FAR_STRETCH = 1.25  # allowed ratio of such a step to others: one longer step in four hardly shows in the median gap
+FAR_STRETCH = 1.25  # allowed ratio of such a step to others: one longer step in four hardly changes the median gap
 FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 times the time of 2 (docs/adr/008-holes.md)
-FEWER = 0.8  # factor for the rows after a step that was too long: fast down, because growth is one row per step
+FEWER = 0.8  # factor for the rows after a step that was too long: a fast decrease, because they grow one by one
 
 # Bulk prefill while streams decode.
 PREFILL_S = 0.1  # seconds of a step with bulk prefill that are free: no reader notices an occasional gap of this length
-PREFILL_SHARE = 0.2  # share of the time for the rest of such steps: it suffices to refill slots that finish
+PREFILL_SHARE = 0.2  # share of the time for the rest of such steps, which is enough to refill slots that finish
 MAX_OWED_S = 2.0  # seconds by which one very long step can postpone the next, so that bulk work never stops
 OVERDUE_S = 2.0  # seconds without bulk prefill after which an older bulk prompt precedes an interactive one
 
@@ -66,7 +66,7 @@ MAX_SAVED_S = 0.5  # seconds of each share that can be saved: one or two whole s
 
 # Order and slots.
 BULK_PATIENCE_S = 20.0  # seconds by which an interactive prompt may be admitted later than the bulk one it precedes
-HOLD_S = 1.0  # seconds for which a bulk request keeps its slot, and until one more token: each turn makes progress
+HOLD_S = 1.0  # seconds that a bulk request keeps its slot, and until its next token, so each turn makes progress
 
 WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten values count
 

@@ -1,7 +1,7 @@
 """The draft model: a small model with the same vocabulary, whose slots follow the sequences of the large one.
 
-For each seed, position and token, it uses the same random number as the large model (`sampling/sampler.py`). So where
-both models have similar probabilities, they sample the same token at any temperature.
+For each seed, position and token, it uses the same random number as the large model (`sampling/sampler.py`). Therefore,
+where both models have similar probabilities, they sample the same token at any temperature.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = event_logger(__name__)
 NAME = "model"
 BUCKETS = 8  # ranges of the probability of a token
 ANY_BUCKET = BUCKETS  # bucket of all tokens together, for estimates before a draft is made
-MIN_REACH = 0.25  # probability that a whole draft is accepted below which it is not extended
-SURE_RATE = 0.8  # acceptance rate of the first token of another source at which the model could hardly do better
-READ_S = 0.05  # seconds of a step for prefilling unread tokens: a hardly noticeable gap in every stream
-MIN_READ = 32  # tokens that it prefills in a step at least: fewer take about as long
+MIN_REACH = 0.25  # probability that a whole draft is accepted; below it, the draft is not extended
+SURE_RATE = 0.8  # acceptance rate of another source's first token that the draft model can hardly exceed
+READ_S = 0.05  # seconds of a step for prefilling unread tokens: a gap that readers hardly notice
+MIN_READ = 32  # minimum number of tokens to prefill in a step: fewer take about as long
 NUM_MEASURED = 4  # measured passes of one slot and of all slots after a load; the first of each is discarded
-REST_STEPS = 16  # steps for which it is not considered after it did not pay, because considering it takes time
-MAX_FAILURES = 3  # consecutive failed decode calls after which it is disabled
+REST_STEPS = 16  # steps for which it is not considered after it did not pay off, because considering takes time
+MAX_FAILURES = 3  # consecutive failed decode calls after which the draft model is disabled
 WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten count
 MAX_PLANS = 64  # cached sampling plans: requests usually have few different sampling parameters
 
@@ -46,7 +46,7 @@ class DraftSlot:
     tokens: list[int] = field(default_factory=list)  # tokens in its cells
     sequence: Sequence | None = None
     scope: Hashable = None  # scope of the current or last sequence
-    last_used: int = 0  # larger values are more recent
+    last_used: int = 0  # sequence number of the last use
 
 
 class DraftModel:
@@ -86,7 +86,7 @@ class DraftModel:
                 if number:
                     self._costs.observe([len(slots)], seconds)
         self._forget()
-        self.backend.rest()  # the thread that loads the model computes no more
+        self.backend.rest()  # this thread, which loads the model, makes no more decode calls
 
     # Whether to use it
 
@@ -191,7 +191,7 @@ class DraftModel:
             slot = self._slot_of[sequence]
             first = len(slot.tokens)
             tokens = sequence.tokens[first : first + remaining]
-            if tokens and max(tokens) < self.backend.n_vocab:  # the draft model may have fewer tokens
+            if tokens and max(tokens) < self.backend.n_vocab:  # the draft model may have a smaller vocabulary
                 remaining -= len(tokens)
                 chunks[sequence] = Chunk(slot.index, first, tokens, first + len(tokens) == len(sequence.tokens))
         if not chunks:

@@ -57,7 +57,7 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """Create the drafting of an engine. The options enable it, and limit the rows with logits in a decode call."""
+        """Create the drafts of an engine. The options enable them, and limit the rows with logits in a decode call."""
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, SourceDrafts] = {}  # totals by source
         self._cache = cache
@@ -82,7 +82,7 @@ class Drafting:
     def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
         """Separate the work of requests that only check candidates (Engine.verify), and add their candidates.
 
-        Each of these requests gets a decode call of its own at any cost, because checking is its purpose.
+        Each of these requests gets its own decode call, whatever it costs, because checking is its purpose.
         """
         checks = {
             work.sequence: check
@@ -122,7 +122,7 @@ class Drafting:
             return [works]
         try:
             return self._calls_with_drafts(works)
-        except Exception:  # the boundary between drafts and requests, which continue without them
+        except Exception:  # the boundary between drafts and requests, which continue without drafts
             log.exception("drafting failed", detail="speculation is disabled until the model is loaded again")
             self.is_active = False
             return [works]
@@ -165,7 +165,8 @@ class Drafting:
         sources: list[Source] = []
         if sequence.request.sampling.is_constrained:
             sources.append(ForcedText(sequence))
-        if prediction := sequence.request.prediction[: self._cache.memory.ctx_per_slot]:  # the index takes memory
+        # The prediction is limited, because its index takes memory.
+        if prediction := sequence.request.prediction[: self._cache.memory.ctx_per_slot]:
             expected = Follower("prediction", Index(list(prediction)), sequence.tokens)
             if sequence.tokens[sequence.num_prompt :] == list(prediction[: sequence.num_output]):
                 expected.expect(sequence.num_output)
@@ -237,7 +238,7 @@ class Drafting:
     # After a decode call
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Record how long a decode call of single tokens and drafts took."""
+        """Record the duration of a decode call, which may include draft tokens."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
         if self._step is not None:

@@ -1,8 +1,8 @@
-"""The gate, which decides how many draft tokens a decode call has, to maximize the tokens per second.
+"""The gate, which chooses the number of draft tokens in each decode call to maximize the tokens per second.
 
 The benefit of drafts follows from their acceptance rates and the measured duration of their rows. Both may be wrong, so
 an account tracks the time that drafts have saved and lost. Without credit, there are no drafts. Trying options that
-have hardly been measured may cost at most a share of EXPLORING of the time. This module is pure.
+have hardly been measured may take at most EXPLORING of the time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from cellama.engine.scheduling.slot_layout import runs_of
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts per slot: with the last token 2, 3, 4, 6 … rows, which suit the kernels
 MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call
-TO_START, TO_CONTINUE = 1.08, 1.02  # required gain in tokens per second; to start needs more, so that noise starts none
+# Required ratios of tokens per second. Starting requires a higher ratio, so that noise does not start drafts.
+TO_START, TO_CONTINUE = 1.08, 1.02
 EXPLORING = 0.003  # share of the time that drafts may lose: "never slower" is measured within 2 %
 FIRST_S = 0.03  # seconds that drafts may lose at first: a few tries on a CPU
-MAX_S = 0.2  # seconds that drafts may lose after they have saved much: about ten steps, then they stop
+MAX_S = 0.2  # seconds that drafts may lose after they have saved a lot: about ten steps, then they stop
 HELD_STEPS = 8  # steps for which a choice is kept while the number of slots is equal: a new one can take milliseconds
 REST_STEPS = 16  # steps without drafts before they are considered again, because considering takes time
 SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative to the worst chosen slot
 
 
 class Candidate(NamedTuple):
-    """A decoding slot, with the probability that each of its drafts is accepted if all earlier drafts are."""
+    """A decoding slot, with the probability that each of its draft tokens is accepted if all earlier ones are."""
 
     slot: int
-    rates: Seq[float]  # empty without drafts
+    rates: Seq[float]  # empty if there are no drafts
     is_made: bool = False  # a draft model has to make the drafts first
     reading_s: float = 0.0  # seconds that the draft model needs once, to prefill unread tokens
-    expected_tokens: float = 1.0  # tokens that the slot will still generate, which share this time
+    expected_tokens: float = 1.0  # tokens that the slot will still generate, over which this time is spread
     can_pad: bool = False  # without drafts, it may be padded to the rows of other slots
 
 

@@ -2,7 +2,8 @@
 
 A source proposes a continuation that was seen before, or the only continuation that a grammar allows. Indexing a
 growing text takes constant time and about 32 bytes of memory per token. In the index, a new position of a run of tokens
-replaces an older position, and sometimes the position of another run. So a position is verified before it is used.
+replaces an older position, and sometimes the position of another run. Therefore, a position is verified before it is
+used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 from cellama.engine.scheduling.sequence import Sequence
 
-# Lengths of the runs of tokens that are looked up: the continuation of 8 is seldom wrong, 3 are found more often.
+# Lengths of the runs of tokens that are looked up: the continuation of 8 tokens is rarely wrong, and runs of 3 are
+# found more often.
 RUNS = (8, 3)
 MAX_READ = 1024  # tokens that an index adds at once: more would be a gap in every stream
 BUCKET_BOUNDS = (4, 6, 8, 12, 16, 24, 32)  # numbers of matched tokens at which the next bucket starts
@@ -24,11 +26,11 @@ SURE = len(BUCKET_BOUNDS)  # the bucket of tokens that a grammar requires
 POOL_TOKENS = 16384  # tokens of a pool: about 20 answers of 800 tokens
 ALL_POOLS_TOKENS = 65536  # tokens of all pools, which take a few MB with their indexes
 MAX_POOLS = 256  # number of pools, each of which takes at least 2 KB and time when a request starts
-BREAK = -1  # separates the texts of a pool; not a token
+BREAK = -1  # separator between the texts of a pool; not a token
 
 
 class DraftTokens(NamedTuple):
-    """Proposed next tokens, each with the bucket of the source's confidence in it (AcceptanceRates)."""
+    """Proposed next tokens, each with the bucket of the source's confidence in the token (AcceptanceRates)."""
 
     source: str
     tokens: list[int]
@@ -39,7 +41,7 @@ class Source(Protocol):
     """Proposes the next tokens of one sequence."""
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
-        """Return at most `max_tokens` tokens for the current end of the sequence, or None without a proposal."""
+        """Return at most `max_tokens` tokens for the current end of the sequence, or None if there is no proposal."""
         ...
 
 
@@ -179,7 +181,7 @@ class Pools:
 FADING = 0.98  # share of earlier observations of a bucket that remains with each new one: about the last 50 count
 FIRST_TRIALS = 4.0  # weight of the initial rate in observations: a few observations outweigh it
 SEQUENCE_TRIALS = 3.0  # weight of the general rate in observations of one sequence, whose text may differ
-RECOVERY = 0.98  # share of observations that remains when a rejected source is considered: about 100 times forget it
+RECOVERY = 0.98  # share of observations that remains when a rejected source is considered: 100 times forget nearly all
 FIRST_RATES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9)  # initial rates by bucket
 
 

@@ -1,7 +1,7 @@
 """Core sharing: divides the cores of a machine among workers and their models, and allows for other programs.
 
 The threads of llama.cpp wait for each other many times per token. A thread without a core delays all others, so each
-thread must have a core of its own (docs/adr/007-threads.md has figures). The functions are pure, and `CoreSharing` owns
+thread must have a core of its own (docs/adr/007-threads.md has figures). All functions are pure, and `CoreSharing` owns
 the thread that observes the machine.
 """
 
@@ -23,12 +23,10 @@ from .processors import Processors, ProcessorTimes
 log = event_logger(__name__)
 
 ACTIVE = 0.2  # cores; a peer that uses less leaves its share to the others
-FALL_S = 1.0  # seconds for which fewer threads must be called for: a thread without a core slows down every step
-RAISE_S = 5.0  # seconds for which more threads must be called for: an unused core costs little
-LEAST_TOLERATED, TOLERATED = (
-    0.1,
-    0.7,
-)  # tolerated use by others in cores: the larger of the first, and the second / cores
+FALL_S = 1.0  # seconds that a lower demand must last: a thread without a core slows down every step
+RAISE_S = 5.0  # seconds that a higher demand must last: an unused core costs little
+# Tolerated use by other programs in cores: the larger of LEAST_TOLERATED and TOLERATED / cores.
+LEAST_TOLERATED, TOLERATED = 0.1, 0.7
 LOOK_S = 0.5  # seconds between two observations: at least two within FALL_S
 IN_USE_S = 1.0  # seconds after its last request for which a part counts as in use
 WARN_S = 10.0  # seconds for which other programs must use cores before a warning is logged
@@ -90,7 +88,7 @@ def others_of(busy: float, local: float, peers: Sequence[Peer]) -> float:
 
 
 class SteadyThreads:
-    """A number of threads that falls after a second of lower demand, and rises only if a higher demand lasts."""
+    """A number of threads that falls after a second of lower demand, and rises only after a lasting higher demand."""
 
     def __init__(self, current: int) -> None:
         self.current = current
@@ -178,7 +176,7 @@ class CoreSharing:
             try:
                 self.look(time.monotonic(), processors.read())
             except Exception:
-                log.exception("cores could not be shared", detail="retried with the next observation")
+                log.exception("cores not shared", detail="retried with the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
         """Compare the processor times with the last observation, and set the number of threads of each part."""

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # control groups of Linux, v1 and v2
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # Linux control groups, v1 and v2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LOW_PRIORITY_COST = 0.2  # effect of a niced program on the steps of an engine, at nice 10 (docs/adr/007-threads.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The processors of a process."""
+    """The processors that a process may use."""
 
     cores: int  # number of processors on which it may run
-    quota: float | None = None  # processor seconds per second that its container allows
+    quota: float | None = None  # CPU seconds per second that its container allows
 
     @property
     def available(self) -> int:
@@ -30,7 +30,7 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Total processor times in seconds of all programs on these processors, and of this process."""
+    """Total CPU times in seconds of all programs on these processors, and of this process."""
 
     busy_s: float
     own_s: float
@@ -54,7 +54,7 @@ def available_cores() -> int:
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """Return the processor seconds per second that this process's control groups allow, or None without a limit."""
+    """Return the CPU seconds per second that this process's control groups allow, or None without a limit."""
     found = [quota for folder in control_groups("cpu", root, own) if (quota := _quota(folder)) is not None]
     return min(found, default=None)
 
@@ -74,7 +74,7 @@ def machine_id() -> str:
 
 
 def read() -> ProcessorTimes | None:
-    """Return the processor times, or None if the system doesn't report them."""
+    """Return the CPU times, or None if the system doesn't report them."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError):
@@ -87,7 +87,7 @@ def read() -> ProcessorTimes | None:
 
 
 def _busy_s(times: object) -> float:
-    """Return the busy time of one processor. The user time already includes the time of guests."""
+    """Return the busy time of one processor. The user time already includes the guest time."""
     kinds = ("user", "system", "irq", "softirq")
     return sum(getattr(times, kind, 0.0) for kind in kinds) + LOW_PRIORITY_COST * getattr(times, "nice", 0.0)
 

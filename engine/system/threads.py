@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-# Regular expressions of a vocabulary and parsers of grammars recurse with the length of a text, and a stack overflow
-# ends the process. Memory that is not used costs only address space.
+# A vocabulary's regular expressions and grammar parsers recurse with the length of a text, and a stack overflow ends
+# the process. Unused memory costs only address space.
 STACK_BYTES = 64 << 20
-NICENESS = 10  # a tenth of a core against busy threads; at 19 a load alongside a busy engine took 40 times as long
+NICENESS = 10  # a tenth of a core next to busy threads; at 19, a load alongside a busy engine took 40 times as long
 
 T = TypeVar("T")
 _changing = threading.Lock()
@@ -51,7 +51,7 @@ def in_background(action: Callable[[], T], name: str) -> Future[T]:
 def at_low_priority(work: Callable[[], T]) -> T:
     """Call a function at low priority, and return its result or raise its exception. Only Linux supports this.
 
-    Threads that the function starts keep the low priority, so the thread of an engine must be started elsewhere.
+    Threads that the function starts keep the low priority, so an engine's thread must be started elsewhere.
     """
     if sys.platform != "linux":
         return work()

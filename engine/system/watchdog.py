@@ -25,14 +25,14 @@ log = event_logger(__name__)
 
 LOOK_S = 1.0  # seconds between two checks
 AT_LEAST_S = 10.0  # seconds that any step may take, because a busy machine can delay a thread
-MANY = 30  # allowed ratio of a step to earlier ones of its size
-FIRST_S = 600.0  # seconds for first steps of a slow kind (pages are loaded, kernels compiled), and upper limit
+MANY = 30  # allowed ratio of a step's duration to earlier steps of its size
+FIRST_S = 600.0  # seconds for the first step of a slow kind (pages are loaded, kernels compiled), and upper limit
 FADING = 0.999  # factor of the slowest duration with each step, which forgets it after a few thousand steps
-PAGING = 50  # pages read from disk between two checks that count as progress, although a slow one
+PAGING = 50  # pages read from disk between two checks that count as progress, although as slow progress
 BLOCKS_PER_PAGE = 8  # getrusage counts blocks of 512 bytes
 EXIT_STALLED = 70  # sysexits.h: EX_SOFTWARE
-REPORT_S = 10.0  # seconds to log a hang; after that the process ends without a report
-LAST_RESORT_S = 60.0  # minimum seconds without a check: no call of cellama holds the GIL for even a second
+REPORT_S = 10.0  # seconds to log a hang; after that, the process ends without a report
+LAST_RESORT_S = 60.0  # minimum seconds without a check: none of cellama's calls holds the GIL for even a second
 
 _is_ending = threading.Event()  # set while end_process runs, which has a shorter limit
 
@@ -74,7 +74,7 @@ class Pulse:
         self.step = WatchedStep(kind, size, suspects, began=now, longest_s=longest_s)
 
     def rest(self) -> None:
-        """Report that there is no work until the next beat."""
+        """Report that there is no work until the next `beat`."""
         self._note(self._clock())
         self.step = None
 
@@ -118,7 +118,7 @@ class _Watch:
 
 
 class Watchdog:
-    """Checks the pulses of a process. `look` is pure except for `end`. After `start`, it is called every second."""
+    """Checks the pulses of a process. After `start`, a thread calls `look` every second."""
 
     def __init__(
         self,
@@ -127,11 +127,12 @@ class Watchdog:
         num_paged: Callable[[], int] | None = None,
         last_resort_s: float = 0.0,
     ) -> None:
-        """Create a watchdog. `at_least_s` is the lowest limit for a step. `end` gets the reason, and ends the process.
+        """Create a watchdog. `at_least_s` is the lowest limit for a step.
 
-        `num_paged` counts the pages that the process has read from disk. After `start`, C code that needs no GIL ends
-        the process if the watchdog's thread makes no check for `last_resort_s`, which is at least `LAST_RESORT_S` and
-        at least twice `at_least_s`. The reason may be a thread that holds the GIL, or a suspension of the process.
+        `end` receives the reason, and ends the process. `num_paged` counts the pages that the process has read from
+        disk. After `start`, C code that needs no GIL ends the process if the watchdog's thread makes no check for
+        `last_resort_s`, which is at least `LAST_RESORT_S` and at least twice `at_least_s`. The reason may be a thread
+        that holds the GIL, or a suspension of the process.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s

@@ -19,7 +19,7 @@ from .reply_reader import ReplyFormat
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of a chat request. `tools` are in OpenAI's format."""
+    """The options of a chat request. `tools` is in OpenAI's format."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
@@ -149,7 +149,7 @@ def reply_format_of(
 
 
 def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
-    """Return a reader for calls of the offered tools, or None if there are none or their format is unknown."""
+    """Return a reader for calls of the offered tools, or None if there are none or if their format is unknown."""
     if not options.offered or markup.calls is None:
         return None
     parameters = {tool.name: tool.parameters for tool in options.callable}

@@ -28,7 +28,7 @@ from .markup import FROM_CALLER, SpecialToken
 log = event_logger(__name__)
 
 CPU_S = 3.0  # CPU seconds per rendering, which usually takes a millisecond
-WALL_S = 30.0  # seconds per rendering: ten times CPU_S, for machines that are busy with other work
+WALL_S = 30.0  # seconds per rendering: ten times CPU_S, because the machine may be busy with other work
 DATA_BYTES = 512 << 20  # memory of the process: Python, Jinja, and several copies of the longest prompt
 MAX_ANSWER_BYTES = 256 << 20  # two prompts of the maximum length, in which each character is escaped
 _PROGRAM = Path(__file__).with_name("template_process.py")
@@ -121,7 +121,7 @@ class ChatTemplate:
         the template, for instance `enable_thinking`. Raises TemplateFailed, InvalidRequest.
         """
         variables = {**template_args, "add_generation_prompt": add_generation_prompt}
-        if tools:  # else undefined, because templates test whether there are tools
+        if tools:  # undefined otherwise, because templates test whether there are tools
             variables["tools"] = list(tools)
         has_calls = any(message.get("tool_calls") for message in messages)
         as_text = has_calls and self.reply_markup.arguments_as_text
@@ -187,7 +187,7 @@ class ChatTemplate:
 
 
 def for_template(message: Any, *, arguments_as_text: bool = False) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect.
+    """Return a message in the format that chat templates expect.
 
     The content is a string, the arguments of tool calls are an object or JSON text, and reasoning has the names that
     templates use. Raises InvalidRequest.
@@ -206,15 +206,15 @@ def for_template(message: Any, *, arguments_as_text: bool = False) -> dict[str, 
 
 def _call_for_template(call: Any, arguments_as_text: bool) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise InvalidRequest("a tool call has no function; give it one with a name and arguments")
+        raise InvalidRequest("a tool call has no function; give it a function with a name and arguments")
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError):
             raise InvalidRequest(
-                f"the arguments of tool call {function.get('name')!r} are not valid JSON; leave the call out if "
-                "max_tokens cut it"
+                f"the arguments of tool call {function.get('name')!r} are not valid JSON; "
+                "omit the call if max_tokens truncated it"
             ) from None
     if arguments_as_text and "arguments" in function:
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
@@ -229,11 +229,11 @@ def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], R
     TemplateFailed, InvalidRequest.
     """
     if not messages:
-        raise InvalidRequest("messages is empty; with a parent_key, send the messages that follow its reply")
+        raise InvalidRequest("messages is empty; with a parent_key, send the messages that follow the reply")
     reply = f"reply{secrets.token_hex(16)}"
     turns: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}, *messages]
     failure = TemplateFailed(
-        "the chat template does not reproduce replies unchanged, so no messages can follow one; send the whole "
+        "the chat template does not reproduce replies unchanged, so no messages can follow a reply; send the whole "
         "conversation without parent_key"
     )
     system = {"role": "system", "content": "."}

@@ -1,4 +1,4 @@
-"""Tokenize a prompt so that only the template's own markup becomes control tokens. Pure.
+"""Tokenize a prompt so that only the template's own markup becomes control tokens.
 
 A prompt has a second form, `marked`: the same text, in which FROM_CALLER replaces each of the caller's characters that
 could be part of a control token. A control token that is found in `marked` is therefore the template's own. The same
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 FROM_CALLER = "\U0010ffff"
-SPACE = " \t\n\v\f\r"  # isspace of the C library
+SPACE = " \t\n\v\f\r"  # the C library's isspace
 _SPACES = f"[{SPACE}]*"
 
 
@@ -24,12 +24,15 @@ class SpecialToken:
     id: int
     text: str
     is_control: bool  # False: user-defined, which llama.cpp finds even without `parse_special`
-    strips_left: bool = False  # drops the space before it
+    strips_left: bool = False  # drops the whitespace before it
     strips_right: bool = False
 
 
 def from_caller(text: str) -> str:
-    """Return the marked form of a caller's text. Space is kept, because some tokens drop the space around them."""
+    """Return the marked form of a caller's text.
+
+    Whitespace is kept, because some tokens drop the whitespace around them.
+    """
     return re.sub(r"\S", FROM_CALLER, text)
 
 
@@ -61,7 +64,7 @@ def tokenize_marked(
 
 
 def _tokens_of_text(text: str, markup: frozenset[str], tokenize: Callable[[str, bool], list[int]]) -> list[int]:
-    """Tokenize a text in pieces, so that no piece contains a whole text of `markup`. llama.cpp would always find it."""
+    """Tokenize a text in pieces, so that no piece contains a text of `markup`, which llama.cpp would always find."""
     cuts = sorted({match.start() + 1 for literal in markup if len(literal) > 1 for match in _found(literal, text)})
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for piece in pieces if piece for token in tokenize(piece, False)]

@@ -1,4 +1,4 @@
-"""Separate the reasoning, text and tool calls of a reply while the model generates it. Pure.
+"""Separate the reasoning, text and tool calls of a reply while the model generates it.
 
 The readers change only what callers see. Sampled tokens, usage and the KV cache stay the same. The parts of a reply do
 not depend on how its text is split.
@@ -36,7 +36,7 @@ class ReplyFormat:
 
     think_open: str = ""
     think_close: str = ""
-    starts_thinking: bool = False  # the prompt ends with `think_open`
+    starts_thinking: bool = False  # whether the prompt ends with `think_open`
     thinking_budget: int | None = None  # reasoning tokens, after which `think_close` is forced
     close_tokens: tuple[int, ...] = ()  # the tokens of `think_close`
     tools: ToolReader | None = None
@@ -59,7 +59,7 @@ def open_reply(format_: ReplyFormat) -> ReplyReader:
 
 
 class ReplyReader(ABC):
-    """A reader of one reply, owned by the sequence that generates the reply."""
+    """Reads one reply. The sequence that generates the reply owns the reader."""
 
     def __init__(self, format_: ReplyFormat) -> None:
         self._format = format_
@@ -76,7 +76,7 @@ class ReplyReader(ABC):
     @property
     @abstractmethod
     def num_unbound(self) -> int | None:
-        """The number of leading tokens that no grammar constrains, or None while it is unknown."""
+        """The number of leading tokens that no grammar constrains, or None while the number is unknown."""
 
     @property
     def forced_token(self) -> int | None:
@@ -112,7 +112,7 @@ class _State(Enum):
 
 
 class TagReader(ReplyReader):
-    """A reader of replies whose reasoning and tool calls are between tags.
+    """Reads replies whose reasoning and tool calls are between tags.
 
     START ── reasoning opens ──► THINKING ── reasoning closes ──► TEXT ── a tool call opens ──► CALLS
       └── anything else ─────────────────────────────────────────►┘
@@ -121,7 +121,7 @@ class TagReader(ReplyReader):
     def __init__(self, format_: ReplyFormat) -> None:
         super().__init__(format_)
         self._state = _State.THINKING if format_.starts_thinking else _State.START
-        self._drops_space = format_.starts_thinking  # at the start of reasoning, and of the text that follows it
+        self._drops_space = format_.starts_thinking  # true at the start of reasoning, and of the text after it
         self._has_text = False
 
     @property
@@ -207,7 +207,7 @@ class TagReader(ReplyReader):
         return _State.CALLS
 
     def _release_all_but(self, num_held: int, parts: list[ReplyPart], kind: Kind, *, keeps_space: bool = False) -> None:
-        """Hold back the last characters and the space before them, which may belong to a tag. Release the rest."""
+        """Hold back the last characters and the whitespace before them, which may belong to a tag. Release the rest."""
         text = self._held[: len(self._held) - num_held]
         text = text if keeps_space else text.rstrip()
         self._held = self._held[len(text) :]
@@ -227,22 +227,22 @@ _MESSAGE_SEPARATOR = "\n\n"  # between two messages of the same kind
 
 
 class ChannelReader(ReplyReader):
-    """A reader of replies whose parts are messages in channels (formats/channels.py).
+    """Reads replies whose parts are messages in channels (formats/channels.py).
 
         HEAD ── <|message|> ──► BODY ── <|end|> ──► HEAD …
 
-    A reply that does not start with the head of a message is text.
+    A reply that does not start with a message header is text.
     """
 
     def __init__(self, format_: ReplyFormat) -> None:
         super().__init__(format_)
-        self._head: MessageHead | None = None  # None: the head of the next message is not complete
+        self._head: MessageHead | None = None  # None: the header of the next message is not complete
         self._raw_head = ""  # released as text if the message turns out not to be a call
         self._calls: list[ParsedToolCall] = []
         self._released_kinds: set[Kind] = set()
         self._num_searched = 0  # leading characters of the held text in which no message ends
-        self._is_message_start = True  # nothing of the current message was released
-        self._has_open_reasoning = False  # reasoning was released, and its end was not
+        self._is_message_start = True  # no text of the current message was released
+        self._has_open_reasoning = False  # reasoning was released, but its end was not
         self._num_unbound: int | None = 0 if format_.bound_at_start else None
 
     @property
@@ -289,7 +289,7 @@ class ChannelReader(ReplyReader):
         return name if tools is not None and name is not None and tools.offers(name) else None
 
     def _read_head(self, parts: list[ReplyPart]) -> bool:
-        """Read the head of a message. Return False if it is incomplete."""
+        """Read the header of a message. Return False if it is incomplete."""
         head, found, rest = self._held.partition(MESSAGE)
         if not may_be_head(self._held):
             self._start_message(parts, MessageHead("final"), "", self._held)

@@ -1,8 +1,8 @@
 """Render one chat template in a separate process, which `chat_template.py` starts from this file.
 
-Templates are part of models, and their variables are part of jobs. Either can make a template run forever, fill the
-memory, or hold Python's lock in one long call. In a separate process, this does not affect other jobs. Only the
-standard library and Jinja are imported, so that the process starts quickly.
+Templates are part of models, and their variables are part of jobs. Both can make a template run forever, fill the
+memory, or hold the GIL in one long call. In a separate process, this does not affect other jobs. Only the standard
+library and Jinja are imported, so that the process starts quickly.
 
 The process reads one JSON object per line, and answers each with another JSON object. The first line has `source`,
 `bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line has `messages`, `variables` and `mark`.
@@ -27,11 +27,11 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 1 << 24  # characters of a prompt, more than any context holds
-MAX_PROBE_CHARS = 1 << 17  # characters of a probe's prompt, because `derivation` compares all of them
+MAX_CHARS = 1 << 24  # maximum length of a prompt in characters: more than any context holds
+MAX_PROBE_CHARS = 1 << 17  # maximum length of a probe's prompt in characters, because `derivation` compares all of them
 THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # these tags enclose reasoning in messages
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_COMMON = frozenset("_-./:,;'\"!?()")  # also in ordinary words, so that masking them could change the template's output
+_COMMON = frozenset("_-./:,;'\"!?()")  # occur in ordinary words, so masking them could change the template's output
 _MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Python's repr escapes other characters
 
 
@@ -236,7 +236,7 @@ class Renderer:
         return text
 
     def _attempt(self, messages: Any, variables: Any, masks: Iterable[int]) -> str:
-        """Return the prompt for masked strings, or an empty text if the template rejects them."""
+        """Return the prompt for masked strings, or an empty string if the template rejects them."""
         self._current_masks = masks
         try:
             return self._render(messages, variables)

@@ -1,4 +1,4 @@
-"""Tuning: measures which configuration of a model is the fastest on this machine, for `cellama tune`.
+"""Measure which configuration of a model is fastest on this machine, for `cellama tune`.
 
-May use: all of the engine.
+May use: the whole engine.
 """

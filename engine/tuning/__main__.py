@@ -1,4 +1,4 @@
-"""`python -m cellama.engine.tuning` tunes a model for `cellama tune`, which must not import the engine.
+"""Tune a model for `cellama tune`, which must not import the engine, with `python -m cellama.engine.tuning`.
 
 It reads one JSON object from stdin: `source`, `options` (of EngineOptions), `capabilities`, `hub`, `seconds`,
 `max_threads`, `max_slots`. It writes one JSON object per line: `{"row": …}` after each measured setup, and at the end

@@ -1,8 +1,8 @@
-"""Measures setups of a model. The weights are loaded once, and each setup gets a context and the same requests.
+"""Measure setups of a model. The weights are loaded once, and each setup gets a context and the same requests.
 
 Requests of one length end at the same time, unlike real requests. A setup that is good for them may be slow when slots
-become free one by one. So half of the requests have lognormal lengths, and a third of these start with one of a few
-shared prefixes, like requests with the same instructions.
+become free one by one. Therefore, half of the requests have lognormal lengths, and a third of these start with one of a
+few shared prefixes, like requests with the same instructions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 log = event_logger(__name__)
 
-MIN_REQUESTS = 32  # per measurement; with many slots two for each, so that each slot is used twice
+MIN_REQUESTS = 32  # requests per measurement, or two per slot if that is more, so that each slot is used twice
 NUM_HEADS = 3  # shared prefixes, which a third of the mixed requests use in turn
-SPREAD = 0.6  # sigma of the lognormal lengths: an eighth is below half of the median, an eighth above its double
+SPREAD = 0.6  # sigma of the lognormal lengths: an eighth are below half the median, an eighth above twice the median
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The lengths of half of the requests. The other half have about this mean, and at most twice this length."""
+    """The lengths of half of the requests. The other half have about this mean, and at most twice that length."""
 
     prompt_tokens: int = 64
     new_tokens: int = 32
@@ -114,7 +114,7 @@ class Tuning:
     chosen: Measurement
     num_skipped: int  # setups that were not measured for lack of time
     took_s: float
-    load: float  # load of the cores before, as a share; above 1 if programs waited; 0 if unknown
+    load: float  # load of the cores before the measurement, as a share; above 1 if programs waited; 0 if unknown
 
 
 def tune(
@@ -186,7 +186,7 @@ def _load() -> float:
 def _plan(
     path: Path, options: EngineOptions, capabilities: frozenset[Capability] | None, slots: int
 ) -> tuple[LoadPlan, int]:
-    """Return the load plan of the file, and the largest number of slots that fits. Raises InsufficientMemory."""
+    """Return the load plan of the file, and the largest number of slots that fit. Raises InsufficientMemory."""
     from cellama.engine.llama import devices, plan_load
 
     memory = Budget("auto", devices).available()
@@ -198,7 +198,7 @@ def _plan(
         if slots == 1:
             needed, available = shortage.required_bytes, shortage.available_bytes
             raise InsufficientMemory(
-                f"{str(path)!r} needs {readable(needed)} of {shortage.device}, but only {readable(available)} are "
+                f"{str(path)!r} needs {readable(needed)} on {shortage.device}, but only {readable(available)} are "
                 "available; unload other models, or stop other programs",
                 *(shortage.device, needed, available),
             )
@@ -228,7 +228,7 @@ class TuningRig:
         try:
             rounds = self._generate(setup, self.lengths) if self._uses.generates else self._embed(setup)
         except EngineError as error:
-            log.warning("setup could not be measured", setup=str(setup), error=str(error))
+            log.warning("setup not measured", setup=str(setup), error=str(error))
             return None
         if not rounds:
             return None

@@ -1,6 +1,6 @@
 """The sweep: which setups of a model are measured, in which order, and which setup is chosen.
 
-This module is pure: measuring and the clock are passed in, so tests need no model.
+The measuring function and the clock are passed in, so tests don't need a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
 TIE = 0.98  # share of the best rate that counts as equal: about the difference of two measurements of one setup
 FALLING = 0.9  # share of the best rate below which the loss is not noise, so smaller values are not measured
 DISTURBED = 0.6  # share of the best rate below which another program may have interfered with the measurement
-MAX_SLOTS = 64  # each doubling doubles the requests of a measurement, which must fit into the default time
+MAX_SLOTS = 64  # number of slots; twice as many double a measurement's requests, which must fit into the default time
 UBATCHES = (64, 128, 256, 512, 1024)  # tokens
 
 
@@ -84,7 +84,7 @@ class Sweep:
 
     measure: Callable[[Setup], Measurement | None]
     limits: SweepLimits
-    deadline: float  # of `clock`
+    deadline: float  # as a time of `clock`
     clock: Callable[[], float] = time.monotonic
     rows: list[Measurement] = field(default_factory=list)
     skipped: set[Setup] = field(default_factory=set)  # setups that were not measured for lack of time

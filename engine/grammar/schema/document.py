@@ -1,4 +1,4 @@
-"""Parse a JSON Schema from text, check its keywords, find the schemas in it by path, and resolve references. Pure."""
+"""Parse a JSON Schema from text, check its keywords, find the schemas in it by path, and resolve references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cellama.engine.errors import InvalidRequest
 from .keywords import KEYWORDS, show
 
 _MAX_SHOWN = 200  # characters of a path in messages
-_MAX_PATH_CHARS = 5_000_000  # of all paths, which limits memory to a few MB and time to a few ms
+_MAX_PATH_CHARS = 5_000_000  # characters of all paths, which limits memory to a few MB and time to a few ms
 
 
 class SchemaNode(NamedTuple):
@@ -27,20 +27,20 @@ class SchemaNode(NamedTuple):
 
 
 class SchemaDocument:
-    """All schemas of a text. A schema is identified by its index in `nodes`. `NOTHING` allows no value."""
+    """A JSON Schema and all schemas in it, each identified by its index in `nodes`. `NOTHING` allows no value."""
 
     NOTHING = 0
     ROOT = 1
 
     def __init__(self, text: str, where: str) -> None:
-        """Parse and check the text. Raises InvalidRequest, whose message calls the text `where`."""
+        """Parse and check the text. Raises InvalidRequest. Its message refers to the text as `where`."""
         self._where = where
         self.root = self._parse(text)
         self.nodes = [SchemaNode(False, "#", "")]
         self._by_path: dict[str, int] = {}
         self._by_uri: dict[str, str] = {}  # URI of a resource or an anchor → path
         self._path_chars = 0
-        self._dynamic: Counter[str] = Counter()  # name → number of $dynamicAnchor with this name
+        self._dynamic: Counter[str] = Counter()  # name → number of $dynamicAnchor keywords with this name
         self._add_schemas(self.root, "#", "")
 
     def error_at(self, path: str, reason: str) -> InvalidRequest:
@@ -75,7 +75,9 @@ class SchemaDocument:
             )
         found = self._at(self._by_uri[uri], fragment) if fragment[:1] in ("", "/") else self._by_uri.get(full)
         if found is None:
-            raise self.error_at(path, f"/{keyword} is {show(reference)}, which the schema does not contain")
+            raise self.error_at(
+                path, f"/{keyword} is {show(reference)}, which the schema does not contain; correct the reference"
+            )
         return self._by_path[found]
 
     def is_dynamic(self, node: int) -> bool:
@@ -139,7 +141,7 @@ class SchemaDocument:
                 todo += [(inner, f"{path}/{at}", base, depth + 1) for at, inner in _schemas_within(schema)]
             self._path_chars += len(path)
             if self._path_chars > _MAX_PATH_CHARS:
-                raise InvalidRequest(f"{self._where} has too many schemas with long paths; shorten the names")
+                raise InvalidRequest(f"{self._where} has too many schemas with long paths; shorten its names")
             self._by_path[path] = len(self.nodes)
             self.nodes.append(SchemaNode(schema, path, base))
         self._by_uri.setdefault("", "#")
@@ -161,7 +163,7 @@ class SchemaDocument:
             self._by_uri.setdefault(base, path)
         elif path == "#":
             self._by_uri[base] = path
-        anchors = [uri[1:]] if uri.startswith("#") else []  # $anchor until draft 7
+        anchors = [uri[1:]] if uri.startswith("#") else []  # how $anchor was written until draft 7
         for name in (*anchors, *(schema[key] for key in ("$anchor", "$dynamicAnchor") if key in schema)):
             self._by_uri.setdefault(f"{base}#{name}", path)
         self._dynamic.update([schema["$dynamicAnchor"]] if "$dynamicAnchor" in schema else [])

@@ -1,4 +1,4 @@
-"""Patterns for `format`, in a subset that Python, JavaScript and the usual validators accept. Pure."""
+"""Patterns for `format`, in a subset that Python, JavaScript and the usual validators accept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMATS: dict[str, str] = {
     }.items()
 }
 
-# Patterns of Zod 4 that llguidance can't compile, but that every value of the format matches.
+# Patterns from Zod 4 that llguidance can't compile, but that every value of the format matches.
 IMPLIED = frozenset(
     {
         (

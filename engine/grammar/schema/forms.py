@@ -1,4 +1,4 @@
-"""Turn shapes into forms that a grammar can express. Other conditions become alternative forms. Pure."""
+"""Turn shapes into forms that a grammar can express. Conditions that it can't express become alternative forms."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .shapes import (
 )
 
 MAX_ALTERNATIVES = 256
-MAX_ITEMS = 1_000  # of an array, because the grammar contains each of them
-_MAX_DISTINCT = 12  # different values of unique items
-_MAX_SHUFFLED = 5  # values of unique items that may have any order
-_MAX_POSITIONS = 4  # positions of an item that an array must contain
+MAX_ITEMS = 1_000  # maximum number of items in an array, because the grammar contains each of them
+_MAX_DISTINCT = 12  # maximum number of different values of unique items
+_MAX_SHUFFLED = 5  # maximum number of values of unique items that may come in any order
+_MAX_POSITIONS = 4  # leading positions of an array at which a contained item may be, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ Form = Null | Boolean | Number | String | ArrayForm | ObjectForm | SameForm
 
 
 class FormBuilder:
-    """A builder for the forms of conditions."""
+    """Builds the forms of conditions."""
 
     def __init__(self, reader: SchemaReader, policy: Policy, patterns: Patterns) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""The table of JSON Schema keywords: how each keyword is handled, and which values it may have. Pure.
+"""The table of JSON Schema keywords: how each keyword is handled, and which values it may have.
 
 docs/reference/json-schema.md shows the table. Keywords that are not in the table are annotations, as the specification
 requires.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 ENFORCED = "enforced"  # every output conforms
 REWRITTEN = "rewritten"  # every output conforms; the schema is transformed first, and may become narrower
 IGNORED = "ignored"  # annotations have no effect
-REFUSED = "refused"  # the request fails
+REFUSED = "rejected"  # the request fails
 DROPPED = "ignored, with a warning"  # outputs may violate it
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAX_SHOWN = 80  # characters of a value in a message
@@ -24,11 +24,11 @@ Check = Callable[[Any], Problem]
 
 class Keyword(NamedTuple):
     group: str
-    strict: str  # handling in strict use
-    lenient: str  # handling in lenient use
+    strict: str  # handling in strict mode
+    lenient: str  # handling in lenient mode
     check: Check
     note: str = ""
-    inner: str = ""  # position of its schemas: one, list, map, one or list, map or strings
+    inner: str = ""  # where its value contains schemas: one, list, map, one or list, map or strings
 
 
 def show(value: object) -> str:
@@ -138,7 +138,7 @@ def _annotation(note: str = "") -> Keyword:
 
 
 _LIMIT = "The rewrite may need at most 256 alternatives."
-_LENIENT = "lenient use ignores it with a warning."
+_LENIENT = "lenient mode ignores it with a warning."
 KEYWORDS: dict[str, Keyword] = {
     # any type
     "type": _enforced(
@@ -166,7 +166,7 @@ KEYWORDS: dict[str, Keyword] = {
         "references",
         _string,
         "References may lead to any schema of the document and may be recursive. References to other documents are "
-        "always refused, and never fetched. Keywords next to `$ref` apply in every draft.",
+        "always rejected, and never fetched. Keywords next to `$ref` apply in every draft.",
     ),
     "$defs": _enforced("references", _map_of_schemas, inner="map"),
     "definitions": _enforced("references", _map_of_schemas, "The name of `$defs` until draft 7.", inner="map"),
@@ -176,7 +176,8 @@ KEYWORDS: dict[str, Keyword] = {
     "$dynamicRef": _rewritten(
         "references",
         _string,
-        f"It is treated as `$ref`. If several `$dynamicAnchor` have its name, strict use refuses it, and {_LENIENT}",
+        "It is treated as `$ref`. If several `$dynamicAnchor` keywords have its name, strict mode rejects it, and "
+        f"{_LENIENT}",
     ),
     "$recursiveRef": _rewritten("references", _string, "It is treated as `$ref`."),
     # combinations
@@ -186,15 +187,15 @@ KEYWORDS: dict[str, Keyword] = {
         "combinations",
         _schemas,
         "Alternatives that exclude each other, for instance by a property with a different `const`, stay unchanged. "
-        "Other alternatives are combined with `not`. Where that is impossible, strict use refuses the keyword, and "
-        "lenient use treats it as `anyOf` with a warning.",
+        "Other alternatives are combined with `not`. Where that is impossible, strict mode rejects the keyword, and "
+        "lenient mode treats it as `anyOf` with a warning.",
         inner="list",
     ),
     "not": _rewritten(
         "combinations",
         _schema,
         "`type`, `enum`, `const`, `required`, `properties`, bounds, sizes, and combinations of these can be negated. "
-        f"If another keyword is negated, strict use refuses `not`, and {_LENIENT}",
+        f"If another keyword is negated, strict mode rejects `not`, and {_LENIENT}",
         inner="one",
     ),
     "if": _rewritten(
@@ -230,9 +231,9 @@ KEYWORDS: dict[str, Keyword] = {
     "pattern": _enforced(
         "strings",
         _string,
-        "`\\d` and `\\w` have the meaning of ECMA-262. Strict use refuses look-around and back references, and lenient "
-        "use ignores such patterns with a warning. Zod's patterns for emails and durations are enforced by their "
-        "`format`.",
+        "`\\d` and `\\w` have the meaning of ECMA-262. Strict mode rejects look-around and back references, and "
+        "lenient mode ignores such patterns with a warning. Zod's patterns for emails and durations are enforced by "
+        "their `format`.",
     ),
     "format": _enforced(
         "strings",
@@ -264,13 +265,13 @@ KEYWORDS: dict[str, Keyword] = {
         "arrays",
         _boolean,
         "The items must have few possible values: `enum`, `const`, booleans or a small range of integers. More than "
-        f"five values are written in the order of the schema. {_LIMIT} For other items, strict use refuses it, and "
+        f"five values are written in the order of the schema. {_LIMIT} For other items, strict mode rejects it, and "
         f"{_LENIENT}",
     ),
     "contains": _rewritten(
         "arrays",
         _schema,
-        f"One of the first items matches. {_LIMIT} With `maxContains`, strict use refuses it, and {_LENIENT}",
+        f"One of the first items matches. {_LIMIT} With `maxContains`, strict mode rejects it, and {_LENIENT}",
         inner="one",
     ),
     "minContains": _rewritten("arrays", _count, "See `contains`."),
@@ -296,14 +297,14 @@ KEYWORDS: dict[str, Keyword] = {
         "objects",
         _schema,
         "Names can be limited by one of `enum`, `const`, `pattern`, `format` and length. For combinations of these, "
-        f"strict use refuses it, and {_LENIENT}",
+        f"strict mode rejects it, and {_LENIENT}",
         inner="one",
     ),
     "minProperties": _rewritten(
         "objects",
         _count,
         f"It becomes alternatives of required properties. {_LIMIT} It can require at most one additional property. For "
-        f"more, strict use refuses it, and {_LENIENT}",
+        f"more, strict mode rejects it, and {_LENIENT}",
     ),
     "maxProperties": _rewritten(
         "objects",
@@ -314,7 +315,7 @@ KEYWORDS: dict[str, Keyword] = {
         "objects", _schema, "It is treated as `additionalProperties` of each alternative.", inner="one"
     ),
     # annotations
-    "$schema": _annotation("Every schema is read as draft 2020-12, with the older spellings of this table."),
+    "$schema": _annotation("Every schema is read as draft 2020-12, with the older spellings in this table."),
     "$comment": _annotation(),
     "$vocabulary": _annotation(),
     "$recursiveAnchor": _annotation(),
@@ -328,6 +329,6 @@ KEYWORDS: dict[str, Keyword] = {
     "contentEncoding": _annotation(),
     "contentMediaType": _annotation(),
     "contentSchema": _annotation(),
-    "discriminator": _annotation("A keyword of OpenAPI."),
-    "x-guidance": _annotation("Options of llguidance have no effect in a request."),
+    "discriminator": _annotation("An OpenAPI keyword."),
+    "x-guidance": _annotation("llguidance's options have no effect in a request."),
 }

@@ -1,4 +1,4 @@
-"""Check schemas and regular expressions with llguidance, whose interpretation is decisive. Pure."""
+"""Check schemas and regular expressions with llguidance, because its interpretation of them applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..matcher import LIMITS
 from .policy import Policy
 
 UNSATISFIABLE = "nothing conforms to it"
-# The layout of JSON: as json.dumps writes it, and without \u escapes, so that each key has only one spelling.
+# The layout of JSON: the separators of json.dumps, and no \u escapes, so that each key has only one spelling.
 LAYOUT = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -22,13 +22,13 @@ LAYOUT = {
 
 
 def compile_error(grammar: str) -> str:
-    """Return llguidance's message if a grammar can't be compiled, or else an empty text. No vocabulary is needed."""
+    """Return llguidance's message if a grammar can't be compiled, or else an empty string. No vocabulary is needed."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if failed else ""
 
 
 def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = compile_error) -> str:
-    """Return why llguidance can't compile a schema, or an empty text if it can.
+    """Return why llguidance can't compile a schema, or an empty string if it can.
 
     `try_compile` compiles a grammar and returns llguidance's message.
     """
@@ -40,7 +40,7 @@ def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = co
 
 
 class Patterns:
-    """Cached answers to questions about patterns."""
+    """Answers questions about patterns, and caches the answers."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -57,6 +57,6 @@ class Patterns:
         return self._matches[pattern, name]
 
     def disjoint(self, patterns: Sequence[str]) -> bool:
-        """Return whether no text matches two of these patterns."""
+        """Return whether no text matches more than one of these patterns."""
         self._policy.spend(16 * len(patterns))
         return not problem_of({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})

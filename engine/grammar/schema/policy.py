@@ -1,4 +1,4 @@
-"""Handle keywords that can't be enforced, and limit the work that a schema causes. Pure."""
+"""Handle keywords that can't be enforced, and limit the work that a schema causes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cellama.engine.errors import InvalidRequest
 
 from .document import SchemaDocument
 
-MAX_WORK = 8_000  # shapes and schemas that are processed, about 100 ms
+MAX_WORK = 8_000  # maximum number of shapes and schemas to process, which takes about 100 ms
 
 
 class NegationUnsupported(Exception):

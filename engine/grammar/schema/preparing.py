@@ -1,9 +1,11 @@
-"""Rewrite a caller's JSON Schema into one that llguidance compiles and that never allows more. Pure.
+"""Rewrite a caller's JSON Schema into one that llguidance compiles and that never allows more.
 
-1. SchemaDocument parses and checks the text, and finds the schemas in it by their paths. 2. SchemaReader turns each
-schema into shapes, which are alternatives of one type each. Schemas within a shape stay conditions, so that recursive
-schemas terminate. 3. FormBuilder turns shapes into forms. Conditions that a grammar can't express become alternatives.
+1. SchemaDocument parses and checks the text, and finds the schemas in it by their paths.
+2. SchemaReader turns each schema into shapes, which are alternatives of one type each. Schemas within a shape stay
+   conditions, so that recursive schemas terminate.
+3. FormBuilder turns shapes into forms. Conditions that a grammar can't express become alternatives.
 4. SchemaWriter writes the forms as a JSON Schema in which no two keywords apply to the same value.
+
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .reader import SchemaReader
 from .shapes import String
 from .writer import SchemaWriter, string_of
 
-_MAX_CHECKED = 32  # strings and name patterns that are compiled one by one to find those that can't be
+_MAX_CHECKED = 32  # strings and name patterns that are compiled one by one to find the ones that fail
 
 
 class Prepared(NamedTuple):
@@ -39,8 +41,8 @@ def prepare_schema(
 
     Every text that it allows conforms to the caller's schema, except for the keywords in the warnings. With `strict`,
     keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns llguidance's
-    message, which is empty on success. Its last call is for the returned schema. Raises InvalidRequest, whose message
-    calls the schema `where` and names the path within it.
+    message, which is empty on success. Its last call is for the returned schema. Raises InvalidRequest. Its message
+    refers to the schema as `where`, and contains the path within it.
     """
     try:
         return _prepared(text, strict, where, try_compile)

@@ -1,4 +1,4 @@
-"""Read schemas into the shapes of the values that match them, or that do not match them. Pure.
+"""Read schemas into the shapes of the values that match them, or that do not match them.
 
 Alternatives are multiplied until each shape has a single type. Schemas within a shape stay conditions, so that
 recursive schemas terminate.
@@ -45,8 +45,8 @@ from .shapes import (
 
 Shapes = tuple[Shape, ...]
 
-_MAX_NESTED_NEGATIONS = 16  # that are checked in advance for whether they are supported
-_MAX_EXCLUDED_CHARS = 2_000  # of all strings that a pattern excludes
+_MAX_NESTED_NEGATIONS = 16  # maximum nesting of negations that are checked in advance for support
+_MAX_EXCLUDED_CHARS = 2_000  # characters of all strings that a pattern excludes
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _COMBINING = ("anyOf", "oneOf", "allOf", *_REFERENCES)
 _KEYWORDS_OF_TYPE = {
@@ -64,7 +64,7 @@ _KEYWORDS_OF_TYPE = {
 
 
 class SchemaReader:
-    """A reader of the schemas of a document. Results are cached, so each schema is read once."""
+    """Reads the schemas of a document. Results are cached, so each schema is read only once."""
 
     def __init__(self, document: SchemaDocument, policy: Policy, matches: Matches) -> None:
         self._document = document
@@ -162,7 +162,7 @@ class SchemaReader:
         return ((self._constants[key], True),)
 
     def is_unsatisfiable(self, condition: Condition, steps: int = 4) -> bool:
-        """Return whether certainly no value matches. The check looks only `steps` schemas deep."""
+        """Return True only if certainly no value matches. The check looks at most `steps` schemas deep."""
         if condition == NOTHING:
             return True
         if steps == 0 or condition == ANYTHING:
@@ -377,7 +377,7 @@ class SchemaReader:
         return found
 
     def _closed_object(self, shape: Shape) -> Shape:
-        """Return an object with `properties` without additional properties, unless a keyword allows them."""
+        """Exclude additional properties from an object that has `properties`, unless a keyword allows them."""
         if not isinstance(shape, Object) or not shape.has_properties or shape.additional is not None:
             return shape
         known = dict(shape.properties)
@@ -390,7 +390,7 @@ class SchemaReader:
         return all(self._disjoint(one, other) for one, other in itertools.combinations(branches, 2))
 
     def _disjoint(self, ones: Shapes, others: Shapes) -> bool:
-        """Return whether certainly no value has a shape of both groups."""
+        """Return True only if certainly no value has a shape from both groups."""
         before = self._num_narrowings
         for one, other in itertools.product(ones, others):
             self._policy.spend()
@@ -431,10 +431,10 @@ class SchemaReader:
         low, low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
         high, high_open = _bound(schema, "maximum", "exclusiveMaximum", min)
         if low is not None and low > MAX_NUMBER:
-            self._policy.not_enforced(path, "minimum", "numbers are written up to ±10^18")
+            self._policy.not_enforced(path, "minimum", "numbers beyond ±10^18 can't be written")
             low, low_open = None, False
         if high is not None and high < -MAX_NUMBER:
-            self._policy.not_enforced(path, "maximum", "numbers are written up to ±10^18")
+            self._policy.not_enforced(path, "maximum", "numbers beyond ±10^18 can't be written")
             high, high_open = None, False
         step = exact(schema["multipleOf"]) if "multipleOf" in schema else None
         if step is not None and not is_known_step(step):
@@ -766,7 +766,10 @@ def _pattern_without(texts: list[str]) -> str:
 
 
 def _pattern_after(texts: list[str], at: int) -> str:
-    """Return a pattern for the rest of a string from position `at` on. Before this position, all texts are equal."""
+    """Return a pattern for the rest of a string from position `at` on.
+
+    The excluded texts are equal before this position.
+    """
     inner = {
         char: [text for text in texts if len(text) > at and text[at] == char]
         for char in {t[at] for t in texts if len(t) > at}

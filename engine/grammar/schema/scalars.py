@@ -1,4 +1,4 @@
-"""Write schemas of numbers, and check which constants llguidance can write exactly as they are given. Pure."""
+"""Write schemas of numbers, and check which constants llguidance can write exactly as they are given."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from .shapes import MAX_NUMBER, Number, exact, is_known_step
 
 MAX_WHOLE = 2**53 - 1  # the largest integer that JavaScript numbers represent exactly
-MAX_BOUND = 10**15  # of numbers with decimals
+MAX_BOUND = 10**15  # limit for numbers with decimals, in both directions
 MAX_DECIMALS = 10
-_MAX_DIGITS_READ = 15  # that a double always represents
+_MAX_DIGITS_READ = 15  # decimal digits that a double always represents exactly
 _MAX_DECIMALS_READ = 22  # exponent of the largest power of ten that a double represents exactly
 _ESCAPED = frozenset("\n\r\t\b\f")
 

@@ -1,4 +1,4 @@
-"""Shapes of values: the conditions that schemas set for values of one type, and how two shapes combine. Pure."""
+"""Shapes of values: the conditions that schemas set for values of one type, and how two shapes combine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Number:
     type = "number"
 
     def has(self, value: float) -> bool:
-        """Return whether a number has this shape, except for `values`."""
+        """Return whether a number has this shape, without checking `values`."""
         if self.minimum is not None and (value < self.minimum or (self.is_above_minimum and value == self.minimum)):
             return False
         if self.maximum is not None and (value > self.maximum or (self.is_below_maximum and value == self.maximum)):
@@ -91,7 +91,7 @@ class Contains:
 class Array:
     is_explicit: bool = False
     prefix: tuple[Condition, ...] = ()
-    rest: Condition | None = None  # of the items after the prefix; None: no schema has a condition for them
+    rest: Condition | None = None  # condition of the items after the prefix; None: no schema has one
     min_items: int | None = None
     min_items_path: str = ""
     max_items: int | None = None
@@ -112,7 +112,7 @@ class Object:
     has_properties: bool = False  # a schema has `properties` or `patternProperties`
     properties: tuple[tuple[str, Condition], ...] = ()
     patterns: tuple[tuple[str, Condition, str], ...] = ()  # pattern, condition, path
-    additional: Condition | None = None  # of other properties; None: no schema has a condition for them
+    additional: Condition | None = None  # condition of other properties; None: no schema has one
     required: tuple[str, ...] = ()
     min_properties: int = 0
     min_properties_path: str = ""
@@ -136,7 +136,10 @@ def exact(value: float) -> Fraction:
 
 
 def is_known_step(step: Fraction) -> bool:
-    """Return whether llguidance finds the decimals of a multipleOf. It multiplies a double by ten until it is whole."""
+    """Return whether llguidance finds the decimals of a multipleOf.
+
+    It multiplies a double by ten until the result is whole.
+    """
     value, decimals = float(step), 0
     while value % 1 and value < _MAX_STEP:
         value, decimals = value * 10, decimals + 1

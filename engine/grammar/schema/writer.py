@@ -1,4 +1,4 @@
-"""Write forms as a JSON Schema whose parts never overlap, so that llguidance does not have to merge schemas. Pure."""
+"""Write forms as a JSON Schema whose parts never overlap, so that llguidance does not have to merge schemas."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .policy import Policy
 from .scalars import MAX_BOUND, MAX_DECIMALS, Written, number_of
 from .shapes import ANYTHING, NOTHING, Boolean, Condition, Null, Number, String
 
-MAX_DEPTH = 128  # schemas that refer to each other; llguidance's stack overflows at about 500
-_FEWER_ITEMS = 50  # per array, if the grammar is too large otherwise
-_MAX_INLINE = 12  # nested schemas, before one gets a name
-_MAX_FREE_DEPTH = 16  # nesting of values without a schema
+MAX_DEPTH = 128  # maximum chain of schemas that refer to each other; llguidance's stack overflows at about 500
+_FEWER_ITEMS = 50  # maximum items per array if the grammar would otherwise be too large
+_MAX_INLINE = 12  # nested schemas before one is moved to $defs
+_MAX_FREE_DEPTH = 16  # maximum nesting of values without a schema
 _ANY = "any"
 
 
 class SchemaWriter:
-    """A writer for the schema of a condition, including the schemas of all conditions within it."""
+    """Writes the schema of a condition, including the schemas of all conditions within it."""
 
     def __init__(self, builder: FormBuilder, document: SchemaDocument, policy: Policy, where: str) -> None:
         self._document = document
@@ -96,7 +96,7 @@ class SchemaWriter:
     def _conditions_that(self, has_value: Callable[[Form, Mapping[Condition, None]], bool]) -> dict[Condition, None]:
         """Return the conditions that a finite value can match.
 
-        `has_value` returns whether a form has a value if these conditions have one.
+        `has_value` returns whether a form has a value if each of these conditions has one.
         """
         users: dict[Condition, set[Condition]] = {}
         for condition, forms in self._forms.items():
@@ -250,7 +250,7 @@ class SchemaWriter:
     def _object(self, form: ObjectForm, depth: int) -> Written:
         written: Written = {"type": "object"}
         if form.properties:
-            # Impossible properties are written as well, because an additional property must not have their names.
+            # Impossible properties are also written, because an additional property must not have their names.
             written["properties"] = {name: self._or_false(each, depth) for name, each in form.properties}
         required = [name for name, _ in form.properties if name in form.required]
         if required:

@@ -1,4 +1,4 @@
-"""Derive how a template writes tool calls from the conversations of `probes` that it rendered. Pure.
+"""Derive how a template writes tool calls from the conversations of `probes` that it rendered.
 
 First, the turn with the calls is cut out of each conversation. The turn contains the name and the arguments of the
 probe's call. Either the arguments are a JSON object, which follows the name or is in a larger object with the name, or
@@ -45,14 +45,14 @@ from .probes import (
     probe_name,
 )
 
-_MAX_CHARS = 1 << 15  # characters of a turn, whose words have at most a dozen each
+_MAX_CHARS = 1 << 15  # characters of a turn; each of its words has at most a dozen
 _MAX_LITERAL = 400  # characters; longer literals are text rather than markup
-_PARAMETERS = {"properties": {KEYS[1]: {"type": ["integer", "object"]}}}  # the others are strings
+_PARAMETERS = {"properties": {KEYS[1]: {"type": ["integer", "object"]}}}  # the other arguments are strings
 _DECODER = json.JSONDecoder()
 
 
 class UnknownCallFormat(ValueError):
-    """The rendered conversations do not show a known way of writing calls."""
+    """The rendered conversations do not show any known call format."""
 
 
 def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:

@@ -1,4 +1,4 @@
-"""Conversations that differ in one respect each, so that rendering them shows the markup of a template. Pure.
+"""Conversations that differ in one respect each, so that rendering them shows the markup of a template.
 
 The words of these conversations occur nowhere else, so all other text comes from the template.
 """
@@ -15,7 +15,7 @@ KEYS = ("zkeyaq", "zkeybq")
 VALUES = ("zvalueaq", "zvaluebq")
 IDS = ("zida0call", "zidb1call", "zidc2call")  # nine letters and digits, which some templates require
 NUMBER = 90417
-NAMED_ID = "functions.{name}:{index}"  # for templates that write the id instead of the name
+NAMED_ID = "functions.{name}:{index}"  # id for templates that write it instead of the name
 
 Probe = dict[str, Any]
 RenderedProbes = Mapping[str, str | None]
@@ -36,7 +36,7 @@ CALLS: dict[str, Sequence[dict[str, Any]]] = {  # arguments of the calls in an a
     "number": [{KEYS[0]: VALUES[0], KEYS[1]: NUMBER}],
     "nested": [{KEYS[0]: VALUES[0], KEYS[1]: {"zinnerq": [VALUES[1], NUMBER]}}],
 }
-ARGUMENT_FORMATS = ("object", "text")  # of arguments: some templates expect JSON text, others an object
+ARGUMENT_FORMATS = ("object", "text")  # formats of the arguments: some templates expect JSON text, others an object
 ENDINGS = ("last", "answered")  # some templates require results after a call, or write the last turn differently
 
 

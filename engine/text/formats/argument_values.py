@@ -1,4 +1,4 @@
-"""Convert arguments that a model wrote as bare text into values of the types in the tool's schema. Pure."""
+"""Convert arguments that a model wrote as bare text into values of the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_REFERENCES = 8  # references in a row; generated schemas have one or two
+_MAX_REFERENCES = 8  # maximum number of references in a row; generated schemas have one or two
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -20,14 +20,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentValues:
-    """A converter for the arguments of one tool. `schema` is the schema of these arguments."""
+    """Converts the arguments of one tool. `schema` is the schema of these arguments."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
         self.schema = self._resolved(parameters)
         properties = self.schema.get("properties")
         self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
-        self._types: dict[str, set[str]] = {}  # by name of the argument
+        self._types: dict[str, set[str]] = {}  # types by name of the argument
         self._types_of_reference: dict[str, set[str]] = {}
 
     def read(self, name: str, text: str, is_json: bool | None = None) -> Any:

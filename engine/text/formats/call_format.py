@@ -1,4 +1,4 @@
-"""Formats of tool calls: JSON, JSON in tags, or tags around each argument. Pure."""
+"""Formats of tool calls: JSON, JSON in tags, or tags around each argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ArgumentTags:
     sep: str
     close: str
     gap: str = ""
-    sep_of_json: str = ""  # before a value that is not a string; often equal to `sep`
+    sep_of_json: str = ""  # literal before a value that is not a string; often equal to `sep`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class CallFormat:
     can_be_forced: bool = True  # False: the template writes some calls in an unknown way
 
     def also_after(self, marker: str) -> CallFormat:
-        """Return the format with another marker, if calls differ from text only by being JSON."""
+        """Return the format with another marker, if being JSON is all that distinguishes calls from text."""
         return replace(self, markers=(marker,), may_be_bare=True) if self.bare_json else self
 
     @property
     def bare_json(self) -> bool:
-        """Whether calls differ from text only by being JSON."""
+        """Whether being JSON is all that distinguishes calls from text."""
         return self.style == "json" and (self.may_be_bare or not self.markers)
 
     @property

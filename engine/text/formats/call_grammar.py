@@ -1,4 +1,4 @@
-"""Write grammars for replies with tool calls, in the format of a model. Pure.
+"""Write grammars for replies with tool calls, in the format of a model.
 
 A reply with a forced call consists of one or more calls. Any other reply consists of optional reasoning, followed by
 text and calls in any order. The text is free until a marker starts a call. If a JSON Schema or a regular expression
@@ -21,8 +21,8 @@ from .channels import CHANNEL, END, ENDS, MESSAGE, START
 from .lark import ControlToken, LarkGrammar, LarkPart, LarkRule, LarkText, escaped, text_without
 from .literals import KEY, num_shared
 
-_MAX_CALLS = 16  # in a row, because models that repeat themselves would call until max_tokens
-_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # before calls, because models write it after reasoning
+_MAX_CALLS = 16  # calls in a row: models that repeat themselves would otherwise call until max_tokens
+_SPACE = LarkText(r"/\n{0,2}/", may_be_empty=True)  # line breaks before calls: models write them after reasoning
 _BLANK = LarkText(r"/\s*/", may_be_empty=True)
 _VALUE_KEYWORDS = {"const", "enum", "default", "examples"}  # their values are not schemas
 _KEYWORDS_OF_OBJECTS = frozenset(
@@ -64,7 +64,7 @@ class ReasoningTags:
 
 @dataclass
 class CallGrammar:
-    """A writer for the grammar of one reply."""
+    """Writes the grammar of one reply."""
 
     format: CallFormat
     tools: Sequence[OfferedTool]

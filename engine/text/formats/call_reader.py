@@ -1,4 +1,4 @@
-"""Parse the tool calls in a model's reply, in the format of the model. Pure."""
+"""Parse the tool calls in a model's reply, in the format of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = tuple[list[ParsedToolCall], int]  # calls, and where they end
 
 @dataclass(frozen=True, slots=True)
 class ToolReader:
-    """A parser for calls of the offered tools. `parameters` are their JSON Schemas by name."""
+    """Parses calls of the offered tools. `parameters` are their JSON Schemas by name."""
 
     format: CallFormat
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -32,14 +32,14 @@ class ToolReader:
         if self.format.bare_json and at_start and text.lstrip().startswith("{"):
             return 0
         found = [(at + len(marker), at) for marker in self.format.markers if (at := text.find(marker)) >= 0]
-        return min(found)[1] if found else None  # the one that ends first, because more text does not change it
+        return min(found)[1] if found else None  # the match that ends first, because more text does not change it
 
     def parse(self, text: str, *, cut: bool = False) -> tuple[tuple[ParsedToolCall, ...], str]:
         """Return the calls, and the text around them.
 
         If a call is malformed or its tool was not offered, the whole text is returned as text. `cut` means that a
-        grammar enforces calls and generation stopped early. In this case, the last call may be partial, and a call
-        without a complete name is dropped.
+        grammar enforces calls and generation stopped early. The last call may then be partial, and a call without a
+        complete name is dropped.
         """
         calls: list[ParsedToolCall] = []
         rest = []

@@ -1,4 +1,4 @@
-"""Tool calls that models wrote. Pure."""
+"""Tool calls that models wrote."""
 
 from __future__ import annotations
 

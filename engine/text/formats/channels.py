@@ -1,4 +1,4 @@
-"""The reply format of GPT-OSS (harmony). Pure.
+"""The reply format of GPT-OSS (harmony).
 
 A reply is a series of messages, each in a channel. A message with a recipient is a tool call. Two examples:
 
@@ -22,7 +22,7 @@ _HEAD_STARTS = (CHANNEL, START, MESSAGE, "to=", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """The head of a message, with its channel and its recipient."""
+    """The header of a message, with its channel and its recipient."""
 
     channel: str
     recipient: str = ""
@@ -34,13 +34,13 @@ class MessageHead:
 
 
 def head_of(text: str) -> MessageHead:
-    """Return the parsed head of a message, given without its `<|message|>`."""
+    """Return the parsed header of a message, given without its `<|message|>`."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
     return MessageHead(channel.group(1) if channel else "final", recipient.group(1) if recipient else "")
 
 
 def may_be_head(text: str) -> bool:
-    """Return whether the text starts like the head of a message, or may do so when more text follows."""
+    """Return whether the text starts like a message header, or may do so once more text follows."""
     text = text.lstrip()
     return any(text.startswith(start) or start.startswith(text) for start in _HEAD_STARTS)
 

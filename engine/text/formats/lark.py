@@ -1,4 +1,4 @@
-"""Compose grammars in llguidance's Lark dialect from literals, texts and schemas. Pure.
+"""Compose grammars in llguidance's Lark dialect from literals, texts and schemas.
 
 The lexer takes the longest match and never backtracks. Therefore all text between two control tokens becomes one
 terminal. Otherwise, a terminal that may come next could be the start of another one.

@@ -1,4 +1,4 @@
-"""Compare, split and match literals, such as tags, that a template writes around a caller's words. Pure.
+"""Compare, split and match literals, such as tags, that a template writes around a caller's words.
 
 A literal may have slots for text that differs from call to call: the name of the tool, an id, a counter or a key.
 """
@@ -82,7 +82,7 @@ def merged(first: str, second: str) -> str | None:
 
 
 def pattern_of(literal: str) -> str:
-    """Return a regular expression for the literal, in which space matches any amount of space."""
+    """Return a regular expression for the literal, in which whitespace matches any amount of whitespace."""
     written = []
     for part in re.split(r"(\s+)", literal):
         if part.isspace():
@@ -93,7 +93,7 @@ def pattern_of(literal: str) -> str:
 
 
 def any_of(pieces: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any number of these pieces in a row, including the space between them."""
+    """Return a pattern for any number of these pieces in a row, including the whitespace between them."""
     patterns = sorted({pattern_of(piece) for piece in pieces if piece.strip()}, key=len, reverse=True)
     return re.compile(r"\s*(?:(?:" + "|".join(patterns) + r")\s*)*" if patterns else r"\s*")
 

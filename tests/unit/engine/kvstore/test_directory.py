@@ -134,7 +134,7 @@ def test_lock_times_out_when_another_process_holds_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr(directory_module, "LOCK_TIMEOUT_S", 0.0)
     folder = StateDirectory(tmp_path, 1000)
     put(folder, 1)
-    with folder.locked(), pytest.raises(TimeoutError, match="another process has held"):
+    with folder.locked(), pytest.raises(TimeoutError, match="another process has locked"):
         StateDirectory(tmp_path, 1000).create(folder.directory_of(b"a"), 1)
 
 
