@@ -276,7 +276,7 @@ def _render_screen(view: dict[str, Any], problem: str | None) -> RenderableType:
 
 def render_screen(view: dict[str, Any], problem: str | None, height: int) -> RenderableType:
     """Return the screen of `top` in at most `height` lines."""
-    max_rows = max(MIN_ROWS, (height - FIXED_LINES) // 4)  # of each of three tables, and of the errors
+    max_rows = max(MIN_ROWS, (height - FIXED_LINES) // 4)  # rows of each of the three tables, and of the errors
     parts: list[RenderableType] = [_summary(view)]
     if problem is not None:
         parts.append(f"[red]{escape(problem)}; retrying …[/]")

@@ -69,7 +69,7 @@ class RunningJobs:
         self.tier = tier
         self.names = names or {}
         self.jobs: list[AsyncJob[Any]] = []
-        self.usages: dict[int, Any] = {}  # of finished jobs
+        self.usages: dict[int, Any] = {}  # token counts of finished jobs
         self.survives_disconnect = parsed.idempotency_key is not None
         self._ended: set[int] = set()
         self._last_seqs: dict[int, int] = {}  # number of the last event of each job
@@ -281,7 +281,7 @@ class JobsRequest(ABC):
     """
 
     model: str  # the model's name in the jobs
-    params: dict[str, Any]  # of each job
+    params: dict[str, Any]  # parameters of each job
     tier: str
     names: Mapping[str, str]  # parameter of the job → name that the caller used
     is_stream: bool

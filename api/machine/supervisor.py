@@ -22,10 +22,8 @@ from .redis_server import die_with
 log = event_logger(__name__)
 
 POLL_S = 0.1  # between two checks of the processes
-MIN_BACK_OFF_S, MAX_BACK_OFF_S = (
-    1.0,
-    30.0,
-)  # before a restart. It doubles, so that a child that always fails costs little
+# Seconds before a restart. The delay doubles each time, so that a child that always fails costs little.
+MIN_BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
 HEALTHY_S = 60.0  # a child that ran longer is restarted without delay
 
 

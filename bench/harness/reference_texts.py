@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from cellama.engine import Tokenizer
 
-NEAR_TIE = (
-    0.05  # of log-probability; tokens that were read again as a prompt differ by up to 0.011 in it (bundled model)
-)
+# Difference of log-probabilities below which two tokens count as nearly tied. Tokens that were prefilled again differ
+# by up to 0.011 (bundled model).
+NEAR_TIE = 0.05
 LOGPROBS = 5  # that the jobs of the run without trouble ask for: a few may be ends, which `ignore_eos` forbids
 
 

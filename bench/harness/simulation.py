@@ -35,7 +35,7 @@ class Costs:
     pass_ms: float
     prompt_row_ms: float
     decode_row_ms: float
-    decode_ms: Mapping[int, float] = field(default_factory=dict)  # of passes of single tokens, by rows, where measured
+    decode_ms: Mapping[int, float] = field(default_factory=dict)  # measured passes of single tokens in ms, by rows
 
     def of(self, chunks: Sequence[Chunk]) -> float:
         """Return the duration of a decode call in seconds."""

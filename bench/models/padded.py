@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cellama.engine.bundled import TINY_PATH
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-N_FF = 8192  # of every layer of the padded model
+N_FF = 8192  # feed-forward length of every layer of the padded model
 _REPLACED = ("llama.block_count", "llama.feed_forward_length", "general.architecture", "general.file_type")
 Array = NDArray[np.float16]
 

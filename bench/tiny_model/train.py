@@ -23,7 +23,7 @@ from .corpus import Document, documents
 from .export import LONG_WINDOW, TinyShape, write_gguf
 from .tokenizer import encode_document, train_tokenizer
 
-PROMPT_WEIGHT = 0.05  # of the loss on tokens that the model is given, not asked for
+PROMPT_WEIGHT = 0.05  # weight of the loss on prompt tokens, which the model need not write
 TOKENS_PER_STEP = 4096
 SHORT_WINDOW = 512
 LONG_FROM = 0.65  # part of the steps after which windows are long

@@ -16,7 +16,7 @@ from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
 TIE = 0.98  # share of the best rate that counts as equal: about the difference of two measurements of one setup
 FALLING = 0.9  # share of the best rate below which the loss is not noise, so smaller values are not measured
 DISTURBED = 0.6  # share of the best rate below which another program may have interfered with the measurement
-MAX_SLOTS = 64  # number of slots; twice as many double a measurement's requests, which must fit into the default time
+MAX_SLOTS = 64  # number of slots: doubling it doubles a measurement's requests, which must fit into the default time
 UBATCHES = (64, 128, 256, 512, 1024)  # tokens
 
 

@@ -43,7 +43,7 @@ def cached_prefix(manager: ModelManager, job: PrefillJob) -> dict[str, Any]:
     model = manager.get(job.model)
     tokens = prefill_tokens(model, job)
     tiers = model.cached_prefix(tokens, job.cache_scope, job.adapters)
-    tier = max(tiers, key=lambda name: tiers[name])  # of equal tiers, the first and fastest
+    tier = max(tiers, key=lambda name: tiers[name])  # if tiers are equal, the first and fastest one
     return {
         "prompt_tokens": len(tokens),
         "cached_tokens": tiers[tier],

@@ -21,7 +21,7 @@ from cellama.tasks.contract.shapes.results import Usage, usage_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DECIMALS = 8  # of numbers in unit vectors, which is the precision of float32
+DECIMALS = 8  # decimals of numbers in unit vectors, which is the precision of float32
 _WIDTH = DECIMALS + 4  # sign or space, one digit, point, decimals, comma
 Wait = Callable[[EmbeddingHandle, float | None], None]
 

@@ -393,7 +393,7 @@ class Checked:
     call: TaskCall
     options: dict[str, Any]
     payload_json: str  # args and kwargs
-    digest: str = ""  # of the parameters, if the job has an idempotency key
+    digest: str = ""  # digest of the parameters, if the job has an idempotency key
     fits_template: bool = False  # its message can be made from a template
 
     @property

@@ -64,7 +64,7 @@ class StartedEvent(_Numbered, ProvenanceFields):
 class OutputDetails(_Numbered, total=False):
     """Optional fields of output events."""
 
-    index: int  # of the completion; 0 if missing
+    index: int  # index of the completion; 0 if missing
     logprobs: list[Logprob]
     mirostat_mu: float
 

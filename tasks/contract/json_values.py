@@ -17,7 +17,7 @@ from cellama.config import limits
 _SEPARATORS = (",", ":")
 _plain = json.JSONEncoder(ensure_ascii=False, separators=_SEPARATORS)
 _SHOWN_CHARS = 80
-_MAX_DIGITS = 300  # of a whole number, as many as a double can represent; Python can't print thousands of digits
+_MAX_DIGITS = 300  # digits of a whole number: about as many as a double can have; Python can't print thousands
 
 
 class _Short(reprlib.Repr):

@@ -20,9 +20,8 @@ SCOPE_SEPARATOR = "\x1f"  # in a `cache_scope` from the gateway, between the ten
 WEIGHT_HEADER = "cellama_weight"  # number of jobs whose work a message contains; 1 if absent
 TOKEN_HEADER = "cellama_token"  # set by the worker that holds the message (tasks/broker/message.py)
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # Unix seconds by the producer's clock; absent for plain Celery
-_KEY_NAMESPACE = UUID(
-    "6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44"
-)  # namespace of job ids that are made from idempotency keys
+# Namespace of the job ids that are made from idempotency keys.
+_KEY_NAMESPACE = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")
 
 
 def key_prefix() -> str:

@@ -95,7 +95,7 @@ class AttemptStream:
     # Resolves to whether the attempt has ended the job, or to the JobFailed of an event that could not be written.
     ended: Future[bool] = field(default_factory=Future)
     closed: bool = False  # whether further events are dropped
-    failure: JobFailed | None = None  # of an event that could not be written; later events of the engine are ignored
+    failure: JobFailed | None = None  # error of an event that could not be written; later events are ignored
     _next_seq: int = field(init=False)
     _celery_result: Result | None = None  # result that is stored for Celery with the last event
     _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # by index of the completion

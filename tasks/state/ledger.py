@@ -42,9 +42,7 @@ from cellama.tasks.contract.shapes.results import usage_of
 from .history import Earlier, earlier_of, read_past
 from .scripts import Gathered, SentScript, run_script
 
-SUBMISSION_STEP_S = (
-    2e-4  # between jobs that are queued in one call; the smallest step that `waiting_score` can represent
-)
+SUBMISSION_STEP_S = 2e-4  # seconds between jobs queued in one call: the smallest step of `waiting_score`
 MAX_ATTEMPTS = 3  # consecutive attempts without a token or an end; then the job is a dead-letter job
 DEAD_TTL_S = 7 * 86400  # how long a dead-letter job can be queued again
 CANCEL_TTL_S = 7 * 86400  # how long a cancellation waits for the job's worker to return
@@ -314,9 +312,9 @@ class Entry:
     job_id: str
     run: str | None = None
     event: Event  # with its seq
-    result: Result | None = None  # of a job that succeeds, if Celery stores the result later
-    stored: CeleryState | None = None  # of a job that succeeds, if the script stores the result for Celery
-    token: str = ""  # of the message that the script releases, together with `stored`
+    result: Result | None = None  # result of a successful job, if Celery stores it later
+    stored: CeleryState | None = None  # state of a successful job, if the script stores the result for Celery
+    token: str = ""  # token of the message that the script releases, together with `stored`
     contexts: Contexts = ()  # stored with the end of a job
     event_json: bytes = field(init=False, repr=False)
     result_json: bytes = field(init=False, repr=False)  # empty without a result

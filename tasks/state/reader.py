@@ -99,7 +99,7 @@ class EventCursor:
         self.ended = False
         self.needs_journal = True  # until the journal has been read to its end
         self._first = self._next_read = after + 1
-        self._checksums = array("L")  # of each event from `_first` on
+        self._checksums = array("L")  # checksums of all events from `_first` on
 
     def reconnected(self) -> None:
         """Compare the journal with the returned events, because Redis may have failed over or lost events."""

@@ -1,4 +1,4 @@
-"""A BERT encoder in numpy and float64 on the weights of a GGUF file, with which llama.cpp's vectors are compared."""
+"""A BERT encoder in numpy and float64, which computes reference vectors from the weights of a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 
 class BertReference:
-    """Computes with an F32 file that tests/bert_model.py has written."""
+    """Computes vectors and scores from an F32 file that tests/bert_model.py has written."""
 
     def __init__(self, path: Path, n_head: int) -> None:
         self._weights = {t.name: np.array(t.data, dtype=np.float64) for t in gguf.GGUFReader(path).tensors}

@@ -1,4 +1,4 @@
-"""Stops an engine in the middle of a request, so that a test can act at this moment on any machine."""
+"""Stop an engine in the middle of a request, so that a test can act at that moment on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of chats with the real model: reasoning, its budget, and voluntary and forced tool calls."""
+"""Tests of chats with the real model: reasoning, its budget, and optional and forced tool calls."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ LOOKUP = {
 
 
 @pytest.mark.parametrize("thinking", [None, True])
-def test_voluntary_call_names_an_offered_tool_and_conforms_to_its_schema(model: Model, thinking: bool | None) -> None:
+def test_unforced_call_names_an_offered_tool_and_conforms_to_its_schema(model: Model, thinking: bool | None) -> None:
     completion, events = ask(model, WEATHER, tools=[LOOKUP], enable_thinking=thinking)
     (call,) = completion.tool_calls  # the model was trained to call get_weather with a city
     arguments = json.loads(call.arguments)
@@ -202,7 +202,7 @@ MISTRAL = CallFormat(
 
 @pytest.mark.parametrize("calls", [GLM, MISTRAL, IN_CHANNELS], ids=["tagged", "tag", "channels"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_calls_of_any_family_can_be_forced_on_a_model(model: Model, calls: CallFormat, temperature: float) -> None:
+def test_calls_of_every_model_family_can_be_forced(model: Model, calls: CallFormat, temperature: float) -> None:
     properties = {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}}
     tools = {"look": {"type": "object", "properties": properties, "required": ["city", "days"]}}
     tools["stop"] = {"type": "object", "properties": {}, "additionalProperties": False}

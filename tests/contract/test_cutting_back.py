@@ -1,4 +1,4 @@
-"""Tests that cut back, copied and restored states give the logits of a fresh computation, with the real llama.cpp."""
+"""Tests that truncated, copied and restored states give the logits of a fresh computation, with the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def window(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ThreeSlot
     yield from bed_of(WindowShape, request.param, tmp_path / "m.gguf")
 
 
-def test_window_is_cut_back_in_its_slot_and_copied_from_a_longer_slot(window: ThreeSlots) -> None:
+def test_sliding_window_is_truncated_in_its_slot_and_copied_from_a_longer_slot(window: ThreeSlots) -> None:
     expected = window.compute_fresh(FORK, SHARED)
     window.compute(0, 0, LONG)
     assert window.backend.first_cut(0) == 0
@@ -71,7 +71,7 @@ def test_window_is_cut_back_in_its_slot_and_copied_from_a_longer_slot(window: Th
     np.testing.assert_allclose(window.compute(0, SHARED, FORK[SHARED:]), expected, atol=NEAR)
 
 
-def test_saved_window_can_only_be_restored_completely(window: ThreeSlots) -> None:
+def test_saved_sliding_window_can_only_be_restored_completely(window: ThreeSlots) -> None:
     window.compute(0, 0, LONG)
     data = window.backend.save(0)
     assert window.backend.first_saved_cut(len(LONG)) == len(LONG)
@@ -126,7 +126,7 @@ def recurrent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ThreeS
     yield from bed_of(shape, layout, tmp_path / "m.gguf")
 
 
-def test_recurrent_state_is_cut_back_to_a_checkpoint_in_slots_copies_and_ram(recurrent: ThreeSlots) -> None:
+def test_recurrent_state_is_truncated_to_a_checkpoint_in_slots_copies_and_ram(recurrent: ThreeSlots) -> None:
     backend, expected = recurrent.backend, recurrent.compute_fresh(FORK, SHARED)
     recurrent.compute(0, 0, LONG[:SHARED])
     checkpoint = backend.checkpoint(0)
@@ -141,7 +141,7 @@ def test_recurrent_state_is_cut_back_to_a_checkpoint_in_slots_copies_and_ram(rec
     np.testing.assert_allclose(recurrent.compute(0, SHARED, FORK[SHARED:]), expected, atol=NEAR)
 
 
-def test_recurrent_state_is_not_cut_back_without_a_checkpoint(recurrent: ThreeSlots) -> None:
+def test_recurrent_state_is_not_truncated_without_a_checkpoint(recurrent: ThreeSlots) -> None:
     recurrent.compute(0, 0, LONG)
     assert recurrent.backend.first_cut(0) == recurrent.backend.first_saved_cut(len(LONG)) == len(LONG)
     assert not recurrent.backend.copy(0, 1, SHARED)

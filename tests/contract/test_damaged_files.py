@@ -36,7 +36,7 @@ class TokenTwice(Shape):
 
 
 class WithNumber(Shape):
-    """A model shape with one number of its head replaced."""
+    """A model shape in which one number of the file's header is replaced."""
 
     key, number = "", 0
 

@@ -79,7 +79,7 @@ def test_vectors_of_an_encoder_equal_the_reference_in_the_order_of_the_texts(
         assert (np.abs(raw[i] - expected) / lengths).max() < TOLERANCE
 
 
-def test_vectors_of_tokens_are_shortened_and_normalized_one_by_one(manager: ModelManager, folder: Path) -> None:
+def test_token_vectors_are_truncated_and_normalized_one_by_one(manager: ModelManager, folder: Path) -> None:
     model = load(manager, folder / "plain.gguf", pooling="none")
     texts = [model.tokenize(text) for text in ("w1 w2 w3", "w4")]
     vectors = model.embedder.submit(texts, dimensions=16).result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Each generated schema is refused with a clear error, or every text that its matcher lets finish conforms.
+"""Tests that each generated schema is rejected with a clear error, or that every finished text conforms to it.
 
 There are 500 schemas, 5,000 with `make thorough`. `jsonschema` judges the texts, which are drawn with random weights
 (bench/benchmarks/structured/sampled_texts.py).
@@ -40,7 +40,7 @@ def test_judge_checks_every_enforced_format() -> None:
 
 @pytest.mark.parametrize("first", range(0, SCHEMAS, PART))
 def test_every_finished_text_conforms_to_its_schema(sampled: SampledTexts, first: int) -> None:
-    """Check strict and lenient use, except for parts that a warning names as not enforced."""
+    """Check strict and lenient mode, except for the parts that a warning lists as not enforced."""
     ends: Counter[str] = Counter()
     for seed in range(first, first + PART):
         schema = generated_schema(seed)

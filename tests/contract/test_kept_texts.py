@@ -68,7 +68,7 @@ def test_text_continues_from_a_file_with_any_number_of_slots_and_layout(manager:
 def test_texts_of_random_conversations_do_not_depend_on_cached_states(
     manager: ModelManager, tmp_path: Path, seed: int
 ) -> None:
-    """Cut conversations at random lengths, across restarts, evictions, layouts, adapters and scopes."""
+    """Truncate conversations at random lengths, across restarts, evictions, layouts, adapters and scopes."""
     chance, tiers = random.Random(seed), set()
     computed = load(manager, "computed", {"n_parallel": 1, "cache_prompt": False}, None)
     talks = [computed.tokenize(STORY * 3), computed.tokenize("A bear and a cat. " + STORY * 2)]
@@ -92,7 +92,7 @@ def test_texts_of_random_conversations_do_not_depend_on_cached_states(
 
 
 @pytest.mark.parametrize("shape", [WindowShape, RecurrentShape, HybridShape], ids=lambda shape: shape.__name__)
-def test_conversations_continue_from_files_when_states_cannot_be_cut(
+def test_conversations_continue_from_files_when_states_cannot_be_truncated(
     manager: ModelManager, tmp_path: Path, shape: type[Shape]
 ) -> None:
     path, prompt = tmp_path / "m.gguf", [random.Random(0).randrange(5, 300) for _ in range(700)]

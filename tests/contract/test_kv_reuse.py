@@ -91,7 +91,7 @@ def test_second_request_computes_only_its_suffix_of_a_1500_token_prefix(manager:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_prefix_is_shared_with_a_request_that_still_runs(manager: ModelManager, layout: str) -> None:
+def test_prefix_is_shared_with_a_request_that_is_still_running(manager: ModelManager, layout: str) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout)
     prefix = (model.tokenize(STORY) * 100)[:1500]
@@ -179,7 +179,7 @@ def test_every_kind_of_memory_gives_the_same_text_as_an_empty_cache(
             talks[index] = [*talk, *done.tokens, *model.tokenize(" and then")]
             fork = talk[: len(talk) // 2] + model.tokenize(" something else")
             assert run(model, fork).tokens == run(cold, fork).tokens
-    assert cached > 0, "nothing was reused: the test shows nothing"
+    assert cached > 0, "nothing was reused, so the test proves nothing"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -199,7 +199,7 @@ def test_shared_prefixes_of_a_family_of_prompts_are_computed_once(
     computed: list[int] = []
     model.engine.add_step_listener(lambda step: computed.append(step.prefill_tokens))
     requests = [Request(str(p), tuple(p), GREEDY, max_tokens=9, ignore_eos=True) for p in prompts]
-    handles = submit_together(model, requests)  # a late one would find no checkpoint at its branch
+    handles = submit_together(model, requests)  # a late request would find no checkpoint at its branch
     assert [h.result(PATIENCE_S).tokens for h in handles] == [run(cold, p, max_tokens=9).tokens for p in prompts]
     assert sum(computed) <= 1.02 * (190 + sum(len(p) - (100 if i % 2 else 190) for i, p in enumerate(prompts)))
 
@@ -249,14 +249,14 @@ def test_context_size_follows_from_the_options(manager: ModelManager) -> None:
     assert room(n_parallel=4, n_ctx=1000, kv_layout="unified") == (4, 1000)
     assert room(n_parallel=4, ctx_per_slot=300) == (4, 1200)
     assert room(n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="unified") == (4, 600)
-    with pytest.raises(InvalidRequest, match="n_ctx: 600 is too small; 4 slots of 300 tokens need 1200"):
+    with pytest.raises(InvalidRequest, match="n_ctx: 600 is too small: 4 slots of 300 tokens need 1200"):
         load(manager, n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="partitioned")
 
 
 def test_cancel_aborts_a_long_decode_call_without_a_warning(
     manager: ModelManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check that no cells are num_shared.
+    """Check that no cells are kept.
 
     Without the abort flag, the only prefill call would finish and keep its cells.
     """
@@ -296,7 +296,7 @@ def test_failed_decode_call_logs_a_warning_unless_it_was_aborted(
         if is_aborting:
             backend.abort()
         with pytest.raises(DecodeError) as failure:
-            # Llama.cpp rejects the batch because positions are missing.
+            # The batch is rejected because positions are missing.
             backend.decode([Chunk(0, 40, [5], samples=True)])
         assert failure.value.code == -1
         assert any(record.levelno == logging.WARNING for record in caplog.records)

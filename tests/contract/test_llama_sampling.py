@@ -129,7 +129,7 @@ def test_logit_bias_forbids_and_forces(model: Model) -> None:
         complete(model, logit_bias=((9999, 1.0),))
 
 
-def test_dry_breaks_a_repetition(model: Model) -> None:
+def test_dry_interrupts_a_repetition(model: Model) -> None:
     once = STORY + complete(model, temperature=0, max_tokens=30).text
     again = complete(model, f"{once} {STORY}", temperature=0, max_tokens=10)
     assert (once + "x").startswith(STORY + again.text[:10]), "the model does not repeat itself: choose another prompt"

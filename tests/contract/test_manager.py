@@ -167,7 +167,7 @@ def test_default_changes_when_its_model_unloads_and_returns_if_it_stays(manager:
         assert manager.default == "a"
         unloading = threading.Thread(target=manager.unload, args=("a",))
         unloading.start()
-        wait_until(lambda: manager.default == "b", "the default moves")
+        wait_until(lambda: manager.default == "b", "the default is b")
         assert manager.get(":default").id == "b"
     unloading.join(60)
 
@@ -283,7 +283,7 @@ def test_registry_reports_a_model_as_stopped_when_its_engine_thread_died(
     manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: object) -> None:
-        raise SystemExit("which no request is to blame for")
+        raise SystemExit("an error that no request caused")
 
     model = manager.load("m", TINY, options=OPTIONS)
     (entry,) = manager.entries()
@@ -291,5 +291,7 @@ def test_registry_reports_a_model_as_stopped_when_its_engine_thread_died(
     monkeypatch.setattr(LlamaBackend, "decode", die)
     with pytest.raises(EngineStopped):
         model.engine.submit(story(model)).result(PATIENCE_S)
-    wait_until(lambda: describe(entry, default=True)["status"] == "stopped", "the registry's word")
+    wait_until(
+        lambda: describe(entry, default=True)["status"] == "stopped", "the registry reports the model as stopped"
+    )
     assert describe(entry, default=True)["engine"]["phase"] == "stopped"

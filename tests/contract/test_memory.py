@@ -247,7 +247,7 @@ def test_devices_report_the_memory_of_this_machine() -> None:
     assert (found is None) == (len(devices()) == 1)  # None for a build without GPU support
 
 
-def test_layers_on_a_gpu_count_weights_cells_and_buffers_there() -> None:
+def test_memory_of_gpu_layers_counts_on_the_gpu() -> None:
     load = [f"load_tensors: layer {i:3} assigned to device {'CPU' if i < 2 else 'CUDA0'}, is_swa = 0" for i in range(5)]
     sizes = {"token_embd.weight": 100, "output_norm.weight": 1} | {f"blk.{i}.ffn_up.weight": 10 for i in range(4)}
     assert buffers.planned_weights(load, sizes) == {

@@ -65,7 +65,7 @@ def alone(manager: ModelManager, source: str, texts: list[str], **params: Any) -
 
 
 def scattered(model: Model, texts: list[str]) -> tuple[list[Completion], SlotLayout]:
-    """Return the completions of every second text, after the others were cancelled and have left gaps between slots."""
+    """Return the completions of every second text, after cancelling the others to leave gaps between the slots."""
     hold = Hold(8)
     listeners = iter([*[None] * (len(texts) - 1), hold])
     handles = submit_together(model, [request(model, text) for text in texts], lambda: next(listeners))

@@ -131,7 +131,7 @@ def test_tokenize_and_template_jobs_do_not_use_the_engine(worker: WorkerProcess)
     parsed = tokenize.delay("tiny", rendered["prompt"], parse_special=True).get(timeout=PATIENCE_S)["tokens"]
     assert parsed == rendered["tokens"]
     assert worker.engine_now()["requests_finished"] == before
-    with pytest.raises(JobFailed, match="outside of 0 to"):
+    with pytest.raises(JobFailed, match="outside the range 0 to"):
         detokenize.delay("tiny", [10**6]).get(timeout=PATIENCE_S)
 
 

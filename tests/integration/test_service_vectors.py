@@ -93,7 +93,7 @@ def test_embed_of_an_encoder_equals_the_reference(reference: BertReference, voca
         assert np.allclose(embed.delay("texts", given).get(timeout=PATIENCE_S)["embeddings"], expected, atol=TOLERANCE)
     (alone,) = embed.delay("texts", ids[1]).get(timeout=PATIENCE_S)["embeddings"]
     assert np.allclose(alone, result["embeddings"][1], atol=TOLERANCE)
-    with pytest.raises(JobFailed, match="token ids outside of 0 to 299"):
+    with pytest.raises(JobFailed, match="token ids outside the range 0 to 299"):
         embed.delay("texts", [[1, 300]]).get(timeout=PATIENCE_S)
 
 

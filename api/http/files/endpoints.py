@@ -28,7 +28,7 @@ from .upload import MAX_FORM_BYTES, UploadForm, receive_form
 FILES = "/v1/files"
 PURPOSE = "batch"
 PAGE = 10_000  # default and maximum of `limit`, as in OpenAI's API
-MAX_PURPOSE_CHARS = 40  # of a wrong purpose in an error
+MAX_PURPOSE_CHARS = 40  # characters of a wrong purpose that an error quotes
 _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 
 

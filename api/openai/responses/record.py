@@ -21,7 +21,7 @@ class ResponseRecord:
     id: str
     tenant: str | None  # None for callers without a key
     job_id: str
-    digest: str  # of the body, to compare repeated requests with one idempotency key
+    digest: str  # digest of the body, to compare repeated requests with one idempotency key
     created_at: int  # unix s
     model: str  # the model's name in the job
     items: list[dict[str, Any]]

@@ -38,7 +38,7 @@ class Arrivals:
     """The arriving requests."""
 
     rates: Sequence[float]  # requests per second
-    shape: LoadShape  # of the requests of each rate
+    shape: LoadShape  # shape of the requests at each rate
     loads: Sequence[str] = LOADS
     seed: int = 0
 
@@ -167,7 +167,7 @@ class _BulkLoad:
         self._side, self._lines = side, lines
         self._in_swing = asyncio.Event()
         self._num_done = 0
-        self.num_tokens = 0  # of those that have ended
+        self.num_tokens = 0  # tokens of finished requests
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -48,7 +48,7 @@ REFUSED = "refused though OpenAI's rules for tools and strict schemas allow it"
 INSTALLED, AI_SDK = "installed", "ai-sdk"
 SOURCES = Path(__file__).parent
 SCRIPTS = ("everyday_schemas.py", "structured_clients.py", "structured_clients.mjs")
-TIMEOUT_S = 1200.0  # of an installation, and of all calls of an environment
+TIMEOUT_S = 1200.0  # seconds for an installation, and for all calls of an environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from cellama.engine.bundled import TINY_PATH
 from cellama.engine.grammar.grammars import Constraint, Grammars, GrammarSpec
 from cellama.engine.llama import LlamaModel
 
-MAX_TOKENS = 200  # of a text; then it has not finished
+MAX_TOKENS = 200  # tokens after which a text counts as unfinished
 _CLOSING = b'"]}'  # bytes that bring JSON nearer to its end
 _ODD = b'"\\{}[],:.-+eE0'  # bytes at which the rules of JSON and of numbers change
 

@@ -126,7 +126,7 @@ class LoadedModel(TypedDict, total=False):
     tuned: dict[str, int | str]  # options that `cellama tune` has set
     sampling: dict[str, object]  # the model's defaults of sampling parameters
     adapters: list[WorkerAdapter]  # its LoRA adapters
-    last_cache_hit: CacheHit | None  # of the last job that got a slot; None before the first job
+    last_cache_hit: CacheHit | None  # prefix hit of the last job that got a slot; None before the first job
 
 
 class WorkerModel(ModelFile, LoadedModel):

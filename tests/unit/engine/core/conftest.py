@@ -1,4 +1,4 @@
-"""A directory of KV states."""
+"""Fixture with a directory of KV states, which engines share."""
 
 from __future__ import annotations
 

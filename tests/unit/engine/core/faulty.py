@@ -34,7 +34,7 @@ class FaultySampler(FakeSampler):
 
 @dataclass
 class FaultyBackend(FakeBackend):
-    """A backend whose calls fail if `fault` raises. It gets the name of the call, and whether the call is poisoned."""
+    """A backend whose calls fail if `fault` raises. It receives the call's name, and whether the call is poisoned."""
 
     fault: Fault = field(default=lambda place, what: None)
 

@@ -1,4 +1,4 @@
-"""Engines on the fake backend with a directory of states, and the texts that they should generate."""
+"""Start engines on the fake backend with a directory of states, and compute the texts that they should generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of states that malfunction cost time, and change no text."""
+"""Malfunctioning directories of states cost time, but change no text."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ IDS = count()
 
 
 class Weightless(FakeBackend):
-    """A backend that computes nothing and always samples the same token, so that only the time of Python counts."""
+    """A backend that computes nothing and always samples the same token, so that only Python's time counts."""
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         pass

@@ -34,7 +34,7 @@ def run_on(engine: Engine, prompt: str) -> Handle:
 
     def on_event(event: object) -> None:
         streams.set()
-        never.wait(0.001)  # yields the interpreter to other threads, as a decode call of llama.cpp does
+        never.wait(0.001)  # yields the interpreter to other threads, as llama.cpp's decode calls do
 
     handle = engine.submit(request(prompt, max_tokens=ENDLESS, stream=True), on_event)
     assert streams.wait(PATIENCE_S)
@@ -106,7 +106,7 @@ def test_states_of_one_scope_are_not_found_by_another(home: Home) -> None:
     assert say(engine, STORY, cache_scope="mine").usage.cache_tier == "disk"
 
 
-def test_damaged_file_is_computed_again(home: Home) -> None:
+def test_damaged_state_is_recomputed(home: Home) -> None:
     say(home.open(), STORY)
     home.close()
     (file,) = home.folder.rglob("*.kv")
@@ -116,7 +116,7 @@ def test_damaged_file_is_computed_again(home: Home) -> None:
     engine = home.open()
     again = say(engine, STORY + "And then?")
     assert (again.text, again.usage.cached_tokens) == (expected((STORY + "And then?").encode(), 5), 0)
-    wait_until(lambda: engine.snapshot().disk_misses == 1, "the file is found out")
+    wait_until(lambda: engine.snapshot().disk_misses == 1, "the damage is detected")
 
 
 @pytest.mark.usefixtures("dear_prefill")

@@ -1,4 +1,4 @@
-"""The embedder on the fake backend: batches, turns, order, errors."""
+"""Tests of the embedder on the fake backend: batches, turns, order and errors."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_engine_gives_the_same_text_for_the_same_seed_only(make_engine: MakeEngi
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_engine_cancel_frees_the_slot_and_reports_it(make_engine: MakeEngine) -> None:
+def test_engine_frees_the_slot_of_a_cancelled_request_and_reports_the_end(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
     running, waiting = [engine.submit(request(max_tokens=10**7, name=n)) for n in "ab"]
     gate = Gate(backend)
@@ -131,7 +131,7 @@ def test_engine_cancel_frees_the_slot_and_reports_it(make_engine: MakeEngine) ->
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_engine_timeout_keeps_the_text_generated_before(make_engine: MakeEngine) -> None:
+def test_engine_timeout_keeps_the_text_generated_so_far(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
     started = time.monotonic()
     completion = engine.submit(request(max_tokens=10**7, timeout_s=3.0)).result(PATIENCE_S)
@@ -232,7 +232,7 @@ def test_engine_counts_only_requests_without_an_idle_slot_for_max_queue(
     for handle in handles[:accepted]:
         assert handle.result(PATIENCE_S).finish_reason == "length"
     for handle in handles[accepted:]:
-        with pytest.raises(QueueFull, match="1 requests already wait, but the limit is 1"):
+        with pytest.raises(QueueFull, match="1 requests are already waiting, but the limit is 1"):
             handle.result(PATIENCE_S)
 
 

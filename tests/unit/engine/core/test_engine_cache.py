@@ -37,7 +37,7 @@ def test_second_request_computes_only_its_own_suffix(make_engine: MakeEngine, un
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_prefix_is_reused_from_a_slot_that_still_runs(make_engine: MakeEngine, unified: bool) -> None:
+def test_prefix_is_reused_from_a_slot_that_is_still_running(make_engine: MakeEngine, unified: bool) -> None:
     engine, _ = make_engine(FakeBackend(unified=unified, ctx_per_slot=10**6))
     streams, running = threading.Event(), request(HEAD + "first", max_tokens=10**6, stream=True)
     first = engine.submit(running, lambda event: streams.set() if isinstance(event, Text) else None)
@@ -69,7 +69,7 @@ def test_requests_that_wait_for_one_prefix_compute_it_once(
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_prefix_is_kept_while_a_request_waits_for_it(make_engine: MakeEngine, unified: bool, order: str) -> None:
-    """Bulk requests, whose states are saved only for waiting requests."""
+    """Use bulk requests, whose states are saved only for waiting requests."""
     heads = [f"Family {name}. {HEAD}" for name in "abcd"]
     engine, backend = make_engine(FakeBackend(n_slots=6, unified=unified, ctx_per_slot=160), chunk_size=16)
     gate = Gate(backend)
@@ -124,7 +124,7 @@ def test_ram_keeps_only_the_last_turn_of_a_conversation(make_engine: MakeEngine)
     for turn in range(4):
         talk += engine.submit(request(talk, max_tokens=5)).result(PATIENCE_S).text + f" turn {turn} "
         engine.submit(request(f"{turn} somebody else " + HEAD, max_tokens=5)).result(PATIENCE_S)
-    wait_until(lambda: engine.snapshot().ram_states == 1 + 4, "the talk, and those who came in between")
+    wait_until(lambda: engine.snapshot().ram_states == 1 + 4, "the conversation, and the requests in between")
     assert engine.snapshot().ram_saves == 4 + 4
 
 

@@ -1,4 +1,4 @@
-"""The engine without its thread, and the inbox through which other threads reach it."""
+"""Tests of the engine without its thread, and of the inbox through which other threads reach it."""
 
 from __future__ import annotations
 

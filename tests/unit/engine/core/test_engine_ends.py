@@ -17,7 +17,7 @@ from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, cold, request
 
 
-def test_cancel_of_the_request_that_fills_the_batch_aborts_the_decode_call(make_engine: MakeEngine) -> None:
+def test_cancelling_the_request_that_fills_the_batch_aborts_the_decode_call(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=2))
     gate = Gate(backend)
     handle = engine.submit(request("x" * 200))
@@ -46,7 +46,7 @@ def test_interactive_request_aborts_a_decode_call_of_bulk_requests(make_engine: 
 def test_no_bulk_decode_call_starts_after_an_interactive_request_has_arrived(
     make_engine: MakeEngine, deferred_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "DEFERRED_SHARE", deferred_share)  # below 0 no time is available
+    monkeypatch.setattr(strategies, "DEFERRED_SHARE", deferred_share)  # below 0, no time is available
     engine, backend = make_engine(FakeBackend(n_slots=3), batch_strategy="decode_maximal")
     decode, handles, begun = backend.decode, [], threading.Event()
     coming = {1: request("b" * 40, max_tokens=4, priority=9), 40: request("c" * 5, max_tokens=4, priority=3)}

@@ -18,7 +18,7 @@ from ...conftest import GREEDY, PATIENCE_S, Gate, MakeEngine, cold, request
 HEAD = "You are a helpful assistant. Answer in one sentence, and never lie about what you do not know for sure. "
 
 
-def test_finish_key_names_prompt_and_output(make_engine: MakeEngine) -> None:
+def test_finish_key_identifies_prompt_and_output(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     done = engine.complete(HEAD, max_tokens=5, cache_scope="a")
     assert done.finish_key == key_of(seed_of(backend.identity, (), "a"), [*HEAD.encode(), *done.tokens])
@@ -36,7 +36,7 @@ def test_alternatives_have_their_own_keys(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, {"unified": True}, {"window": 20}, {"partial_reuse": False}], ids=str)
-def test_conversation_by_parent_keys_has_the_same_text_as_a_whole_prompt(
+def test_conversation_with_parent_keys_has_the_same_text_as_a_whole_prompt(
     make_engine: MakeEngine, memory: dict[str, Any]
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, ctx_per_slot=4000, end_every=9, **memory))

@@ -1,4 +1,4 @@
-"""Options of an engine: each has its effect, or is rejected."""
+"""Tests that each option of an engine takes effect or is rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_options_with_fewer_tokens_per_pass_than_slots_are_rejected(options: dic
     assert EngineOptions(n_parallel=7, **options).pass_tokens == 7
 
 
-def test_chunk_size_has_its_effect_or_is_rejected(make_engine: MakeEngine) -> None:
+def test_chunk_size_takes_effect_or_is_rejected(make_engine: MakeEngine) -> None:
     assert (EngineOptions().chunk_tokens, EngineOptions().pass_tokens) == (512, 512)
     assert EngineOptions(n_ubatch=64).chunk_tokens == 64
     wide = EngineOptions(chunk_size=1024)  # n_ubatch is None

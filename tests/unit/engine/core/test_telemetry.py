@@ -40,7 +40,7 @@ def embedder() -> Iterator[tuple[Embedder, threading.Event]]:
 
 
 def test_active_slots_counts_busy_slots_even_without_tokens_in_the_batch(make_engine: MakeEngine) -> None:
-    """A batch of 8 has no room for prompts of 30 tokens of all three slots."""
+    """A batch of 8 tokens has no room for the prompts of all three slots, which have 30 tokens each."""
     engine, backend = make_engine(FakeBackend(n_batch=8), n_ubatch=8, batch_strategy="prefill_priority")
     gate, steps = Gate(backend), list[StepStats]()
     engine.add_step_listener(steps.append)
@@ -189,7 +189,7 @@ def test_prompt_rate_counts_computed_tokens(make_engine: MakeEngine, monkeypatch
 def test_embedder_snapshot_counts_running_and_waiting_texts(embedder: tuple[Embedder, threading.Event]) -> None:
     reader, gate = embedder
     first = reader.submit([[1], [2], [3]])
-    wait_until(lambda: reader.snapshot().requests_running, "its first batch")
+    wait_until(lambda: reader.snapshot().requests_running, "its first batch has started")
     others = [reader.submit([[4], [5]]), reader.submit([[6]])]
     cancelled = reader.submit([[7]])
     cancelled.cancel()

@@ -117,7 +117,7 @@ def test_large_repetitions_are_counted_and_not_expanded() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("root ::= [a-", "it ends within a string or a class in line 1, at the end"),
+        ("root ::= [a-", "it ends within a string or a character class in line 1, at the end"),
         ("root ::= missing", "rule 'missing' is not defined"),
         ('other ::= "x"', "rule 'root' is not defined"),
         ('root ::= root "x" | "y"', "rule 'root' starts with itself"),
@@ -126,15 +126,15 @@ def test_large_repetitions_are_counted_and_not_expanded() -> None:
         ("this is not a grammar", "expected '::=' in line 1"),
         ("", "it has no rule"),
         ("root ::= <[5]>", "token ids are not supported"),
-        ('root ::= "a"{3,2}', "n is below m"),
+        ('root ::= "a"{3,2}', "n is less than m"),
         ('root ::= "a"{0,9999999}', f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
         ('root ::= "a"{1' + "0" * 5000 + "}", f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
         ('root ::= "a"?{0,100000}', "it repeats a possibly empty part 100000 times (limit 64)"),
-        ('root ::= "a"' + "*" * 10, "one part has more than 3 repetitions"),
+        ('root ::= "a"' + "*" * 10, "one part has more than 3 repetition operators"),
         ("root ::= " + "(" * 10_000, f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} deep"),
         ('root ::= "\\q"', "unknown escape"),
         ("root ::= [z-a]", "is reversed"),
-        ("root ::= []", "the class has no characters"),
+        ("root ::= []", "the character class is empty"),
         ('root ::= "\\uD800"', "0xd800 is not a character"),
     ],
 )

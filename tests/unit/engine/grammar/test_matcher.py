@@ -127,7 +127,7 @@ def test_vocabulary_without_an_end_token_can_be_constrained() -> None:
         ("json_schema", "{", "json_schema"),
     ],
 )
-def test_grammar_is_rejected_in_one_line_when_it_does_not_compile(kind: str, text: str, message: str) -> None:
+def test_grammar_that_does_not_compile_is_rejected_with_a_one_line_error(kind: str, text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         compiled(kind, text)
     assert "\n" not in str(caught.value)

@@ -95,7 +95,7 @@ def test_state_that_cannot_be_restored_is_dropped() -> None:
     assert (len(cache.ram), cache.cells.used) == (0, 0)
 
 
-def test_reclaim_empties_no_slot_when_the_cells_are_not_enough() -> None:
+def test_reclaim_empties_no_slot_when_too_few_cells_would_become_free() -> None:
     cache, _ = new_cache(unified=True, n_cells=1000)
     fill(cache, 0, [1] * 300)
     fill(cache, 1, [2] * 300)
@@ -114,7 +114,7 @@ def test_freed_by_counts_cells_shared_by_the_given_slots() -> None:
     assert [cells.freed_by(slots) for slots in ([0], [1], [0, 1], [0, 1, 2], [])] == [4, 5, 11, 15, 0]
 
 
-def test_window_is_reused_in_its_slot_and_only_completely_from_ram() -> None:
+def test_sliding_window_is_reused_in_its_slot_and_only_completely_from_ram() -> None:
     cache, backend = new_cache(window=50)
 
     def longest(shared: int) -> int:
@@ -128,7 +128,7 @@ def test_window_is_reused_in_its_slot_and_only_completely_from_ram() -> None:
     assert [longest(shared) for shared in (20, 200, 300)] == [0, 0, 300]
 
 
-def test_longer_saved_state_replaces_a_shorter_one_if_it_can_be_cut_to_it() -> None:
+def test_longer_saved_state_replaces_a_shorter_one_if_it_can_be_truncated_to_it() -> None:
     for window, num_states in ((0, 1), (50, 2), (400, 1)):
         cache, _ = new_cache(window=window)
         for length in (200, 300):

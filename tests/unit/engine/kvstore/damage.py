@@ -11,7 +11,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-HEAD_FIELDS = 64  # bytes of the fixed part of a head
+HEAD_FIELDS = 64  # bytes of the fixed part of a header
 HUGE = 1 << 60
 Damage = Callable[[random.Random, Path, Path], None]
 
@@ -99,7 +99,7 @@ def be_empty(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def be_a_link(drawn: random.Random, path: Path, other: Path) -> None:
-    """Replace the file by a link to itself, to nothing, to an endless device, or to a valid file elsewhere."""
+    """Replace the file with a link to itself, to nothing, to an endless device, or to a valid file elsewhere."""
     away = path.with_name(f"away-{path.stem}")
     os.replace(path, away)
     path.symlink_to(drawn.choice((away, path, Path("/dev/zero"), Path("/nowhere"))))
@@ -111,7 +111,7 @@ def be_a_folder(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def be_a_pipe(drawn: random.Random, path: Path, other: Path) -> None:
-    """Replace the file by a pipe, which blocks a reader until a writer opens it."""
+    """Replace the file with a pipe, which blocks a reader until a writer opens it."""
     path.unlink()
     os.mkfifo(path, 0o600)
 
@@ -140,7 +140,7 @@ def vanish(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def _with_digest(data: bytearray, head_bytes: int | None = None) -> bytearray:
-    """Return the data with a valid digest of the head."""
+    """Return the data with a valid digest of the header."""
     if head_bytes is None:
         (head_bytes,) = struct.unpack_from("<I", data, 12)
     data[head_bytes - 32 : head_bytes] = sha256(data[: head_bytes - 32]).digest()
@@ -149,7 +149,7 @@ def _with_digest(data: bytearray, head_bytes: int | None = None) -> bytearray:
 
 KINDS: dict[str, Damage] = {
     "bits": flip_bits,
-    "bits of the head": flip_bits_of_the_head,
+    "bits of the header": flip_bits_of_the_head,
     "cut": cut,
     "longer": grow,
     "lost page": lose_a_page,

@@ -78,7 +78,7 @@ def test_longest_match_prefers_the_smallest_of_equally_long_states() -> None:
     assert (found.num_usable, len(found.head.tokens)) == (256, 260)
 
 
-def test_state_that_cannot_be_cut_is_used_up_to_a_checkpoint() -> None:
+def test_state_that_cannot_be_truncated_is_used_up_to_a_checkpoint() -> None:
     found = find([head_of(SEEDS[0], array("I", range(200)), 200, {100: 4, 150: 4})], array("I", [*range(140), 9, 9]))
     assert found is not None
     assert (found.num_shared, found.num_usable, found.usable(99)) == (140, 100, 0)

@@ -13,7 +13,7 @@ import pytest
 from cellama.engine.kvstore import directory as directory_module
 from cellama.engine.kvstore.directory import DirectoryFull, StateDirectory
 
-OLD = 1_000_000_000  # unix seconds
+OLD = 1_000_000_000  # Unix seconds
 
 
 def key(number: int) -> str:

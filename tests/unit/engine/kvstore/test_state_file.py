@@ -77,7 +77,7 @@ def test_every_changed_or_missing_byte_is_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (5, 4), (0, 3), (3, 101)])
-def test_invalid_checkpoint_lengths_are_damage_although_the_digest_matches(
+def test_invalid_checkpoint_lengths_count_as_damage_even_if_the_digest_matches(
     tmp_path: Path, lengths: tuple[int, int]
 ) -> None:
     path = written(tmp_path, state_of(range(100), cuts=(3, 4)))

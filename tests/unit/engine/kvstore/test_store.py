@@ -29,7 +29,7 @@ TOKENS = list(range(300))
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Return a function that opens stores on one directory, and close them in the end.
+    """Return a function that opens stores on one directory, and close them at the end.
 
     Searches wait for a running scan, however long it takes.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of memory: available bytes, models to unload, and contexts that fit. No model, no device."""
+"""The arithmetic of memory: available bytes, models to unload, and contexts that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups with different adapters take turns: none starves, turns last, and slots of a group stay together."""
+"""Groups with different adapters take turns. None starves, a turn lasts a while, and a group's slots stay together."""
 
 from __future__ import annotations
 

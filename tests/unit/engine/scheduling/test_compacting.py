@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from cellama.engine.scheduling.slot_layout import adjacent_slot, cheapest_cover, compacting_moves, runs_of
 
 SLOTS = st.sets(st.integers(0, 15), min_size=1).map(sorted)
-# seconds of passes of 0 to 16 rows, which never fall
+# Seconds for passes of 0 to 16 rows, which never decrease.
 COSTS = st.lists(st.integers(0, 20), min_size=16, max_size=16).map(lambda steps: [0, *(5 + s for s in sorted(steps))])
 
 

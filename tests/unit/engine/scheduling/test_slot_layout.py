@@ -18,7 +18,10 @@ N_SLOTS = 8
 
 
 def running(busy: list[int], num_prompt: int = 70, max_tokens: int = 1000, **memory: Any) -> Scheduler:
-    """Return a scheduler whose slots have all had a sequence. The `busy` ones still decode, others keep their cells."""
+    """Return a scheduler whose slots have all had a sequence.
+
+    The `busy` ones still decode, and the others keep their cells.
+    """
     scheduler = new_scheduler(
         limits=Limits(2000, 2000), **{"n_slots": N_SLOTS, "ctx_per_slot": 500, "n_batch": 4000, **memory}
     )
@@ -60,7 +63,7 @@ def test_holes_are_padded_where_a_pass_costs_more_than_rows_and_no_padding_remai
     for _ in range(100):
         run_step(scheduler, pass_s=1e-3, row_s=1e-9)  # a GPU, with too few remaining steps for a move to pay
         padded += rows(scheduler) == [0, 1, 2, 3, 4, 5]
-    assert padded >= 90  # the others are tries
+    assert padded >= 90  # the other steps try out alternatives
     assert {slot: contents(scheduler)[slot] for slot in idle} == idle
     assert busy_slots(scheduler) == [0, 2, 5]
     again = Request("again", (*range(100, 170), 7))
@@ -75,7 +78,7 @@ def test_holes_are_not_filled_where_rows_cost_more_than_passes() -> None:
     for _ in range(100):
         run_step(scheduler, pass_s=1e-9, row_s=1e-3)
         plain += rows(scheduler) == [0, 2, 5]
-    assert plain >= 90  # the others are tries
+    assert plain >= 90  # the other steps try out alternatives
     assert scheduler.layout.num_moves == 0
 
 

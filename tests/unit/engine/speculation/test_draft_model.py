@@ -1,4 +1,4 @@
-"""A draft model for a large one: a fake with the same cells predicts the same tokens, one with less memory does not."""
+"""A draft model for a large model. Fakes with the same cells predict the same tokens; one with less memory doesn't."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_draft_model_that_cannot_decode_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("short", [{"ctx_per_slot": 40}, {"n_cells": 90}])
-def test_a_draft_model_with_few_cells_drafts_as_far_as_they_suffice(short: dict[str, int]) -> None:
+def test_a_draft_model_with_few_cells_drafts_as_many_tokens_as_fit(short: dict[str, int]) -> None:
     plain = run(asked(), None)
     draft = FakeBackend(**{"n_slots": SLOTS, "ctx_per_slot": 128, "n_batch": 128, "unified": True, **short})
     drafted = run(asked(), draft)

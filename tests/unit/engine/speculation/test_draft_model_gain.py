@@ -1,4 +1,4 @@
-"""A draft model is used where that pays, including its own time: on simulated machines with a simulated clock."""
+"""A draft model is used where it pays off, including its own time, on simulated machines with a simulated clock."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_correct_drafts_speed_up_a_small_number_of_streams(curve: Seconds, strea
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
-def test_few_rows_are_drafts_at_saturation() -> None:
+def test_few_rows_are_drafts_on_a_saturated_machine() -> None:
     machine = Machine(lambda rows: 0.0016 * rows, 64, 0.9)
     for _ in range(100):
         machine.step()

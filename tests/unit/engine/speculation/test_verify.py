@@ -1,4 +1,4 @@
-"""Candidates from callers: drafting for another model, and verifying the drafts of one."""
+"""Candidates from callers: drafting for another model, and verifying another model's drafts."""
 
 from __future__ import annotations
 

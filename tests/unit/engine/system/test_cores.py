@@ -1,4 +1,4 @@
-"""Core sharing among workers, among the models of one, and with other programs. No test takes time."""
+"""Core sharing among workers, among the models of a worker, and with other programs. No test waits for real time."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Machine:
         self.sharing.look(0.0, ProcessorTimes(0.0, 0.0))
 
     def run(self, seconds: float, *, own: float, others: float) -> None:
-        """Let both use these numbers of cores for some time."""
+        """Let the process and the other programs use these numbers of cores for some time."""
         for _ in range(round(seconds / LOOK_S)):
             self.now += LOOK_S
             self.own_s += own * LOOK_S

@@ -1,6 +1,6 @@
 """Chat templates of common model families render as their models expect, and hostile templates do no harm.
 
-The files in `templates/` were written for these tests, with the features of Jinja that real templates use.
+The files in `templates/` were written for these tests, with the Jinja features that real templates use.
 """
 
 from __future__ import annotations

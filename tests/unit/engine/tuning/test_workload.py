@@ -1,4 +1,4 @@
-"""The workload of a measurement."""
+"""Tests of the workload that a tuning measurement runs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_everyday_schema_is_accepted_without_strict(name: str) -> None:
     assert len(warnings) == (name in UNENFORCEABLE)
 
 
-def test_strict_use_accepts_nineteen_of_twenty_everyday_schemas() -> None:
+def test_strict_mode_accepts_nineteen_of_twenty_everyday_schemas() -> None:
     refused = set()
     for name, schema in SCHEMAS.items():
         try:

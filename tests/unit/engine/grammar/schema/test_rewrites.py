@@ -206,7 +206,7 @@ OLD_SPELLINGS = {
 NARROWER: dict[str, Any] = {
     "uniqueItems in order": {"type": "array", "items": {"enum": FEW}, "uniqueItems": True, "maxItems": 3},
     "contains among the first": {"type": "array", "items": {"enum": FEW}, "contains": {"const": 1}},
-    "objects that say nothing of other properties": {"type": "object", "properties": ABC},
+    "objects that don't mention other properties": {"type": "object", "properties": ABC},
     "schemas without a type": {"required": ["a"]},
     "tuples": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]},
     "overlapping patterns": {
