@@ -58,8 +58,8 @@ class EngineOptions:
     logits_processors: tuple[str, ...] = ()
     speculation: Speculation = "off"  # "auto" drafts tokens while that is faster (docs/adr/015-speculation.md)
     draft: str | None = None  # source of a small model with the same vocabulary, which also drafts tokens
-    # Pooling of embeddings. auto = the model's own pooling, or else mean; none = one vector per token; rank = scores
-    # for reranking.
+    # Pooling of embeddings. The value auto means the model's own pooling, or else mean. With none, there is one vector
+    # per token, and with rank, there are scores for reranking.
     pooling: Pooling = "auto"
     control_tokens_in_text: bool = False  # parse control tokens in messages and in texts to rank
     # Defaults for SamplingParams by name, except logprobs; see `sampling_defaults`.
