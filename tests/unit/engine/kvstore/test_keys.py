@@ -52,7 +52,7 @@ def test_key_is_the_same_in_every_process_and_version() -> None:
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], [1.5], ["a"]])
 def test_key_of_raises_value_error_for_invalid_token_ids(tokens: list[int]) -> None:
-    with pytest.raises(ValueError, match="token ids are"):
+    with pytest.raises(ValueError, match="token ids must be"):
         key_of(SEED, tokens)
 
 
