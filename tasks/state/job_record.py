@@ -16,7 +16,7 @@ from cellama.tasks.contract.names import model_of
 
 from .job_list import REASONS, FoundState
 
-MAX_SHOWN_BYTES = 256 << 10  # of a message or a result: a larger one is not read
+MAX_SHOWN_BYTES = 256 << 10  # size of a message or result above which it is not read
 EVENTS_PER_PAGE = 500  # which take some milliseconds of the event loop
 FIELDS = (
     "state", "task", "queue", "priority", "submitted_at", "delay", "tenant", "attempt", "worker", "began_at", "left_at",
@@ -45,14 +45,14 @@ class JobRecord:
     priority: int
     tenant: str  # "" if no tenant's request made the job
     submitted_at: float
-    may_start_at: float | None  # of a job with an ETA
+    may_start_at: float | None  # start of a job with an ETA, in Unix seconds
     num_attempts: int
     attempts: list[AttemptRecord]  # the last ones, oldest first
     started_at: float | None  # when a running job got its slot
     ended_at: float | None
     end: Mapping[str, Any] | None  # its last event
     parameters: Mapping[str, Any] | None  # deleted when the job ends, and None if they are too large
-    result: Any  # of an ended job without output events; None if it is missing or too large
+    result: Any  # result of an ended job without output events; None if missing or too large
 
     @property
     def is_open(self) -> bool:

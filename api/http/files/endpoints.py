@@ -95,7 +95,7 @@ async def receive_upload(request: Request, caller: Caller) -> AsyncIterator[Rece
     """Receive the form of a request with its file. Raises ApiError and ClientDisconnect."""
     files, settings = _files(request), gateway_of(request).settings
     quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
-    min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # of the file, without the rest of the form
+    min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # size of the file at least, without other fields
     uploading = files.count_upload(caller, min_bytes, quota)
     async with uploading, receive_form(request, files.store.work_dir, settings.gateway_max_file_bytes) as form:
         yield ReceivedUpload(form, files, caller, quota)
