@@ -18,7 +18,7 @@ from .directory import StateDirectory
 from .state_file import read_head
 from .states import StateHead, StoredFile
 
-MIN_DIGITS = 8  # digits of a key prefix: among 10,000 states, two keys share their first 8 with a probability of 1 %
+MIN_DIGITS = 8  # digits of a key prefix: among 10,000 states, two keys share their first 8 with a probability of 1%
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from .states import StoreCounters, StoredState
 log = event_logger(__name__)
 
 # Measured with 200 conversations and RAM for 20 of them: with a share of 0.01 and no credit for loads, 115,000 tokens
-# were computed; with these values, 81,000. Requests without shared prefixes keep 99 % of their throughput (ADR 014).
+# were computed; with these values, 81,000. Requests without shared prefixes keep 99% of their throughput (ADR 014).
 CREDIT_SHARE = 0.02  # seconds of core time that the credit gains per second
 RETURNED_SHARE = 0.2  # share of a load's saved seconds that is added to the credit
 MAX_CREDIT_S = 0.5  # initial and maximum credit, enough to write about 200 MB at once

@@ -20,8 +20,8 @@ from .sequence import Sequence, SlotTable, SlotWork, State, work_of
 from .slot_layout import SlotLayout, pass_rows_of
 from .strategies import Guarded, SlotView, Strategy, prefill_order
 
-SLICE_S = 0.1  # seconds of a turn: a switch costs 4 to 9 % of it, and the other groups wait that long
-BULK_SLICE_S = 0.5  # seconds of a turn while only bulk requests have slots: a switch costs 1 to 2 %
+SLICE_S = 0.1  # seconds of a turn: a switch costs 4 to 9% of it, and the other groups wait that long
+BULK_SLICE_S = 0.5  # seconds of a turn while only bulk requests have slots: a switch costs 1 to 2%
 BULK_EXTRA_S = 0.3  # seconds that a group with only bulk requests waits longer: about one bulk step
 
 

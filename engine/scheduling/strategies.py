@@ -40,7 +40,7 @@ MIN_CHUNK = 128  # prompt tokens per slot and step: llama.cpp prefills shorter c
 TILE = 64  # rows that llama.cpp's attention on the CPU computes together: a chunk of whole tiles wastes none
 
 # Durations of steps, in seconds. The measured prefill rate converts them to tokens.
-BULK_STEP_S = 0.3  # bulk prefill alone: the longest wait of an arriving interactive request; full steps would gain 2 %
+BULK_STEP_S = 0.3  # bulk prefill alone: the longest wait of an arriving interactive request; full steps would gain 2%
 MIXED_STEP_S = 0.25  # prefill in a step that also decodes streams; shorter steps would delay first tokens too much
 QUIET_S = 30.0  # seconds without an interactive request after which bulk steps are whole: longer than a reader pauses
 

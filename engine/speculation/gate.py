@@ -19,7 +19,7 @@ LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts per slot: with the last token 2, 3, 
 MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call
 # Required ratios of tokens per second. Starting requires a higher ratio, so that noise does not start drafts.
 TO_START, TO_CONTINUE = 1.08, 1.02
-EXPLORING = 0.003  # share of the time that drafts may lose: "never slower" is measured within 2 %
+EXPLORING = 0.003  # share of the time that drafts may lose: "never slower" is measured within 2%
 FIRST_S = 0.03  # seconds that drafts may lose at first: a few tries on a CPU
 MAX_S = 0.2  # seconds that drafts may lose after they have saved a lot: about ten steps, then they stop
 HELD_STEPS = 8  # steps for which a choice is kept while the number of slots is equal: a new one can take milliseconds

@@ -62,7 +62,7 @@ def thread_counts(max_threads: int) -> list[int]:
 
 
 def choose(rows: Iterable[Measurement]) -> Measurement | None:
-    """Return the fastest setup. Within 2 % of its rate, prefer fewer slots, then fewer threads, then defaults."""
+    """Return the fastest setup. Within 2% of its rate, prefer fewer slots, then fewer threads, then defaults."""
     rows = list(rows)
     best = max((row.tokens_per_s for row in rows), default=0.0)
 
@@ -100,7 +100,7 @@ class Sweep:
         return best
 
     def _vary(self, setup: Setup, name: str, values: Sequence[Any]) -> None:
-        """Measure larger values while the rate improves. If none improves it, try smaller ones until one loses 10 %."""
+        """Measure larger values while the rate improves. If none improves it, try smaller ones until one loses 10%."""
         start = best = self._rate(setup)
         index = values.index(getattr(setup, name))
         for value in values[index + 1 :]:

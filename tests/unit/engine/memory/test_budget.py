@@ -27,7 +27,7 @@ from cellama.engine.memory.open_sizes import KV_SHARE, choose_ctx, choose_quota,
 from cellama.engine.options import EngineOptions
 
 GIB = 1 << 30
-SMALL = 100  # devices so small that their margin is a round number: 5 %
+SMALL = 100  # devices so small that their margin is a round number: 5%
 
 
 def on_cpu(weights: int = 0, kv: int = 0, compute: int = 0, mapped: int = 0) -> Footprint:
