@@ -134,7 +134,7 @@ def test_generate_exits_with_a_message_when_the_model_is_unknown_or_the_job_fail
     assert (unknown.returncode, "did you mean 'tiny'" in unknown.stderr) == (3, True)
     too_long = machine.run("generate", "tiny", "-", stdin="word " * 3000)
     assert too_long.returncode == 2
-    assert "a slot has room for 2047" in too_long.stderr
+    assert "maximum context length is 2047 tokens" in too_long.stderr
     assert "Traceback" not in unknown.stderr + too_long.stderr
 
 

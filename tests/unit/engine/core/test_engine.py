@@ -213,7 +213,7 @@ def test_engine_close_ends_running_and_waiting_requests(make_engine: MakeEngine)
 
 def test_engine_rejects_requests_that_can_never_run(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
-    with pytest.raises(InvalidRequest, match="a slot has room for 255"):
+    with pytest.raises(InvalidRequest, match="maximum context length is 255 tokens"):
         engine.submit(request("x" * 256))
     with pytest.raises(InvalidRequest, match="token ids outside the range 0 to 256"):
         engine.submit(Request("r", (5, 999)))
