@@ -32,7 +32,7 @@ from .telemetry import Rates
 log = event_logger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0  # seconds for the running batch to finish, which takes at most a few seconds on a CPU
-BATCH_S = 0.05  # target duration of a batch in seconds: other callers and engines wait no longer than this
+BATCH_S = 0.05  # target duration of a batch in seconds, which is how long other callers and engines wait
 BROKEN = 3  # consecutive texts that fail alone before the backend counts as broken
 MIN_BATCH_TOKENS = 64  # tokens that a batch may always have, because smaller batches are not faster on any machine
 

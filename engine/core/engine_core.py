@@ -38,7 +38,7 @@ log = event_logger(__name__)
 
 MAX_COMMANDS_PER_STEP = 512  # commands that run between two decode calls: more would delay every stream
 PAUSE_S = 0.05  # longest pause in seconds while the engine waits for a file: about one decode step
-MAX_FAULTS = 3  # consecutive failed steps in which each request succeeds alone; after more, the engine is broken
+MAX_FAULTS = 3  # consecutive failed steps whose requests succeed alone, before the engine counts as broken
 
 
 class Command(NamedTuple):

@@ -79,7 +79,7 @@ class Handle:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:  # foreign code on the engine thread
+            except Exception:  # the callback's code, on the engine thread
                 log.exception("event callback failed", request=self.request.id, detail="it is not called again")
                 self._on_event = None
         if isinstance(event, Finished):
@@ -167,7 +167,7 @@ class EventOutput:
         for listener in self.listeners:
             try:
                 listener(events)
-            except Exception:  # foreign code on the engine thread
+            except Exception:  # the callback's code, on the engine thread
                 log.exception("event listener failed", detail="it is called again with the next events")
 
     def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
@@ -221,9 +221,9 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """The sequences of one request, each of which generates one of `n` completions. The request ends with the last one.
+    """The sequences of one request, each of which generates one of `n` completions.
 
-    Only the engine thread may use it.
+    The request ends with the last sequence. Only the engine thread may use it.
     """
 
     handle: Handle

@@ -253,7 +253,7 @@ def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
     for callback in list(callbacks):
         try:
             callback(stats)
-        except Exception:  # foreign code on the engine thread
+        except Exception:  # the listener's code, on the engine thread
             log.exception("telemetry listener failed", detail="it is not called again")
             callbacks.remove(callback)
 

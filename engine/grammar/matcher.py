@@ -1,6 +1,6 @@
 """Check which tokens a JSON Schema, a regular expression or a Lark grammar allows, with llguidance.
 
-llguidance's methods never raise. A matcher that meets an error keeps it, and from then on allows only an end token.
+llguidance's methods never raise exceptions. A matcher keeps an error that occurs, and then allows only an end token.
 """
 
 from __future__ import annotations

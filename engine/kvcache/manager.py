@@ -137,7 +137,7 @@ class Placement:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since the engine started."""
+    """Counts of reused and missed prefixes since the engine started."""
 
     hits_slot: int = 0  # the sequence continued in the slot that has its prefix
     hits_copy: int = 0  # the prefix was copied from another slot
@@ -203,7 +203,7 @@ class KvCache:
         return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
 
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
-        """Return the source that saves most and the number of tokens that it provides, or None if no source saves any.
+        """Return the source that saves the most tokens, and how many it provides, or None if no source saves any.
 
         The gain of a source is its number of tokens minus the cost of moving it. Among sources that must be moved, the
         chosen source may gain up to MOVE_COST_TOKENS less than another.

@@ -96,7 +96,7 @@ class Checkpoints:
             self.used_bytes -= checkpoint.data.nbytes
 
     def longest(self, holder: Hashable, up_to: int) -> int:
-        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint, or 0 without one."""
+        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint, or else 0."""
         return max((length for length in self._of.get(holder, ()) if length <= up_to), default=0)
 
     def at(self, holder: Hashable, num_tokens: int) -> Any | None:

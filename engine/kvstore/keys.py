@@ -18,7 +18,7 @@ _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def is_key(text: str) -> bool:
-    """Return whether the text has 64 lower-case hex digits. Only such texts may become part of a path."""
+    """Return whether the text has 64 lower-case hex digits. Only keys may become part of a path."""
     return _KEY.match(text) is not None
 
 

@@ -67,7 +67,7 @@ class StateHead:
     scope: str
     parts: tuple[StatePart, ...]  # the cells, then the checkpoints by increasing length
     blocks: list[bytes]  # keys of the full blocks
-    num_bytes: int  # size of the file, all of which is read and verified even if only a prefix is used
+    num_bytes: int  # size of the file, which is read and verified completely, even if only a prefix is used
     head_bytes: int
 
     @property
@@ -125,7 +125,7 @@ class Miss(StrEnum):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counts since the store was opened. Any thread may use it."""
+    """Counts of reads, writes and evictions since the store was opened. Any thread may use it."""
 
     hits: int = 0  # states that were read, verified and handed over
     misses: int = 0  # files without a usable state

@@ -44,7 +44,7 @@ class Vram:
 
 
 def vram_of(devices: Iterable[Device]) -> Vram | None:
-    """Return the total memory of these devices, or None if none of them has memory of its own."""
+    """Return the total memory of these devices, or None if no device has memory of its own."""
     gpus = [device for device in devices if device.kind != "cpu"]
     if not gpus:
         return None

@@ -51,7 +51,7 @@ class ModelEntry:
     capabilities: frozenset[Capability]
     status: Status = "loading"
     model: Model | None = None
-    since: float = 0.0  # time at which it became ready, in unix seconds
+    since: float = 0.0  # time at which it became ready, in Unix seconds
     num_holds: int = 0  # `hold` blocks that are open
 
 

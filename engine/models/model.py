@@ -66,7 +66,7 @@ def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: 
 
 
 def _started_reply(messages: Sequence[Message]) -> str:
-    """Return the text with which the caller starts the reply: the content of a last message of the assistant."""
+    """Return the text with which the caller starts the reply: the content of a final assistant message."""
     last = messages[-1] if messages else {}
     content = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
     return content if isinstance(content, str) and content.strip() else ""

@@ -24,7 +24,7 @@ _BLOCK = 64  # tokens that share a maximum (docs/adr/009-sampling.md)
 _FIRST_DEPTH = 4.0  # distance below the highest logit at which top-p starts to search
 _NOTHING_BELOW = 800.0  # distance below the highest logit at which a probability is 0
 _ROUNDING = 1e-9  # tolerance for sums of probabilities
-_MIROSTAT_M = 100  # number of tokens from which mirostat 1 estimates
+_MIROSTAT_M = 100  # number of tokens that the estimate of mirostat 1 uses
 
 
 def softmax(values: Values) -> Values:

@@ -87,13 +87,13 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
     """Return moves (from, to) of these slots to idle ones, after which they form as few runs as possible.
 
     The candidates are these slots and the idle ones in order. A window with as many candidates as there are slots
-    slides over them. The best window has the fewest breaks, where a foreign slot is between two candidates. Among
-    these, the best window requires the smallest total `weight` to move. Slots outside the window move to idle slots
-    inside it.
+    slides over them. The best window has the fewest breaks, where a slot that is not a candidate is between two
+    candidates. Among these, the best window requires the smallest total `weight` to move. Slots outside the window move
+    to idle slots inside it.
 
-    Example: slots 0 and 3, idle slots 1, 2 and 5, foreign slot 4. The candidates are 0, 1, 2, 3 and 5. Of the windows
-    of two candidates, only (3, 5) has a break. If slot 3 weighs most, the best of the others is (2, 3), and the only
-    move is (0, 2).
+    Example: the slots are 0 and 3, and slots 1, 2 and 5 are idle, but slot 4 is not. The candidates are 0, 1, 2, 3 and
+    5. Of the windows of two candidates, only (3, 5) has a break. If slot 3 weighs most, the best of the others is (2,
+    3), and the only move is (0, 2).
     """
     candidates, moving, count = sorted([*slots, *idle]), set(slots), len(slots)
     breaks = [0] + [int(after != before + 1) for before, after in pairwise(candidates)]
@@ -129,7 +129,7 @@ def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
 def pass_rows_of(chunks: Seq[Chunk], *, unified: bool) -> list[int]:
     """Return the rows of each pass of a decode call. `chunks` are in order of slots.
 
-    With `unified` cells the call is one pass. Otherwise llama.cpp combines slots with consecutive indices and equally
+    With `unified` cells, the call is one pass. Otherwise llama.cpp combines slots with consecutive indices and equally
     many tokens.
     """
     if unified:
@@ -170,7 +170,7 @@ class SlotLayout:
         self._one_for_each_pass = [0.0] + [1.0] * len(slots)
         self._output_tokens = USUAL_OUTPUT_TOKENS
         self._settled_layout: list[int] = []  # a layout that needs no moves
-        self._num_settled = 0  # number of steps for which it is not evaluated again
+        self._num_settled = 0  # number of steps for which this layout is not evaluated again
 
     # Filling holes
 
@@ -314,7 +314,7 @@ class SlotLayout:
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 
     def _num_moved(self, slot: int) -> int:
-        """Return the number of cells that move along to or from this slot."""
+        """Return the number of cells that move to or from this slot."""
         num_cells = self._cache.cells.of(slot)
         return num_cells if self._slots[slot] is not None or num_cells >= MIN_SAVED_TOKENS else 0
 

@@ -48,7 +48,7 @@ QUIET_S = 30.0  # seconds without an interactive request after which bulk steps 
 FLUENT_S = 0.035  # seconds per decode call: the gap is then 40 ms, or 25 tokens per second, which reads as fluent
 STRETCH = 1.2  # allowed ratio to a step without bulk rows, if that is longer: even a slow model serves bulk work
 FAR_EVERY = 4  # steps between turns of rows that are not adjacent to streams: these need a pass of their own
-FAR_STRETCH = 1.25  # allowed ratio of such a step to others: one longer step in four hardly changes the median gap
+FAR_STRETCH = 1.25  # allowed ratio of these steps to others: one longer step in four hardly changes the median gap
 FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 times the time of 2 (docs/adr/008-holes.md)
 FEWER = 0.8  # factor for the rows after a step that was too long: a fast decrease, because they grow one by one
 

@@ -32,7 +32,7 @@ SURE_RATE = 0.8  # acceptance rate of another source's first token that the draf
 READ_S = 0.05  # seconds of a step for prefilling unread tokens: a gap that readers hardly notice
 MIN_READ = 32  # minimum number of tokens to prefill in a step: fewer take about as long
 NUM_MEASURED = 4  # measured passes of one slot and of all slots after a load; the first of each is discarded
-REST_STEPS = 16  # steps for which it is not considered after it did not pay off, because considering takes time
+REST_STEPS = 16  # steps without the draft model after it did not pay off, because considering it takes time
 MAX_FAILURES = 3  # consecutive failed decode calls after which the draft model is disabled
 WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten count
 MAX_PLANS = 64  # cached sampling plans: requests usually have few different sampling parameters
@@ -64,7 +64,7 @@ class DraftModel:
         self._slot_of: dict[Sequence, DraftSlot] = {}
         self._costs = DecodeCosts()  # costs of passes with one token per slot
         self._token_s = 0.0  # duration of prefilling one token, in seconds
-        self._num_rest = 0  # steps for which it is not considered
+        self._num_rest = 0  # steps for which the model is not considered
         self._num_failures = 0  # consecutive failures
         self._num_uses = 0
         self._plans: dict[SamplingParams, Any] = {}

@@ -37,7 +37,7 @@ class DraftedSequence:
 
 @dataclass(slots=True)
 class StepAccount:
-    """The result of a step in which the gate was consulted."""
+    """The result of a step for which the gate was asked."""
 
     num_tokens: int = 0  # tokens of the step; 0 if it had no drafts
     seconds: float = 0.0

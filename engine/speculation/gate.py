@@ -22,7 +22,7 @@ TO_START, TO_CONTINUE = 1.08, 1.02
 EXPLORING = 0.003  # share of the time that drafts may lose: "never slower" is measured within 2%
 FIRST_S = 0.03  # seconds that drafts may lose at first: a few tries on a CPU
 MAX_S = 0.2  # seconds that drafts may lose after they have saved a lot: about ten steps, then they stop
-HELD_STEPS = 8  # steps for which a choice is kept while the number of slots is equal: a new one can take milliseconds
+HELD_STEPS = 8  # steps for which a choice is kept if the number of slots stays equal: a new one can take milliseconds
 REST_STEPS = 16  # steps without drafts before they are considered again, because considering takes time
 SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative to the worst chosen slot
 
@@ -80,7 +80,7 @@ class Gate:
     """Compares the gain of drafts with the cost of their rows. See `pass_rows_of` for the passes of a decode call."""
 
     def __init__(self, costs: DecodeCosts, max_rows: int, *, unified: bool) -> None:
-        """`costs` are the costs of the model's passes, which have at most `max_rows` rows."""
+        """Create a gate. `costs` are the costs of the model's passes, which have at most `max_rows` rows."""
         self._costs = costs
         self._max_rows = max_rows
         self._unified = unified
@@ -89,7 +89,7 @@ class Gate:
         self._num_slots = 0  # number of slots in the last step
         self._num_rest = 0  # steps for which no source is asked
         self._choice = DraftPlan({}, [], 0.0)  # the last choice
-        self._num_held = 0  # steps for which it is kept
+        self._num_held = 0  # steps for which the last choice is kept
 
     def begin_step(self, num_slots: int) -> bool:
         """Return whether this step considers drafts. After drafts did not pay off, some steps don't consider any."""

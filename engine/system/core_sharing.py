@@ -146,9 +146,7 @@ class CoreSharing:
         self._uses = 0.0
         self._wants = 1
         self._threads = SteadyThreads(self._processors.available)
-        self._quiet_at: float | None = (
-            None  # last time at which other programs left all cores to this process and peers
-        )
+        self._quiet_at: float | None = None  # last time at which other programs left all cores to cellama
         self._has_warned = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cellama-cores", daemon=True)

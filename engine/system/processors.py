@@ -109,7 +109,7 @@ def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> li
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a file of a control group, or None if there is no such file."""
+    """Return the text of a control group's file, or None if the file does not exist."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -56,7 +56,7 @@ class Rendered:
         if found < 0:
             raise InvalidRequest(
                 "messages: the last message is the assistant's, but the chat template changes its content, so it can't "
-                "be continued; end with a message of the user"
+                "be continued; end with a user message"
             )
         from_start = reply.lstrip()
         end = found + len(from_start if self.text.startswith(from_start, found) else reply.strip())
@@ -133,7 +133,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def message_order(self) -> MessageOrder:
-        """The orders of messages that the template supports, derived once as `reply_markup` is.
+        """The message orders that the template supports. They are derived once, like `reply_markup`.
 
         If they can't be derived, all orders count as supported, and the template decides.
         """
@@ -143,7 +143,7 @@ class ChatTemplate:
             log.warning(
                 "message order not derived",
                 error=str(error),
-                detail="the chat template failed; messages are rendered in the order of the caller",
+                detail="the chat template failed; messages are rendered in the caller's order",
             )
             return MessageOrder(first_system=True, more_systems=True, repeated_roles=True)
 

@@ -15,7 +15,7 @@ class StopMatch:
 
 
 class TextStream:
-    """A stream that releases text when it can no longer be part of a stop string or of an unfinished character.
+    """Releases text once it can no longer be part of a stop string or of an unfinished character.
 
     The result does not depend on how the bytes are split. The stop string that *ends* first wins. If several end at the
     same position, the longest wins. Invalid bytes become U+FFFD, and an unfinished character at the very end is

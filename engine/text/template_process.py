@@ -240,7 +240,7 @@ class Renderer:
         self._current_masks = masks
         try:
             return self._render(messages, variables)
-        except Exception:  # a template is foreign code, and the prompt without masks could be rendered
+        except Exception:  # a template is untrusted code, and the prompt without masks could be rendered
             return ""
         finally:
             self._current_masks = ()
@@ -255,7 +255,7 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": str(error), "kind": "refused"}
     except MemoryError:
         return {"error": "not enough memory", "kind": "failed"}
-    except Exception as error:  # a template is foreign code
+    except Exception as error:  # a template is untrusted code
         return {"error": repr(error)[:1000], "kind": "failed"}
 
 

@@ -90,7 +90,7 @@ SHORTEST = RequestLengths(prompt_tokens=16, new_tokens=8)  # for models that are
 FIRST_SHARE = 0.1  # share of all seconds for the first measurement: about ten more must follow
 ROUNDS_S = 1.0  # seconds of a measurement; shorter rounds are repeated, because a second evens out noise
 ROUNDS_SHARE = 0.03  # share of all seconds that the repetitions may take
-NUM_TEXTS, TEXT_TOKENS = 32, 128  # texts of a measurement of an embedding model: paragraphs
+NUM_TEXTS, TEXT_TOKENS = 32, 128  # texts, and tokens per text, for measuring an embedding model: paragraphs
 BULK_PRIORITY = 9
 
 

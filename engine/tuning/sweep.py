@@ -1,4 +1,4 @@
-"""The sweep: which setups of a model are measured, in which order, and which setup is chosen.
+"""The sweep over setups: which setups are measured, in which order, and which setup is chosen.
 
 The measuring function and the clock are passed in, so tests don't need a model.
 """

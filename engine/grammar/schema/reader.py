@@ -139,7 +139,10 @@ class SchemaReader:
         return self._shapes[condition]
 
     def negations(self, condition: Condition) -> list[Condition]:
-        """Return conditions, at least one of which holds if this condition does not. Raises NegationUnsupported."""
+        """Return alternative conditions for the negation of a condition: at least one holds if the condition does not.
+
+        Raises NegationUnsupported.
+        """
         if condition == ANYTHING:
             return [NOTHING]
         found = [self.condition(node, not must_match) for node, must_match in condition]

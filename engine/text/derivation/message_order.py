@@ -1,4 +1,4 @@
-"""Find the orders of messages that a chat template can render, and rearrange conversations that it can't. Pure.
+"""Find the orders of messages that a chat template can render, and rearrange conversations that it can't.
 
 Clients send several system messages, system messages in the middle of a conversation, and several messages of the same
 role in a row. Many templates reject or drop such messages.
@@ -13,7 +13,7 @@ from typing import Any
 
 from .probes import CONTENT, USER, Probe, RenderedProbes
 
-SEPARATOR = "\n\n"  # between the texts of merged messages
+SEPARATOR = "\n\n"  # separator between the texts of merged messages
 _SYSTEMS, _LATER_USER, _LATER_CONTENT = ("Zrulesq", "Zmorerulesq"), "Zlateruserq", "Zlatercontentq"
 _SYSTEM, _LATER_SYSTEM = ({"role": "system", "content": text} for text in _SYSTEMS)
 _USER, _NEXT_USER = ({"role": "user", "content": text} for text in (USER, _LATER_USER))
@@ -36,7 +36,7 @@ class MessageOrder:
 
     first_system: bool  # a system message at the start
     more_systems: bool  # several system messages, at any position
-    repeated_roles: bool  # consecutive messages of the user, or of the assistant
+    repeated_roles: bool  # consecutive user messages, or consecutive assistant messages
 
 
 def order_probes(for_template: Callable[[Message], dict[str, Any]]) -> dict[str, Probe]:
@@ -72,7 +72,7 @@ def _is_complete(prompt: str | None, messages: list[dict[str, str]]) -> bool:
 def is_plain(messages: Sequence[Message]) -> bool:
     """Return whether every template renders the messages as they are.
 
-    This is the case without system messages and without consecutive messages of the same role.
+    This holds if there are no system messages and no consecutive messages of the same role.
     """
     roles = [message.get("role") for message in messages]
     return "system" not in roles and all(role == "tool" or role != following for role, following in pairwise(roles))
@@ -82,7 +82,7 @@ def arrange(messages: Sequence[Message], order: MessageOrder) -> list[Message]:
     """Return the messages in an order that the template supports. The content of each message is kept.
 
     System messages that the template does not support at their position become part of the first one, or of the first
-    message of the user. Consecutive messages of the same role are joined if the template requires alternating roles.
+    user message. Consecutive messages of the same role are joined if the template requires alternating roles.
     """
     arranged = list(messages)
     if not order.more_systems:
@@ -112,7 +112,7 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(run: Sequence[Message]) -> Message:
-    """Return one message with the content and the tool calls of all messages in the run."""
+    """Merge a run of messages into one message with all of their contents and tool calls."""
     if len(run) == 1:
         return run[0]
     joined = {name: value for message in run for name, value in message.items()}

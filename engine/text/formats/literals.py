@@ -61,7 +61,7 @@ def is_pair(opening: str, closing: str) -> bool:
 
 
 def mirrored(opening: str) -> str | None:
-    """Return the closing tag according to the usual conventions, or None if this tag follows none of them."""
+    """Return the closing tag according to the usual conventions, or None if the tag does not follow any of them."""
     for before, after in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end")):
         if before in opening:
             return opening.replace(before, after)
