@@ -251,7 +251,7 @@ def test_file_that_would_abort_the_process_is_rejected_before_llama_cpp_reads_it
     assert ask(model).text == "The capital of France is Paris."
 
 
-def test_model_is_not_loaded_when_one_of_its_adapters_fails(manager: ModelManager) -> None:
+def test_model_is_not_loaded_when_one_of_its_adapters_fails_to_load(manager: ModelManager) -> None:
     options = EngineOptions(n_parallel=1, threads=1)
     with pytest.raises(AdapterLoadFailed, match="does not exist; check the path"):
         manager.load("m", "bundled://tiny", options=options, adapters={"a": ("/nowhere.gguf", 1.0)})

@@ -94,7 +94,7 @@ def test_draft_model_with_another_vocabulary_is_rejected(manager: ModelManager, 
     assert manager.load("a", twin, options=options(None)).info.n_vocab != 320
 
 
-def test_draft_model_counts_in_the_memory_budget(twin: str) -> None:
+def test_draft_model_counts_toward_the_memory_budget(twin: str) -> None:
     with closing(ModelManager()) as manager:
         plain = manager.load("plain", twin, options=options(None)).memory.total_bytes
         both = manager.load("both", twin, options=options(TINY)).memory.total_bytes

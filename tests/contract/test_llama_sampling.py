@@ -61,7 +61,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 1, "temperature": 1.5}, {"mirostat": 2, "seed": 0}])
-def test_json_schema_gives_conforming_json(model: Model, sampling: dict[str, Any]) -> None:
+def test_json_output_conforms_to_its_schema(model: Model, sampling: dict[str, Any]) -> None:
     found = json.loads(complete(model, json_schema=json.dumps(SCHEMA), max_tokens=400, **sampling).text)
     assert set(found) == set(SCHEMA["required"])
     assert 1 <= len(found["name"]) <= 12

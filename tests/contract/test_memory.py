@@ -130,7 +130,7 @@ def test_model_that_does_not_fit_is_rejected_and_leaves_nothing(make_manager: Ma
     assert load(manager, "b").id == "b"
 
 
-def test_saved_states_count_in_the_budget(make_manager: MakeManager, tmp_path: Path) -> None:
+def test_saved_states_count_toward_the_budget(make_manager: MakeManager, tmp_path: Path) -> None:
     needed = footprint_of().total_bytes
     manager, shape = make_manager(needed + 20 * MIB), {"n_parallel": 4, "ctx_per_slot": 512, "threads": 1}
     with pytest.raises(InsufficientMemory, match=r"saved states 30\.0 MiB.*lower n_parallel, ctx_per_slot or cache"):

@@ -198,7 +198,7 @@ def test_failing_strategy_is_replaced_for_one_step_and_logged_less_and_less_ofte
 
 
 @pytest.mark.parametrize("method", ["build_batch", "observe", "may_yield"])
-def test_failing_default_strategy_is_replaced_for_one_step(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_default_strategy_that_fails_is_replaced_for_one_step(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     default = Adaptive()
     guarded, views = Guarded(default), [SlotView(0, 20, False)]
 
