@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import redis_time
@@ -64,10 +64,12 @@ MIN_LEASES = 4  # shortest timeout in leases, longer than an interruption that i
 MAX_GAP_LEASES = 3  # longest time in leases between two looks, before all jobs get their whole time again
 LOCK_SHARE = 0.9  # fraction of the period, so that the lock expires before the next look
 STRAYS_PERIOD_S = 60.0  # longest time between two searches for strays, which read the names of all keys
-MAX_STRAYS = 200  # messages at the head of each list that are searched for strays, which takes a millisecond
+MAX_STRAYS = 200  # messages at the head of each list that are searched for strays
+MAX_STRAY_BYTES = 8 << 20  # size of the messages of a queue that are searched, which takes a few milliseconds
 SCAN_COUNT = 1000  # keys per command, during which Redis serves no other client
 BINDINGS = "_kombu.binding.*"  # sets of the queues that producers and workers have declared (kombu.transport.redis)
-MAX_JOBS = 1000  # jobs of a queue and priority that are checked in one look, which takes a few milliseconds
+MAX_CHECKED = 1000  # jobs of a queue and priority that are checked in one look, which takes a few milliseconds
+MAX_ENDED = 500  # jobs of a queue that are ended in one look, which takes about a second
 
 
 def report_served(redis: Redis, queues: Collection[str]) -> None:
@@ -160,7 +162,7 @@ class UnservedJobs:
 
     def _end_jobs(self, queue: str, before: float, workers: Collection[WorkerEntry]) -> int:
         """End the jobs of an unserved queue that could have started before this time, and return their number."""
-        found: Any = run_script(self._redis, "unserved", [waiting_key(queue)], [before, MAX_JOBS])
+        found: Any = run_script(self._redis, "unserved", [waiting_key(queue)], [before, MAX_CHECKED, MAX_ENDED])
         if not found:
             return 0
         if not is_model_queue(queue) and queue in self._queues_read():
@@ -236,17 +238,20 @@ class UnservedJobs:
     def _declared_queues(self) -> set[str]:
         """Return the queues that any Celery app has declared in this database."""
         names: set[str] = set()
-        for key in self._redis.scan_iter(match=BINDINGS, count=SCAN_COUNT):
+        for key in self._redis.scan_iter(match=BINDINGS, count=SCAN_COUNT, _type="set"):
             bindings: Any = self._redis.smembers(key)
             names |= {raw.decode(errors="replace").rpartition(PRIORITY_SEPARATOR)[2] for raw in bindings}
         return names
 
     def _strays_in(self, queue: str) -> list[Stray]:
-        """Return the strays among the oldest messages of a queue. A queue without permission is left alone."""
+        """Return the strays among the oldest messages of a queue.
+
+        The list is empty if this worker may not read the queue, or if its keys are not lists.
+        """
         lists = {queue_key(queue, priority): priority for priority in PRIORITIES}
         try:
-            found: Any = run_script(self._redis, "strays", list(lists), [MAX_STRAYS])
-        except NoPermissionError:
+            found: Any = run_script(self._redis, "strays", list(lists), [MAX_STRAYS, MAX_STRAY_BYTES])
+        except ResponseError:
             return []
         texts = [value.decode() for value in found]
         strays = [Stray(queue, lists[texts[at]], texts[at + 1], texts[at + 2]) for at in range(0, len(texts), 3)]
@@ -277,14 +282,18 @@ class UnservedWait:
         return time.monotonic() >= self._next_at
 
     def check(self, job_ids: Iterable[str]) -> None:
-        """End those of these jobs that no worker serves, if a check is due. Raises RedisError."""
+        """End those of these jobs that no worker serves, if a check is due. While Redis is unreachable, do nothing."""
         if not self.is_due:
             return
         now = time.monotonic()
         if now - self._checked_at > MAX_GAP_LEASES * self._jobs.period_s:
-            self._suspects.clear()
-        ends = {job_id: event for job_id in job_ids if (event := self._jobs.end_of(job_id)) is not None}
-        for job_id in self._suspects & ends.keys():
-            self._jobs.end(job_id, ends[job_id])
-        self._suspects = set(ends)
+            self._suspects = set()
+        try:
+            ends = {job_id: event for job_id in job_ids if (event := self._jobs.end_of(job_id)) is not None}
+            for job_id in self._suspects & ends.keys():
+                self._jobs.end(job_id, ends[job_id])
+            self._suspects = set(ends)
+        except RedisError as error:
+            log.info("unserved jobs not checked", detail=f"{error}; the check is repeated")
+            self._suspects = set()
         self._checked_at, self._next_at = now, time.monotonic() + self._jobs.period_s

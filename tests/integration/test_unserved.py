@@ -13,15 +13,17 @@ import pytest
 from celery import Celery, chord
 from celery.exceptions import ChordError
 from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from cellama.api import AsyncClient, Client
-from cellama.api.machine.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer, free_port
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key, reaper_key, served_key, strays_key, waiting_key, watched_key
 from cellama.tasks.contract.names import model_of
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.ledger import Ending, Ledger
-from cellama.tasks.state.unserved import UnservedJobs, report_served
+from cellama.tasks.state.unserved import UnservedJobs, UnservedWait, report_served
 
 from ..conftest import MODELS, PATIENCE_S, WorkerProcess, empty_database, wait_until
 from .ledgers import begin, journal, submit, take
@@ -150,6 +152,28 @@ def test_message_that_a_worker_takes_at_the_last_moment_is_not_ended(watch: Watc
     watch.search._strays_in = lambda queue: (found(queue), watch.redis.delete(queue))[0]  # type: ignore[method-assign]
     assert watch.look() == []
     assert watch.ledger.state(job.id) is None
+
+
+def wait_with(redis: Redis) -> UnservedWait:
+    """The wait of a caller whose time passes after a moment."""
+    options: dict[str, Any] = {"timeout_s": 0.1, "lease_s": 0.02, "queues_read": set}
+    return UnservedWait(UnservedJobs(redis, Ledger(redis), lambda *_: None, **options))
+
+
+def test_caller_ends_its_job_when_two_checks_in_a_row_find_it_unserved(watch: Watch) -> None:
+    job_id, other, wait = watch.job(), watch.job(), wait_with(watch.redis)
+    wait_until(lambda: wait.is_due, "a check that is due")
+    wait.check([job_id])
+    assert watch.ledger.state(job_id) == "queued"  # after an outage, workers have not reported their queues yet
+    wait_until(lambda: wait.check([job_id]) or watch.ledger.state(job_id) == "done", "the end of the job")
+    assert watch.ledger.state(other) == "queued"
+
+
+def test_caller_continues_to_wait_while_redis_is_unreachable() -> None:
+    with Redis(port=free_port(), retry=Retry(NoBackoff(), 0)) as redis:
+        wait = wait_with(redis)
+        wait_until(lambda: wait.is_due, "a check that is due")
+        wait.check(["job"])  # does not raise
 
 
 # Real workers

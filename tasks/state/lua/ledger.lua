@@ -699,12 +699,13 @@ return {stamp(now), since}
 
 --@ unserved
 -- Finds the waiting jobs of a queue that could have started before a time, and whose message no worker holds.
--- KEYS: waiting jobs. ARGV: the time, maximum number of jobs to check for each priority.
-local waiting, before, max_jobs = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+-- KEYS: waiting jobs. ARGV: the time, maximum number of jobs to check for each priority, maximum number of jobs to return.
+local waiting, before, max_checked, max_found = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local found = {}
 for priority = 0, 9 do
   local low, high = stamp(priority * WEIGHT), stamp(priority * WEIGHT + before)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, low, high, 'LIMIT', 0, max_jobs)) do
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, low, high, 'LIMIT', 0, max_checked)) do
+    if #found == max_found then return found end
     local entry = redis.call('HMGET', JOB .. id, 'submitted_at', 'delay')
     local may_start_at = tonumber(entry[1] or 0) + tonumber(entry[2] or 0)
     if may_start_at <= before and not redis.call('ZSCORE', LEASES, id) then found[#found+1] = id end
@@ -714,13 +715,14 @@ return found
 
 --@ strays
 -- Finds the messages of plain Celery at the head of some lists, whose task has a name of cellama. Messages of other tasks are
--- not read further than needed to see this. KEYS: lists. ARGV: maximum number of messages per list.
+-- not read further than needed to see this. KEYS: lists. ARGV: maximum number of messages per list, maximum bytes of all messages.
 -- Returns for each message its list, id and task.
-local found = {}
+local found, num_bytes = {}, 0
 for _, list in ipairs(KEYS) do
   for at = 1, tonumber(ARGV[1]) do
     local message = redis.call('LINDEX', list, -at)
-    if not message then break end
+    num_bytes = num_bytes + #(message or '')
+    if not message or num_bytes > tonumber(ARGV[2]) then break end
     local task = string.find(message, '"cellama.', 1, true) and string.match(message, '"task": *"(cellama%.[%w_.]+)"')
     local id = task and not string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) and id_of(message)
     if id then
