@@ -1,4 +1,4 @@
-"""Print a story once, even if this program, the gateway, a worker or Redis stops in between.
+"""Print a story once, even if this program, the gateway, a worker or Redis stops in the meantime.
 
 Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9` and
 start them again: this program resumes where it stopped. Only text that it printed just before it was killed can
@@ -69,7 +69,7 @@ def main() -> None:
                     break
             except NotFoundError as error:
                 sys.exit(f"the response has expired: {error}")
-            except (APIError, httpx.TransportError) as error:  # the latter in mid-stream
+            except (APIError, httpx.TransportError) as error:  # the latter if a stream breaks off
                 print(f"\n[{error}; retrying]", file=sys.stderr)
             time.sleep(RETRY_S)
     print()

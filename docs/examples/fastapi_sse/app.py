@@ -26,7 +26,7 @@ class Story(BaseModel):
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """One client serves the whole process."""
+    """Create the client, which serves the whole process."""
     async with AsyncClient() as client:
         app.state.client = client
         yield
