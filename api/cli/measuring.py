@@ -27,7 +27,7 @@ MEASURED_WITH = (
     *("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v"),
     *("n_batch", "chunk_size", "batch_strategy", "pooling"),
 )
-EXIT_TIMEOUT_S = 10.0  # for the measuring process to free its model after an interrupt; then it is killed
+EXIT_TIMEOUT_S = 10.0  # time for the measuring process to free its model after an interrupt, before it is killed
 MAX_OTHER_LOAD = 0.25  # share of the cores; if other programs use more, small differences are not reliable
 UNNAMED_ID = "tuned-source"
 

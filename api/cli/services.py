@@ -40,8 +40,8 @@ from .output import called, err, out, url_of
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # modules of the extra `worker`
 HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client", "jinja2")  # modules of the extra `http`
-START_TIMEOUT_S = 300.0  # for a large model to load from a slow disk
-GATEWAY_TIMEOUT_S = 5.0  # for one response of the gateway
+START_TIMEOUT_S = 300.0  # time for a large model to load from a slow disk
+GATEWAY_TIMEOUT_S = 5.0  # timeout for one response of the gateway
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
     list[str] | None,

@@ -81,13 +81,13 @@ from .registry_views import Stats, memory_of, models_of, queues, stats
 CONNECT_TIMEOUT_S = 3.0  # a reachable Redis accepts connections immediately, so a longer timeout only delays the error
 RESULT_POLL_S = 5.0  # the maximum delay of a result that is stored while Celery subscribes, which it may miss
 RESULT_TIMEOUT_S = 30.0  # after the terminal event, immediately after which the result is stored
-LOAD_TIMEOUT_S = 600.0  # enough for a large model that is downloaded first
-UNLOAD_TIMEOUT_S = 60.0  # for running jobs of the model to finish
+LOAD_TIMEOUT_S = 600.0  # time for a large model, which may be downloaded first
+UNLOAD_TIMEOUT_S = 60.0  # time for running jobs of the model to finish
 ADAPTER_LOAD_TIMEOUT_S = 120.0  # adapters have a few hundred megabytes
-ADAPTER_UNLOAD_TIMEOUT_S = 60.0  # for jobs that use the adapter to finish
-EVICT_TIMEOUT_S = 60.0  # for KV states to be written to disk
+ADAPTER_UNLOAD_TIMEOUT_S = 60.0  # time for jobs that use the adapter to finish
+EVICT_TIMEOUT_S = 60.0  # time for KV states to be written to disk
 OUTAGE_S = 15.0  # readers of a stream wait this long for Redis: longer than a failover
-OUTAGE_RETRY_S = 0.5  # between attempts to resume a stream: shorter than a restart of Redis
+OUTAGE_RETRY_S = 0.5  # pause between attempts to resume a stream: shorter than a restart of Redis
 
 R = TypeVar("R", covariant=True, default=Result)
 

@@ -32,7 +32,7 @@ from cellama.config.logging import event_logger
 log = event_logger(__name__)
 
 START_TIMEOUT_S = 15.0  # without an answer, or without progress in loading its data
-STOP_TIMEOUT_S = 10.0  # for writing data to disk; then it is killed, which is safe because of the append-only file
+STOP_TIMEOUT_S = 10.0  # time to write data to disk before it is killed, which is safe because of the append-only file
 REPLY_TIMEOUT_S = 5.0
 LOG_INTERVAL_S = 5.0  # between two log lines while it loads its data
 LOOPBACK = "127.0.0.1"

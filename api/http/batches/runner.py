@@ -26,7 +26,7 @@ from .service import OPEN, BatchService
 log = event_logger(__name__)
 
 SWEEP_S = 60.0  # longer than any lease, so that a gateway never encounters its own lease from the previous sweep
-ANSWER_S = 5.0  # for a reply of Redis, shorter than the rest of a lease after a failed renewal
+ANSWER_S = 5.0  # timeout for a reply of Redis, shorter than the rest of a lease after a failed renewal
 ORPHANED_S = 60.0  # an open batch that has no record after a minute was never created, or has expired
 
 

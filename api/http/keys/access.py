@@ -27,7 +27,7 @@ log = event_logger(__name__)
 
 JOBS_RETRY_S = 1.0  # the time at which one of a key's jobs ends is unknown
 OUTAGE_RETRY_S = 1.0  # for clients, while Redis is unreachable
-ANSWER_S = 2.0  # for a reply of Redis: clients would rather retry than wait longer for a check of their key
+ANSWER_S = 2.0  # timeout for a reply of Redis, because clients would rather retry than wait longer
 _KEY_HELP = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` creates a key"
 RATE_HEADER_NAMES = tuple(
     f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")

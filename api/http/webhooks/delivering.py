@@ -22,7 +22,7 @@ from .sending import DeliveryOutcome, Sender
 
 log = event_logger(__name__)
 
-ANSWER_S = 5.0  # for a reply of Redis, far shorter than a lease
+ANSWER_S = 5.0  # timeout for a reply of Redis, far shorter than a lease
 MAX_ATTEMPTS = 16  # at the same time: each holds a connection, and most endpoints answer within a second
 MAX_ATTEMPTS_PER_ENDPOINT = 4  # at the same time, so that a slow endpoint does not delay others
 RETRY_WAITS_S = (5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)  # after each failed attempt
