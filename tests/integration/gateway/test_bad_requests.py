@@ -38,8 +38,8 @@ def turns(*contents: Any) -> list[Any]:
         ({"messages": None}, errors.BadRequestError, "messages", "messages is missing"),
         ({"messages": "Hi"}, errors.BadRequestError, "messages", "messages is 'Hi'"),
         ({"messages": [IMAGE]}, errors.BadRequestError, "messages", "models can only process text"),
-        ({"messages": turns("x " * 9000)}, errors.BadRequestError, None, "the prompt has"),
-        ({"messages": turns("x " * 9000), "stream": True}, errors.BadRequestError, None, "the prompt has"),
+        ({"messages": turns("x " * 9000)}, errors.BadRequestError, None, "the prompt is too long"),
+        ({"messages": turns("x " * 9000), "stream": True}, errors.BadRequestError, None, "the prompt is too long"),
         ({"messages": turns("half a pair: \ud800")}, errors.BadRequestError, "messages", "messages.0"),
         ({"stream": "yes"}, errors.BadRequestError, "stream", "stream is 'yes'"),
         (
