@@ -24,15 +24,16 @@ NOT_RUN = {
     "installs packages": 5,
     "needs a GPU's tools": 1,
     "fetches a model from the hub": 1,
-    "a second `cellama up` beside the first one": 1,
-    "names a host of yours": 2,
-    "names files of yours": 6,
+    "a second `cellama up` alongside the first one": 1,
+    "needs your own host": 2,
+    "needs your own files": 6,
     "takes minutes": 2,
     "needs a reranking model": 1,
     "downloads a test suite": 1,
     "closes the gateway to the other pages": 1,
+    "creates a key, and then the gateway of other blocks would require it": 1,
 }
-GATEWAY = "http://127.0.0.1:8000"  # the directory that pages use for models
+GATEWAY = "http://127.0.0.1:8000"  # the gateway's address on the pages
 STARTED = "cellama up"  # lines that start services, which the fixtures have already started
 EXAMPLES = "docs/examples/"
 # Printed before each block, so that the output of a page can be divided.
