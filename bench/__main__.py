@@ -23,12 +23,12 @@ def main() -> None:
     questions = {name: BENCHMARKS[name].question for name in available} | {ALL: "all of them; --short"}
     parser = argparse.ArgumentParser(
         prog="cellama bench",
-        description="Run seeded benchmarks on this machine, side by side with other programs.",
+        description="Run seeded benchmarks on this machine, and compare cellama with other programs.",
         epilog="\n".join(f"  {name:18} {question}" for name, question in questions.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=[*sorted(BENCHMARKS), ALL], metavar="NAME", help="name of a benchmark, or all")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark, which its --help lists")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark (see its --help)")
     chosen = parser.parse_args()
     if chosen.name == ALL:
         raise SystemExit(1 if run(available, chosen.rest) else 0)

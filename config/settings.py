@@ -398,7 +398,7 @@ class Settings(BaseSettings):
         description="Batch lease in seconds. If a gateway fails to renew it, others resume its batches.",
     )
     gateway_open_batches: int = Field(
-        default=100, ge=1, description="Maximum number of a tenant's unfinished batches. Further ones get 429."
+        default=100, ge=1, description="Maximum number of a tenant's unfinished batches. Further batches get 429."
     )
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],

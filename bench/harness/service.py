@@ -200,7 +200,10 @@ class Service:
             )
 
     def wait_ready(self) -> None:
-        """Wait until every worker is in the registry. Raises RuntimeError with the end of a log."""
+        """Wait until every worker is in the registry.
+
+        Raises RuntimeError, with the end of the worker's log, if a worker exits.
+        """
         pids = {process.pid for process in self.processes.values()}
 
         def registered() -> bool:

@@ -116,7 +116,7 @@ def write_adapter(path: Path, wrapped: dict[str, LowRank], rank: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("engine/bundled/tiny.gguf"), help="path of the bundled model")
-    parser.add_argument("--steps", type=int, default=600, help="steps of 2048 tokens (default: 600)")
+    parser.add_argument("--steps", type=int, default=600, help="number of steps of 2048 tokens (default: 600)")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

@@ -153,7 +153,7 @@ def train(model: TinyLlama, tokenizer: Tokenizer, steps: int, seed: int) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2800, help="steps of 4096 tokens (default: 2800)")
+    parser.add_argument("--steps", type=int, default=2800, help="number of steps of 4096 tokens (default: 2800)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="path of the GGUF file")

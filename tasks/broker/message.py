@@ -112,7 +112,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
             self._ledger.set_aside(taken, wait_s)
         except RedisError as error:
             detail = f"{error}; the job waits for its ETA in this worker"
-            log.warning("message not set aside", job_id=taken.job_id, detail=detail)
+            log.warning("delayed message not returned to Redis", job_id=taken.job_id, detail=detail)
             return False
         self.forget(message)
         return True

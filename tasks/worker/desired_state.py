@@ -288,7 +288,7 @@ class DesiredStateRecord:
             else:
                 self._redis.hdel(self._loads, field_of(key))
         except RedisError as error:
-            log.warning("model load end not recorded", detail=f"{error}; the load counts as a crash")
+            log.warning("finished model load not recorded", detail=f"{error}; the load counts as a crash")
 
 
 def _is_adapter_of(model_id: str, name: bytes) -> bool:

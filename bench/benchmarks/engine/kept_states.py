@@ -62,7 +62,7 @@ RATE = "rate without sharing, folder over none"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompt", type=int, default=1900, help="tokens per long prompt")
-    parser.add_argument("--samples", type=int, default=3, help="long prompts per tier")
+    parser.add_argument("--samples", type=int, default=3, help="number of long prompts per tier")
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--in-ram", type=int, default=20, help="number of conversations whose states fit into RAM")
     parser.add_argument("--opening", type=int, default=160, help="tokens in the first prompt of a conversation")
@@ -70,10 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=4, help="tokens per answer")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rate", type=float, default=6.0, help="turns that arrive per second")
-    parser.add_argument("--states", type=int, default=24, help="long prompts whose states are written during a stream")
+    parser.add_argument(
+        "--states", type=int, default=24, help="number of long prompts whose states are written during a stream"
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of streaming before and after the writes")
     parser.add_argument("--requests", type=int, default=32, help="number of requests without shared prefixes")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the stream and of the load")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the stream and the load")
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--system", type=int, default=256, help="tokens of the shared system prompt")
+    parser.add_argument("--system", type=int, default=256, help="tokens in the shared system prompt")
     parser.add_argument("--message", type=int, default=64, help="tokens per user message")
     parser.add_argument("--new", type=int, default=32, help="tokens per answer")
     parser.add_argument("--think", type=float, default=2.0, help="seconds between an answer and the next message")

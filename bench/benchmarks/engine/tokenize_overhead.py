@@ -27,16 +27,18 @@ TOKENS_PER_WORD = 7  # upper limit for the words that this benchmark makes up
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=256, help="words per prompt")
-    parser.add_argument("--repeats", type=int, default=200, help="calls that only tokenize")
-    parser.add_argument("--threads", type=int, default=2, help="callers that tokenize concurrently")
-    parser.add_argument("--callers", type=int, nargs="+", default=[1, 4, 8], help="callers that generate concurrently")
+    parser.add_argument("--repeats", type=int, default=200, help="number of calls that only tokenize")
+    parser.add_argument("--threads", type=int, default=2, help="number of callers that tokenize concurrently")
+    parser.add_argument(
+        "--callers", type=int, nargs="+", default=[1, 4, 8], help="numbers of callers that generate concurrently"
+    )
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--new", type=int, default=8, help="tokens per call")
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
-        help="rounds in which each caller sends text and tokens once",
+        help="number of rounds, in which each caller sends text and tokens once",
     )
 
 

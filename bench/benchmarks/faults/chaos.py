@@ -45,9 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--rollbacks", type=int, default=5)
     parser.add_argument("--period", type=float, default=4.0, help="seconds between two disturbances")
-    parser.add_argument("--canvases", type=int, default=6, help="canvases of each kind in the scenario `canvas`")
+    parser.add_argument(
+        "--canvases", type=int, default=6, help="number of canvases of each kind in the scenario `canvas`"
+    )
     parser.add_argument("--chord", type=int, default=50, help="parts per chord")
-    parser.add_argument("--ends", type=int, default=2 * len(ENDS), help="kills between a job and its next step")
+    parser.add_argument(
+        "--ends", type=int, default=2 * len(ENDS), help="number of kills between a job and its next step"
+    )
     parser.add_argument(
         "--points", nargs="+", choices=list(POINTS), default=list(POINTS), help="points at which these kills happen"
     )

@@ -49,17 +49,22 @@ TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", type=int, default=500, help="number of hostile schemas, expressions and grammars")
     parser.add_argument(
-        "--first-form", type=int, default=0, help="number of the first of these, for example to run only one"
+        "--first-form",
+        type=int,
+        default=0,
+        help="number of the first hostile schema, expression or grammar, for example to run only one",
     )
     parser.add_argument("--payloads", type=int, default=10_000, help="number of random payloads")
     parser.add_argument(
         "--first", type=int, default=0, help="number of the first random payload, for example to run only one"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up", type=int, default=200, help="random payloads before memory and keys are measured")
+    parser.add_argument(
+        "--warm-up", type=int, default=200, help="number of random payloads to send before memory and keys are measured"
+    )
     parser.add_argument("--corpus", default="", metavar="PART", help="run only entries whose names contain this text")
-    parser.add_argument("--in-flight", type=int, default=8, help="random payloads in flight")
-    parser.add_argument("--in-flight-corpus", type=int, default=1, help="entries of the corpus in flight")
+    parser.add_argument("--in-flight", type=int, default=8, help="number of random payloads in flight")
+    parser.add_argument("--in-flight-corpus", type=int, default=1, help="number of corpus entries in flight")
     parser.add_argument("--good", type=int, default=4, help="number of other jobs in flight")
     parser.add_argument("--limit", type=float, default=20.0, help="time limit in seconds per payload")
 

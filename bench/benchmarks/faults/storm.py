@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--new", type=int, default=64, help="tokens per line")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=16, help="slots of each worker")
+    parser.add_argument("--slots", type=int, default=16, help="slots per worker")
     parser.add_argument("--command-kills", type=int, default=3)
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--redis-restarts", type=int, default=1)

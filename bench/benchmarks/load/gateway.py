@@ -57,7 +57,7 @@ class StreamReading:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=1000, help="concurrent streams")
-    parser.add_argument("--beside", type=int, default=100, help="streams for the comparison of first tokens")
+    parser.add_argument("--beside", type=int, default=100, help="number of streams for the comparison of first tokens")
     parser.add_argument("--apart-ms", type=float, default=30.0, help="milliseconds between the starts of these streams")
     parser.add_argument("--new", type=int, default=64, help="maximum number of tokens per stream")
     parser.add_argument("--slots", type=int, default=128, help="slots of the worker and of llama-server")
@@ -65,12 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         default=max(1, CORES - 1),
-        help="threads of a step (default: all cores except one)",
+        help="threads per step (default: all cores except one)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=6, help="rounds of the compared streams; the p95 of a round varies by about 10 ms"
+        "--rounds",
+        type=int,
+        default=6,
+        help="number of rounds of the compared streams; the p95 of a round varies by about 10 ms",
     )
-    parser.add_argument("--pace", type=float, default=0.05, help="minimum seconds per step, to keep processors idle")
+    parser.add_argument(
+        "--pace", type=float, default=0.05, help="minimum seconds per step, so that cores are not always busy"
+    )
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
     add("--requests", type=int, default=160, help="number of requests that are sent at once")
-    add("--chats", type=int, default=0, help="conversations of several turns among the requests")
-    add("--turns", type=int, default=4, help="requests per chat")
+    add("--chats", type=int, default=0, help="number of conversations of several turns among the requests")
+    add("--turns", type=int, default=4, help="number of requests per chat")
     add("--scale", type=float, default=1.0, help="factor for all lengths")
-    add("--rounds", type=int, default=1, help="rounds in which everything is sent at once; medians are shown")
+    add("--rounds", type=int, default=1, help="rounds in which all requests are sent at once; medians are shown")
     add(
         "--ours",
         nargs="+",
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(at_once.OURS),
         help="variants of cellama to measure",
     )
-    add("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
-    add("--options", type=json.loads, default={}, help="engine options of cellama as JSON")
+    add("--slots", type=int, default=64, help="slots for cellama, unless --options sets them")
+    add("--options", type=json.loads, default={}, help="engine options for cellama, as JSON")
     add(
         "--server-slots",
         type=int,
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[16, 32, 64],
         help="values of -np for llama-server",
     )
-    add("--arrivals", type=int, default=80, help="requests per arrival rate")
+    add("--arrivals", type=int, default=80, help="number of requests per arrival rate")
     add(
         "--shares",
         type=float,
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="arrival rates relative to llama-server's rate",
     )
     add("--rates", type=float, nargs="*", default=[], help="arrivals per second instead of shares")
-    add("--threads", type=int, default=CORES, help="threads of every server")
+    add("--threads", type=int, default=CORES, help="threads per server")
     add("--seed", type=int, default=0)
 
 

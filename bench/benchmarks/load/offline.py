@@ -34,21 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="variants of cellama to measure"
     )
-    parser.add_argument("--lines", type=int, default=2000, help="lines of each workload")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of independent lines")
-    parser.add_argument("--shared-prompt", type=int, default=384, help="prompt tokens of lines in families")
+    parser.add_argument("--lines", type=int, default=2000, help="lines per workload")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens per independent line")
+    parser.add_argument("--shared-prompt", type=int, default=384, help="prompt tokens per line in families")
     parser.add_argument("--shared", type=int, default=320, help="prompt tokens that a family shares")
     parser.add_argument("--families", type=int, default=20)
-    parser.add_argument("--new", type=int, default=64, help="generated tokens per line")
-    parser.add_argument("--slots", type=int, default=64, help="slots of cellama, unless --options sets them")
-    parser.add_argument("--options", type=json.loads, default={}, help="engine options of cellama as JSON")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate per line")
+    parser.add_argument("--slots", type=int, default=64, help="slots for cellama, unless --options sets them")
+    parser.add_argument("--options", type=json.loads, default={}, help="engine options for cellama, as JSON")
     parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of -np to try")
     parser.add_argument("--try-lines", type=int, default=256, help="lines for each value of -np")
     parser.add_argument(
         "--naive-lines", type=int, default=0, help="number of lines for the naive Celery task (0: all lines)"
     )
     parser.add_argument("--naive-processes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=CORES, help="threads of every server")
+    parser.add_argument("--threads", type=int, default=CORES, help="threads per server")
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="slots of the engine")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--ways", nargs="+", metavar="TEXT", help="run only the jobs whose names contain one of these strings"
+        "--ways", nargs="+", metavar="TEXT", help="measure only jobs whose names contain one of these strings"
     )
 
 

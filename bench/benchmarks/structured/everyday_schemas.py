@@ -235,7 +235,7 @@ class Described(BaseModel):
     """A model with a title, a description and examples."""
 
     model_config = ConfigDict(title="Anything but plain", json_schema_extra={"examples": [{"name": "x"}]})
-    name: str = Field(description="Name of the thing", examples=["x"], deprecated=True)
+    name: str = Field(description="Name of the item", examples=["x"], deprecated=True)
     extra: int = Field(default=1, json_schema_extra={"x-order": 2, "example": 3})
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite",
         type=Path,
         default=os.environ.get(SUITE) or None,
-        help=f"directory of the JSON-Schema-Test-Suite; default: the environment variable {SUITE}",
+        help=f"directory of the JSON-Schema-Test-Suite (default: the environment variable {SUITE})",
     )
     parser.add_argument("--outputs", type=int, default=20, help="sampled texts per accepted schema")
     parser.add_argument("--seed", type=int, default=0)

@@ -71,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLINGS), choices=list(SAMPLINGS))
     parser.add_argument("--threads", type=int, default=CORES)
-    parser.add_argument("--vocabulary", type=int, default=150_000, help="tokens of the synthetic vocabulary")
-    parser.add_argument("--masks", type=int, default=20_000, help="masks per vocabulary")
-    parser.add_argument("--schemas", type=int, default=200, help="number of generated schemas to compile in addition")
+    parser.add_argument("--vocabulary", type=int, default=150_000, help="number of tokens in the synthetic vocabulary")
+    parser.add_argument("--masks", type=int, default=20_000, help="number of masks per vocabulary")
+    parser.add_argument("--schemas", type=int, default=200, help="number of additional generated schemas to compile")
     parser.add_argument("--parts", nargs="+", default=["load", "masks"], choices=["load", "masks"])
 
 
