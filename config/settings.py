@@ -191,7 +191,7 @@ class Settings(BaseSettings):
         default=DEFAULT_KEY_PREFIX,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="Prefix of all Redis keys and queue names. All processes of an installation must use the same "
-        "prefix. Installations that share a database must use different ones.",
+        "prefix. Installations that share a database must use different prefixes.",
     )
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
         default=(TINY,),
@@ -216,7 +216,7 @@ class Settings(BaseSettings):
         default="default", min_length=1, description="Worker pool. Its workers load the same models at run time."
     )
     look_ahead: int = Field(
-        default=4, ge=0, description="Number of jobs per model that a worker holds in addition to those in its slots."
+        default=4, ge=0, description="Number of jobs per model that a worker holds beyond the jobs in its slots."
     )
     default_timeout_s: int = Field(
         default=3600,
@@ -402,8 +402,8 @@ class Settings(BaseSettings):
     )
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],
-        description="Origins, such as https://chat.example.org, whose pages may send requests from a browser: a JSON "
-        "list, or separated by commas (default: none). `*` allows every origin. Without API keys, "
+        description="Origins whose pages may send requests from a browser, such as https://chat.example.org, as a JSON "
+        "list or separated by commas (default: none). `*` allows every origin. Without API keys, "
         "these pages can also make changes.",
     )
     gateway_console: Literal["auto", "on", "off"] = Field(

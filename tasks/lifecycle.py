@@ -83,7 +83,7 @@ class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
         consumer.app.runtime.attach(consumer)
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Announce the worker after the first turn of the event loop, in which the worker starts receiving commands."""
+        """Announce the worker after the first turn of the event loop, when the worker receives commands."""
         hub.call_soon(consumer.app.runtime.announce)
 
 

@@ -113,7 +113,7 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
 
 
 def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> TimedFile:
-    """Compute, without a run, the time for these prompt tokens and all new ones at the rates of llama-batched-bench."""
+    """Return the time for these prompt tokens and all new tokens at the rates of llama-batched-bench, without a run."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
     options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))

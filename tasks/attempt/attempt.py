@@ -523,7 +523,7 @@ class JobAttempt:
         return self._done({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
 
     def _done(self, result: Result) -> Result:
-        """End the stream of a job for which no engine reports the end, and return the result."""
+        """End the stream of a job whose end no engine reports, and return the result."""
         usage = cast(Usage, result.get("usage") or usage_of())
         self._end_stream(events.done("stop", usage), result)
         log.info("job finished", job_id=self.job_id, model=result["model"], prompt_tokens=usage["prompt_tokens"])

@@ -412,7 +412,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
                 reader.request_again()
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        """End a job whose task cellama doesn't have, for readers of its stream and its canvas as well."""
+        """Fail a job whose task is unknown to cellama, including its stream and its canvas."""
         if "task" not in message.headers:  # Celery's first protocol
             super().on_unknown_task(body, message, exc)
             return

@@ -82,7 +82,7 @@ def store_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) ->
 
 
 def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
-    """Cancel a job, and return whether this call ended it, which is the case if no worker runs it."""
+    """Cancel a job. Return True if this call ended the job, because no worker was running it."""
     if not ledger.cancel(job_id, running=running) or (ending := ledger.ending(job_id)) is None:
         return False
     try:

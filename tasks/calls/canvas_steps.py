@@ -94,7 +94,7 @@ def share_tasks(app: Celery, task_class: type[Task]) -> None:
 def route_steps(options: dict[str, Any], own_class: type[Celery]) -> None:
     """Replace the steps in the options of a call with steps that name their queue.
 
-    The queue is the one that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
+    It is the queue that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
     unchanged if it already names its queue, or if no other app of this process could send it. Raises InvalidJob if an
     app has no such queue.
     """
@@ -121,7 +121,10 @@ def _routed(step: Any, own_class: type[Celery]) -> Any:
 
 
 def _name_of(task: str, kwargs: dict[str, Any]) -> str:
-    """Return the name by which a step is routed. `xmap` and `chunks` are routed like the task that they call."""
+    """Return the task name that determines the route of a step.
+
+    `xmap` and `chunks` are routed like the task that they call.
+    """
     inner = kwargs.get("task") if task in ("celery.map", "celery.starmap", "celery.chunks") else None
     return str(inner["task"]) if isinstance(inner, dict) else task
 

@@ -393,7 +393,9 @@ class Publisher:
                 self._abandon(run_id, Interruption.SUPERSEDED)
             elif index in gaps:
                 log.warning(
-                    "journal has gaps", run=run_id, detail="Redis lost events; the job resumes from the remaining ones"
+                    "journal has gaps",
+                    run=run_id,
+                    detail="Redis lost events; the job resumes from the remaining events",
                 )
                 self._abandon(run_id, Interruption.HANDED_BACK)
             elif entry.event_class == "terminal":

@@ -86,7 +86,7 @@ class JobFilter:
     """The jobs to find. An empty text matches all jobs.
 
     `state` is one of FILTER_STATES, `model` an id, `kind` the name of a task without `cellama.`, and `text` a part of
-    the id. A `tenant` restricts the jobs to those of the tenant's requests; None stands for all jobs.
+    the id. `tenant` restricts the jobs to the jobs of the tenant's requests. None stands for all jobs.
     """
 
     state: str = ""
@@ -130,7 +130,7 @@ class _JobSet:
 
 
 async def find_jobs(redis: AsyncRedis, wanted: JobFilter, limit: int, after: str = "") -> FoundJobs:
-    """Return up to `limit` jobs: running ones, then waiting ones in queue order, then ended ones, the latest first.
+    """Return up to `limit` jobs: running jobs, then waiting jobs in queue order, then ended jobs, latest first.
 
     `after` is the position of a page. A page may have fewer jobs, or none, although there are more. Raises RedisError,
     and InvalidJob for an invalid position.

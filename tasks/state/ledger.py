@@ -110,7 +110,7 @@ def work_of_text(text: str) -> JobWork:
 
 
 def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobWork:
-    """Return the work that a call requests. The call may be invalid, in which case defaults replace invalid values."""
+    """Return the work that a call requests. If the call is invalid, defaults replace the invalid values."""
     kind = KINDS.get(task)
     name = task.removeprefix("cellama.")
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
@@ -414,7 +414,7 @@ class Ledger:
         return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
-        """Cancel a job. Return True if this call ended it, which is the case if no worker runs it.
+        """Cancel a job. Return True if this call ended the job, because no worker was running it.
 
         With `running`, a running job is ended by its worker, or by the next worker that starts it.
         """

@@ -96,7 +96,7 @@ class SentScript:
 
 
 def sha(name: str) -> str:
-    """Return the digest by which Redis identifies a script that it has already run."""
+    """Return the digest that Redis uses to identify a script that it has already run."""
     return str(_script(name).sha)
 
 

@@ -59,7 +59,7 @@ class Refuser:
         return Redis.from_url(self._service.redis_server.url, socket_timeout=None, retry=Retry(NoBackoff(), 0))
 
     def refuse(self, code: str, seconds: float) -> None:
-        """Make Redis refuse commands with this code for `seconds`. Raises RuntimeError if it accepts one meanwhile."""
+        """Make Redis refuse commands with this code for `seconds`. Raises RuntimeError if it accepts a command."""
         self.num_refused = 0
         others = {"LOADING": self._load, "UNBLOCKED": self._unblock}
         others[code](seconds) if code in others else self._hold(code, seconds)

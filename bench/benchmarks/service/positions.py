@@ -1,7 +1,7 @@
 """Compare the estimates of `Client.position` for jobs of mixed lengths on two workers with their actual waits.
 
-Jobs arrive in bursts, and the position is read right after each job is queued. Without history there is no estimate, so
-such jobs are counted separately. Waits are measured with Redis' clock, from the call until the job gets a slot.
+Jobs arrive in bursts, and the position is read right after each job is queued. Jobs without history have no estimate,
+and are counted separately. Waits are measured with Redis' clock, from the call until the job gets a slot.
 """
 
 from __future__ import annotations

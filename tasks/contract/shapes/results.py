@@ -36,7 +36,7 @@ class Timings(TypedDict, total=False):
     """Milliseconds since submission, and rates in tokens per second. A value that was not measured is None.
 
     `delivery_ms` ends when the worker's engine receives the request, `queue_ms` when the request gets a slot, and
-    `ttft_ms` with the first token. `prefix_wait_ms` is the part of `queue_ms` in which another request computed a
+    `ttft_ms` with the first token. `prefix_wait_ms` is the part of `queue_ms` during which another request computed a
     shared prefix. `prefix_cache_ratio` is the cached part of the prompt, from 0 to 1.
     """
 
