@@ -38,7 +38,7 @@ from cellama.tasks.contract import kinds as package  # noqa: E402
 from cellama.tasks.contract.kinds import Kind  # noqa: E402
 from cellama.tasks.contract.payloads import Payload, TypedAs  # noqa: E402
 
-HEADER = '''"""The tasks as type checkers see them: what a call takes, and what its job gives.
+HEADER = '''"""The tasks as type checkers see them: the parameters of a call, and the result of its job.
 
 .ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
 """

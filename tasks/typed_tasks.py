@@ -1,4 +1,4 @@
-"""The tasks as type checkers see them: what a call takes, and what its job gives.
+"""The tasks as type checkers see them: the parameters of a call, and the result of its job.
 
 .ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
 """
@@ -31,7 +31,7 @@ from .jobs import TASKS
 
 
 class BaseParams(TypedDict, total=False):
-    """Parameters of the parameters that all kinds of jobs have."""
+    """Parameters of a job of any kind."""
 
     priority: int
     timeout: float | None

@@ -373,7 +373,7 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job can have at m
 
 
 class BaseJob(Payload):
-    """The parameters that all kinds of jobs have."""
+    """A job of any kind."""
 
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="Id of the model, or :default.")]
     priority: StrictInt = Field(
