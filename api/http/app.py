@@ -114,7 +114,9 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Convert errors of the router, such as errors for unknown paths and methods."""
-    message = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
+    path = f"{request.method} {request.url.path}"
+    remedy = "open the overview" if console.is_console_page(request) else "docs/how-to/gateway.md lists the endpoints"
+    message = f"{path}: {error.detail}; {remedy}"
     return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
 
 

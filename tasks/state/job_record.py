@@ -20,7 +20,7 @@ MAX_SHOWN_BYTES = 256 << 10  # size of a message or result above which it is not
 EVENTS_PER_PAGE = 500  # which take some milliseconds of the event loop
 FIELDS = (
     "state", "task", "queue", "priority", "submitted_at", "delay", "tenant", "attempt", "worker", "began_at", "left_at",
-    "lost", "before", "end",
+    "lost", "attempts", "end",
 )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _state(state: str, started_at: float | None, end: Mapping[str, Any] | None) 
 
 def _attempts(found: Mapping[str, str], ended_at: float | None) -> list[AttemptRecord]:
     attempts = []
-    for line in found["before"].splitlines():
+    for line in found["attempts"].splitlines():
         _, began_at, left_at, lost, worker = line.split(" ", 4)
         attempts.append(AttemptRecord(_name(worker), float(began_at), float(left_at), lost == "1"))
     if found["began_at"]:

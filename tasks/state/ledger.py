@@ -129,8 +129,22 @@ def _count(given: Any, default: int) -> int:
     return given if type(given) is int and 0 < given <= MAX_WORK_UNITS else default
 
 
-def tenant_of_scope(scope: Any) -> str:
-    """Return the tenant in a `cache_scope`, or "" if it names none. The scope may be an invalid value."""
+def tenant_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the tenant whose request makes a job, or "" if this is unknown. The call may be invalid.
+
+    It is the `cache_scope` without the salt. A part of a bulk run has a tenant if all its lines have the same one.
+    """
+    kind = KINDS.get(task)
+    given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
+    lines = given.get("lines")
+    if not isinstance(lines, list | tuple):
+        return _tenant_in(given)
+    tenants = {_tenant_in(line.get("params")) if isinstance(line, Mapping) else "" for line in lines}
+    return tenants.pop() if len(tenants) == 1 else ""
+
+
+def _tenant_in(params: Any) -> str:
+    scope = params.get("cache_scope") if isinstance(params, Mapping) else None
     return scope.partition(SCOPE_SEPARATOR)[0] if isinstance(scope, str) else ""
 
 
@@ -154,8 +168,8 @@ class TaskCall:
 
     @property
     def tenant(self) -> str:
-        """The tenant whose request makes the job: the part of its `cache_scope` before the salt, or "" without one."""
-        return tenant_of_scope(self.kwargs.get("cache_scope"))
+        """The tenant whose request makes the job, or "" if this is unknown."""
+        return tenant_of(self.task, self.args, self.kwargs)
 
     def digest(self, positional: Sequence[str]) -> str:
         """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""

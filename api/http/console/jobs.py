@@ -165,8 +165,8 @@ def timeline_of(record: JobRecord, position: Position | None) -> list[TimelineEn
     for number, attempt in enumerate(record.attempts, first_number):
         entries.append(TimelineEntry(attempt.began_at, f"Attempt {number} started", f"on {attempt.worker}"))
         if attempt.ended_at is not None and attempt.ended_at != record.ended_at:
-            why = "because its worker was lost" if attempt.is_lost else "by its worker, for another worker to continue"
-            entries.append(TimelineEntry(attempt.ended_at, f"Attempt {number} handed back", why, "waiting"))
+            title, why = ("lost", "its worker is gone") if attempt.is_lost else ("handed back", "its worker stopped")
+            entries.append(TimelineEntry(attempt.ended_at, f"Attempt {number} {title}", why, "waiting"))
     slot_at = record.started_at
     if timings.get("queue_ms") is not None:
         slot_at = record.submitted_at + timings["queue_ms"] / 1000
@@ -184,7 +184,9 @@ def timeline_of(record: JobRecord, position: Position | None) -> list[TimelineEn
 
 def _wait_text(position: Position) -> tuple[str, str]:
     """Return title and detail of the last entry in the timeline of a waiting job."""
-    ahead = "1 job is ahead of it" if position.ahead == 1 else f"{position.ahead} jobs are ahead of it"
+    ahead = {0: "it is the next one", 1: "1 job is ahead of it"}.get(
+        position.ahead, f"{position.ahead} jobs are ahead of it"
+    )
     if not position.served:
         return "Waits for a worker", f"no running worker serves its model; {ahead}"
     if position.eta_s is None:

@@ -87,7 +87,13 @@ def is_console_page(request: Request) -> bool:
 def error_page(request: Request, error: ApiError) -> Response:
     """Return the page that shows an error."""
     title = HTTPStatus(error.status).phrase if error.status in set(HTTPStatus) else "Error"
-    return page(request, "error.html", status=error.status, headers=error.headers, title=title, message=error.message)
+    return page(
+        request, "error.html", status=error.status, headers=error.headers, title=title, message=_sentence(error.message)
+    )
+
+
+def _sentence(message: str) -> str:
+    return f"{message[:1].upper()}{message[1:]}."
 
 
 @functools.cache

@@ -449,7 +449,10 @@ local now = stamp(clock())
 if last_run ~= run then -- else this call repeats one whose reply was lost
   if last_run then
     lost = lost or '1'
-    local before = table.concat({last_run, began_at or now, left_at or now, lost, last_worker}, ' ')
+    local previous = table.concat({last_run, began_at or now, left_at or now, lost, last_worker}, ' ')
+    local attempts = redis.call('HGET', job, 'attempts') or ''
+    if #attempts < MAX_UNREPORTED then redis.call('HSET', job, 'attempts', attempts .. previous .. '\n') end
+    local before = previous
     if lost == '1' and unreported and #unreported < MAX_UNREPORTED then before = unreported .. '\n' .. before end
     redis.call('HSET', job, 'before', before)
     redis.call('HDEL', job, 'left_at', 'lost')

@@ -14,11 +14,12 @@ from redis import Redis
 from cellama.api import Client
 from cellama.api.http.console.session import COOKIE
 from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract.events import error
 from cellama.tasks.state.ledger import Ledger
 
 from ...conftest import PATIENCE_S, wait_until
 from ...gateways import GatewayProcess
-from ..ledgers import submission
+from ..ledgers import STARTED, TOKEN, begin, submission, submit, write
 from ..test_gateway_tenants import Keyed
 from .conftest import HTML, OWN, Visit
 
@@ -253,3 +254,39 @@ def test_stream_of_a_job_resumes_after_the_last_event_and_stops_at_the_end(
     assert rest.strip().split("\n\n") == frames[2:]
     assert gateway.get(path, params={"after": events[-1]["seq"]}).status_code == 204
     assert gateway.get(path, params={"after": "x"}).status_code == 400
+
+
+def test_page_of_a_job_shows_each_attempt_when_workers_were_lost(
+    gateway: GatewayProcess, redis_client: Redis, ledger: Ledger, unserved: str
+) -> None:
+    queue = f"cellama:queue:{unserved}"
+    job_id = submit(ledger, queue)
+    write(ledger, begin(ledger, job_id), STARTED, TOKEN)
+    again = begin(ledger, job_id, alone=True)  # the first worker has not reported an end
+    ledger.hand_back(again)
+    last = begin(ledger, job_id, alone=True)
+    try:
+        text = gateway.get(f"/console/jobs/{job_id}").text
+        for entry in ("Attempt 1 started", "Attempt 2 started", "Attempt 3 started", "Attempt 1 lost"):
+            assert text.count(entry) == 1, entry
+        assert "Attempt 2 handed back" in text
+        failure = error("internal", HOSTILE)
+        write(ledger, last, failure, seq=2)
+        text = gateway.get(f"/console/jobs/{job_id}").text
+        assert "Failed" in text
+        assert f"{HOSTILE} (internal)" in unescape(text)
+        assert "<script>window" not in text
+    finally:
+        redis_client.srem("cellama:queues", queue)
+
+
+def test_pages_report_that_redis_does_not_answer(tmp_path: Any) -> None:
+    gateway = GatewayProcess(tmp_path, "redis://127.0.0.1:1/0")
+    try:
+        gateway.wait_ready("/health")
+        for path in ("/console", "/console/jobs", "/console/jobs/x"):
+            answer = gateway.get(path, headers=HTML)
+            assert (answer.status_code, answer.headers["content-type"]) == (503, "text/html; charset=utf-8")
+            assert "Redis does not answer" in answer.text
+    finally:
+        gateway.stop()
