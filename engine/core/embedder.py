@@ -221,7 +221,7 @@ class Embedder:
                 self._embed(self._batch)
                 self._batch = []  # a waiting thread keeps no texts in memory
         except BaseException as error:  # the boundary of the thread
-            log.exception("embedder thread failed", thread=self.pulse.name, detail="its requests fail")
+            log.exception("embedder thread failed", thread=self.pulse.name, detail="all of its requests fail")
             self.pulse.die(repr(error))
             reason = f"the embedder thread failed: {error!r}; restart the worker"
             self._is_stopped = True

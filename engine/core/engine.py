@@ -445,7 +445,7 @@ class Engine:
             while self._wait():
                 self._core.step()
         except BaseException as error:  # the boundary of the thread
-            log.exception("engine thread failed", thread=self.pulse.name, detail="its requests fail")
+            log.exception("engine thread failed", thread=self.pulse.name, detail="all of its requests fail")
             self.pulse.die(repr(error))
             reason = f"the engine thread failed: {error!r}; restart the worker"
             self._core.telemetry.stopped()

@@ -207,7 +207,7 @@ class EngineCore:
         self._num_faults += 1
         if self._num_faults > MAX_FAULTS:
             raise error
-        log.error("step failed", exc_info=error, detail="unexpected error; each request is now tried alone")
+        log.error("step failed", exc_info=error, detail="unexpected error; each request is retried alone")
         self.scheduler.settle()
         running = [sequence for sequence in self.scheduler.slots if sequence is not None]
         failed = [(sequence, fault) for sequence in running if (fault := self._step_alone(sequence)) is not None]

@@ -95,7 +95,7 @@ class DiskTier:
         try:
             return self.store.longest(seed, tokens)
         except Exception:  # the prompt can be computed without the directory
-            log.exception("KV state directory not searched", detail="an unexpected error; the prompt is computed")
+            log.exception("KV state directory not searched", detail="unexpected error; the prompt is computed")
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:

@@ -93,11 +93,11 @@ class StateReader:
         try:
             state = None if self._is_closed else self._read(match)
         except Exception:  # the boundary of the thread
-            log.exception("KV state not read", detail="an unexpected error; its tokens are computed")
+            log.exception("KV state not read", detail="unexpected error; its tokens are computed")
         try:
             on_loaded(state)
         except Exception:
-            log.exception("KV state not handed over", detail="an unexpected error in the engine")
+            log.exception("KV state not handed over", detail="unexpected error in the engine")
         if state is not None:
             self._on_used(match.head.key)
 

@@ -267,7 +267,7 @@ class StateWriter:
             state = offer.make()
             written = state is not None and self._save(state)
         except Exception:  # the boundary of the thread
-            log.exception("KV state not written", detail="an unexpected error; its tokens are computed when needed")
+            log.exception("KV state not written", detail="unexpected error; its tokens are computed when needed")
         finally:
             self._counters.add(drops=not written)
             self._counters.evictions = self._directory.num_evictions

@@ -350,7 +350,7 @@ class SlotLayout:
             if not self._cache.swap(slot, target):
                 return False
         except Exception:  # the content of both slots is unknown
-            log.exception("slot move failed", slot=slot, target=target, detail="its sequences are computed again")
+            log.exception("slot move failed", slot=slot, target=target, detail="affected tokens are computed again")
             for index in (target, slot):
                 self._cache.wipe(index)
             for each in (sequence, other):

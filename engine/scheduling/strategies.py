@@ -480,7 +480,7 @@ class Guarded(Strategy):
                     "batch strategy failed",
                     strategy=type(self.strategy).__name__,
                     num_failures=self.num_failures,
-                    detail="decode_maximal replaces it in each step in which it fails",
+                    detail="decode_maximal replaces it in every step in which it fails",
                 )
         return None
 

@@ -174,7 +174,7 @@ class CoreSharing:
             try:
                 self.look(time.monotonic(), processors.read())
             except Exception:
-                log.exception("cores not shared", detail="retried with the next observation")
+                log.exception("cores not shared", detail="retrying at the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
         """Compare the processor times with the last observation, and set the number of threads of each part."""
@@ -206,7 +206,7 @@ class CoreSharing:
         elif not self._has_warned and now - self._quiet_at >= WARN_S and share < self._wants:
             self._has_warned = True
             log.warning(
-                "other programs use cores",
+                "other programs are using cores",
                 used=round(others, 1),
                 cores=cores,
                 threads=share,

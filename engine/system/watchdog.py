@@ -221,7 +221,7 @@ def end_process(reason: str) -> None:
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)
     try:
-        log.critical("process exits", detail=f"{reason}; other processes continue its jobs\n{stacks()}")
+        log.critical("process exiting", detail=f"{reason}; other processes continue its jobs\n{stacks()}")
         logging.shutdown()
     finally:
         os._exit(EXIT_STALLED)

@@ -184,7 +184,7 @@ def test_lasting_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureF
             machine.run(WARN_S, own=1.0, others=1.0)
             machine.run(WARN_S, own=1.0, others=0.0)
     (told,) = caplog.messages
-    assert "other programs use cores (used=1.0, cores=2, threads=1, wanted=2)" in told
+    assert "other programs are using cores (used=1.0, cores=2, threads=1, wanted=2)" in told
 
 
 def test_only_peers_count_when_the_system_reports_no_times() -> None:
