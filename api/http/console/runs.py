@@ -25,6 +25,7 @@ from cellama.api.http.files.endpoints import check_not_empty, receive_upload
 from cellama.api.http.files.records import Record
 from cellama.api.http.files.service import DEFAULT_LIFE_S
 from cellama.api.http.files.store import unavailable
+from cellama.api.http.files.upload import UploadForm
 from cellama.api.http.gateway import gateway_of
 from cellama.api.http.parsing import PageQuery
 from cellama.tasks.connection.connections import connect
@@ -34,6 +35,7 @@ from cellama.tasks.state.bulk_runs import Batches
 
 from .rendering import page
 from .session import base_of, console_caller, is_admin
+from .table_requests import MAX_TABLE_BYTES, TableRun, is_table, write_requests
 from .visible import visible
 
 RUNS = "/console/runs"
@@ -68,6 +70,8 @@ async def _list_page(request: Request, caller: Caller, problem: str = "", status
         others=await _runs_of_others(runner, caller) if is_admin(caller) else [],
         commands=await _command_runs(request) if is_admin(caller) else [],
         windows=WINDOWS,
+        max_table_bytes=MAX_TABLE_BYTES,
+        models=sorted(model["id"] for model in await gateway_of(request).models(caller)),
         max_bytes=gateway_of(request).settings.gateway_max_file_bytes,
     )
 
@@ -109,6 +113,8 @@ async def _create(request: Request, caller: Caller) -> Record:
     runner = _runner(request)
     async with receive_upload(request, caller) as upload:
         check_not_empty(upload.form)
+        if is_table(upload.form.name or ""):
+            await in_thread(FILES, _convert, upload.form, gateway_of(request).settings.max_payload_bytes)
         endpoint = await in_thread(FILES, endpoint_of, upload.form.path)
         file = await upload.store(DEFAULT_LIFE_S)
     window = upload.form.fields.get("completion_window", "24h")
@@ -119,6 +125,13 @@ async def _create(request: Request, caller: Caller) -> Record:
         raise unavailable(error) from error
     runner.start()  # needed if the app is mounted into another one that does not run its lifespan
     return record
+
+
+def _convert(form: UploadForm, max_line_bytes: int) -> None:
+    """Replace the table of a form with its requests. Raises ApiError (400 or 413) and OSError."""
+    name, target = form.name or "", form.path.with_name("requests.jsonl")
+    write_requests(form.path, name, TableRun.of(form.fields), target, max_line_bytes)
+    form.path, form.name = target, f"{Path(name).stem}.jsonl"
 
 
 def endpoint_of(path: Path) -> str:
@@ -132,7 +145,7 @@ def endpoint_of(path: Path) -> str:
         raise ApiError(
             400,
             f"file: its first line starts with {shorten(line[:40].decode(errors='replace'))}, which is not a request; "
-            "each line must be a JSON object with custom_id, method, url and body",
+            "send a .csv, .tsv or .txt file, or JSON lines with custom_id, method, url and body",
             param="file",
         ) from None
     if url not in ENDPOINTS:

@@ -21,6 +21,12 @@ class ConsoleChatter:
         self.http = httpx.Client(base_url=url, headers={"origin": url, **headers}, timeout=PATIENCE_S)
         self.num_turns = 0
 
+    def __enter__(self) -> ConsoleChatter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
     def send(self, text: str, **fields: Any) -> httpx.Response:
         body = {"text": text, "model": "tiny", "num_turns": self.num_turns, "temperature": 0, **fields}
         response = self.http.post(f"{self.path}/messages", json=body)

@@ -1,29 +1,12 @@
-"""Drive pages of the console in a browser, as a person would: with the keyboard, and with files of this machine."""
+"""Read and operate pages of the console in a browser."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ...browser import Page
 from ...conftest import wait_until
-
-KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
-
-
-def press(page: Page, key: str) -> None:
-    """Press a key where the focus is."""
-    code: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
-    if key == "Enter":
-        code["text"] = "\r"
-    page.call("Input.dispatchKeyEvent", {"type": "keyDown", **code})
-    page.call("Input.dispatchKeyEvent", {"type": "keyUp", **code})
-
-
-def write(page: Page, text: str) -> None:
-    """Type where the focus is."""
-    page.call("Input.insertText", {"text": text})
 
 
 def choose_file(page: Page, selector: str, path: Path) -> None:

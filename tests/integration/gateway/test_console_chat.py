@@ -29,9 +29,8 @@ HOSTILE = "<script>document.title='owned'</script>\x1b[2J\u202eevil\u2066 &amp; 
 
 @pytest.fixture
 def chatter(gateway: GatewayProcess, redis_client: Redis) -> Iterator[ConsoleChatter]:
-    chatter = ConsoleChatter(gateway.url)
-    yield chatter
-    chatter.http.close()
+    with ConsoleChatter(gateway.url) as chatter:
+        yield chatter
     redis_client.delete(console_chat_key("", chatter.id))
     redis_client.zrem(console_chats_key(""), chatter.id)
 
@@ -175,7 +174,7 @@ def keyed(redis_server: RedisServer, worker: WorkerProcess, tmp_path: Path) -> I
 def test_chat_belongs_to_its_key_and_has_its_rights(keyed: tuple[str, str, str], redis_client: Redis) -> None:
     url, first, second = keyed
     own, other = ConsoleChatter(url, **{"x-api-key": first}), ConsoleChatter(url, **{"x-api-key": second})
-    with own.http, other.http:
+    with own, other:
         assert own.send("Hi", max_tokens=4).status_code == 200
         assert own.answer()["status"] == "done"
         other.path = own.path

@@ -18,6 +18,7 @@ from ...browser import Browser, Page, browsing
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from ..test_gateway_tenants import Keyed
+from .console_chats import ConsoleChatter
 from .console_pages import accept_questions, choose_file, text_of
 from .test_batches import request
 
@@ -109,12 +110,12 @@ def test_cancelled_run_keeps_finished_results(
 def test_refused_upload_shows_the_remedy_next_to_the_field(
     gateway: GatewayProcess, http: httpx.Client, page: Page, tmp_path: Path
 ) -> None:
-    (tmp_path / "notes.txt").write_text("<b>Hello</b>\n")
-    upload(page, gateway, tmp_path / "notes.txt")
+    (tmp_path / "notes.md").write_text("<b>Hello</b>\n")
+    upload(page, gateway, tmp_path / "notes.md")
     wait_until(lambda: page.text("problem"), "the problem")
-    assert "each line must be a JSON object with custom_id, method, url and body" in page.text("problem")
+    assert "or JSON lines with custom_id, method, url and body" in page.text("problem")
     assert page.run("document.getElementById('file').files.length") == 1
-    refused = http.post("/console/runs", files={"file": ("notes.txt", b"<b>Hello</b>\n")})  # without the script
+    refused = http.post("/console/runs", files={"file": ("notes.md", b"<b>Hello</b>\n")})  # without the script
     assert refused.status_code == 400
     assert "&lt;b&gt;Hello" in refused.text
     other = lines_of({**request(1), "url": "/v1/images"})
@@ -131,6 +132,52 @@ def test_invalid_lines_are_listed(http: httpx.Client) -> None:
     assert http.get(f"{path}/output").status_code == 404
     assert http.post(f"{path}/cancel").status_code == 409
     assert path in http.get("/console/runs").text
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
+def test_pages_of_chats_runs_and_keys_are_accessible_and_fit_on_each_screen(
+    gateway: GatewayProcess, http: httpx.Client, page: Page, worker: WorkerProcess, width: int, scheme: str
+) -> None:
+    run = start_run(http, lines_of(*(request(number, max_tokens=2) for number in range(30)), request(30, top_k=-1)))
+    wait_until(lambda: "Download errors" in http.get(run).text, "the end of the run")
+    refused = start_run(http, lines_of(request(1), request(1)))
+    with ConsoleChatter(gateway.url) as chatter:
+        chatter.send("Tell a story about foxes", system="Be brief")
+        chatter.answer()
+        paths = {"chat": chatter.path, "runs": "/console/runs", "run": run, "refused": refused, "keys": "/console/keys"}
+        page.show_as(width, scheme)
+        for name, path in paths.items():
+            page.open(gateway.url + path)
+            check_page(page, f"console-{name}-{width}-{scheme}")
+        with worker.slowed(0.1):
+            chatter.send("Tell another story")
+            page.open(gateway.url + chatter.path)
+            wait_until(lambda: text_of(page, ".answer"), "the first words")
+            page.run("document.querySelector('.settings').open = true")
+            check_page(page, f"console-running-{width}-{scheme}")
+        chatter.http.post(f"{chatter.path}/delete")
+
+
+def check_page(page: Page, name: str) -> None:
+    page.screenshot(name)
+    assert page.violations() == [], name
+    assert page.run("document.documentElement.scrollWidth <= window.innerWidth"), name
+
+
+def test_rows_of_a_table_become_requests(http: httpx.Client) -> None:
+    table = b"id,title,review\nr1,Tea,Small\nr2,Lunch,Loud\n"
+    fields = {"model": "tiny", "template": "Sum up {title}: {review}", "system": "Be brief", "max_tokens": "3"}
+    started = http.post("/console/runs", files={"file": ("reviews.csv", table)}, data=fields)
+    assert started.status_code == 303, started.text
+    path = started.headers["location"]
+    wait_until(lambda: "Download output" in http.get(path).text, "the end of the run")
+    sent = [json.loads(line) for line in http.get(f"{path}/input").text.splitlines()]
+    assert [line["body"]["messages"][1]["content"] for line in sent] == ["Sum up Tea: Small", "Sum up Lunch: Loud"]
+    output = [json.loads(line) for line in http.get(f"{path}/output").text.splitlines()]
+    assert {line["custom_id"] for line in output} == {"r1", "r2"}
+    assert all(line["response"]["body"]["usage"]["completion_tokens"] == 3 for line in output)
+    refused = http.post("/console/runs", files={"file": ("reviews.csv", table)}, data={"model": "tiny"})
+    assert (refused.status_code, "template is empty" in refused.text) == (400, True)
 
 
 def test_runs_of_the_command_are_listed_for_administrators(http: httpx.Client, redis_client: Redis) -> None:

@@ -26,7 +26,17 @@ form.addEventListener("submit", (event) => {
   request.setRequestHeader("accept", "application/json");
   request.send(new FormData(form));
 });
+form.elements.file.addEventListener("change", showFields);
+showFields();
 part("abort").addEventListener("click", () => request?.abort());
+
+// Show only the fields that the chosen file needs.
+function showFields() {
+  const name = form.elements.file.files[0]?.name ?? "";
+  const isTable = /\.(csv|tsv|txt)$/i.test(name);
+  part("table").hidden = !isTable;
+  part("jsonl").hidden = isTable;
+}
 
 function showProgress(loaded, total) {
   const percent = Math.floor((100 * loaded) / total);
