@@ -289,8 +289,9 @@ async def show(request: Request) -> Response:
         request,
         "chat.html",
         chat=chat,
+        title=visible(chat.title),
         turns=[turn_view(turn) for turn in chat.turns],
-        chats=await store.list(),
+        chats=[(entry.id, visible(entry.title)) for entry in await store.list()],
         models=sorted(model["id"] for model in models),
         model=chat.model or next((model["id"] for model in models if model["default"]), ""),
     )
@@ -300,6 +301,7 @@ def turn_view(turn: ChatTurn) -> dict[str, Any]:
     """Return a turn as pages show it. Its texts contain no invisible characters."""
     rate = "" if turn.tokens_per_s is None else f", {turn.tokens_per_s:.0f} tokens/s"
     return {
+        "job_id": turn.job_id,
         "text": visible(turn.text),
         "model": turn.model,
         "status": turn.status,

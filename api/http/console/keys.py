@@ -24,6 +24,7 @@ from cellama.tasks.state.job_list import JobFilter, find_jobs
 from .forms import form_of
 from .rendering import page
 from .session import base_of, console_caller, require_admin
+from .visible import visible
 
 log = event_logger(__name__)
 
@@ -149,6 +150,7 @@ def _key_view(found: KeyLookup) -> dict[str, Any]:
     assert entry is not None
     return {
         "entry": entry,
+        "name": visible(entry.name),
         "models": ", ".join(sorted(entry.models or ())) or "all",
         "adapters": "all" if entry.adapters is None else ", ".join(sorted(entry.adapters)) or "none",
         "limits": list(_limits(entry)),

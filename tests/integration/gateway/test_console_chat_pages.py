@@ -15,7 +15,7 @@ from cellama.api.machine.redis_server import RedisServer
 from ...browser import Browser, Page, browsing
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
-from .console_pages import press, text_of, wait_for_text, write
+from .console_pages import text_of, wait_for_text
 
 STORY = "Tell a story about foxes"
 STEP_S = 0.3  # of a slowed worker, so that no answer ends before something is killed
@@ -30,8 +30,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser) -> Page:
     page = Page(browser)
-    size = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    page.call("Emulation.setDeviceMetricsOverride", size)
+    page.show_as(1280)
     return page
 
 
@@ -43,8 +42,8 @@ def open_chat(page: Page, url: str, model: str = "tiny") -> None:
 def send(page: Page, text: str) -> None:
     """Write a message into the field, which has the focus, and press Enter."""
     wait_until(lambda: page.run("document.activeElement.id") == "text", "the focus in the field")
-    write(page, text)
-    press(page, "Enter")
+    page.type(text)
+    page.press("Enter")
 
 
 def answer_of(page: Page) -> str:
@@ -72,14 +71,14 @@ def test_chat_is_written_stopped_and_repeated_with_the_keyboard_only(
         wait_until(lambda: answer_of(page), "the first words")
         assert page.run("document.title").startswith("New chat")
         assert page.run("location.pathname").startswith("/console/chat/")
-        press(page, "Escape")
+        page.press("Escape")
         wait_for_text(page, ".turn .note", "You stopped this answer.")
     assert page.run("document.activeElement.id") == "text"
     assert answer_of(page)
-    press(page, "Tab")
+    page.press("Tab")
     assert page.run("document.activeElement.id") == "retry"
-    press(page, "Enter")
-    wait_until(lambda: "The end." in answer_of(page) or text_of(page, ".turn .spent"), "the second answer")
+    page.press("Enter")
+    wait_until(lambda: "The end." in answer_of(page) or text_of(page, ".turn .tokens"), "the second answer")
     wait_for_end(page)
     assert page.run("document.querySelectorAll('#turns .turn').length") == 1
 
@@ -94,7 +93,7 @@ def test_answer_continues_when_the_page_is_reloaded(gateway: GatewayProcess, wor
         assert state_of(page) == "running"  # the reload has hit a running answer
         wait_until(longer(page, before), "further words")
         assert answer_of(page).startswith(before)
-        write(page, "a draft")
+        page.type("a draft")
         page.open(gateway.url + path)
         assert page.run("document.getElementById('text').value") == "a draft"
     wait_for_end(page)
@@ -154,7 +153,7 @@ def test_answer_continues_when_the_gateway_restarts(
         wait_for_end(page)
         assert answer_of(page).startswith(before)
         with Client() as client:
-            assert not [job for job in client.jobs() if job.model == "tiny"]
+            wait_until(lambda: not client.jobs("tiny"), "the end of the only job")
     finally:
         gateway.stop()
 
@@ -168,7 +167,7 @@ def test_message_stays_in_the_field_when_it_is_refused(gateway: GatewayProcess, 
     assert page.run("document.getElementById('text').value") == "Hello there"
     assert page.run("document.getElementById('turns').children.length") == 0
     page.run("document.getElementById('model').value = 'tiny'")
-    press(page, "Enter")
+    page.press("Enter")
     wait_until(lambda: answer_of(page), "the answer")
     assert page.text("problem") == ""
 

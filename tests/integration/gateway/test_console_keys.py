@@ -16,7 +16,7 @@ from ...browser import Page, browsing
 from ...conftest import PATIENCE_S, empty_database, wait_until
 from ...gateways import GatewayProcess
 from ..test_gateway_tenants import Keyed
-from .console_pages import accept_questions, press, text_of, write
+from .console_pages import accept_questions, text_of
 
 DATABASE = 10
 
@@ -45,20 +45,20 @@ def secret_in(page: Page) -> str:
 def test_first_key_is_created_used_and_revoked(gateway: GatewayProcess, page: Page) -> None:
     page.open(f"{gateway.url}/console/keys")
     page.run("document.getElementById('tenant').focus()")
-    write(page, "acme")
-    press(page, "Enter")
+    page.type("acme")
+    page.press("Enter")
     secret = wait_until(lambda: secret_in(page), "the secret")
     assert "active" in text_of(page, "[aria-labelledby=keys-title] tbody")
     page.open(f"{gateway.url}/console/keys")  # from now on, the console needs a key
     assert page.run("location.pathname") == "/console/sign-in"
     page.run("document.getElementById('key').focus()")
-    write(page, secret)
-    press(page, "Enter")
+    page.type(secret)
+    page.press("Enter")
     wait_until(lambda: "administrator" in text_of(page, "[aria-labelledby=keys-title] tbody"), "the page of keys")
     assert secret not in page.run("document.documentElement.outerHTML")
     page.run("document.getElementById('tenant').focus()")
-    write(page, "globex")
-    press(page, "Enter")
+    page.type("globex")
+    page.press("Enter")
     other = wait_until(lambda: secret_in(page), "the second secret")
     assert gateway.get("/v1/models", headers={"x-api-key": other}).status_code == 200
     accept_questions(page)

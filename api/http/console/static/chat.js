@@ -7,7 +7,7 @@ const NEAR_BOTTOM_PX = 120; // closer to the end of the page than this, the page
 
 const $ = (id) => document.getElementById(id);
 const chat = $("chat").dataset;
-const chatUrl = `${chat.base}/${chat.chat}`;
+const chatUrl = `${chat.base}/chat/${chat.chat}`;
 const composer = $("composer");
 const fields = composer.elements;
 const draftKey = `cellama draft ${chat.state === "new" ? "new" : chat.chat}`;
@@ -109,7 +109,8 @@ function showAnswer(item, turn) {
   note.textContent = turn.note;
   note.hidden = !turn.note;
   note.classList.toggle("error", turn.status === "failed");
-  item.querySelector(".spent").textContent = turn.facts;
+  item.querySelector(".tokens").textContent = turn.facts;
+  item.querySelector(".spent a").href = `${chat.base}/jobs/${turn.job_id}`;
 }
 
 // The running answer
