@@ -120,6 +120,7 @@ class BatchOptions:
     retry_failed: bool = False
     keep_work: bool = False  # keep the work file of a completed run without failed lines
     overwrite: bool = False
+    content: str = ""  # digest of the input if it is a temporary file
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:

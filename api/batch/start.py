@@ -96,11 +96,11 @@ def run_batch(
         if not options.overwrite and (done := completed_run(redis, output, options)) is not None:
             return done
         is_new = options.overwrite or not paths.work.exists()
-        work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
+        work = opened.enter_context(contextlib.closing(open_work(paths, options)))
         opened.enter_context(_recorded(Batches(redis), work.get("run_id"), options, paths))
         error_echo = sys.stderr.fileno() if to_stdout and options.errors is None else None
         try:
-            lines = _read_input(work, options, paths, on_read, error_echo, check)
+            lines = read_input(work, options, paths, on_read, error_echo, check)
         except InvalidJob:
             if is_new:  # no line has been sent
                 work.remove()
@@ -134,7 +134,10 @@ def run_batch(
             run.progress.notice = f"writing {paths.output.name}"
             on_progress(run.progress)
             format_ = format_of(options.input, options.format)
-            write_results(work, paths.output, kind, options.input, format_, read_as=work.get("read_as"))
+            is_read_again = format_ in COLUMNAR and kind.format in COLUMNAR
+            if is_read_again and _fingerprint(options) != work.get("read_as"):
+                raise OSError(errno.ESTALE, "the input has changed since it was read", str(options.input))
+            write_results(work, paths.output, kind, options.input, format_)
             run.progress.notice = ""
         _end(run, work, options, paths, state)
         error_file = paths.errors if errors.size and error_echo is None else None
@@ -154,9 +157,15 @@ def _end(run: BatchRun, work: WorkFile, options: BatchOptions, paths: Paths, sta
         work.shrink()
 
 
+def _fingerprint(options: BatchOptions) -> str:
+    return options.content or fingerprint_of(options.input)
+
+
 def _digest(options: BatchOptions, read_as: str) -> str:
     """Return a digest of the options and of the input, or "" for an input that can't be compared, such as stdin."""
     values = json.loads(_serialise(replace(options, deadline_s=None, keep_work=False)))
+    if options.content:
+        del values["input"]  # the name of a temporary file
     return f"sha256:{hashlib.sha256(json.dumps([values, read_as]).encode()).hexdigest()}" if read_as else ""
 
 
@@ -169,7 +178,7 @@ def completed_run(redis: Redis, output: Path, options: BatchOptions | None = Non
     if paths.work.exists() or not output.is_file():
         return None
     with contextlib.suppress(RedisError):
-        wrote, made_by = fingerprint_of(output), options and _digest(options, fingerprint_of(options.input))
+        wrote, made_by = fingerprint_of(output), options and _digest(options, _fingerprint(options))
         for record in Batches(redis).all():
             is_same = record.get("output") == str(output.absolute()) and record.get("wrote") == wrote
             if is_same and (options is None or (made_by and record.get("made_by") == made_by)):
@@ -227,7 +236,7 @@ def _remove_if_empty(path: Path) -> None:
         path.unlink()
 
 
-def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
+def open_work(paths: Paths, options: BatchOptions) -> WorkFile:
     """Open the work file of this output. Raises InvalidJob if the output does not belong to a run."""
     if options.overwrite:
         if paths.work.exists():
@@ -258,7 +267,7 @@ def _work_file(paths: Paths) -> WorkFile:
         raise
 
 
-def _read_input(
+def read_input(
     work: WorkFile,
     options: BatchOptions,
     paths: Paths,
@@ -272,7 +281,7 @@ def _read_input(
     invalid = LineFile(new_errors, echo)
     try:
         with work.reading():
-            work.set(options=_serialise(options), read_as=fingerprint_of(options.input))
+            work.set(options=_serialise(options), read_as=_fingerprint(options))
             count = 0
             without_model = 0
             for count, line in enumerate(_lines_of(options, check), start=1):
@@ -422,6 +431,8 @@ def options_of(output: Path) -> BatchOptions:
         raise InvalidJob(
             "this run has read stdin; to resume it, pass the same lines to `cellama batch run - -o OUTPUT`"
         )
+    if values.get("content"):
+        raise InvalidJob("the rows of this run were passed from Python; to resume it, call `Client.batch` again")
     values["input"] = source_of(values["input"])
     if values.get("errors"):
         values["errors"] = Path(values["errors"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 from .arrow_process import write_arrow
 from .formats import COLUMNAR, OutputKind
-from .sources import Source, compressed, fingerprint_of
+from .sources import Source, compressed
 from .templates import text_of
 from .work import WorkFile
 
@@ -27,11 +26,11 @@ ID = "id"  # column that a table gets if the input has no ids (RowJobs)
 PREFIX = "cellama_"  # of the column of a result if the input has a column with its name
 
 
-def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, format_: str, *, read_as: str) -> None:
+def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, format_: str) -> None:
     """Write all results of a work file to `path`. After a crash, the file is either complete or unchanged.
 
     `source` is the input and `format_` its format. Parquet and Arrow inputs are read again, so that their columns keep
-    their types, and `read_as` is their fingerprint when they were read first. Raises OSError.
+    their types. Raises OSError.
     """
     partial = path.with_name(path.name + ".part")
     try:
@@ -42,12 +41,8 @@ def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, 
         else:
             names = _names_of_results(work)
             if kind.format in COLUMNAR:
-                is_reread = format_ in COLUMNAR
-                if is_reread and fingerprint_of(source) != read_as:
-                    raise OSError(errno.ESTALE, "the input has changed since it was read", str(source))
-                _write_arrow(
-                    work, partial, kind, names, {"path": str(source), "format": format_} if is_reread else None
-                )
+                again = {"path": str(source), "format": format_} if format_ in COLUMNAR else None
+                _write_arrow(work, partial, kind, names, again)
             else:
                 _write_text(work, partial, kind, names)
         with partial.open("rb") as file:

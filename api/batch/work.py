@@ -323,8 +323,8 @@ class WorkFile:
         """Return up to `count` lines, evenly spread over the input."""
         (total,) = self._db.execute("SELECT count(*) FROM lines").fetchone()
         step = max(1, total // count)
-        query = f"SELECT {_LINE} FROM (SELECT *, row_number() OVER (ORDER BY number) AS place FROM lines) "
-        query += "WHERE (place - 1) % ? = 0 LIMIT ?"
+        query = f"SELECT {_LINE} FROM (SELECT *, row_number() OVER (ORDER BY number) AS rank FROM lines) "
+        query += "WHERE (rank - 1) % ? = 0 LIMIT ?"
         return [_stored(row) for row in self._db.execute(query, (step, count))]
 
     def drop_outcomes(self, numbers: Iterable[int]) -> None:
@@ -335,6 +335,11 @@ class WorkFile:
         """Delete the content of finished lines. Ids, hashes and states remain, so that a later command finds them."""
         self._db.execute("UPDATE lines SET key = '', params = '{}', columns = '{}' WHERE state = ?", (FINISHED,))
         self._db.execute("VACUUM")
+
+    def size_bytes(self) -> int:
+        """Return the size of the file."""
+        pages, size = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+        return int(pages * size)
 
     def close(self) -> None:
         self._db.close()

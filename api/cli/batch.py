@@ -7,7 +7,7 @@ import errno
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,6 +15,7 @@ import typer
 from redis import Redis
 from rich.table import Table
 
+from cellama.api.batch.dry_run import dry_run
 from cellama.api.batch.formats import Format
 from cellama.api.batch.lines import AsKind
 from cellama.api.batch.options import BatchOptions
@@ -29,7 +30,7 @@ from cellama.tasks.contract.errors import InvalidJob, UnknownJob
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 
-from .batch_progress import showing, summarise
+from .batch_progress import show_estimate, showing, summarise
 from .options import JsonOption, with_options
 from .output import called, err, out, print_error, print_json, readable_time, table_of
 
@@ -114,6 +115,9 @@ def batch_run_command(
         typer.Option("--keep-work", help="Keep OUTPUT.work, so that a later command runs only new and changed rows."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start a new run and overwrite the output.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check the input, and estimate tokens, time and disk space. Run nothing.")
+    ] = False,
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
@@ -148,7 +152,12 @@ def batch_run_command(
         keep_work=keep_work,
         overwrite=overwrite,
     )
-    _run(options, json)
+    if not dry:
+        _run(options, json)
+        return
+    with redis_here() as redis, showing(json, to_stdout=True) as show:
+        found = dry_run(redis, celery_app, options, show.reading)
+    print_json(asdict(found)) if json else show_estimate(found, output)
 
 
 def batch_resume_command(

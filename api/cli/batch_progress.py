@@ -6,15 +6,19 @@ import contextlib
 import json as json_module
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
+from cellama.api.batch.dry_run import DryRun
 from cellama.api.batch.options import Progress, Summary
 
-from .output import err, out
+from .output import err, out, printable, readable
 
 LOG_S = 10.0  # between two lines: a run of one day logs fewer than 10,000
 MIN_COLUMNS = 80  # minimum width of a terminal that shows both rates
@@ -127,6 +131,42 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
         err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
     if errors and progress.failed:
         err.print(f"[yellow]errors of failed lines:[/] {escape(errors)}", soft_wrap=True)
+
+
+def readable_duration(seconds: float) -> str:
+    """Return a duration in seconds, minutes, hours or days."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def show_estimate(found: DryRun, output: Path) -> None:
+    """Print what a run would do."""
+    samples = "measured on a sample" if found.is_measured else "estimated from their length, because no worker answers"
+    tokens = f"{found.prompt_tokens} in prompts ({samples})"
+    if found.max_completion_tokens:
+        tokens += f", at most {found.max_completion_tokens} generated"
+    duration = "unknown, because the workers have not measured a rate yet; run a few rows with --limit first"
+    if found.max_seconds is not None:
+        rows = " if each row uses its max_tokens" if found.max_completion_tokens else ""
+        duration = f"about {readable_duration(found.max_seconds)}{rows}, at the rates that the workers measured last"
+    sizes = f"{readable(found.work_bytes)} for {output}.work during the run, at most "
+    grid = Table.grid(padding=(0, 2))
+    invalid = f", {found.num_invalid} invalid" if found.num_invalid else ""
+    facts = {
+        "rows": "; ".join([f"{found.num_rows} to run{invalid}", *found.notes]),
+        "tokens": tokens,
+        "time": duration,
+        "disk": sizes + f"{readable(found.output_bytes)} for {output}",
+        "first prompt": found.first_prompt,
+    }
+    for name, value in facts.items():
+        grid.add_row(f"[dim]{name}[/]", Text(printable(value)))
+    out.print(grid)
+    for error in found.errors:
+        message = (error.get("error") or {}).get("message", "")
+        out.print(f"row {error.get('line')} is invalid: {message}", markup=False, soft_wrap=True)
 
 
 def _outcome(summary: Summary) -> str:

@@ -9,9 +9,11 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
+from cellama.api.batch.frames import RowsInMemory
 from cellama.api.batch.options import BatchParams, Progress, Summary
+from cellama.api.batch.start import OnProgress
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.events import Event
@@ -25,6 +27,7 @@ from .client import (
     RESULT_POLL_S,
     RESULT_TIMEOUT_S,
     Client,
+    FrameT,
     Job,
     Outage,
     R,
@@ -156,15 +159,40 @@ class AsyncClient:
         """Return the job with this id, as `Client.job` does."""
         return AsyncJob(self, job_id)
 
+    @overload
+    async def batch(  # type: ignore[overload-overlap]  # a str is a sequence of strings
+        self, input: str | Path, output: str | Path, *, on_progress: OnProgress = ..., **options: Unpack[BatchParams]
+    ) -> Summary: ...
+
+    @overload
     async def batch(
         self,
-        input: str | Path,
-        output: str | Path,
+        input: RowsInMemory,
+        output: str | Path | None = None,
         *,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: OnProgress = ...,
         **options: Unpack[BatchParams],
-    ) -> Summary:
-        """Run every line of a file as `Client.batch` does, but in another thread. This thread also calls `on_progress`.
+    ) -> list[dict[str, Any]]: ...
+
+    @overload
+    async def batch(
+        self,
+        input: FrameT,
+        output: str | Path | None = None,
+        *,
+        on_progress: OnProgress = ...,
+        **options: Unpack[BatchParams],
+    ) -> FrameT: ...
+
+    async def batch(
+        self,
+        input: Any,
+        output: str | Path | None = None,
+        *,
+        on_progress: OnProgress = lambda progress: None,
+        **options: Unpack[BatchParams],
+    ) -> Any:
+        """Run every row as `Client.batch` does, but in another thread. This thread also calls `on_progress`.
 
         Cancelling this coroutine interrupts the run. Call the method again with the same arguments to resume
         it.
@@ -176,8 +204,8 @@ class AsyncClient:
                 raise _Stopped
             on_progress(progress)
 
-        run = asyncio.to_thread(self._client.batch, input, output, on_progress=watch, **options)
-        running = asyncio.ensure_future(run)
+        call: Any = functools.partial(cast(Any, self._client).batch, input, output, on_progress=watch, **options)
+        running: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(call))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Unpack, cast
+from typing import Any, Generic, Unpack, cast, overload
 
 from celery.exceptions import TaskRevokedError, TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
 from typing_extensions import TypeVar
 
-from cellama.api.batch.options import BatchOptions, BatchParams, Progress, Summary
-from cellama.api.batch.start import run_batch
+from cellama.api.batch.frames import RowsInMemory, run_rows
+from cellama.api.batch.options import BatchOptions, BatchParams, Summary
+from cellama.api.batch.start import OnProgress, run_batch
 from cellama.config import id_of_source
 from cellama.config.model_options import ModelOptions
 from cellama.tasks import app
@@ -24,6 +25,7 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.errors import (
+    InvalidJob,
     JobCancelled,
     JobTimeout,
     RedisUnreachable,
@@ -90,6 +92,7 @@ OUTAGE_S = 15.0  # readers of a stream wait this long for Redis: longer than a f
 OUTAGE_RETRY_S = 0.5  # pause between attempts to resume a stream: shorter than a restart of Redis
 
 R = TypeVar("R", covariant=True, default=Result)
+FrameT = TypeVar("FrameT")  # a DataFrame of pandas or polars, or a Table of pyarrow
 
 
 class Job(Generic[R]):
@@ -337,24 +340,61 @@ class Client:
         """
         return Job(self, job_id)
 
+    @overload
+    def batch(  # type: ignore[overload-overlap]  # a str is a sequence of strings
+        self, input: str | Path, output: str | Path, *, on_progress: OnProgress = ..., **options: Unpack[BatchParams]
+    ) -> Summary: ...
+
+    @overload
     def batch(
         self,
-        input: str | Path,
-        output: str | Path,
+        input: RowsInMemory,
+        output: str | Path | None = None,
         *,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: OnProgress = ...,
         **options: Unpack[BatchParams],
-    ) -> Summary:
-        """Run every line of a file, as `cellama batch run` does. The same call resumes a run that was interrupted.
+    ) -> list[dict[str, Any]]: ...
 
-        The `options` model, ordered, errors, format, column, id_column, form, deadline_s, merge_identical,
-        retry_failed and overwrite are the options of the command. All other keyword arguments are parameters
-        for lines that don't set them. Raises InvalidJob and OSError. Even if the call raises, finished lines
-        are saved.
+    @overload
+    def batch(
+        self,
+        input: FrameT,
+        output: str | Path | None = None,
+        *,
+        on_progress: OnProgress = ...,
+        **options: Unpack[BatchParams],
+    ) -> FrameT: ...
+
+    def batch(
+        self,
+        input: Any,
+        output: str | Path | None = None,
+        *,
+        on_progress: OnProgress = lambda progress: None,
+        **options: Unpack[BatchParams],
+    ) -> Any:
+        """Run every row of a file or of a table in memory, as `cellama batch run` does.
+
+        `input` is a path or URL, a DataFrame of pandas or polars, a Table of pyarrow, or dictionaries or texts. For a
+        file, the call writes the output and returns a Summary. Otherwise it returns the rows with their results in an
+        object of the same kind, or in a list of dictionaries. Rows that fail are missing, and cause a warning. If
+        `output` is given, or `input` is a file, the same call resumes a run that was interrupted.
+
+        The options of the command are keyword arguments (`as_kind` is `--as`, and `ordered=True` is `--order input`).
+        All other keyword arguments are parameters of the jobs. Raises InvalidJob and OSError. Even if the call raises,
+        finished rows are saved in the output.
         """
         with reaching_redis(self._url):
             self._redis.ping()
-        return run_batch(self._redis, self._app, BatchOptions.of(input, output, **options), on_progress=on_progress)
+
+        def run(found: BatchOptions) -> Summary:
+            return run_batch(self._redis, self._app, found, on_progress=on_progress)
+
+        if not isinstance(input, (str, Path)):
+            return run_rows(input, output, dict(options), run)
+        if output is None:
+            raise InvalidJob("output: it is missing; name the output file, for example 'out.parquet'")
+        return run(BatchOptions.of(input, output, **options))
 
     # Follow and cancel jobs
 

@@ -30,6 +30,7 @@ NOT_RUN = {
     "takes minutes": 2,
     "needs a reranking model": 1,
     "downloads a test suite": 1,
+    "needs pandas": 1,
     "closes the gateway to the other pages": 1,
     "creates a key, and then the gateway of other blocks would require it": 1,
 }

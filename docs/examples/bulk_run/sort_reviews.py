@@ -21,23 +21,24 @@ SCHEMA = {
 
 
 def main(reviews: Path, output: Path) -> None:
-    rows = list(csv.DictReader(reviews.read_text(encoding="utf-8").splitlines()))
-    questions, answers = output.with_suffix(".in.jsonl"), output.with_suffix(".out.jsonl")
-    questions.write_text("".join(json.dumps(question(row)) + "\n" for row in rows), encoding="utf-8")
+    answers = output.with_suffix(".answers.csv")  # all columns of the reviews, and the answers
     with Client() as client:
-        summary = client.batch(questions, answers, model="tiny", json_schema=SCHEMA, temperature=0, max_tokens=20)
-    lines = map(json.loads, answers.read_text(encoding="utf-8").splitlines())
-    found = {line["id"]: json.loads(line["message"]["content"])["mood"] for line in lines}
-    with output.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], "mood"])
-        writer.writeheader()
-        writer.writerows({**row, "mood": found.get(row["id"], "")} for row in rows)
-    print(f"{summary.state}: {len(found)} of {len(rows)} reviews")
-
-
-def question(row: dict[str, str]) -> dict[str, object]:
-    text = f"Is this review good or bad? {row['review']}"
-    return {"id": row["id"], "messages": [{"role": "user", "content": text}]}
+        summary = client.batch(
+            reviews,
+            answers,
+            model="tiny",
+            as_kind="chat",
+            template="Is this review good or bad? {review}",
+            json_schema=SCHEMA,
+            temperature=0,
+            max_tokens=20,
+        )
+    with answers.open(encoding="utf-8", newline="") as source, output.open("w", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(source))
+        writer = csv.writer(file)
+        writer.writerow(["id", "review", "mood"])
+        writer.writerows([row["id"], row["review"], json.loads(row["output"])["mood"]] for row in rows)
+    print(f"{summary.state}: {len(rows)} of {summary.progress.total} reviews")
 
 
 if __name__ == "__main__":

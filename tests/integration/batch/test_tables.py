@@ -157,3 +157,22 @@ def test_compressed_files_and_urls_are_read_and_written(worker: WorkerProcess, c
     assert commands.call("run", "in.csv.gz", "-o", "out.jsonl.gz", "-m", model, *GREEDY, "2") == 0, commands.log()
     with gzip.open(commands.folder / "out.jsonl.gz", "rt") as file:
         assert [json.loads(line)["id"] for line in file] == ["1", "2"]
+
+
+def test_dry_run_estimates_without_writing_or_running_anything(
+    worker: WorkerProcess, commands: Commands, model: str
+) -> None:
+    write_table(commands.folder / "in.parquet", 60)
+    before = worker.engine_now()["requests_finished"]
+    argv = ("run", "in.parquet", "-o", "out.parquet", "-m", model, "--template", "Sum up: {title}", *GREEDY, "8")
+    assert commands.call(*argv, "--as", "chat", "--dry-run") == 0, commands.log()
+    words = commands.words()
+    assert "60 to run" in words
+    assert "in prompts (measured on a sample), at most 480 generated" in words
+    assert "user: Sum up: A little fox 0" in words
+    assert commands.call(*argv, "--dry-run", "--json") == 0
+    facts = json.loads(commands.log().splitlines()[-1])
+    assert (facts["num_rows"], facts["num_invalid"], facts["is_measured"]) == (60, 0, True)
+    assert 60 * 5 < facts["prompt_tokens"] < 60 * 20
+    assert worker.engine_now()["requests_finished"] == before
+    assert sorted(path.name for path in commands.folder.iterdir()) == ["command.log", "in.parquet"]

@@ -46,7 +46,7 @@ def test_every_method_of_the_clients_has_a_docstring() -> None:
 
 
 def test_batch_params_are_the_options_of_a_run_and_the_parameters_of_lines() -> None:
-    own = set(BatchOptions.__dataclass_fields__) - {"input", "output", "params"}
+    own = set(BatchOptions.__dataclass_fields__) - {"input", "output", "params", "content"}
     lines = ChatJob.model_fields.keys() | EmbedJob.model_fields.keys()
     assert BatchParams.__optional_keys__ == own | (lines - {"messages", "texts"})
 

@@ -16,7 +16,7 @@ from cellama.api.batch.lines import BatchLine, LineId, StoredLine
 from cellama.api.batch.options import TOKENS, BatchOptions, Progress
 from cellama.api.batch.output import LineFile, id_of, rewrite_without
 from cellama.api.batch.run import MAX_CHUNK_BYTES, _fitting_lines as fitting_lines
-from cellama.api.batch.start import LINES_PER_REPORT, _open_output as open_output, _read_input as read_input, paths_of
+from cellama.api.batch.start import LINES_PER_REPORT, _open_output as open_output, paths_of, read_input
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
 from cellama.tasks.contract.kinds.chunk import max_lines_bytes
 from cellama.tasks.jobs import _payload_json as check_size
