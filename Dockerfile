@@ -1,17 +1,21 @@
 # One image for workers, gateways, Flower and producers. For NVIDIA docker-compose.yml gives other bases and CMAKE_ARGS.
-# It runs on every x86-64 CPU with AVX2; CMAKE_ARGS="" builds for the CPU of the building machine, which may be faster.
+# It runs on every x86-64 CPU, with the library that suits this CPU best. CMAKE_ARGS="" builds for the CPU of the building machine only.
 ARG BUILD_BASE=python:3.11-slim-bookworm
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BUILD_BASE} AS build
-ARG CMAKE_ARGS="-DGGML_NATIVE=off"
-ENV CMAKE_ARGS=${CMAKE_ARGS} PIP_DISABLE_PIP_VERSION_CHECK=1
+ARG CMAKE_ARGS
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3 python3-venv && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /venv
 WORKDIR /src
 COPY constraints.txt .
-# llama.cpp first: it takes minutes and changes seldom.
-RUN /venv/bin/pip install --no-cache-dir -c constraints.txt llama-cpp-python
+# llama.cpp first: it takes minutes and changes seldom. On other processors than x86-64, the variants need a newer compiler.
+RUN if [ "$(uname -m)" = x86_64 ]; then \
+      variants="-DGGML_BACKEND_DL=on -DGGML_CPU_ALL_VARIANTS=on -DCMAKE_INSTALL_BINDIR=llama_cpp/lib"; \
+    fi \
+    && export CMAKE_ARGS="${CMAKE_ARGS--DGGML_NATIVE=off $variants}" \
+    && /venv/bin/pip install --no-cache-dir -c constraints.txt llama-cpp-python
 COPY . .
 RUN /venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,http,files,flower,metrics,otel]'
 

@@ -234,7 +234,7 @@ def check_llama_cpp() -> Iterable[Finding]:
         return
     accelerators = ", ".join(build["gpus"]) or ("GPU build" if build["supports_gpu"] else "CPU build")
     yield Finding("ok", "llama.cpp", f"llama-cpp-python {build['version']}, {accelerators}")
-    yield from cpu_findings(build["features"], cpu_flags())
+    yield from cpu_findings(build["features"], cpu_flags(), build["cpu_variant"])
     yield from gpu_findings(build, seen_gpus())
 
 
@@ -310,11 +310,11 @@ def cpu_flags(path: Path = CPU_INFO) -> set[str]:
     return set()
 
 
-def cpu_findings(features: list[str], flags: set[str]) -> Iterable[Finding]:
+def cpu_findings(features: list[str], flags: set[str], variant: str = "") -> Iterable[Finding]:
     """Yield the CPU features that the build uses, the features that it lacks, and the features that the CPU lacks.
 
     `features` are the features of the build, and `flags` are the features of the CPU. Without flags, nothing is
-    compared.
+    compared. A build that chose the best `variant` for this CPU may lack some of its features.
     """
     used = [name for name in features if name in CPU_FLAGS]
     absent = [name for name in used if CPU_FLAGS[name] not in flags] if flags else []
@@ -322,7 +322,7 @@ def cpu_findings(features: list[str], flags: set[str]) -> Iterable[Finding]:
     if absent:
         found = f"llama.cpp uses {', '.join(absent)}, which this CPU lacks, so workers crash"
         yield Finding("error", "CPU", found, _rebuild_remedy())
-    if unused:
+    if unused and not variant:
         found = f"llama.cpp does not use {', '.join(unused)} of this CPU, so it is slower than necessary"
         yield Finding("warning", "CPU", found, _rebuild_remedy())
     if "AMX_INT8" in features:
@@ -330,7 +330,9 @@ def cpu_findings(features: list[str], flags: set[str]) -> Iterable[Finding]:
         yield Finding(
             "warning", "CPU", found, "for faster prefill, build without AMX (docs/how-to/install.md, CPUs with AMX)"
         )
-    if not absent and not unused:
+    if variant and not absent:
+        yield Finding("ok", "CPU", f"llama.cpp chose its variant {variant}, which uses {', '.join(used)}")
+    elif not absent and not unused:
         yield Finding("ok", "CPU", f"llama.cpp uses {', '.join(used)}")
 
 

@@ -1,7 +1,8 @@
 """Describe the build of llama.cpp in a child process of `cellama doctor`, which must not import the engine itself.
 
 `python -m cellama.engine.llama` writes one JSON object to stdout. It contains the `version` of llama-cpp-python, the
-CPU `features` that the build uses, `supports_gpu`, and descriptions of the `gpus` that llama.cpp found.
+CPU `features` that the build uses, the `cpu_variant` that it chose ("" if it has only one), `supports_gpu`, and
+descriptions of the `gpus` that llama.cpp found.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import llama_cpp
 import llama_cpp.llama_cpp as lib
 
 from .devices import machine
+from .ggml_backends import cpu_variant
+from .model import initialise
 
 _FEATURE = re.compile(r"(\w+) = 1\b")  # in "CPU : SSE3 = 1 | AVX = 1 | "
 
 
 def describe_build() -> dict[str, object]:
     """Return the object that `cellama doctor` reads."""
+    initialise()
     return {
         "version": llama_cpp.__version__,
         "features": _FEATURE.findall(lib.llama_print_system_info().decode(errors="replace")),
+        "cpu_variant": cpu_variant(),
         "supports_gpu": bool(lib.llama_supports_gpu_offload()),
         "gpus": machine()["gpus"],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
 from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log
+from .ggml_backends import cpu_library
 from .model import LlamaModel, adapter_pointer
 from .state_format import from_portable, to_portable
 
@@ -405,21 +407,20 @@ def end_threads() -> None:
     this process computes. The threads of that engine then sleep at each barrier instead of spinning, and its steps take
     up to twice as long (docs/adr/007-threads.md).
     """
-    if _pause is not None:
-        _pause(_OMP_PAUSE_SOFT)
+    pause = _find_pause()
+    if pause is not None:
+        pause(_OMP_PAUSE_SOFT)
 
 
+@functools.cache
 def _find_pause() -> Any:
     """Return omp_pause_resource_all of OpenMP 5, or None if llama.cpp was built without it."""
     try:
-        function = lib._lib.omp_pause_resource_all
+        function = ctypes.CDLL(str(cpu_library())).omp_pause_resource_all
     except AttributeError:
         return None
     function.argtypes, function.restype = [ctypes.c_int], ctypes.c_int
     return function
-
-
-_pause = _find_pause()
 
 
 class TokenBatch:

@@ -8,6 +8,7 @@ from typing import Any
 import llama_cpp
 import llama_cpp.llama_cpp as lib
 
+from cellama.engine.llama.ggml_backends import ggml_function
 from cellama.engine.llama.model import initialise
 from cellama.engine.memory.budget import CPU, Device, DeviceKind
 from cellama.engine.memory.free_memory import ram
@@ -20,18 +21,12 @@ _KINDS: dict[int, DeviceKind] = {
 }  # ggml_backend_dev_type; other types have no memory of their own
 
 
-def _function(name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer:
-    function: ctypes._NamedFuncPointer = getattr(lib._lib, name)
-    function.restype, function.argtypes = result, arguments
-    return function
-
-
 _size_p = ctypes.POINTER(ctypes.c_size_t)
-_count = _function("ggml_backend_dev_count", ctypes.c_size_t)
-_get = _function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-_name = _function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-_describe = _function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-_kind = _function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+_count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
+_get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+_name = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+_describe = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+_kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
 _memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _size_p, _size_p)(("ggml_backend_dev_memory", lib._lib))
 
 

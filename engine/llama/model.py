@@ -17,6 +17,7 @@ from cellama.config.logging import event_logger
 from cellama.engine.backend import ModelInfo
 from cellama.engine.errors import AdapterLoadFailed, EngineStopped, InvalidRequest, ModelLoadFailed
 from cellama.engine.grammar.grammars import Grammars
+from cellama.engine.llama.ggml_backends import load_backends
 from cellama.engine.llama.gguf_files import check_adapter_file, fingerprint
 from cellama.engine.llama.pretokenizers import PreTokenizer
 from cellama.engine.sampling.dry import Breakers, find_breaker, joined
@@ -44,8 +45,9 @@ def _encode(text: str) -> bytes:
 
 @functools.cache
 def initialise() -> None:
-    """Initialise llama.cpp. Repeated calls have no effect."""
+    """Initialise llama.cpp. Repeated calls have no effect. Raises ModelLoadFailed if it has no backend for this CPU."""
     llama_log.install()
+    load_backends()
     lib.llama_backend_init()
 
 

@@ -74,6 +74,14 @@ def test_wheelhouse_installs_and_runs_the_demo_without_a_network(tmp_path: Path)
     assert "The capital of France is Paris." in done.stdout
 
 
+def test_image_and_page_build_llama_cpp_with_the_options_of_the_wheelhouse() -> None:
+    found = re.search(r'^ALL_CPUS = "(.+)"$', SCRIPT.read_text(), re.MULTILINE)
+    assert found is not None
+    image = (ROOT / "Dockerfile").read_text()
+    assert [option for option in found[1].split() if option not in image] == []
+    assert f'CMAKE_ARGS="{found[1]}"' in (ROOT / "docs" / "how-to" / "install.md").read_text()
+
+
 def test_wheelhouse_directory_must_be_empty(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,9 @@ CONSTRAINTS = CELLAMA / "constraints.txt"
 REQUIREMENTS = "requirements.txt"
 PACKAGED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")  # results of earlier builds
 
-# Without the features that only the CPU of this machine has
+# The wheel contains a library for each generation of CPUs. The worker loads the best one for its CPU.
+ALL_CPUS = "-DGGML_NATIVE=off -DGGML_BACKEND_DL=on -DGGML_CPU_ALL_VARIANTS=on -DCMAKE_INSTALL_BINDIR=llama_cpp/lib"
+# On other processors than x86-64, these libraries need a newer compiler than some systems have.
 BASELINE = "-DGGML_NATIVE=off"
 
 
@@ -57,7 +60,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Return the options of the command line."""
-    cmake_args = os.environ.get("CMAKE_ARGS", BASELINE)
+    is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
+    cmake_args = os.environ.get("CMAKE_ARGS", ALL_CPUS if is_x86 else BASELINE)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="the directory to create")
     parser.add_argument("--extras", default="worker,embedded", help="extras of cellama (default: %(default)s)")

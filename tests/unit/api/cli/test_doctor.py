@@ -105,6 +105,12 @@ def test_slow_build_remedy_names_another_machine_when_there_is_no_compiler(monke
     assert "on a machine with a compiler" in unused.remedy
 
 
+def test_variant_that_llama_cpp_chose_is_named_and_need_not_use_every_feature() -> None:
+    (chosen,) = doctor.cpu_findings(["AVX", "AVX2"], {"avx", "avx2", "avx512f"}, "haswell")
+    assert (chosen.level, chosen.found) == ("ok", "llama.cpp chose its variant haswell, which uses AVX, AVX2")
+    assert levels(doctor.cpu_findings(["AVX", "AVX2"], {"avx"}, "haswell")) == ["error"]
+
+
 def test_cpu_flags_are_read_on_x86_and_arm(tmp_path: Path) -> None:
     for name in ("flags\t\t", "Features\t"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{name}: avx asimd\n\nprocessor\t: 1\n")
@@ -163,6 +169,7 @@ def test_build_of_this_machine_is_described() -> None:
     assert not isinstance(build, Finding), build
     assert build["version"]
     assert isinstance(build["features"], list)
+    assert isinstance(build["cpu_variant"], str)
 
 
 def test_old_server_and_cluster_are_errors() -> None:

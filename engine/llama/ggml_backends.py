@@ -1,0 +1,84 @@
+"""Load ggml's backends, the libraries that compute on the CPU and on GPUs, and name the variant for this CPU.
+
+Most builds of llama.cpp contain their backends. A build with `GGML_BACKEND_DL` keeps them in separate files, which
+llama_cpp does not load. With `GGML_CPU_ALL_VARIANTS`, it has one file per generation of CPUs, and llama.cpp loads the
+best one for this CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import tempfile
+import threading
+from pathlib import Path
+
+import llama_cpp.llama_cpp as lib
+
+from cellama.engine.errors import ModelLoadFailed
+
+LIBRARIES = Path(lib._lib._name).absolute().parent
+# LlamaModel disables AMX and with it repacked weights. On a CPU with AMX, the second best variant can use these.
+AMX_VARIANT = "libggml-cpu-sapphirerapids.so"
+_CPU_VARIANT = re.compile(r"libggml-cpu-([\w.]+)\.so")
+
+
+class _SymbolInfo(ctypes.Structure):  # Dl_info in dlfcn.h
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def ggml_function(name: str, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
+    """Return a function of ggml-backend.h that llama_cpp does not wrap."""
+    function: ctypes._NamedFuncPointer = getattr(lib._lib, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_num_backends = ggml_function("ggml_backend_reg_count", ctypes.c_size_t)
+_load_all = ggml_function("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
+_backend = ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+_loading = threading.Lock()
+
+
+@functools.cache
+def load_backends() -> None:
+    """Load the backends that are files of llama_cpp. This has no effect if llama.cpp contains its backends.
+
+    Any thread may call this. Raises ModelLoadFailed if there is no backend for this CPU.
+    """
+    with _loading:
+        if _num_backends():
+            return
+        with tempfile.TemporaryDirectory(prefix="cellama-backends-") as folder:
+            for file in LIBRARIES.glob("libggml-*.so"):
+                if file.name != AMX_VARIANT:
+                    (Path(folder) / file.name).symlink_to(file)
+            _load_all(os.fsencode(folder))
+    if not _backend(b"CPU"):
+        raise ModelLoadFailed(
+            f"llama.cpp: {LIBRARIES} contains no backend for this CPU; reinstall llama-cpp-python "
+            "(docs/how-to/install.md, Build for another CPU)"
+        )
+
+
+@functools.cache
+def cpu_library() -> Path:
+    """Return the library that has the CPU backend."""
+    load_backends()
+    info = _SymbolInfo()
+    ctypes.CDLL(None).dladdr(ctypes.c_void_p(_backend(b"CPU")), ctypes.byref(info))
+    file = Path(os.fsdecode(info.file))
+    return file if file.exists() else LIBRARIES / file.name  # the links of load_backends exist no longer
+
+
+def cpu_variant() -> str:
+    """Return the name of the variant that llama.cpp chose, such as "zen4", or "" if it was built for one CPU."""
+    found = _CPU_VARIANT.fullmatch(cpu_library().name)
+    return found[1] if found else ""
