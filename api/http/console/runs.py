@@ -60,6 +60,8 @@ async def _list_page(request: Request, caller: Caller, problem: str = "", status
     runner, query = _runner(request), PageQuery.of(request.query_params, RUNS_PER_PAGE, RUNS_PER_PAGE)
     found = await runner.batches.records.page(caller, query)
     runs = [await _run_view(runner, record) for record in found[:RUNS_PER_PAGE]]
+    others = await _runs_of_others(runner, caller) if is_admin(caller) else []
+    commands = await _command_runs(request) if is_admin(caller) else []
     return page(
         request,
         "runs.html",
@@ -67,8 +69,10 @@ async def _list_page(request: Request, caller: Caller, problem: str = "", status
         problem=problem,
         runs=runs,
         next_after=runs[-1]["id"] if len(found) > RUNS_PER_PAGE else "",
-        others=await _runs_of_others(runner, caller) if is_admin(caller) else [],
-        commands=await _command_runs(request) if is_admin(caller) else [],
+        others=others,
+        commands=commands,
+        is_open=any(run["is_open"] for run in (*runs, *others)) or any(run["alive"] for run in commands),
+        after=query.after,
         windows=WINDOWS,
         max_table_bytes=MAX_TABLE_BYTES,
         models=sorted(model["id"] for model in await gateway_of(request).models(caller)),

@@ -69,7 +69,7 @@ def test_chat_is_written_stopped_and_repeated_with_the_keyboard_only(
     with worker.slowed(STEP_S):
         send(page, STORY)
         wait_until(lambda: answer_of(page), "the first words")
-        assert page.run("document.title").startswith("New chat")
+        assert page.run("document.title") == f"{STORY} · cellama"
         assert page.run("location.pathname").startswith("/console/chat/")
         page.press("Escape")
         wait_for_text(page, ".turn .note", "You stopped this answer.")

@@ -100,6 +100,9 @@ def test_cancelled_run_keeps_finished_results(
         upload(page, gateway, tmp_path / "long.jsonl")
         wait_until(lambda: num_ended(page) > 0, "the first results")
         assert status_of(page) == "in progress"
+        assert (
+            'hx-select="#lists"' in gateway.get("/console/runs", headers={"accept": "text/html"}).text
+        )  # it is polled
         accept_questions(page)
         page.run("document.querySelector('#run button.danger').click()")
         wait_until(lambda: status_of(page) == "cancelled", "the end of the run")

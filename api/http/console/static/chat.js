@@ -87,6 +87,7 @@ function addTurn(turn) {
 function becomeStored(text) {
   const title = text.split(/\s+/).join(" ").slice(0, 60);
   history.replaceState(null, "", chatUrl);
+  document.title = `${title} · cellama`;
   $("chat-title").textContent = title;
   $("delete").hidden = false;
   const link = document.createElement("a");

@@ -46,12 +46,14 @@ function showProgress(loaded, total) {
 
 // The gateway answers with the run, or with an error.
 function ended() {
-  const answer = JSON.parse(request.responseText);
-  if (request.status === 201) {
-    location.assign(answer.url);
-  } else {
-    failed(answer.error.message);
+  let answer = null;
+  try {
+    answer = JSON.parse(request.responseText);
+  } catch {
+    // A proxy has answered.
   }
+  if (request.status === 201 && answer) location.assign(answer.url);
+  else failed(answer?.error?.message ?? `The upload failed with status ${request.status}. Upload the file again.`);
 }
 
 function failed(problem) {
