@@ -191,7 +191,7 @@ def _seconds_of(text: str | None) -> float | None:
 
 
 def with_redis(action: Callable[[Redis], Awaitable[_T]]) -> _T:
-    """Run an action with a connection to Redis, and return its result. Raises RedisUnreachable and RedisRefused."""
+    """Run an action with a connection to Redis, and return its result. Raises RedisUnreachable or RedisRefused."""
 
     async def run() -> _T:
         async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:

@@ -125,7 +125,7 @@ def up_command(
 
 
 def _check_services(flower_port: int | None, gateway_port: int | None) -> None:
-    """Check that Flower and the gateway can start if they have ports. Raises NotInstalled and PortTaken."""
+    """Check that Flower and the gateway can start if they have ports. Raises NotInstalled or PortTaken."""
     if flower_port is not None:
         if importlib.util.find_spec("flower") is None:
             raise NotInstalled("Flower is not installed; run `pip install 'cellama[flower]'`, or use --no-flower")

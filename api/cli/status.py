@@ -78,12 +78,12 @@ def top_command(
 
 
 def read_status(client: Client) -> dict[str, Any]:
-    """Return what `status` shows. Raises RedisUnreachable and RedisRefused."""
+    """Return what `status` shows. Raises RedisUnreachable or RedisRefused."""
     return {**client.stats(), "live": [asdict(worker) for worker in client.workers()]}
 
 
 def read_screen(client: Client) -> dict[str, Any]:
-    """Return what `top` shows. Raises RedisUnreachable and RedisRefused."""
+    """Return what `top` shows. Raises RedisUnreachable or RedisRefused."""
     return {**read_status(client), "dead": client.dead()}
 
 

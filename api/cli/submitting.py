@@ -73,7 +73,7 @@ def chat_command(
             _run(client.chat(model, messages, wait=wait, **params), json, patience, wait)
             return
         if "parent_key" in params:
-            raise InvalidJob("--parent-key needs a message; an interactive conversation always starts from scratch")
+            raise InvalidJob("--parent-key requires a message; an interactive conversation always starts from scratch")
         out.print(f"[dim]Chatting with {escape(model)}. Type /help for help, Ctrl-D to exit.[/]")
         while (text := _read_message()) is not None:
             _take_turn(client, messages, text, model, json, patience, wait, params)

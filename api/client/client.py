@@ -381,7 +381,7 @@ class Client:
         `output` is given, or `input` is a file, the same call resumes a run that was interrupted.
 
         The options of the command are keyword arguments (`as_kind` is `--as`, and `ordered=True` is `--order input`).
-        All other keyword arguments are parameters of the jobs. Raises InvalidJob and OSError. Even if the call raises,
+        All other keyword arguments are parameters of the jobs. Raises InvalidJob or OSError. Even if the call raises,
         finished rows are saved in the output.
         """
         with reaching_redis(self._url):
@@ -579,7 +579,7 @@ class Client:
         self._commands.wait_for_status(accepted, model_id, _status_of_model(model_id), None, timeout + REPLY_TIMEOUT_S)
 
     def set_default_model(self, model_id: str, *, worker: str | None = None, pool: str | None = None) -> None:
-        """Make a model the default model, which serves `:default`. Raises UnknownWorker and JobFailed."""
+        """Make a model the default model, which serves `:default`. Raises UnknownWorker or JobFailed."""
         self._commands.send("cellama_default", {"model_id": model_id}, CommandTarget(worker, pool))
 
     # Control LoRA adapters. Each method acts on all workers with the model, on the workers of a pool, or on one worker.

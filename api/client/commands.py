@@ -26,7 +26,7 @@ class CommandTarget:
     pool: str | None = None
 
     def select(self, workers: Iterable[WorkerEntry], model_id: str | None) -> list[str]:
-        """Return the names of the targeted workers that have the model. Raises UnknownWorker and UnknownModel."""
+        """Return the names of the targeted workers that have the model. Raises UnknownWorker or UnknownModel."""
         running = list(workers)
         chosen = [
             entry

@@ -190,7 +190,9 @@ class Gateway:
                 if view["id"] == name or (name == DEFAULT_MODEL and view["default"]):
                     return view
         if not await self._models.get():
-            raise ApiError(503, "no worker is running; start one", code="no_worker", retry_after_s=START_S)
+            raise ApiError(
+                503, "no worker is running; start one with `cellama worker`", code="no_worker", retry_after_s=START_S
+            )
         known = ", ".join(view["id"] for view in await self.models(caller)) or "none"
         raise ApiError(
             404, f"model: {shorten(name)} is not served; running models: {known}", code="model_not_found", param="model"

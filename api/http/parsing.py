@@ -182,7 +182,7 @@ async def read(request: Request) -> ParsedRequest:
 
 
 async def read_of(request: Request, caller: Caller) -> ParsedRequest:
-    """Parse the body of a charged request of this caller. Raises ApiError and ClientDisconnect."""
+    """Parse the body of a charged request of this caller. Raises ApiError or ClientDisconnect."""
     context = context_of(request)
     parts = await _parts(request, context.gateway.settings.gateway_max_body_bytes, caller, context)
     num_bytes = sum(map(len, parts))

@@ -177,7 +177,7 @@ class RunningJobs:
         `frames_of` converts the events into SSE frames, and `error_frame` makes the last frame after an error.
         With `waits`, the method returns after the first event, so that errors that a worker finds immediately
         are returned with their HTTP status. With `with_failures`, the failure of a job is passed on as an
-        event. Raises ApiError and ClientDisconnect.
+        event. Raises ApiError or ClientDisconnect.
         """
         keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
         events = self.events_and_failures(keepalive_s) if with_failures else self.events(keepalive_s)
@@ -319,7 +319,7 @@ class JobsRequest(ABC):
 
 
 async def run_jobs(parsed: ParsedRequest, jobs_request: JobsRequest) -> Response:
-    """Run the jobs of a request, and return their results or a stream. Raises ApiError and ClientDisconnect."""
+    """Run the jobs of a request, and return their results or a stream. Raises ApiError or ClientDisconnect."""
 
     async def start() -> None:
         try:

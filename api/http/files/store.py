@@ -232,7 +232,7 @@ def blocks_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def download(store: FileStore, name: str, local: Path) -> None:
-    """Copy a file to this machine, where it appears only once it is complete. Raises FileNotFoundError and OSError."""
+    """Copy a file to this machine, where it appears only once it is complete. Raises FileNotFoundError or OSError."""
     part = local.with_name(f"{local.name}.part")
     write_new(part, blocks_of(store.open(name)))
     part.replace(local)

@@ -40,7 +40,7 @@ class UploadForm:
 
 @contextlib.asynccontextmanager
 async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
-    """Receive the form of a request. Its file is deleted at the end. Raises ApiError and ClientDisconnect."""
+    """Receive the form of a request. Its file is deleted at the end. Raises ApiError or ClientDisconnect."""
     boundary = _boundary(request)
     if declared_bytes(request) > limit + MAX_FORM_BYTES:
         raise _too_large(limit)
@@ -135,7 +135,7 @@ class _FormReader:
             return
         if name != "file" or self._form.name is not None:
             raise ApiError(
-                400, f"the form has a file {name[:40]!r}; it must have exactly one, named 'file'", param="file"
+                400, f"the form has a file {name[:40]!r}; it must have exactly one file, named 'file'", param="file"
             )
         self._form.name, self._field = _display_name(options[b"filename"]), None
 

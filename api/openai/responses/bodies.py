@@ -91,8 +91,8 @@ def metadata_of(given: Any) -> dict[str, str]:
     for name, value in given.items():
         if not _is_text(name, MAX_METADATA_KEY) or not _is_text(value, MAX_METADATA_VALUE):
             raise InvalidJob(
-                f"metadata is {shorten({name: value})}; names may have {MAX_METADATA_KEY} characters, values must be "
-                f"strings of at most {MAX_METADATA_VALUE} characters, and both must be valid Unicode"
+                f"metadata is {shorten({name: value})}; names may have at most {MAX_METADATA_KEY} characters, values "
+                f"must be strings of at most {MAX_METADATA_VALUE} characters, and both must be valid Unicode"
             )
     return dict(given)
 
