@@ -18,9 +18,9 @@ from cellama.api.http.console.chat_store import MAX_CHATS, ChatTurn, ConsoleChat
 from cellama.api.keys.entry import KeyEntry, new_key
 from cellama.api.keys.managing import as_toml
 from cellama.api.machine.redis_server import RedisServer
-from cellama.tasks.contract.keys import console_chat_key, console_chats_key
+from cellama.tasks.contract.keys import console_chat_key, console_chats_key, journal_key
 
-from ...conftest import WorkerProcess, wait_until
+from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from .console_chats import ConsoleChatter
 
@@ -140,6 +140,18 @@ def test_answer_of_a_lost_job_fails_with_a_remedy(chatter: ConsoleChatter, redis
     assert (end["status"], end["note"].endswith("Retry.")) == ("failed", True)
     assert chatter.send("", retry=True, max_tokens=4).status_code == 200
     assert chatter.answer()["status"] == "done"
+
+
+def test_answer_comes_from_the_result_when_its_events_have_expired(
+    chatter: ConsoleChatter, queue: Client, redis_client: Redis, redis_server: RedisServer
+) -> None:
+    job = queue.chat("tiny", [{"role": "user", "content": "What is the capital of France?"}], temperature=0)
+    text = job.result(PATIENCE_S)["message"]["content"]
+    redis_client.delete(journal_key(job.id))
+    store_running_turn(redis_server, chatter, job.id)
+    end = chatter.answer()
+    assert (end["status"], end["answer"]) == ("done", text)
+    assert text in chatter.page()
 
 
 def test_oldest_chats_are_deleted_when_a_caller_has_too_many(redis_server: RedisServer) -> None:

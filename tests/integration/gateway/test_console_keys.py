@@ -61,6 +61,9 @@ def test_first_key_is_created_used_and_revoked(gateway: GatewayProcess, page: Pa
     page.press("Enter")
     other = wait_until(lambda: secret_in(page), "the second secret")
     assert gateway.get("/v1/models", headers={"x-api-key": other}).status_code == 200
+    page.call("Page.reload")  # which must not send the form again
+    wait_until(lambda: not secret_in(page) and text_of(page, "#create-title"), "the page without the secret")
+    assert page.run("document.querySelectorAll('[aria-labelledby=keys-title] tbody tr').length") == 2
     accept_questions(page)
     page.run(f"document.querySelector('[aria-label=\"Revoke {other.split('-')[1]}\"]').click()")
     wait_until(lambda: "revoked" in text_of(page, "[aria-labelledby=keys-title] tbody"), "the state")
