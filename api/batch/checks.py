@@ -47,6 +47,8 @@ def check_files(options: BatchOptions) -> OutputKind:
     if options.errors is not None and options.errors != STANDARD and not _check_target(options.errors).is_appended:
         raise InvalidJob(f"errors can't be written to {str(options.errors)!r}, because they are JSON lines; use .jsonl")
     _check_rows(options, kind)
+    if isinstance(source, Path) and source.is_dir() and options.output.absolute().is_relative_to(source.absolute()):
+        raise InvalidJob(f"{str(options.output)!r} is in the input directory; write the output to another directory")
     format_ = format_of(source, options.format)
     if format_ in COLUMNAR or kind.format in COLUMNAR:
         check_pyarrow()

@@ -120,6 +120,13 @@ def test_check_files_accepts_utf8_text(tmp_path: Path, text: str) -> None:
     check_files(BatchOptions(tmp_path / "in.jsonl", Path("-")))
 
 
+def test_check_files_rejects_an_output_in_the_input_directory(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    check_files(BatchOptions(tmp_path / "notes", tmp_path / "out.csv"))
+    with pytest.raises(InvalidJob, match=r"out\.csv' is in the input directory; write the output to another directory"):
+        check_files(BatchOptions(tmp_path / "notes", tmp_path / "notes" / "out.csv"))
+
+
 def test_check_files_accepts_parquet(tmp_path: Path) -> None:
     check(tmp_path, b"PAR1rest", "in.parquet")
     check(tmp_path, b"PAR1rest", "in.data", format="parquet")
