@@ -76,11 +76,13 @@ async def _list(request: Request, caller: Caller) -> dict[str, Any]:
     after = query.get("after", "")
     with reaching_redis():
         found = await _found(gateway, wanted, after)
+        record = await read_job(gateway.redis, wanted.text) if wanted.text and not found.jobs else None
         now: Any = await gateway.redis.time()
     fields = {"state": wanted.state, "model": wanted.model, "kind": wanted.kind, "id": wanted.text}
     filters = {name: text for name, text in fields.items() if text}
     return {
         "jobs": found.jobs,
+        "unlisted": record.job_id if record is not None and _may_see(caller, record) else None,
         "now": seconds_of(now),
         "filters": fields,
         "has_filters": bool(filters),
@@ -121,10 +123,14 @@ async def _requested(request: Request) -> tuple[Gateway, JobRecord]:
     job_id = request.path_params["job_id"]
     with reaching_redis():
         record = await read_job(gateway.redis, job_id)
-    tenant = visible_tenant(caller)
-    if record is None or (tenant is not None and record.tenant != tenant):
+    if record is None or not _may_see(caller, record):
         raise not_found("job", job_id)
     return gateway, record
+
+
+def _may_see(caller: Caller, record: JobRecord) -> bool:
+    tenant = visible_tenant(caller)
+    return tenant is None or record.tenant == tenant
 
 
 async def _details(gateway: Gateway, record: JobRecord) -> dict[str, Any]:

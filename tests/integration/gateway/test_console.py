@@ -172,7 +172,9 @@ def test_visitor_sees_only_jobs_of_its_tenant_unless_it_is_an_administrator(
     assert "worker@" in visit(keys["admin"]).get("/console").text
 
 
-def test_list_filters_by_state_model_kind_and_id(gateway: GatewayProcess, queue: Client, unserved: str) -> None:
+def test_list_filters_by_state_model_kind_and_id(
+    gateway: GatewayProcess, queue: Client, redis_client: Redis, unserved: str
+) -> None:
     finished = queue.generate("tiny", "Once upon a time", max_tokens=2)
     finished.result(PATIENCE_S)
     waiting, cancelled = (queue.generate(unserved, "Hello", wait=True) for _ in range(2))
@@ -190,6 +192,9 @@ def test_list_filters_by_state_model_kind_and_id(gateway: GatewayProcess, queue:
         assert found(state="failed", model=unserved) == found(kind="embed") == set()
         assert found(id=finished.id[4:20]) == found(id=f" {finished.id} ") == {finished.id}
         assert found(id=HOSTILE) == set()
+        redis_client.zrem("cellama:ended", finished.id)  # as if 10,000 jobs had ended since
+        assert found(id=finished.id) == set()
+        assert f'href="/console/jobs/{finished.id}"' in gateway.get("/console/jobs", params={"id": finished.id}).text
         shown = gateway.get("/console/jobs", params={"id": HOSTILE, "model": HOSTILE}).text
         assert "<script>window" not in shown
         assert HOSTILE in unescape(shown)
