@@ -1,4 +1,4 @@
-"""Run programs as PID 1 of a PID namespace, as containers do."""
+"""Run programs as PID 1 of a PID namespace and as a user without privileges, as containers of the image do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import psutil
 import pytest
 
 Started = subprocess.Popen[bytes] | subprocess.Popen[str]
-UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+USER_ID = 1000  # like the first user of an image. Outside the namespace, the files belong to the user of the tests
+UNSHARE = [
+    "unshare",
+    *("--user", f"--map-user={USER_ID}", f"--map-group={USER_ID}"),
+    *("--pid", "--fork", "--mount-proc", "--kill-child"),
+]
 
 
 def _refusal() -> str:
-    """Return the reason why this machine can't create a PID namespace, or "" if it can."""
+    """Return the reason why this machine can't create these namespaces, or "" if it can."""
     try:
         done = subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=30, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -25,7 +30,7 @@ def _refusal() -> str:
 
 _WHY_NOT = _refusal()
 HAS_NAMESPACES = not _WHY_NOT
-needs_namespace = pytest.mark.skipif(bool(_WHY_NOT), reason=f"no PID namespace here: {_WHY_NOT}")
+needs_namespace = pytest.mark.skipif(bool(_WHY_NOT), reason=f"no PID and user namespaces here: {_WHY_NOT}")
 
 
 def in_namespace(argv: Sequence[str]) -> list[str]:

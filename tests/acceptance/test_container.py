@@ -1,4 +1,4 @@
-"""Test `cellama worker` and `cellama up` as PID 1 of a PID namespace, as in a container."""
+"""Test `cellama worker` and `cellama up` as PID 1 of a PID namespace without privileges, as in a container."""
 
 from __future__ import annotations
 
@@ -93,6 +93,13 @@ def test_killed_worker_under_pid_1_is_replaced_without_a_zombie(contained: Conta
     assert contained.child().pid != child.pid
     wait_until(lambda: "Z" not in states_inside(contained.program).values(), "the end of all zombies")
     assert 1 in states_inside(contained.program)
+
+
+def test_worker_in_a_container_runs_without_privileges(contained: Contained) -> None:
+    for process in (contained.program, contained.child()):
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        assert int(status["CapEff"], 16) == 0
+    assert "superuser privileges" not in contained.log()  # Celery's warning if the user id is 0
 
 
 def test_running_job_finishes_when_pid_1_receives_sigterm(contained: Contained) -> None:
