@@ -32,6 +32,7 @@ from cellama.tasks.state.reader import MAX_AFTER
 
 from .rendering import duration_text, page
 from .session import base_of, console_caller, visible_tenant
+from .visible import visible
 
 log = event_logger(__name__)
 
@@ -271,6 +272,8 @@ def frame_of(event: Event) -> bytes:
     """Return the frame of an event with the fields that the page shows. Its id is the seq of the event."""
     fields: Mapping[str, Any] = event
     shown = {name: fields[name] for name in SHOWN_FIELDS if name in fields} | {"is_last": is_terminal(event)}
+    if "text" in shown:
+        shown["text"] = visible(shown["text"])
     return f"id: {fields['seq']}\ndata: {json.dumps(shown, ensure_ascii=False)}\n\n".encode()
 
 

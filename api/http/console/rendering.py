@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from cellama.api.http.errors import ApiError
 
 from .session import base_of, is_admin
+from .visible import visible
 
 TEMPLATES, STATIC = (Path(__file__).parent / name for name in ("templates", "static"))
 STATIC_ROUTE = Mount("/console/static", StaticFiles(directory=STATIC, check_dir=False))
@@ -57,7 +58,7 @@ def page(
     """Render a page or a fragment of a page for the visitor that `console_caller` has found, if it was called."""
     caller = getattr(request.state, "console_caller", None)
     base = base_of(request)
-    visible = [one for one in NAVIGATION if caller is not None and (is_admin(caller) or not one.admins_only)]
+    sections = [one for one in NAVIGATION if caller is not None and (is_admin(caller) or not one.admins_only)]
     text = (
         _environment()
         .get_template(template)
@@ -65,7 +66,7 @@ def page(
             base=base,
             caller=caller,
             is_admin=caller is not None and is_admin(caller),
-            navigation=[(one.title, base + one.path, _is_current(request, base + one.path)) for one in visible],
+            navigation=[(one.title, base + one.path, _is_current(request, base + one.path)) for one in sections],
             static=lambda name: f"{base}/static/{name}?v={_version_of(name)}",
             **context,
         )
@@ -107,7 +108,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        duration=duration_text, precise=precise_text, count=count_text, bytes=bytes_text, utc=utc_text, iso=iso_text
+        duration=duration_text,
+        precise=precise_text,
+        count=count_text,
+        bytes=bytes_text,
+        utc=utc_text,
+        iso=iso_text,
+        visible=visible,
     )
     return environment
 

@@ -126,7 +126,9 @@ def test_hostile_text_is_escaped_and_visible(chatter: ConsoleChatter, queue: Cli
     assert "<script>document" not in page
     assert "<img src=x" not in page
     assert "&lt;script&gt;document" in page
-    assert not any(char in page for char in "\x1b\u202e\u2066")
+    job_page = chatter.page(f"/console/jobs/{job.id}")
+    assert "[U+202E]evil" in job_page
+    assert not any(char in page + job_page for char in "\x1b\u202e\u2066")
 
 
 def gbnf(text: str) -> str:
