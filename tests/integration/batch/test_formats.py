@@ -21,13 +21,16 @@ from ...conftest import WorkerProcess
 from .conftest import ANIMALS, Commands
 
 NUM_ROWS = int(os.environ.get("CELLAMA_BULK_ROWS", "5"))
+NUM_PROMPTS = 50  # different ones, so that the models compute little and the formats do the work
 INPUTS = ("jsonl", "csv", "tsv", "parquet", "arrow", "txt")
 OUTPUTS = ("jsonl", "csv", "parquet", "arrow")
-OPTIONS = ("--as", "chat", "--system", "Be brief.", "--max-tokens", "3", "--temperature", "0", "--ignore-eos")
+GREEDY = ("--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--merge-identical")
+OPTIONS = ("--as", "chat", "--system", "Be brief.", *GREEDY)
 
 
 def rows_of_input() -> list[dict[str, Any]]:
-    return [{"id": 7 + i, "title": f'The {ANIMALS[i % 5]}, "{i}" é', "score": i / 4} for i in range(NUM_ROWS)]
+    titles = [f'The {ANIMALS[i % 5]}, "{i % NUM_PROMPTS}" é' for i in range(NUM_ROWS)]
+    return [{"id": 7 + i, "title": title, "score": i / 4} for i, title in enumerate(titles)]
 
 
 def write_input(path: Path) -> list[dict[str, Any]]:
