@@ -1,7 +1,7 @@
 """Draw a load that resembles many users: prompts and answers of mixed lengths, shared prefixes, and chats.
 
-Everything is drawn from a seed as token ids, so that all peers get the same load. `ignore_eos` gives each answer its
-drawn length.
+Everything is drawn from a seed as token ids, so that all peers get the same load. With `ignore_eos`, each answer
+is exactly as long as drawn.
 """
 
 from __future__ import annotations

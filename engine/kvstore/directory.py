@@ -185,7 +185,7 @@ class StateDirectory:
 def files_to_evict(
     files: Sequence[StoredFile], quota_bytes: int, unfinished_bytes: int, new_bytes: int
 ) -> list[StoredFile]:
-    """Return the files to remove before a file of `new_bytes` is created. 0 only restores the quota.
+    """Return the files to remove before a file of `new_bytes` is created. 0 stands for no new file.
 
     `files` are sorted by their last use, the oldest first. Pinned files stay. Files larger than the quota are removed
     first, because they can't be read. Raises DirectoryFull. This function is pure.

@@ -49,7 +49,7 @@ _loading = threading.Lock()
 
 @functools.cache
 def load_backends() -> None:
-    """Load the backends that are files of llama_cpp. This has no effect if llama.cpp contains its backends.
+    """Load the backends that llama_cpp ships as files. This has no effect if llama.cpp contains its backends.
 
     Any thread may call this. Raises ModelLoadFailed if there is no backend for this CPU.
     """

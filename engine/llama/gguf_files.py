@@ -131,7 +131,7 @@ def check_adapter_file(path: Path, architecture: str) -> None:
         raise _refused(path, f"is damaged or incomplete ({error}); download or convert it again") from None
     _check_metadata(path, metadata, architecture)
     if not tensors:
-        raise _refused(path, "has no tensors; convert it again")
+        raise _refused(path, "has no tensors; convert the adapter again")
     for tensor in tensors:
         _check_tensor(path, tensor)
     _check_embedding(path, {tensor.name: tensor for tensor in tensors})
@@ -144,7 +144,7 @@ def _refused(path: Path, problem: str) -> AdapterLoadFailed:
 def _check_metadata(path: Path, metadata: dict[str, tuple[int, Any]], architecture: str) -> None:
     for key in ("general.type", "general.architecture", "adapter.type"):
         if metadata.get(key, (_STRING,))[0] != _STRING:
-            raise _refused(path, f"has a {key} that is not a string; convert it again")
+            raise _refused(path, f"has a {key} that is not a string; convert the adapter again")
     kind = metadata.get("general.type", (_STRING, None))[1]
     if kind != "adapter":
         reason = f"its general.type is {kind!r}" if kind else "it has no general.type"
@@ -158,7 +158,7 @@ def _check_metadata(path: Path, metadata: dict[str, tuple[int, Any]], architectu
         adapter_type = metadata.get("adapter.type", (0, None))[1]
         raise _refused(path, f"is an adapter of type {adapter_type!r}; use an adapter of type 'lora'")
     if metadata.get("adapter.lora.alpha", (_FLOAT32,))[0] != _FLOAT32:
-        raise _refused(path, "has an adapter.lora.alpha that is not a float32; convert it again")
+        raise _refused(path, "has an adapter.lora.alpha that is not a float32; convert the adapter again")
     if ALORA_KEY in metadata:
         raise _refused(
             path, "is an aLoRA, which is activated by invocation tokens and is not supported; use a plain LoRA adapter"
@@ -172,17 +172,19 @@ def _check_tensor(path: Path, tensor: TensorInfo) -> None:
     is_pair = tensor.name.endswith((".lora_a", ".lora_b"))
     if is_pair and len(tensor.dims) != 2 and "_exps." not in tensor.name:
         raise _refused(
-            path, f"has tensor {tensor.name!r} with {len(tensor.dims)} dimensions instead of 2; convert it again"
+            path,
+            f"has tensor {tensor.name!r} with {len(tensor.dims)} dimensions instead of 2; convert the adapter again",
         )
     if not all(tensor.dims):
-        raise _refused(path, f"has an empty tensor {tensor.name!r}; convert it again")
+        raise _refused(path, f"has an empty tensor {tensor.name!r}; convert the adapter again")
 
 
 def _check_embedding(path: Path, tensors: dict[str, TensorInfo]) -> None:
     """Compare the ranks of the embedding's two matrices, which are stored transposed. llama.cpp does not check them."""
     a, b = (tensors.get(f"token_embd.weight.lora_{side}") for side in "ab")
     if a is not None and b is not None and a.dims[0] != b.dims[0]:
-        raise _refused(path, f"has different ranks {a.dims[0]} and {b.dims[0]} for token_embd.weight; convert it again")
+        ranks = f"{a.dims[0]} and {b.dims[0]}"
+        raise _refused(path, f"has different ranks {ranks} for token_embd.weight; convert the adapter again")
 
 
 class _AdapterHeader:

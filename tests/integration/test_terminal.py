@@ -37,7 +37,7 @@ def test_text_reaches_a_terminal_without_control_characters(environment: dict[st
     assert not {"\x07", "\x9b", "\x7f"} & set(text)
 
 
-def test_events_reach_a_terminal_as_the_same_json(environment: dict[str, str], tmp_path: Path) -> None:
+def test_json_events_keep_their_text_on_a_terminal(environment: dict[str, str], tmp_path: Path) -> None:
     with Terminal([*CELLAMA, *ARGV, "--json"], folder=tmp_path, environment=environment) as terminal:
         assert terminal.wait() == 0, terminal.text
     lines = [line for line in terminal.text.splitlines() if line.startswith('{"job_id"')]
@@ -51,7 +51,7 @@ def test_text_reaches_a_pipe_unchanged(environment: dict[str, str], tmp_path: Pa
     assert done.stdout.decode() == HOSTILE + "\n"
 
 
-def test_results_of_a_bulk_run_reach_a_terminal_as_the_same_json(environment: dict[str, str], tmp_path: Path) -> None:
+def test_results_of_a_bulk_run_keep_their_text_on_a_terminal(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Once", "grammar": GRAMMAR, "max_tokens": 200}) + "\n")
     argv = [*CELLAMA, "batch", "run", "in.jsonl", "-o", "-", "--model", "tiny"]
     with Terminal(argv, folder=tmp_path, environment=environment) as terminal:

@@ -337,7 +337,7 @@ class BatchDriver:
             self._batches.move(self._record, status, expected=expected, lease_token=token, **fields)
         )
         if not done and now != "cancelling":
-            raise DriverStopped(f"another gateway drives the batch, which is {now or 'deleted'}")
+            raise DriverStopped(f"another gateway drives the batch, whose status is now {now or 'deleted'}")
         if now == "cancelling":
             self._cancelled.set()
         self._record |= {**(fields if done else {}), "status": now}

@@ -1,4 +1,4 @@
-"""The endpoints of responses."""
+"""The endpoints under `/v1/responses`."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of streaming before and after the writes")
     parser.add_argument("--requests", type=int, default=32, help="number of requests without shared prefixes")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the stream and the load")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the parts `gaps` and `load`")
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--callers", type=int, nargs="+", default=[1, 4, 8], help="numbers of callers that generate concurrently"
     )
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--new", type=int, default=8, help="tokens per call")
+    parser.add_argument("--new", type=int, default=8, help="tokens to generate per call")
     parser.add_argument(
         "--rounds",
         type=int,

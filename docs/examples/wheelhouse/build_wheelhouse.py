@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     cmake_args = os.environ.get("CMAKE_ARGS", ALL_CPUS if is_x86 else BASELINE)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="the directory to create")
-    parser.add_argument("--extras", default="worker,embedded", help="extras of cellama (default: %(default)s)")
+    parser.add_argument("--extras", default="worker,embedded", help="cellama extras to include (default: %(default)s)")
     parser.add_argument(
         "--cmake-args", default=cmake_args, metavar="ARGS", help="how to build llama.cpp (default: %(default)s)"
     )

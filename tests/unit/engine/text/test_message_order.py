@@ -89,7 +89,7 @@ def test_joined_replies_keep_all_tool_calls() -> None:
     st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=8),
     st.builds(MessageOrder, st.booleans(), st.booleans(), st.booleans()),
 )
-def test_arranging_keeps_every_content_and_the_order_of_turns(roles: list[str], order: MessageOrder) -> None:
+def test_arranging_keeps_all_content_and_the_order_of_turns(roles: list[str], order: MessageOrder) -> None:
     messages = conversation(tuple(roles))
     text = "\n\n".join(message["content"] for message in arrange(messages, order))
     contents = sorted(message["content"] for message in messages)
