@@ -127,6 +127,13 @@ def test_check_files_rejects_an_output_in_the_input_directory(tmp_path: Path) ->
         check_files(BatchOptions(tmp_path / "notes", tmp_path / "notes" / "out.csv"))
 
 
+def test_check_files_names_the_extra_when_pyarrow_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for names in (("in.parquet", "out.jsonl"), ("in.jsonl", "out.arrow")):
+        with pytest.raises(InvalidJob, match=r"missing packages: pyarrow; run `pip install 'cellama\[parquet\]'`"):
+            check(tmp_path, LINES.encode(), *names)
+
+
 def test_check_files_accepts_parquet(tmp_path: Path) -> None:
     check(tmp_path, b"PAR1rest", "in.parquet")
     check(tmp_path, b"PAR1rest", "in.data", format="parquet")
