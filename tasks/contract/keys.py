@@ -14,9 +14,9 @@ Jobs:
 `cellama:due` (sorted set): Jobs that the reaper must check, by time, for a timeout or for an end that Celery lacks.
 `cellama:missing` (sorted set): Jobs that are neither in a queue nor on a worker, by the time of detection.
 `cellama:queues` (set): Queues that have or had jobs.
-`cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. 30 days.
+`cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. TTL of 30 days.
 `cellama:strays` (sorted set): Messages of plain Celery in queues that no worker reads, by the time of their detection.
-`cellama:watched` (hash): Since when, and when last, a worker looked for jobs that no worker serves.
+`cellama:watched` (hash): Since when, and when last, a worker looked for jobs that no worker serves. TTL of 30 days.
 `cellama:ended` (sorted set): The last MAX_ENDED jobs that have ended, by time of their end. TTL.
 `cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
 `celery-task-meta-{job_id}` (string): Celery's result. TTL.

@@ -687,17 +687,20 @@ local KEEP_S = 30 * 86400
 local now = clock()
 for _, queue in ipairs(ARGV) do redis.call('ZADD', SERVED, stamp(now), queue) end
 redis.call('ZREMRANGEBYSCORE', SERVED, '-inf', stamp(now - KEEP_S))
+redis.call('EXPIRE', SERVED, KEEP_S)
 return 1
 
 --@ watch
 -- Records that a worker looks for jobs that no worker serves. KEYS: hash. ARGV: longest time in seconds between two looks.
 -- Returns the time, and since when workers have looked without an interruption. Whatever was unserved during an interruption,
 -- such as an outage of Redis or of all workers, is given its whole time afterwards.
+local KEEP_S = 30 * 86400
 local watched, max_gap_s = KEYS[1], tonumber(ARGV[1])
 local found, now = redis.call('HMGET', watched, 'last', 'since'), clock()
 local last, since = tonumber(found[1] or 0), found[2]
 if not since or now < last or now - last > max_gap_s then since = stamp(now) end
 redis.call('HSET', watched, 'last', stamp(now), 'since', since)
+redis.call('EXPIRE', watched, KEEP_S)
 return {stamp(now), since}
 
 --@ unserved

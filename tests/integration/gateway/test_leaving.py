@@ -92,7 +92,7 @@ def test_job_with_idempotency_key_survives_disconnect_and_answers_retry(
     assert again[0]["id"] == again[1]["id"]
     assert again[0]["usage"]["completion_tokens"] == 30
     streamed = gateway.post("/v1/chat/completions", json={**body, "seed": 2}, headers=key)
-    assert (streamed.status_code, "with other parameters" in streamed.text) == (400, True)
+    assert (streamed.status_code, "with different parameters" in streamed.text) == (400, True)
 
 
 def test_stream_ends_with_error_when_job_is_cancelled_elsewhere(

@@ -98,5 +98,5 @@ def test_public_address_is_rejected_without_keys(redis_server: Any, tmp_path: Pa
     argv = [*COMMAND, "--host", "0.0.0.0", "--port", "18000"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
-    assert "0.0.0.0 can be reached by others" in done.stderr
+    assert "0.0.0.0 can be reached from other machines" in done.stderr
     assert "Traceback" not in done.stderr
