@@ -186,12 +186,12 @@ class AsyncClient:
 
     async def batch(
         self,
-        input: Any,
+        input: object,
         output: str | Path | None = None,
         *,
         on_progress: OnProgress = lambda progress: None,
         **options: Unpack[BatchParams],
-    ) -> Any:
+    ) -> object:
         """Run every row as `Client.batch` does, but in another thread. This thread also calls `on_progress`.
 
         Cancelling this coroutine interrupts the run. Call the method again with the same arguments to resume

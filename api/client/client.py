@@ -367,12 +367,12 @@ class Client:
 
     def batch(
         self,
-        input: Any,
+        input: object,
         output: str | Path | None = None,
         *,
         on_progress: OnProgress = lambda progress: None,
         **options: Unpack[BatchParams],
-    ) -> Any:
+    ) -> object:
         """Run every row of a file or of a table in memory, as `cellama batch run` does.
 
         `input` is a path or URL, a DataFrame of pandas or polars, a Table of pyarrow, or dictionaries or texts. For a
