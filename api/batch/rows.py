@@ -147,4 +147,5 @@ def _rows_of_csv(stream: BinaryIO, separator: str) -> Iterator[dict[str, Any]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise InvalidJob(f"can't read the CSV file after row {number}: {error}; it must be CSV in UTF-8") from None
     finally:
-        text.detach()  # leave the stream open, because the caller closes it
+        if not stream.closed:
+            text.detach()  # leave the stream open, because the caller closes it

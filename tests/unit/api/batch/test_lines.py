@@ -348,3 +348,11 @@ def test_size_of_a_line_includes_parameters_of_the_run() -> None:
     (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", defaults, 3000)
     assert isinstance(bad, BadLine)
     assert "the limit is 3000; split the line, or raise max_payload_bytes" in bad.message
+
+
+def test_file_may_be_closed_before_all_rows_are_read() -> None:
+    stream = io.BytesIO(b"question\nWho?\nWhy?\n")
+    lines = read_lines(stream, "csv", DEFAULTS, 10_000)
+    next(lines)
+    stream.close()
+    del lines  # pytest turns an exception in the generators' cleanup into a failure
