@@ -119,7 +119,7 @@ class Cluster:
     def submit(self, asked: int, part: float = 1.0, priority: int = 3, **params: Any) -> Played:
         """Submit a job that generates this part of the requested tokens, plus up to a third of that for its prompt."""
         made = max(1.0, asked * part)
-        job = submission(QUEUE, str(uuid.uuid4()))
+        job = submission(QUEUE, str(uuid.UUID(int=len(self.jobs))))  # jobs of the same time are sorted by their ids
         kwargs = {"max_tokens": asked, **params}
         call = TaskCall(task="cellama.generate", args=[MODEL, "Hi"], kwargs=kwargs, queue=QUEUE, priority=priority)
         self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, priority), job.message.payload))])
@@ -249,9 +249,9 @@ def test_estimates_adapt_to_a_slower_machine_and_survive_in_redis(cluster: Clust
     cluster.run(40)
     after = cluster.submit_when_full()
     cluster.run(2000)
-    for job in (before, after):  # a range holds four of five waits, so a single wait may be just outside of it
+    for job in (before, after):
         assert job.said is not None
-        assert 0.9 * job.said.eta_least_s <= job.waited_s <= 1.1 * (job.said.eta_most_s or 0)
+        assert job.said.eta_least_s <= job.waited_s <= (job.said.eta_most_s or 0)
     key = service_times_key(QUEUE, "generate", "interactive")
     assert 0 < redis.llen(key) <= MAX_SAMPLES
     assert redis.ttl(key) > 86400
