@@ -20,7 +20,7 @@ PAGE, MAX_PAGE = 20, 100  # as in OpenAI's API
 async def create(request: Request) -> Response:
     """Handle `POST /v1/batches`."""
     parsed = await read(request)
-    runner, caller = _runner(request), parsed.caller
+    runner, caller = runner_of(request), parsed.caller
     order = parse_batch(parsed.body)
     await runner.files.records.find(order.input_file_id, caller)
     try:
@@ -34,13 +34,13 @@ async def create(request: Request) -> Response:
 
 async def retrieve(request: Request) -> Response:
     """Handle `GET /v1/batches/{id}`."""
-    batches, caller = _runner(request).batches, await caller_of(request)
+    batches, caller = runner_of(request).batches, await caller_of(request)
     return JSONResponse(await batches.view(await batches.records.find(request.path_params["id"], caller)))
 
 
 async def list_(request: Request) -> Response:
     """Handle `GET /v1/batches`."""
-    batches, caller = _runner(request).batches, await caller_of(request)
+    batches, caller = runner_of(request).batches, await caller_of(request)
     query = PageQuery.of(request.query_params, PAGE, MAX_PAGE)
     found = await batches.records.page(caller, query)
     return JSONResponse(query.to_list([await batches.view(record) for record in found]))
@@ -48,11 +48,12 @@ async def list_(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """Handle `POST /v1/batches/{id}/cancel`."""
-    batches, caller = _runner(request).batches, await caller_of(request)
+    batches, caller = runner_of(request).batches, await caller_of(request)
     return JSONResponse(await batches.view(await batches.cancel(request.path_params["id"], caller)))
 
 
-def _runner(request: Request) -> BatchRunner:
+def runner_of(request: Request) -> BatchRunner:
+    """Return the runner of the gateway's batches."""
     runner: BatchRunner = request.app.state.batches
     return runner
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from cellama.api.http.auth import Caller
 from cellama.api.http.background import FILES, in_thread
+from cellama.api.http.batches.endpoints import runner_of
 from cellama.api.http.batches.input_check import ENDPOINTS
 from cellama.api.http.batches.runner import BatchRunner
 from cellama.api.http.batches.service import OPEN, parse_batch
@@ -57,7 +58,7 @@ async def list_(request: Request) -> Response:
 
 async def _list_page(request: Request, caller: Caller, problem: str = "", status: int = 200) -> Response:
     """Return the list of the caller's runs, with the problem of an upload."""
-    runner, query = _runner(request), PageQuery.of(request.query_params, RUNS_PER_PAGE, RUNS_PER_PAGE)
+    runner, query = runner_of(request), PageQuery.of(request.query_params, RUNS_PER_PAGE, RUNS_PER_PAGE)
     found = await runner.batches.records.page(caller, query)
     runs = [await _run_view(runner, record) for record in found[:RUNS_PER_PAGE]]
     others = await _runs_of_others(runner, caller) if is_admin(caller) else []
@@ -114,7 +115,7 @@ async def create(request: Request) -> Response:
 
 
 async def _create(request: Request, caller: Caller) -> Record:
-    runner = _runner(request)
+    runner = runner_of(request)
     async with receive_upload(request, caller) as upload:
         check_not_empty(upload.form)
         if is_table(upload.form.name or ""):
@@ -172,7 +173,7 @@ async def progress(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Handle `POST /console/runs/{id}/cancel`. Finished results stay."""
     record = await _find(request)
-    await _runner(request).batches.cancel(record["id"], Caller(tenant=record["tenant"]))
+    await runner_of(request).batches.cancel(record["id"], Caller(tenant=record["tenant"]))
     if "hx-request" in request.headers:
         return await _run_page(request, "run_progress.html")
     return RedirectResponse(f"{base_of(request)}/runs/{record['id']}", 303)
@@ -180,7 +181,7 @@ async def cancel(request: Request) -> Response:
 
 async def download(request: Request) -> Response:
     """Handle `GET /console/runs/{id}/{file}`, where `file` is input, output or errors."""
-    record, runner, name = await _find(request), _runner(request), request.path_params["file"]
+    record, runner, name = await _find(request), runner_of(request), request.path_params["file"]
     file_id = record.get(_FILES.get(name, ""))
     file = None if file_id is None else await runner.files.records.read(file_id)
     if file is None:
@@ -197,7 +198,7 @@ async def download(request: Request) -> Response:
 
 
 async def _run_page(request: Request, template: str) -> Response:
-    record, runner = await _find(request), _runner(request)
+    record, runner = await _find(request), runner_of(request)
     run = await _run_view(runner, record)
     failures = await _failures(runner, run["error_file_id"]) if run["error_file_id"] else []
     return page(request, template, run=run, failures=failures)
@@ -205,7 +206,7 @@ async def _run_page(request: Request, template: str) -> Response:
 
 async def _find(request: Request) -> Record:
     """Return the batch in the path. Administrators see the batches of all tenants. Raises ApiError (404)."""
-    caller, records = await console_caller(request), _runner(request).batches.records
+    caller, records = await console_caller(request), runner_of(request).batches.records
     batch_id = request.path_params["id"]
     if is_admin(caller) and re.fullmatch("batch_[0-9a-f]{32}", batch_id):
         record = await records.read(batch_id)
@@ -264,11 +265,6 @@ async def _failures(runner: BatchRunner, file_id: str) -> list[dict[str, str]]:
 def _failure(line: Mapping[str, Any]) -> dict[str, str]:
     error = line.get("error") or {}
     return {name: visible(str(text or "")) for name, text in {"id": line.get("custom_id"), **error}.items()}
-
-
-def _runner(request: Request) -> BatchRunner:
-    runner: BatchRunner = request.app.state.batches
-    return runner
 
 
 ROUTES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,13 @@ import pytest
 from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import RedisServer
 
-from ...browser import Browser, Page, browsing
+from ...browser import Browser, Page
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from .console_pages import text_of, wait_for_text
 
 STORY = "Tell a story about foxes"
 STEP_S = 0.3  # of a slowed worker, so that no answer ends before something is killed
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 @pytest.fixture

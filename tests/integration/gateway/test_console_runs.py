@@ -14,7 +14,7 @@ from redis import Redis
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.state.bulk_runs import Batches
 
-from ...browser import Browser, Page, browsing
+from ...browser import Page
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from ..test_gateway_tenants import Keyed
@@ -23,17 +23,6 @@ from .console_pages import accept_questions, choose_file, text_of
 from .test_batches import request
 
 ENDED = ("completed", "failed", "cancelled", "expired")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("browser")) as found:
-        yield found
-
-
-@pytest.fixture
-def page(browser: Browser) -> Page:
-    return Page(browser)
 
 
 @pytest.fixture
