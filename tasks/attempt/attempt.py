@@ -247,6 +247,10 @@ class JobAttempt:
             self._task.backend.mark_as_revoked(self.job_id, "cancelled", self._task.request)
 
     def _end_failed(self, failure: JobFailed) -> JobFailed:
+        if not self._engine_ends_stream and not self._control.claim_outcome("failed"):
+            self._control.interrupt(Interruption.CANCELLED)
+            self._end_interrupted()
+            raise Ignore()
         log.info("job failed", job_id=self.job_id, code=failure.code, detail=failure)
         self._end_stream(error_event(failure))
         self._ignore_unless_current()

@@ -310,6 +310,9 @@ class JobRequest(Request):  # type: ignore[misc]
         if not self.time_start:
             super().terminate(pool, signal)  # Celery calls this method again once the job has started
             return
+        control = self._control
+        if control is not None and not control.claim_outcome("revoked"):
+            return  # the job fails at this moment
         signum = signals.signum(signal or "TERM")
         try:
             self._announce_revoked("terminated", True, signum, False)

@@ -45,6 +45,7 @@ class JobControl:
         self.interruption: Interruption | None = None
         self.is_settled = False  # whether Redis has the job's end and result, and the message is released
         self._stop: Callable[[Interruption], None] | None = None
+        self._outcome = ""
         self._ended = False
         self._lock = threading.Lock()
 
@@ -68,6 +69,16 @@ class JobControl:
 
     def terminate(self, signal: int | None = None) -> None:
         self.interrupt(Interruption.CANCELLED)
+
+    def claim_outcome(self, outcome: str) -> bool:
+        """Return whether the job ends with this outcome, which is the first one that was claimed.
+
+        A revoke can arrive while a failing job ends. Otherwise Celery could store REVOKED, and the stream end with the
+        error.
+        """
+        with self._lock:
+            self._outcome = self._outcome or outcome
+            return self._outcome == outcome
 
     def claim_end(self) -> bool:
         """Return True for the first caller, which is the only one that may report the end of the job to Celery."""

@@ -97,9 +97,14 @@ def busy(redis: Redis, server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unblocking(redis: Redis, server: RedisServer) -> Iterator[None]:
-    blocked = [client for client in redis.client_list() if client["cmd"] == "brpop"]
-    assert sum(int(redis.client_unblock(client["id"], error=True)) for client in blocked) > 0
+    """Unblock a blocking command at the end, because the suspended worker may be between two of them."""
+
+    def unblock() -> int:
+        blocked = [client for client in redis.client_list() if client["cmd"] == "brpop"]
+        return sum(int(redis.client_unblock(client["id"], error=True)) for client in blocked)
+
     yield
+    wait_until(unblock, "a blocked command")
 
 
 REFUSING: list[Refusing] = [full, without_replicas, without_disk, read_only, busy]

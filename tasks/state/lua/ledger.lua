@@ -574,9 +574,13 @@ return 1
 --@ store_result
 -- Stores a state for Celery. The entry of the job records its final state.
 -- KEYS: result, entry. ARGV: value, TTL in seconds or '', the state if it is final or ''.
--- Returns 0 if a success was stored before.
+-- Returns 0 if a success was stored before, or if the state is REVOKED and the job has ended in another way.
 local result, job = unpack(KEYS)
 local value, expires, last_state = unpack(ARGV)
+if last_state == 'REVOKED' then
+  local state, ending = unpack(redis.call('HMGET', job, 'state', 'end'), 1, 2)
+  if state == 'done' and reason_of(ending) ~= 'cancelled' then return 0 end -- the revoke came too late
+end
 local is_new = store_state(result, value, expires)
 if is_new and last_state ~= '' and redis.call('EXISTS', job) == 1 then redis.call('HSET', job, 'stored', last_state) end
 return is_new and 1 or 0

@@ -78,6 +78,26 @@ def test_celery_reports_a_revoke_before_the_job_ends(monkeypatch: pytest.MonkeyP
     assert steps == [("told", request.id), "settled", ("ended", 7)]
 
 
+def test_revoke_is_not_reported_for_a_job_that_is_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, control = a_request(), JobControl(7)
+    monkeypatch.setattr(request.task.backend, "mark_as_revoked", lambda *_, **__: pytest.fail("it is failing"))
+    request._apply_result = lambda: control
+    request.time_start, request.worker_pid = 1.0, 7
+    assert control.claim_outcome("failed")
+    request.terminate(SimpleNamespace(terminate_job=lambda *_: pytest.fail("it is failing")))
+    assert control.claim_outcome("failed")
+
+
+def test_job_does_not_fail_once_its_revoke_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(a_request().task.backend, "mark_as_revoked", lambda *_, **__: None)
+    request, control, ended = a_request(on_ack=lambda *_: None), JobControl(7), []
+    request._apply_result = lambda: control
+    request.time_start, request.worker_pid = 1.0, 7
+    request.terminate(SimpleNamespace(terminate_job=lambda number, signal: ended.append(number)))
+    assert ended == [7]
+    assert not control.claim_outcome("failed")
+
+
 def test_revoke_ends_the_job_even_if_celery_fails_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     request, ended = a_request(), []
 
