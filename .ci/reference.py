@@ -23,8 +23,9 @@ import typer
 from pydantic import BaseModel
 from typing_extensions import get_original_bases, is_typeddict
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+sys.path.append(str(ROOT))  # for tables in tests/
 PART = re.compile(
     r"^(?P<head><!-- generated: (?P<kind>\w+)(?: (?P<name>[\w./-]+))? -->\n)"
     r"(?P<text>.*?)(?P<end><!-- end of generated part -->)$",
@@ -294,6 +295,13 @@ def anthropic() -> str:
     return table(("parameter", "handling", "details"), rows)
 
 
+def differences(name: str) -> str:
+    """Return how replies differ from those of another server, from the table of pairs in tests/pairs."""
+    pairs = find("tests.pairs.summary"), find("tests.pairs.rows")
+    summary, rows = (function(find(f"tests.pairs.{name}.TABLE")) for function in pairs)
+    return f"{summary}\n\n" + table(("there", "cellama", "use instead"), rows)
+
+
 def metrics(source: str) -> str:
     """Return the metrics of a source: names, types, help texts, labels, and the bucket ranges of histograms."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
@@ -315,6 +323,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "metrics": metrics,
     "openai": openai,
     "anthropic": anthropic,
+    "differences": differences,
     "fields": fields,
     "commands": commands,
     "members": members,

@@ -1,0 +1,176 @@
+"""Requests of other servers' tests get the expected replies, or differ as documented."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import gguf
+import httpx
+import pytest
+
+from cellama.api.keys.entry import KeyText
+from cellama.api.machine.redis_server import RedisServer
+from cellama.bench.models.synthetic import write_model
+
+from ...bert_model import BertShape
+from ...conftest import MODELS, PATIENCE_S, WorkerProcess, empty_database
+from ...gateways import GatewayProcess
+from ...pairs import Ask, Pair, Table, llama_server, open_responses, run, vllm
+from ..test_gateway_tenants import Keyed
+
+TABLES = {"llama-server": llama_server.TABLE, "vllm": vllm.TABLE, "open-responses": open_responses.TABLE}
+WAITING = frozenset(
+    """
+llama-server-chat: path without /v1
+llama-server-chat: return_progress
+llama-server-chat: system_fingerprint
+llama-server-chat: timings_per_token
+llama-server-completion: n_predict
+llama-server-completion: native path, list
+llama-server-ctx_shift: no limit
+llama-server-ctx_shift: stream until the limit
+llama-server-embedding: native path, list
+llama-server-infill: invalid extra file 0
+llama-server-infill: invalid extra file 1
+llama-server-infill: invalid extra file 2
+llama-server-infill: invalid extra file 3
+llama-server-infill: invalid extra file 4
+llama-server-infill: with an extra file
+llama-server-infill: without extra files
+llama-server-responses: path without /v1
+llama-server-responses: timings and progress
+llama-server-template: add_generation_prompt False
+llama-server-template: add_generation_prompt True
+llama-server-tokenize: with_pieces
+open-responses-basic-response
+open-responses-function-call-roundtrip
+open-responses-multi-turn
+open-responses-previous-response-id
+open-responses-streaming-response
+open-responses-system-prompt
+open-responses-tool-calling
+open-responses-tool-calling-streaming
+vllm-chat: 21 logprobs in a stream
+vllm-chat: 30 logprobs
+vllm-chat: continue_final_message
+vllm-chat: enable_thinking false
+vllm-chat: enable_thinking false in a stream
+vllm-chat: enable_thinking true
+vllm-chat: enable_thinking true in a stream
+vllm-chat: guided_choice
+vllm-chat: guided_grammar
+vllm-chat: guided_json
+vllm-chat: guided_regex
+vllm-chat: include_reasoning true
+vllm-chat: min_tokens
+vllm-chat: negative seed
+vllm-chat: repetition_penalty
+vllm-chat: stop_token_ids
+vllm-chat: stop_token_ids outside of the vocabulary
+vllm-chat: structured_outputs, choice
+vllm-chat: structured_outputs, choice with logprobs
+vllm-chat: structured_outputs, grammar
+vllm-chat: structured_outputs, regex
+vllm-chat: structured_outputs, schema
+vllm-chat: thinking_token_budget -1
+vllm-chat: thinking_token_budget 5
+vllm-chat: thinking_token_budget limits the reasoning
+vllm-chat: without return_token_ids
+vllm-completion: structured_outputs, schema
+vllm-completion: without return_token_ids
+vllm-functions: named, with a stream, thinking False
+vllm-functions: named, with a stream, thinking True
+vllm-functions: named, without a stream, thinking False
+vllm-functions: named, without a stream, thinking True
+vllm-functions: required, with a stream, thinking False
+vllm-functions: required, with a stream, thinking True
+vllm-functions: required, without a stream, thinking False
+vllm-functions: required, without a stream, thinking True
+vllm-functions: tool_choice null with a schema
+vllm-responses: chat_template_kwargs
+vllm-responses: count tokens
+vllm-responses: reasoning item
+vllm-responses: reasoning tokens of a stream
+vllm-responses: sampling parameters
+vllm-responses: structured_outputs
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens False, no tools
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens False, tools
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens True, no tools
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens True, tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens False, no tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens False, tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens True, no tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens True, tools
+vllm-tokenize: continue_final_message, no tools
+vllm-tokenize: continue_final_message, tools
+vllm-tokenize: return_token_strs
+    """.strip().splitlines()
+)  # for parameters, endpoints and fields that are being added
+PAIRS = [
+    pytest.param(pair, id=test_id, marks=[pytest.mark.xfail] if test_id in WAITING else [])
+    for name, table in TABLES.items()
+    for pair in table.pairs
+    if (test_id := f"{name}-{pair.name}")
+]
+DATABASE = 11
+RANKS = BertShape(
+    n_embd=64,
+    n_layer=2,
+    n_head=4,
+    n_head_kv=4,
+    n_ff=128,
+    n_vocab=300,
+    n_ctx=128,
+    head=True,
+    pooling=gguf.PoolingType.RANK,
+)
+Clients = Callable[[Ask], httpx.Client]
+
+
+@pytest.fixture(scope="module")
+def clients(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    """Return a function that chooses the client of a request: of a gateway without keys, or with keys."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_model(folder / "ranks.gguf", RANKS, file_type="F32", seed=5)
+    models = [*json.loads(MODELS), {"id": "ranks", "source": str(folder / "ranks.gguf"), "threads": 1}]
+    with empty_database(redis_server, DATABASE) as url:
+        worker = WorkerProcess(folder, url, CELLAMA_MODELS=json.dumps(models), CELLAMA_REASONING_KEY="a secret")
+        gateway = GatewayProcess(folder, url)
+        (folder / "keyed").mkdir()
+        keyed = Keyed(folder / "keyed", url)
+        try:
+            worker.wait_ready()
+            gateway.wait_ready()
+            key = keyed.add()
+            keyed.process.wait_ready()
+            with (
+                httpx.Client(base_url=gateway.url, timeout=PATIENCE_S) as client,
+                httpx.Client(base_url=keyed.process.url, timeout=PATIENCE_S) as with_keys,
+            ):
+                yield lambda ask: client if ask.key is None else _authorized(with_keys, ask.key, key)
+        finally:
+            codes = [process.stop() for process in (keyed.process, gateway, worker)]
+    assert codes == [0, 0, 0]
+    assert "Traceback" not in gateway.log() + worker.log()
+
+
+def _authorized(client: httpx.Client, kind: str, key: KeyText) -> httpx.Client:
+    text = key.text if kind in ("valid", "x-api-key") else kind
+    client.headers.pop("authorization", None)
+    client.headers.pop("x-api-key", None)
+    if kind:
+        client.headers.update({"x-api-key": text} if kind == "x-api-key" else {"authorization": f"Bearer {text}"})
+    return client
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pair_gets_the_expected_reply(clients: Clients, pair: Pair) -> None:
+    assert run(clients, pair) == []
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_each_row_of_the_documentation_has_a_pair(table: Table) -> None:
+    assert {pair.differs for pair in table.pairs} - {""} == set(table.differences)
+    assert [name for name, number in Counter(pair.name for pair in table.pairs).items() if number > 1] == []
