@@ -123,7 +123,7 @@ def release_problems(root: Path, version: str, at_tag: str | None = None) -> Ite
 def changelog_problems(root: Path, version: str) -> Iterator[str]:
     heading = re.search(rf"^## \[{re.escape(version)}\](.*)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
     if heading is None:
-        yield f"CHANGELOG.md: there is no section for {version}; add '## [{version}] - YYYY-MM-DD'"
+        yield f"CHANGELOG.md: it has no section for {version}; add '## [{version}] - YYYY-MM-DD'"
         return
     if not re.fullmatch(r" - \d{4}-\d\d-\d\d", heading[1]):
         yield f"CHANGELOG.md: '{heading[0]}' has no date; write '## [{version}] - YYYY-MM-DD'"

@@ -204,5 +204,5 @@ def choice_of(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidJob(f"tool_choice.type is {shorten(kind)}; it must be auto, any, tool or none")
     if kind == "any" and not tools:
-        raise InvalidJob("tool_choice.type is any, but there are no tools; add some")
+        raise InvalidJob("tool_choice.type is any, but no tools are given; add some")
     return {**params, "tool_choice": _CHOICES[kind]}

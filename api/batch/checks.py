@@ -42,7 +42,7 @@ def check_files(options: BatchOptions) -> OutputKind:
     """Return the format of the output. Raises InvalidJob if the run can't read its input or write its output."""
     source = options.input
     if isinstance(source, Path) and source != STANDARD and not (source.is_file() or source.is_dir()):
-        raise InvalidJob(f"there is no file {str(source)!r}; correct the path")
+        raise InvalidJob(f"file {str(source)!r} not found; correct the path")
     kind = OutputKind("jsonl", "") if options.output == STANDARD else _check_target(options.output)
     if options.errors is not None and options.errors != STANDARD and not _check_target(options.errors).is_appended:
         raise InvalidJob(f"errors can't be written to {str(options.errors)!r}, because they are JSON lines; use .jsonl")
@@ -82,7 +82,7 @@ def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
 
 def _check_target(path: Path) -> OutputKind:
     if not path.parent.is_dir():
-        raise InvalidJob(f"there is no directory {str(path.parent)!r}; create it, or name another file")
+        raise InvalidJob(f"directory {str(path.parent)!r} not found; create it, or name another file")
     if path.exists() and not path.is_file():
         raise InvalidJob(f"{str(path)!r} is not a file; name a file")
     return output_kind(path)

@@ -174,20 +174,20 @@ class RowJobs:
         given = "path" if format_ == "directory" and mapping.id is None else mapping.id
         self._id = given or next((name for name in names if name.lower() in ID_COLUMNS), None)
         if self._id is not None and self._id not in names:
-            raise InvalidJob(f"--id-column: there is no column {self._id!r}; columns: {_listed(names)}")
+            raise InvalidJob(f"--id-column: unknown column {self._id!r}; columns: {_listed(names)}")
         self._column = ""
         if self._template is None:
             self._column = self._chosen(mapping.column, names)
             if self._id == self._column and mapping.id is None:
                 self._id = None
         elif missing := [name for name in self._template.names if name not in names]:
-            raise InvalidJob(f"--template: there is no column {missing[0]!r}; columns: {_listed(names)}")
+            raise InvalidJob(f"--template: unknown column {missing[0]!r}; columns: {_listed(names)}")
 
     def _chosen(self, column: str | None, names: list[str]) -> str:
         others = [name for name in names if name != self._id]
         prompt = others[0] if column is None and len(others) == 1 else column
         if prompt not in names or (column is None and _other_separator(names)):
-            problem = "name the column of the prompts" if column is None else f"there is no column {prompt!r}"
+            problem = "name the column of the prompts" if column is None else f"unknown column {prompt!r}"
             hint = ", or use --template" if column is None else ""
             raise InvalidJob(f"--column: {problem}{hint}; columns: {_listed(names)}{_separator_hint(names)}")
         return prompt

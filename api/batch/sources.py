@@ -64,7 +64,7 @@ def _open_url(url: str) -> Any:
     except ImportError as error:  # fsspec names the package
         raise InvalidJob(f"can't open {url!r}: {error}") from None
     except FileNotFoundError:
-        raise InvalidJob(f"there is no file {url!r}; correct the URL") from None
+        raise InvalidJob(f"file {url!r} not found; correct the URL") from None
     except (OSError, ValueError) as error:
         raise InvalidJob(f"can't open {url!r}: {error}; correct the URL") from None
 

@@ -355,4 +355,4 @@ def _find(redis: Redis, run: str) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     known = ", ".join(_short(facts["id"]) for facts in found or runs) or "none"
-    raise UnknownJob(f"{'several runs start with' if found else 'there is no run'} {run!r}; runs: {known}")
+    raise UnknownJob(f"{'several runs start with' if found else 'unknown run'} {run!r}; runs: {known}")

@@ -151,7 +151,7 @@ def keys_revoke_command(
         raise typer.BadParameter(f"the keys are in the file {file}; delete the entry there, or set its `revoked_at`")
     revoked = _with_store(lambda store: revoke_key(store, key_id))
     if revoked.entry is None:
-        raise typer.BadParameter("there is no API key with this id; list the keys with `cellama keys list`")
+        raise typer.BadParameter("no API key has this id; list the keys with `cellama keys list`")
     if json:
         print_json(_public_fields(revoked))
     else:

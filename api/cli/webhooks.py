@@ -92,7 +92,7 @@ def webhooks_delete_command(
     """
     if not _with_store(lambda store: store.delete(endpoint_id)):
         raise typer.BadParameter(
-            f"there is no endpoint {endpoint_id!r}; list the endpoints with `cellama webhooks list`"
+            f"unknown endpoint {endpoint_id!r}; list the endpoints with `cellama webhooks list`"
         )
     if json:
         print_json({"id": endpoint_id, "deleted": True})

@@ -499,7 +499,7 @@ class Client:
         with reaching_redis(self._url):
             new_id = Ledger(self._redis).requeue_dead(job_id)
         if new_id is None:
-            raise UnknownJob(f"there is no dead job {job_id}; list the dead jobs with `cellama dead list`")
+            raise UnknownJob(f"{job_id} is not a dead job; list the dead jobs with `cellama dead list`")
         return Job(self, new_id)
 
     # Control workers and their models

@@ -85,7 +85,7 @@ def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute
 def _cors(settings: Settings) -> list[Middleware]:
     """Return the middleware that allows web pages from `gateway_cors_origins` to send requests.
 
-    By default there are no such origins.
+    By default, this list of origins is empty.
 
     Keys are sent in a header, never in a cookie, so a page can only use a key that it knows.
     """

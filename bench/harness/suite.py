@@ -95,6 +95,11 @@ BENCHMARKS = {
         "an urgent job while bulk jobs fill the worker and the queue",
         "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2 --pause 0.5",
     ),
+    "console": Benchmark(
+        "service",
+        "the rate of jobs with the console open, against the console closed",
+        "--jobs 8 --slots 8 --prompt 16 --new 32 --rounds 1",
+    ),
     "positions": Benchmark(
         "service",
         "estimated against actual waits of jobs",

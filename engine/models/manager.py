@@ -246,7 +246,7 @@ class ModelManager:
         if entry is not None:
             return ModelNotLoaded(f"model {model_id!r} is {entry.status}; retry when it has finished {entry.status}")
         if model_id == DEFAULT_MODEL:
-            return ModelNotLoaded("there is no default model; load a model, or choose one with set_default")
+            return ModelNotLoaded("no default model is set; load a model, or choose one with set_default")
         return ModelNotLoaded(f"model {model_id!r} is not loaded; {nearest(model_id, self._entries)}")
 
     # Calls of a model by id, which keep the model loaded until they return

@@ -173,7 +173,7 @@ def grammar_of_calls(
         if options.tool_choice != "required":
             offered = [tool for tool in offered if tool.name == options.tool_choice]
         if not offered:
-            raise InvalidRequest("tool_choice is 'required', but there are no tools; add at least one")
+            raise InvalidRequest("tool_choice is 'required', but no tools are given; add at least one")
         if tools is None or not tools.format.can_be_forced:
             raise InvalidRequest(
                 f"tool_choice: the tool call format of model {name!r} is not fully known, so no call can be forced; "

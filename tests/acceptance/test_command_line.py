@@ -126,7 +126,7 @@ def test_dead_list_shows_dead_jobs(machine: Machine) -> None:
     assert json.loads(machine.run("dead", "list", "--json").stdout) == []
     refused = machine.run("dead", "requeue", "nothing")
     assert refused.returncode == 1
-    assert "there is no dead job nothing; list the dead jobs with `cellama dead list`" in refused.stderr
+    assert "nothing is not a dead job; list the dead jobs with `cellama dead list`" in refused.stderr
 
 
 def test_generate_exits_with_a_message_when_the_model_is_unknown_or_the_job_fails(machine: Machine) -> None:

@@ -74,7 +74,7 @@ def test_first_model_is_the_default_until_another_is_chosen_or_it_is_unloaded(ma
         manager.set_default("b")
     manager.unload("a")
     manager.unload("c")
-    with pytest.raises(UnknownModel, match="there is no default model"):
+    with pytest.raises(UnknownModel, match="no default model is set"):
         manager.get(":default")
 
 
@@ -150,7 +150,7 @@ def test_calls_of_a_model_raise_clear_errors(manager: ModelManager) -> None:
         (lambda: model.embed("a fox"), "is loaded for chat, not for embed"),
         (lambda: model.chat(hello, max_tokns=3), "unknown parameter 'max_tokns'"),
         (lambda: model.chat(hello, system="Be kind."), "the messages already start with a system message"),
-        (lambda: model.chat(hello, tool_choice="required"), "there are no tools"),
+        (lambda: model.chat(hello, tool_choice="required"), "no tools are given"),
     ):
         with pytest.raises(EngineError, match=message):
             use()

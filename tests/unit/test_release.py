@@ -73,7 +73,7 @@ def test_release_is_refused_when_main_differs_from_origin(repository: Path, tmp_
 @pytest.mark.parametrize(
     ("heading", "problem"),
     [
-        ("## [1.3.0] - 2026-01-02", "there is no section for 1.2.0; add '## [1.2.0] - YYYY-MM-DD'"),
+        ("## [1.3.0] - 2026-01-02", "it has no section for 1.2.0; add '## [1.2.0] - YYYY-MM-DD'"),
         ("## [1.2.0] - unreleased", "'## [1.2.0] - unreleased' has no date; write '## [1.2.0] - YYYY-MM-DD'"),
         ("## [1.2.0] - 2026-01-02\n## Other", "the section of 1.2.0 is empty; list what users notice"),
     ],

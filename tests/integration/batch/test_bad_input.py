@@ -16,11 +16,11 @@ from .conftest import Commands, stories
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
+        (["run", "nowhere.jsonl", "-o", "x.jsonl"], "file 'nowhere.jsonl' not found"),
         (["run", "in.jsonl", "-o", "mine.jsonl"], "is not the output of an unfinished run"),
         (
             ["run", "in.jsonl", "-o", "no/such/x.jsonl"],
-            "there is no directory 'no/such'; create it, or",
+            "directory 'no/such' not found; create it, or",
         ),
         (["run", "in.jsonl", "-o", "/proc/x.jsonl"], "can't write '/proc/x.jsonl.work'"),
         (
@@ -34,7 +34,7 @@ from .conftest import Commands, stories
         (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "use one of completion, input"),
         (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "invalid duration 'soon'"),
         (["resume", "nothing.jsonl"], "'nothing.jsonl' is not the output of a run"),
-        (["status", "nothing"], "there is no run 'nothing'"),
+        (["status", "nothing"], "unknown run 'nothing'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

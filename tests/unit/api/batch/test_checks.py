@@ -39,7 +39,7 @@ def test_check_files_accepts_output_names_without_another_format(tmp_path: Path,
         ("x.jsonl.bz2", "because bz2 is not a format of bulk runs"),
         ("x.pickle", "because pickle is not a format of bulk runs"),
         ("x.parquet.gz", "parquet files compress themselves; remove '.gz'"),
-        ("nowhere/x.jsonl", "there is no directory '.*/nowhere'; create it"),
+        ("nowhere/x.jsonl", "directory '.*/nowhere' not found; create it"),
         (".", "is not a file; name a file"),
     ],
 )

@@ -256,11 +256,11 @@ def test_line_with_several_results_is_invalid_for_a_table(params: dict[str, Any]
 
 
 def test_read_lines_rejects_unknown_columns() -> None:
-    with pytest.raises(InvalidJob, match="--id-column: there is no column 'nr'; columns: id, question"):
+    with pytest.raises(InvalidJob, match="--id-column: unknown column 'nr'; columns: id, question"):
         read(b"id,question", b"1,a", format_="csv", columns=RowMapping("question", "nr"))
     with pytest.raises(InvalidJob, match="--id-column: JSON lines have their id in `id`"):
         read({"prompt": "a"}, columns=RowMapping(id="prompt"))
-    with pytest.raises(InvalidJob, match="--template: there is no column 'body'; columns: id, question"):
+    with pytest.raises(InvalidJob, match="--template: unknown column 'body'; columns: id, question"):
         read(b"id,question", b"1,a", format_="csv", columns=RowMapping(template=RowTemplate("{body}")))
     with pytest.raises(InvalidJob, match="the file has several columns 'id'; rename one"):
         read(b"id,question,id", b"1,a,2", format_="csv", columns=RowMapping("question"))

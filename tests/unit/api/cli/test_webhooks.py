@@ -46,7 +46,7 @@ def test_webhooks_delete_removes_an_endpoint_by_id(database: Redis) -> None:
     made = json.loads(cellama("create", URL, "--json").stdout)
     assert json.loads(cellama("delete", made["id"], "--json").stdout) == {"id": made["id"], "deleted": True}
     assert json.loads(cellama("list", "--json").stdout) == []
-    assert "there is no endpoint" in cellama("delete", made["id"]).stderr
+    assert "unknown endpoint" in cellama("delete", made["id"]).stderr
 
 
 def test_webhooks_create_warns_about_urls_that_gateways_do_not_call(

@@ -198,7 +198,7 @@ def test_reply_shows_only_the_control_tokens_of_its_markup() -> None:
             {"tools": [TOOL], "tool_choice": "g"},
             "tool_choice: 'g' is not a tool of this request; the tools are: f",
         ),
-        ("{{ tools }}", {"tool_choice": "required"}, "there are no tools; add at least one"),
+        ("{{ tools }}", {"tool_choice": "required"}, "no tools are given; add at least one"),
         (
             "{{ tools }}",
             {"tools": [TOOL], "tool_choice": "required"},
