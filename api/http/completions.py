@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cellama.api.client.async_client import AsyncClient, AsyncJob
-from cellama.api.openai.answers import body_of
+from cellama.api.openai.answers import body_of, fingerprint_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.chunks import Chunks
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, PARAMETERS, callers_names
@@ -39,6 +39,7 @@ class CompletionRequest(JobsRequest):
     url: str
     contents: tuple[Any, ...]
     include_usage: bool
+    fingerprint: str  # of the model that answers
 
     @property
     def kind(self) -> str:
@@ -69,7 +70,7 @@ class CompletionRequest(JobsRequest):
         reasoning_tokens = await running.wait()
         results: Any = [await running.result(index) for index in range(len(running.jobs))]
         body = body_of(self.kind, self._answer_id(running), results, reasoning_tokens)
-        return {**body, "service_tier": self.tier}
+        return {**body, **self._common}
 
     async def frames(
         self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]
@@ -80,7 +81,7 @@ class CompletionRequest(JobsRequest):
             self.model,
             self.n,
             include_usage=self.include_usage,
-            common={"service_tier": self.tier},
+            common=self._common,
         )
         async for index, event in events:
             if event["type"] == "ping":
@@ -94,6 +95,11 @@ class CompletionRequest(JobsRequest):
 
     def error_frame(self, error: ApiError) -> bytes:
         return frame(error.envelope)
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """The members of the body, and of each chunk, that the request determines."""
+        return {"service_tier": self.tier, "system_fingerprint": self.fingerprint}
 
     def _answer_id(self, running: RunningJobs) -> str:
         return f"{PREFIXES[self.kind]}-{running.jobs[0].id}"
@@ -129,6 +135,7 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
         names=names,
         is_stream=is_stream,
         include_usage=include_usage,
+        fingerprint=fingerprint_of(model.get("fingerprint", "")),
         prompt_tokens=tokens_of(*contents),
     )
 

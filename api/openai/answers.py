@@ -15,6 +15,11 @@ MIN_LOGPROB = -9999.0  # OpenAI's value for a token that can't occur, because JS
 _BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")  # the text of a token whose bytes are not valid UTF-8
 
 
+def fingerprint_of(digest: str) -> str:
+    """Return the `system_fingerprint` of answers by a model, from the SHA-256 of its file."""
+    return f"fp_{digest[:12]}"
+
+
 def warnings_of(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the answer's member `warnings`, with the warnings of its jobs, such as keywords that were not enforced."""
     warnings = list(dict.fromkeys(warning for result in results for warning in result.get("warnings", ())))
@@ -29,13 +34,14 @@ def usage_of(usages: Sequence[Mapping[str, Any]], reasoning_tokens: int | None =
 
     prompt, completion = total("prompt_tokens"), total("completion_tokens")
     details = {name: total(name) for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")}
+    details["audio_tokens"] = 0
     if reasoning_tokens is not None:
         details["reasoning_tokens"] = reasoning_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": total("cached_tokens")},
+        "prompt_tokens_details": {"cached_tokens": total("cached_tokens"), "audio_tokens": 0},
         "completion_tokens_details": details,
     }
 
@@ -97,7 +103,8 @@ def _choice(kind: str, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the assistant's message. The field for reasoning is named as in DeepSeek's API and llama-server."""
     calls, reasoning = message.get("tool_calls") or [], message.get("reasoning")
-    answer: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    content = message["content"] or (None if calls else "")
+    answer: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning is not None:
         answer["reasoning_content"] = reasoning
     return {**answer, "tool_calls": [call_of(call) for call in calls]} if calls else answer
@@ -156,7 +163,10 @@ def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text_logprobs(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict[str, Any]:
-    """Return the logprobs of tokens in the format of completions. `first_offset` counts the characters before them."""
+    """Return the logprobs of tokens in the format of completions. `first_offset` counts the characters before them.
+
+    As in OpenAI's API, the alternatives always include the sampled token, so there may be one more than requested.
+    """
     decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), first_offset, []
     for entry in entries:
         offsets.append(offset)
@@ -167,7 +177,10 @@ def text_logprobs(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -
         "top_logprobs": [
             {
                 text: max(MIN_LOGPROB, logprob)
-                for text, (_, logprob) in zip(entry["top_texts"], entry["top"], strict=True)
+                for text, (_, logprob) in (
+                    *zip(entry["top_texts"], entry["top"], strict=True),
+                    (entry["text"], (entry["token"], entry["logprob"])),
+                )
             }
             for entry in entries
         ],

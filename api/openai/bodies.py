@@ -13,6 +13,7 @@ from cellama.tasks.contract.json_values import shorten
 
 from .parameters import CHAT, CONTENT, PARAMETERS, ParameterRule
 
+MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 _CONTENT_OF_REPLIES = frozenset({"role", "content", "reasoning", "signature", "tool_calls", "name"})
 _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, which carry content
 
@@ -153,6 +154,13 @@ def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str
     return {"type": "object"} if schema is None else schema, strict is True
 
 
+def num_alternatives(top: Any) -> int:
+    """Return the value of `top_logprobs`. Raises InvalidJob."""
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidJob(f"top_logprobs is {shorten(top)}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
+    return top
+
+
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
     """Combine `logprobs`, which is a boolean in chats, with the number `top_logprobs`."""
     if url != CHAT:
@@ -163,7 +171,7 @@ def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -
     if top is not None and not enabled:
         raise InvalidJob(f"top_logprobs is {shorten(top)}, but it requires logprobs: true; set it")
     if enabled:
-        params["logprobs"] = 0 if top is None else top
+        params["logprobs"] = 0 if top is None else num_alternatives(top)
 
 
 def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:

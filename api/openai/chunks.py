@@ -94,7 +94,9 @@ class Chunks:
         if index in self._length:
             return []
         self._length[index] = 0
-        return [self._delta(index, {"role": "assistant", "content": ""})] if self.kind == "chat" else []
+        return (
+            [self._delta(index, {"role": "assistant", "content": "", "refusal": None})] if self.kind == "chat" else []
+        )
 
     def _delta(
         self, index: int, delta: Mapping[str, Any], finish_reason: str | None = None, logprobs: Any = None

@@ -120,7 +120,9 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
             "unchanged", "default: as many calls as the model makes, or one if a call is forced"
         ),
         "logprobs": ParameterRule("mapped", "enables log probabilities"),
-        "top_logprobs": ParameterRule("mapped", "number of alternatives per token; requires `logprobs`", "logprobs"),
+        "top_logprobs": ParameterRule(
+            "mapped", "number of alternatives per token, at most 20; requires `logprobs`", "logprobs"
+        ),
         "reasoning_effort": ParameterRule(
             "mapped", "`none` disables thinking; the chat template receives every value", "template_args"
         ),

@@ -140,7 +140,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
     if body.get("input") is None:
         raise ApiError(400, "input is missing; send a string or a list of items", param="input")
     response_id = new_id(parsed.idempotency_key)
-    parsed_body = await parsed.read_by(_parse_body, body, response_id)
+    parsed_body = await parsed.read_by(_parse_body, body, response_id, model.get("sampling", {}))
     params, shown, items = parsed_body.params, parsed_body.shown, parsed_body.items
     previous, scope = await previous_of(parsed, records), parsed.scope()
     params |= {"stream": is_stream or background, **parsed.params_of_caller()}
@@ -180,10 +180,10 @@ class _ParsedBody:
     num_tokens: int
 
 
-def _parse_body(body: Mapping[str, Any], response_id: str) -> _ParsedBody:
-    """Parse a body without its context. Raises ApiError."""
+def _parse_body(body: Mapping[str, Any], response_id: str, defaults: Mapping[str, Any]) -> _ParsedBody:
+    """Parse a body without its context. `defaults` are the model's sampling parameters. Raises ApiError."""
     try:
-        params, shown = params_of(body), response_fields(body)
+        params, shown = params_of(body), response_fields(body, defaults)
         items, shows_signatures = items_of(body["input"], response_id), includes_signatures(body)
     except InvalidJob as error:
         raise wrong(error, callers_names(RULES, body)) from None

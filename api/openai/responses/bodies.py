@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.bodies import allow, schema_of_format, set_effort, set_parameters, unmapped_parameters
+from cellama.api.openai.bodies import (
+    allow,
+    num_alternatives,
+    schema_of_format,
+    set_effort,
+    set_parameters,
+    unmapped_parameters,
+)
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten, valid_text
+from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.payloads import CONSTRAINTS
 
 from .parameters import INCLUDABLE, RULES
@@ -16,6 +24,7 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's lim
 _LOGPROBS, _ENCRYPTED = INCLUDABLE
 _OUTER_LEVELS = 8  # more than a body has around a schema
 _ECHOED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but repeated in the response
+_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
 def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,26 +42,38 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a response that repeat values of the body or OpenAI's defaults."""
+def response_fields(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response that repeat values of the body, or the values that apply without them.
+
+    `defaults` are the model's defaults of sampling parameters.
+    """
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel = body.get("parallel_tool_calls")
     return {
         "instructions": _text(body, "instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
+        "max_tool_calls": _count(body, "max_tool_calls"),
         "metadata": metadata_of(body.get("metadata")),
         "parallel_tool_calls": True if parallel is None else parallel,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "temperature": body.get("temperature"),
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [_tool_field(tool) for tool in _functions(body)],
         "top_logprobs": body.get("top_logprobs") or 0,
-        "top_p": body.get("top_p"),
         "truncation": "disabled",
-        **{name: value for name in _ECHOED if (value := _text(body, name))},
+        **{name: _text(body, name) for name in _ECHOED},
+        **{name: _first(body.get(name), defaults.get(name), _field_default(name)) for name in _SAMPLING},
     }
+
+
+def _field_default(name: str) -> Any:
+    return ChatJob.model_fields[name].default
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def includes_signatures(body: Mapping[str, Any]) -> bool:
@@ -79,6 +100,13 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
         raise InvalidJob(f"{name} is {shorten(value)}; it must be a string")
+    return value
+
+
+def _count(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise InvalidJob(f"{name} is {shorten(value)}; it must be a whole number of at least 1")
     return value
 
 
@@ -181,4 +209,4 @@ def _tool_field(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any]) -> None:
     top = given.get("top_logprobs")
     if top is not None or _LOGPROBS in _include(given):
-        params["logprobs"] = 0 if top is None else top
+        params["logprobs"] = 0 if top is None else num_alternatives(top)

@@ -192,7 +192,7 @@ class OutputItems:
         self._open = None
         text, status = "".join(opened.texts), "completed" if is_complete else "incomplete"
         common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
-        part = _part(opened, text, opened.logprobs if self.with_logprobs else None)
+        part = _part(opened, text, opened.logprobs)
         if opened.kind == "reasoning":
             yield {"type": "response.reasoning_text.done", **common, "text": text}
         else:
@@ -250,7 +250,7 @@ class OutputItems:
         common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
         item = _item(opened, "in_progress", [])
         yield {"type": "response.output_item.added", "output_index": opened.index, "item": item}
-        yield {"type": "response.content_part.added", **common, "part": _part(opened, "", None)}
+        yield {"type": "response.content_part.added", **common, "part": _part(opened, "", [])}
 
     def _done(self, index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.items.append(item)
@@ -262,8 +262,7 @@ def _item(opened: _Open, status: str, content: list[Any]) -> dict[str, Any]:
     return {**common, "summary": []} if opened.kind == "reasoning" else {**common, "role": "assistant"}
 
 
-def _part(opened: _Open, text: str, logprobs: list[Any] | None) -> dict[str, Any]:
+def _part(opened: _Open, text: str, logprobs: list[Any]) -> dict[str, Any]:
     if opened.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    extra = {} if logprobs is None else {"logprobs": logprobs}
-    return {"type": "output_text", "text": text, "annotations": [], **extra}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

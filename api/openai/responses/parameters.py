@@ -38,7 +38,7 @@ RULES: Mapping[str, ParameterRule] = {
         "the chat template receives `effort` (`none` disables thinking); other members are ignored",
         "template_args",
     ),
-    "top_logprobs": ParameterRule("mapped", "number of alternatives per token", "logprobs"),
+    "top_logprobs": ParameterRule("mapped", "number of alternatives per token, at most 20", "logprobs"),
     "include": ParameterRule("mapped", " and ".join(f"`{name}`" for name in INCLUDABLE) + "; other values are ignored"),
     "metadata": ParameterRule("mapped", "up to 16 strings, which the response repeats"),
     "store": ParameterRule("mapped", "default: true; if false, the response can't be retrieved by its id"),

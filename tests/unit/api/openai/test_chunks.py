@@ -40,6 +40,7 @@ def test_chat_stream_has_role_reasoning_text_calls_and_usage() -> None:
     deltas = [chunk.choices[0].delta for chunk in read[:-1]]
     assert (deltas[0].role, deltas[0].content, read[0].model, read[0].service_tier) == ("assistant", "", "tiny", "flex")
     assert [d.model_extra.get("reasoning_content") for d in deltas] == [None, "Hm", None, None, None]  # type: ignore[union-attr]
+    assert received[0]["choices"][0]["delta"]["refusal"] is None
     assert deltas[2].content == "Hi"
     assert [call.id for call in deltas[3].tool_calls or ()] == ["a", "b"]
     assert read[-2].choices[0].finish_reason == "tool_calls"
@@ -79,7 +80,7 @@ def test_logprobs_contain_texts_and_bytes() -> None:
     assert text_logprobs(PROBS, 5) == {
         "tokens": ["a", "bytes:\\xe2\\x82"],
         "token_logprobs": [-0.5, -0.1],
-        "top_logprobs": [{"a": -0.5, "b": -1.0}, {}],
+        "top_logprobs": [{"a": -0.5, "b": -1.0}, {"bytes:\\xe2\\x82": -0.1}],
         "text_offset": [5, 6],
     }
     assert bytes_of("bytes:") == b"bytes:"

@@ -52,5 +52,10 @@ def record(**fields: Any) -> ResponseRecord:
         "params": {},
     }
     return ResponseRecord(
-        **{"id": ID, "shown": {**response_fields(body), "model": "tiny", "service_tier": "default"}, **given, **fields}
+        **{
+            "id": ID,
+            "shown": {**response_fields(body, {}), "model": "tiny", "service_tier": "default"},
+            **given,
+            **fields,
+        }
     )

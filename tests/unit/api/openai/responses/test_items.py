@@ -186,16 +186,20 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
         ({"metadata": {"a": 1}}, "metadata is"),
         ({"metadata": {str(n): "" for n in range(17)}}, "at most 16"),
         ({"instructions": ["x"]}, "instructions is"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; it must be a whole number from 0 to 20"),
+        ({"max_tool_calls": 0}, "max_tool_calls is 0"),
     ],
 )
 def test_invalid_bodies_are_rejected_by_name(body: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidJob) as raised:
-        (params_of(body), response_fields(body))
+        (params_of(body), response_fields(body, {}))
     assert expected in str(raised.value)
 
 
 def test_response_fields_repeat_the_body_with_defaults() -> None:
-    shown = response_fields({"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False})
+    body = {"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False, "top_p": 0.5}
+    shown = response_fields(body, {"temperature": 0.1, "top_p": 0.2})
+    assert (shown["temperature"], shown["top_p"], shown["frequency_penalty"]) == (0.1, 0.5, 0.0)
     assert shown["tools"] == [{**FUNCTION, "description": None}]
     assert (shown["metadata"], shown["parallel_tool_calls"], shown["tool_choice"]) == ({"a": "b"}, False, "auto")
     assert shown["text"] == {"format": {"type": "text"}}
