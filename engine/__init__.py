@@ -56,7 +56,7 @@ from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog
 from .text.chat_options import ChatOptions, ChatPrompt
 from .text.chat_template import Message
-from .text.formats.calls import ParsedToolCall as ToolCall
+from .text.formats.calls import CallDelta as ToolCallDelta, ParsedToolCall as ToolCall
 from .text.reply_reader import ReplyFormat
 
 __all__ = [
@@ -122,6 +122,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "ToolCall",
+    "ToolCallDelta",
     "UnknownAdapter",
     "UnknownKey",
     "UnknownModel",

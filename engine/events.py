@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cellama.engine.kvstore.keys import key_of, seed_of
-from cellama.engine.text.formats.calls import ParsedToolCall
+from cellama.engine.text.formats.calls import CallDelta, ParsedToolCall
 from cellama.engine.text.reply_reader import Kind
 
 from .errors import EngineError
@@ -168,6 +168,7 @@ class Text:
     logprobs: tuple[TokenLogprob, ...] = ()  # log-probabilities of these tokens, if requested
     kind: Kind = "text"
     mirostat_mu: float | None = None  # state of mirostat after the last of these tokens
+    calls: tuple[CallDelta, ...] = ()  # pieces of tool calls, which follow the text
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from .contract.events import (
     TokenEvent,
 )
 from .contract.shapes.parameters import ChatMessage, Tool
-from .contract.shapes.results import AssistantMessage, Timings, ToolCall, Usage
+from .contract.shapes.results import AssistantMessage, Timings, ToolCall, ToolCallDelta, Usage
 from .contract.shapes.snapshots import EmbedderState, EngineState, Totals
 from .contract.shapes.workers import (
     AdapterView,
@@ -126,6 +126,7 @@ __all__ = [
     "TokenizeResult",
     "Tool",
     "ToolCall",
+    "ToolCallDelta",
     "Totals",
     "UnknownJob",
     "UnknownModel",

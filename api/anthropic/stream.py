@@ -1,19 +1,20 @@
 """Convert a job's events into the events of Anthropic's streams.
 
 A stream consists of `message_start`, the blocks one after another (`content_block_start`, `_delta`, `_stop`),
-`message_delta` with the usage, and `message_stop`. Reasoning comes before the text. Complete tool calls follow the
+`message_delta` with the usage, and `message_stop`. Reasoning comes before the text, and tool calls usually follow the
 text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cellama.api.openai.answers import warnings_of
+from cellama.api.openai.call_progress import CallProgress, Delta
 
-from .answers import TIERS, calls_of, empty_message, stop_of, usage_of
+from .answers import CALL_PREFIX, TIERS, empty_message, stop_of, usage_of
 
 PING = {"type": "ping"}
 _REASONING = ("reasoning", "reasoning_end")
@@ -33,6 +34,7 @@ class MessageStream:
     _open: str | None = None  # type of the open block
     _index: int = -1  # index of the open block, or of the last block if none is open
     _events: list[dict[str, Any]] = field(default_factory=list)
+    _calls: CallProgress = field(default_factory=CallProgress)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Process an event of the job, and return the events of the stream that it produces."""
@@ -43,9 +45,11 @@ class MessageStream:
         elif kind in _REASONING:
             self.thinking_tokens += len(event["tokens"])
             self._think(event)
-        elif kind == "token" and event["text"]:
-            self._open_block("text", {"text": ""})
-            self._delta({"type": "text_delta", "text": event["text"]})
+        elif kind == "token":
+            if event["text"]:
+                self._open_block("text", {"text": ""})
+                self._delta({"type": "text_delta", "text": event["text"]})
+            self._call(self._calls.of(event))
         elif kind == "done":
             self._end(event)
         events, self._events = self._events, []
@@ -72,16 +76,20 @@ class MessageStream:
 
     def _end(self, done: Mapping[str, Any]) -> None:
         self._start(done["usage"]["prompt_tokens"])
-        calls = done.get("tool_calls") or []
-        for call, block in zip(calls, calls_of(calls), strict=True):
-            self._close()
-            self._open_block("tool_use", {**block, "input": {}})
-            self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+        self._call(self._calls.rest(done.get("tool_calls") or ()))
         self._close()
         usage = usage_of(done["usage"], self.thinking_tokens)
         end = {"type": "message_delta", "delta": stop_of(done, self.max_tokens), "usage": usage}
         self._events.append({**end, **warnings_of([done])})
         self._events.append({"type": "message_stop"})
+
+    def _call(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if "id" in delta:
+                self._close()
+                self._open_block("tool_use", {"id": CALL_PREFIX + delta["id"], "name": delta["name"], "input": {}})
+            if delta["arguments"]:
+                self._delta({"type": "input_json_delta", "partial_json": delta["arguments"]})
 
     def _open_block(self, kind: str, block: Mapping[str, Any]) -> None:
         """Open a block of this type, unless a block of this type is already open."""

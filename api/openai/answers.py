@@ -65,11 +65,12 @@ def body_of(
     }
 
 
-def finish_reason_of(reason: str, calls: object) -> str:
+def finish_reason_of(reason: str, calls: Sequence[Mapping[str, Any]] | None) -> str:
     """Return OpenAI's finish reason. An answer that timed out is reported as cut off."""
     if reason == "timeout":
         return "length"
-    return "tool_calls" if calls and reason == "stop" else reason
+    is_partial = any(call.get("partial") for call in calls or ())  # because of a stop string
+    return "tool_calls" if calls and reason == "stop" and not is_partial else reason
 
 
 def ended_in_reasoning(result: Mapping[str, Any]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import call_of, chat_logprobs, finish_reason_of, text_logprobs, usage_of, warnings_of
+from .answers import chat_logprobs, finish_reason_of, text_logprobs, usage_of, warnings_of
+from .call_progress import CallProgress, Delta
 
 _REASONING = ("reasoning", "reasoning_end")
 
@@ -34,6 +36,7 @@ class Chunks:
     usages: list[Mapping[str, Any]] = field(default_factory=list)
     _created: int = field(default_factory=lambda: int(time.time()))
     _length: dict[int, int] = field(default_factory=dict)  # choice → characters sent so far
+    _calls: defaultdict[int, CallProgress] = field(default_factory=lambda: defaultdict(CallProgress))  # by choice
 
     def of(self, job_index: int, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the chunks for an event of the job with this index, except for its last event."""
@@ -46,14 +49,19 @@ class Chunks:
         index = job_index * self.n + event.get("index", 0)
         entries = event.get("logprobs")
         text = event["text"] if event["type"] != "reasoning_end" else ""
-        if not text and not entries:
+        calls = list(map(_call_delta, self._calls[index].of(event)))
+        if not text and not entries and not calls:
             return []
         first = self._first(index)
         if self.kind != "chat":
             logprobs = None if entries is None else text_logprobs(entries, self._length[index])
             self._length[index] += len(text)
             return [*first, self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": None})]
-        delta = {"reasoning_content" if event["type"] in _REASONING else "content": text} if text else {}
+        delta: dict[str, Any] = (
+            {"reasoning_content" if event["type"] in _REASONING else "content": text} if text else {}
+        )
+        if calls:
+            delta["tool_calls"] = calls
         return [*first, self._delta(index, delta, logprobs=None if entries is None else chat_logprobs(entries))]
 
     def ends(
@@ -76,7 +84,7 @@ class Chunks:
                 end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
                 made.append(self._chunk(end))
                 continue
-            tool_calls = [{"index": at, **call_of(call)} for at, call in enumerate(calls or [])]
+            tool_calls = list(map(_call_delta, self._calls[index].rest(calls or ())))
             if tool_calls:
                 made.append(self._delta(index, {"tool_calls": tool_calls}))
             made.append(self._delta(index, {}, finish_reason_of(reason, calls)))
@@ -113,3 +121,12 @@ class Chunks:
             "choices": list(choices),
         }
         return {**chunk, "usage": None} if self.include_usage else chunk
+
+
+def _call_delta(delta: Delta) -> dict[str, Any]:
+    """Return a piece of a call in OpenAI's format. The first piece has the id, the type and the name."""
+    call: dict[str, Any] = {"index": delta["index"], "function": {"arguments": delta["arguments"]}}
+    if "id" in delta:
+        call |= {"id": delta["id"], "type": "function"}
+        call["function"] = {"name": delta["name"], "arguments": delta["arguments"]}
+    return call

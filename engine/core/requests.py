@@ -25,6 +25,7 @@ from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import Pulse
 from cellama.engine.text.detokenizer import StopMatch
+from cellama.engine.text.formats.calls import CallDelta
 from cellama.engine.text.reply_reader import Kind, ReplyPart
 
 from .telemetry import Telemetry, timings_of
@@ -188,17 +189,19 @@ class EventOutput:
             self._emit_text(handle, sequence, text, "text")
 
     def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[ReplyPart]) -> None:
-        """Emit the final parts of a chat reply, and occasionally an empty text while a tool call is held back."""
+        """Emit the final parts of a chat reply, and occasionally an empty text while text is held back."""
         sequence.add_parts(parts)
         for part in parts:
             if part.kind == "reasoning_end":
                 self._emit_text(handle, sequence, sequence.reasoning or "", part.kind)
             else:
-                self._emit_text(handle, sequence, part.text, part.kind)
+                self._emit_text(handle, sequence, part.text, part.kind, part.calls)
         if not parts and sequence.num_output - sequence.num_reported >= HELD_BACK_TOKENS:
             self._emit_text(handle, sequence, "", "text")
 
-    def _emit_text(self, handle: Handle, sequence: Sequence, text: str, kind: Kind) -> None:
+    def _emit_text(
+        self, handle: Handle, sequence: Sequence, text: str, kind: Kind, calls: tuple[CallDelta, ...] = ()
+    ) -> None:
         if sequence.request.stream:
             first, sequence.num_reported = sequence.num_reported, sequence.num_output
             tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
@@ -212,6 +215,7 @@ class EventOutput:
                 logprobs=logprobs,
                 kind=kind,
                 mirostat_mu=mu,
+                calls=calls,
             )
             self.emit(handle, event)
 

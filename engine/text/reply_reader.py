@@ -7,13 +7,15 @@ not depend on how its text is split.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
 from .detokenizer import partial_marker_length
+from .formats.arguments_stream import JsonArguments
 from .formats.call_reader import ToolReader
-from .formats.calls import NoCalls, ParsedToolCall, call_of, value_at
+from .formats.call_stream import CallPieces, CallStream
+from .formats.calls import CallDelta, NoCalls, ParsedToolCall, call_of, value_at
 from .formats.channels import CHANNEL, ENDS, MESSAGE, START, MessageHead, head_of, may_be_head, next_mark
 
 Kind = Literal["text", "reasoning", "reasoning_end"]
@@ -21,10 +23,15 @@ Kind = Literal["text", "reasoning", "reasoning_end"]
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A final piece of a reply. `text` is empty for `reasoning_end`."""
+    """A final piece of a reply. `text` is empty for `reasoning_end`.
+
+    `calls` are pieces of tool calls, which follow the text. Only a reply whose calls a grammar enforces has them before
+    its end, because other calls may still turn out to be text.
+    """
 
     kind: Kind
     text: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +99,42 @@ class ReplyReader(ABC):
         """Return the text of a control token that is part of the markup, or None for any other token."""
         return self._visible.get(token)
 
-    @abstractmethod
     def push(self, text: str) -> list[ReplyPart]:
         """Add text of the reply, and return the parts that are final."""
+        return self._with_pieces(self._push(text))
 
-    @abstractmethod
     def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         """End the reply, and return the remaining parts and the tool calls. Incomplete markup becomes text.
 
         `cut` means that the model had not finished, for instance because max_tokens was reached.
         """
+        parts, calls = self._finish(cut=cut and self._format.has_bound_calls)
+        return self._with_pieces(parts), calls
+
+    @property
+    @abstractmethod
+    def _pieces(self) -> CallPieces | None:
+        """The pieces of the calls so far, or None before the first call and if the calls are not enforced."""
+
+    @abstractmethod
+    def _push(self, text: str) -> list[ReplyPart]:
+        """Add text, and return the parts of the reply without pieces of calls."""
+
+    @abstractmethod
+    def _finish(self, *, cut: bool) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
+        """End the reply. `cut` is only true if a grammar enforces calls."""
+
+    def _with_pieces(self, parts: list[ReplyPart]) -> list[ReplyPart]:
+        """Add the new pieces of calls to the last part.
+
+        A part and its pieces become a single event, because the tokens of an event must account for all of its text.
+        """
+        new = () if self._pieces is None else self._pieces.take()
+        if not new:
+            return parts
+        if parts and parts[-1].kind == "text":
+            return [*parts[:-1], replace(parts[-1], calls=new)]
+        return [*parts, ReplyPart("text", calls=new)]
 
 
 class _State(Enum):
@@ -123,6 +156,11 @@ class TagReader(ReplyReader):
         self._state = _State.THINKING if format_.starts_thinking else _State.START
         self._drops_space = format_.starts_thinking  # true at the start of reasoning, and of the text after it
         self._has_text = False
+        self._calls: CallStream | None = None
+
+    @property
+    def _pieces(self) -> CallPieces | None:
+        return None if self._calls is None else self._calls.pieces
 
     @property
     def is_thinking(self) -> bool:
@@ -139,24 +177,23 @@ class TagReader(ReplyReader):
             return 0
         return None if self.is_thinking else self._num_reasoning
 
-    def push(self, text: str) -> list[ReplyPart]:
-        """Add text of the reply, and return the parts that are final."""
+    def _push(self, text: str) -> list[ReplyPart]:
         self._held += text
         parts: list[ReplyPart] = []
         while (next_state := self._advance(parts)) is not self._state:
             self._state = next_state
         return parts
 
-    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
-        """End the reply (see ReplyReader.finish)."""
-        cut = cut and self._format.has_bound_calls
+    def _finish(self, *, cut: bool) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         calls: tuple[ParsedToolCall, ...] = ()
         parts: list[ReplyPart] = []
         if self._state is _State.THINKING:
             self._release(parts, "reasoning", self._held.rstrip())
         else:
-            if self._state is _State.CALLS and self._format.tools is not None:
-                calls, self._held = self._format.tools.parse(self._held, cut=cut)
+            if self._calls is not None:
+                calls, self._held = self._calls.finish(cut=cut)
+            elif self._state is _State.CALLS and self._format.tools is not None:
+                calls, self._held = self._format.tools.parse(self._held)
             elif cut and self._format.is_call:  # the held text is the start of a call
                 self._held = ""
             self._release(parts, "text", self._held)
@@ -173,7 +210,7 @@ class TagReader(ReplyReader):
             case _State.TEXT:
                 return self._read_text(parts)
             case _State.CALLS:
-                return _State.CALLS
+                return self._read_calls()
 
     def _read_start(self) -> _State:
         """Return whether the reply starts with reasoning. Tags of reasoning later in the reply are text."""
@@ -204,6 +241,15 @@ class TagReader(ReplyReader):
             self._release_all_but(partial_marker_length(self._held, tools.format.markers), parts, "text")
             return _State.TEXT
         self._release_all_but(len(self._held) - at, parts, "text")
+        return _State.CALLS
+
+    def _read_calls(self) -> _State:
+        """Read enforced calls at once. Other calls are parsed at the end, because they may turn out to be text."""
+        if self._format.has_bound_calls and self._format.tools is not None:
+            if self._calls is None:
+                self._calls = CallStream(self._format.tools)
+            self._calls.push(self._held)
+            self._held = ""
         return _State.CALLS
 
     def _release_all_but(self, num_held: int, parts: list[ReplyPart], kind: Kind, *, keeps_space: bool = False) -> None:
@@ -238,7 +284,9 @@ class ChannelReader(ReplyReader):
         super().__init__(format_)
         self._head: MessageHead | None = None  # None: the header of the next message is not complete
         self._raw_head = ""  # released as text if the message turns out not to be a call
-        self._calls: list[ParsedToolCall] = []
+        self._calls: list[ParsedToolCall] = []  # calls that no grammar enforces
+        self._enforced = CallPieces(format_.tools is not None and format_.tools.only_one)
+        self._arguments: JsonArguments | None = None  # of an enforced call
         self._released_kinds: set[Kind] = set()
         self._num_searched = 0  # leading characters of the held text in which no message ends
         self._is_message_start = True  # no text of the current message was released
@@ -255,27 +303,29 @@ class ChannelReader(ReplyReader):
         """The number of tokens before the text, which no grammar constrains, or None before the text starts."""
         return self._num_unbound
 
-    def push(self, text: str) -> list[ReplyPart]:
-        """Add text of the reply, and return the parts that are final."""
+    @property
+    def _pieces(self) -> CallPieces | None:
+        return self._enforced
+
+    def _push(self, text: str) -> list[ReplyPart]:
         self._held += text
         parts: list[ReplyPart] = []
         while self._read_head(parts) if self._head is None else self._read_body(parts):
             pass
         return parts
 
-    def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
-        """End the reply (see ReplyReader.finish)."""
+    def _finish(self, *, cut: bool) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         parts: list[ReplyPart] = []
-        cut = cut and self._format.has_bound_calls
         if self._head is None:
             self._release(parts, "text", "" if cut else self._held)
-        elif cut and self._function is not None and self._call(self._held) is None:
-            self._calls.append(ParsedToolCall(self._function, self._held.lstrip(), is_partial=True))
+        elif self._arguments is not None:
+            if not self._arguments.is_complete:
+                self._enforced.cut(self._arguments.cut(self._held))
         else:
             self._end_message(parts, self._held)
         self._held = ""
         only_one = self._format.tools is not None and self._format.tools.only_one
-        return parts, tuple(self._calls[:1] if only_one else self._calls)
+        return parts, self._enforced.calls() or tuple(self._calls[:1] if only_one else self._calls)
 
     @property
     def _kind(self) -> Kind:
@@ -307,9 +357,27 @@ class ChannelReader(ReplyReader):
                 self._release(parts, "text", raw_head)  # a call of a tool that was not offered is text
             if head.function is None and head.channel == "final" and self._num_unbound is None:
                 self._num_unbound = self._num_tokens
+            if self._function is not None and self._format.has_bound_calls:
+                self._arguments = JsonArguments()
+                self._enforced.start(self._function)
+
+    def _read_enforced_call(self, arguments: JsonArguments) -> bool:
+        """Read the arguments of an enforced call. Return whether its message has ended."""
+        new, length = arguments.read(self._held)
+        self._enforced.add(new)
+        self._held = self._held[length:]
+        border = next_mark(self._held, _BORDERS) if arguments.is_complete else None
+        if border is None:
+            return False
+        at, mark = border
+        self._held = self._held[at + len(mark) if mark in ENDS else at :]
+        self._arguments = self._head = None
+        return True
 
     def _read_body(self, parts: list[ReplyPart]) -> bool:
         """Read the body of a message. Return whether the message has ended."""
+        if self._arguments is not None:
+            return self._read_enforced_call(self._arguments)
         border = next_mark(self._held, _BORDERS, self._num_searched)
         while border is not None and self._function is not None and self._call(self._held[: border[0]]) is None:
             border = next_mark(self._held, _BORDERS, border[0] + 1)  # the border was within the arguments

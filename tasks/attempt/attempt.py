@@ -427,7 +427,7 @@ class JobAttempt:
         celery_has_result = self._celery_end is not None and self._celery_end.result is not None
         if completion.finish_reason in ("cancelled", "timeout") and not celery_has_result:
             self._raise_if_interrupted()
-        return result_of(completion, model.id, self._stream.signer(""))
+        return result_of(completion, model.id, self._stream.signer(""), self.job_id)
 
     def _submit(self, model: Model, job: CompletionJob) -> Handle:
         parameters = {name: getattr(job, name) for name in job.model_fields_set}

@@ -7,14 +7,14 @@ function that makes the event, and a row of EVENT_CLASSES.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, NotRequired, Unpack, cast
 
 from typing_extensions import TypedDict, TypeIs
 
 from .all_kinds import KINDS, Result
 from .codes import meaning_of
 from .kinds.generate import GenerateResult
-from .shapes.results import FinishReason, Logprob, Mode, Timings, ToolCall, Usage, usage_of
+from .shapes.results import FinishReason, Logprob, Mode, Timings, ToolCall, ToolCallDelta, Usage, usage_of
 
 EVENT_FIELD = "event"  # the only field of a journal entry
 OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # events with the ids of sampled tokens
@@ -75,6 +75,7 @@ class TokenEvent(OutputDetails):
     type: Literal["token"]
     text: str
     tokens: list[int]
+    tool_call_deltas: NotRequired[list[ToolCallDelta]]  # pieces of tool calls, which follow the text
 
 
 class ReasoningEvent(OutputDetails):

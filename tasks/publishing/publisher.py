@@ -188,6 +188,10 @@ class AttemptStream:
             joined["text"] = "".join(part["text"] for part in parts if part["type"] != "reasoning_end")
         if "logprobs" in joined:
             joined["logprobs"] = [entry for part in parts for entry in part.get("logprobs", [])]
+        if joined["type"] == "token":
+            deltas = [d for part in parts if part["type"] == "token" for d in part.get("tool_call_deltas", ())]
+            if deltas:
+                joined["tool_call_deltas"] = deltas
         if "mirostat_mu" in parts[-1]:
             joined["mirostat_mu"] = parts[-1]["mirostat_mu"]
         return joined
@@ -293,16 +297,17 @@ class Publisher:
         if isinstance(event, Finished):
             self._middlewares.after_request(run_id, model_id, event)
         stream = self._streams.get(run_id)
+        job_id = "" if stream is None else stream.attempt.job_id
         sign = unsigned if stream is None else stream.signer(line)
         try:
             if mark:
-                line_event = line_event_of(event, int(line), model_id, sign)
+                line_event = line_event_of(event, int(line), model_id, sign, job_id)
                 return None if line_event is None else Publication(run_id, line_event)
             fingerprint = "" if stream is None else stream.details.get("fingerprint", "")
             return Publication(
                 run_id,
-                event_of(event, model_id, self._worker, sign),
-                result=result_of_end(event, model_id, sign),
+                event_of(event, model_id, self._worker, sign, job_id),
+                result=result_of_end(event, model_id, sign, job_id),
                 contexts=contexts_of(event, fingerprint),
             )
         except Exception as error:

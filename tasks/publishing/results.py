@@ -5,16 +5,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, cast
 
 from cellama import engine
-from cellama.engine import Completion, EngineError, Event as EngineEvent, Finished, Resumed, Started, Text, TokenLogprob
+from cellama.engine import (
+    Completion,
+    EngineError,
+    Event as EngineEvent,
+    Finished,
+    Resumed,
+    Started,
+    Text,
+    TokenLogprob,
+    ToolCallDelta as CallDelta,
+)
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
 from cellama.tasks.contract.json_values import valid_text
 from cellama.tasks.contract.kinds.generate import GenerateResult
-from cellama.tasks.contract.shapes.results import CompletionChoice, Function, Logprob, Timings, ToolCall, Usage
+from cellama.tasks.contract.shapes.results import (
+    CompletionChoice,
+    Function,
+    Logprob,
+    Timings,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from cellama.tasks.state.contexts import KeptContext, pack, pack_after
 from cellama.tasks.state.history import Output, Past, outputs_of_line
 
@@ -26,7 +45,7 @@ MAX_WARNINGS = 32  # per result, more than anyone reads
 MAX_WARNING_CHARS = 300  # per warning, because names of properties may be long
 
 
-def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Event:
+def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign, job_id: str) -> Event:
     """Convert an engine's event into an event that readers receive."""
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
@@ -38,12 +57,23 @@ def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Even
             details["mirostat_mu"] = event.mirostat_mu
         if event.kind == "reasoning_end":
             return events.reasoning_end(sign(event.text), list(event.tokens), **details)
-        make_event = events.token if event.kind == "text" else events.reasoning
-        return make_event(event.text, list(event.tokens), **details)
-    return _terminal_event(event)
+        if event.kind == "reasoning":
+            return events.reasoning(event.text, list(event.tokens), **details)
+        made = events.token(event.text, list(event.tokens), **details)
+        if event.calls:
+            made["tool_call_deltas"] = [_delta(delta, job_id, event.index) for delta in event.calls]
+        return made
+    return _terminal_event(event, job_id)
 
 
-def _terminal_event(event: Finished) -> TerminalEvent:
+def _delta(delta: CallDelta, job_id: str, index: int) -> ToolCallDelta:
+    made: ToolCallDelta = {"index": delta.number, "arguments": delta.arguments}
+    if delta.name:
+        made["id"], made["name"] = _call_id(job_id, index, delta.number), delta.name
+    return made
+
+
+def _terminal_event(event: Finished, job_id: str) -> TerminalEvent:
     if event.error is not None:
         return error_event(failure_of(event.error))
     completion = event.completion
@@ -56,7 +86,7 @@ def _terminal_event(event: Finished) -> TerminalEvent:
         "mode": completion.mode,
     }
     if completion.tool_calls:
-        details["tool_calls"] = _tool_calls(completion)
+        details["tool_calls"] = _tool_calls(completion, partial(_call_id, job_id, 0))
     if completion.finish_key is not None:
         details["finish_key"] = completion.finish_key
     if completion.warnings:
@@ -64,14 +94,19 @@ def _terminal_event(event: Finished) -> TerminalEvent:
     return events.done(completion.finish_reason, _usage(completion), **details)
 
 
-def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResult:
+def result_of(completion: Completion, model_id: str, sign: Sign, job_id: str, first_index: int = 0) -> GenerateResult:
     """Return the result of a generation: the first completion, and all completions as `choices` if there are several.
 
-    Fields that only chats have are next to the text, until `with_messages` moves them into the message.
+    Fields that only chats have are next to the text, until `with_messages` moves them into the message. `first_index`
+    is the index of the first completion in the events of the job.
     """
+
+    def choice_of(choice: Completion) -> dict[str, Any]:
+        return _choice(choice, sign, with_tokens, partial(_call_id, job_id, first_index + choice.index))
+
     with_tokens = completion.context_tokens is not None
     fields_of_result: Any = {
-        **_choice(completion, sign, with_tokens),
+        **choice_of(completion),
         "usage": _usage(completion),
         "timings": _timings(completion),
         "model": model_id,
@@ -87,18 +122,20 @@ def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResu
     result = cast(GenerateResult, fields_of_result)
     if completion.alternatives:
         result["choices"] = [
-            cast(CompletionChoice, {"index": choice.index, **_choice(choice, sign, with_tokens)})
+            cast(CompletionChoice, {"index": choice.index, **choice_of(choice)})
             for choice in (completion, *completion.alternatives)
         ]
     return result
 
 
-def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResult | None:
+def result_of_end(
+    event: EngineEvent, model_id: str, sign: Sign, job_id: str, first_index: int = 0
+) -> GenerateResult | None:
     """Return the result of a finished request, or None if the event does not end a request successfully."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
         return None
-    return result_of(completion, model_id, sign)
+    return result_of(completion, model_id, sign, job_id, first_index)
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
@@ -118,7 +155,7 @@ def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes]
     return tuple(packed.items())
 
 
-def _choice(completion: Completion, sign: Sign, with_tokens: bool) -> dict[str, Any]:
+def _choice(completion: Completion, sign: Sign, with_tokens: bool, call_id: Callable[[int], str]) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -129,7 +166,7 @@ def _choice(completion: Completion, sign: Sign, with_tokens: bool) -> dict[str, 
     if completion.reasoning is not None:
         choice["reasoning"], choice["signature"] = completion.reasoning, sign(completion.reasoning)
     if completion.tool_calls:
-        choice["tool_calls"] = _tool_calls(completion)
+        choice["tool_calls"] = _tool_calls(completion, call_id)
     if completion.finish_key is not None:
         choice["finish_key"] = completion.finish_key
     if completion.logprobs is not None:
@@ -144,13 +181,21 @@ def _warnings(completion: Completion) -> list[str]:
     return [*first, f"and {num_more} more"] if num_more else first
 
 
-def _tool_calls(completion: Completion) -> list[ToolCall]:
-    """Return the calls in OpenAI's format. Ids depend only on the output, so they match in the event and the result."""
+def _call_id(job_id: str, index: int, number: int) -> str:
+    """Return the id of a call.
+
+    It is known before the call is complete, and the same in each attempt. `index` is the index of the completion in the
+    events of the job.
+    """
+    return hashlib.sha256(f"{job_id} {index} {number}".encode()).hexdigest()[:CALL_ID_CHARS]
+
+
+def _tool_calls(completion: Completion, call_id: Callable[[int], str]) -> list[ToolCall]:
+    """Return the calls in OpenAI's format. `call_id` returns the id of a call by its number."""
     calls: list[ToolCall] = []
-    for index, call in enumerate(completion.tool_calls):
-        call_id = hashlib.sha256(f"{completion.seed} {index} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS]
+    for number, call in enumerate(completion.tool_calls):
         function: Function = {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}
-        calls.append({"id": call_id, "type": "function", "function": function})
+        calls.append({"id": call_id(number), "type": "function", "function": function})
         if call.is_partial:
             calls[-1]["partial"] = True
     return calls
@@ -169,15 +214,15 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
     ]
 
 
-def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> Event | None:
+def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign, job_id: str) -> Event | None:
     """Convert an engine's event for a line into an event of the chunk. Return None if the chunk has no such event."""
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):
-        return event_of(replace(event, index=outputs_of_line(line)[event.index]), model_id, "", sign)
+        return event_of(replace(event, index=outputs_of_line(line)[event.index]), model_id, "", sign, job_id)
     if event.error is not None:
         return events.line(line, {"error": error_of(failure_of(event.error))})
-    result = result_of_end(event, model_id, sign)
+    result = result_of_end(event, model_id, sign, job_id, outputs_of_line(line)[0])
     return None if result is None else events.line(line, {"result": result})
 
 

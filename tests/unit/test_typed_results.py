@@ -8,7 +8,15 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter
 
-from cellama.engine import Completion, Finished, Text, Timings as EngineTimings, TokenLogprob, Usage as EngineUsage
+from cellama.engine import (
+    Completion,
+    Finished,
+    Text,
+    Timings as EngineTimings,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage as EngineUsage,
+)
 from cellama.engine.events import CacheHitKind as EngineCacheHitKind, FinishReason as EngineFinishReason
 from cellama.engine.text.formats.calls import ParsedToolCall as EngineToolCall
 from cellama.tasks import ChatResult, Event, GenerateResult, Timings, Usage
@@ -52,30 +60,30 @@ def test_counts_and_timings_come_from_the_engine() -> None:
 
 @pytest.mark.parametrize("done", COMPLETIONS)
 def test_generation_result_matches_its_type(done: Completion) -> None:
-    check(GenerateResult, result_of(done, "tiny", SIGNER.sign))
+    check(GenerateResult, result_of(done, "tiny", SIGNER.sign, "job"))
 
 
 def test_result_has_token_ids_when_requested() -> None:
-    asked = result_of(COMPLETIONS[-1], "tiny", SIGNER.sign)
+    asked = result_of(COMPLETIONS[-1], "tiny", SIGNER.sign, "job")
     assert (asked["tokens"], asked["context_tokens"]) == ([1, 2], [5, 6, 7, 1, 2])
     assert [choice["tokens"] for choice in asked["choices"]] == [[1, 2], [1, 2]]
-    assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER.sign).keys()
+    assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER.sign, "job").keys()
 
 
 def test_result_and_last_event_list_warnings_in_bounded_length() -> None:
     many = tuple(f"{number}: {'x' * 1000}" for number in range(2000))
     warned = completion(warnings=many)
-    shown = result_of(warned, "tiny", SIGNER.sign)["warnings"]
-    assert event_of(Finished("job", warned, None), "tiny", "worker", SIGNER.sign)["warnings"] == shown  # type: ignore[typeddict-item]
+    shown = result_of(warned, "tiny", SIGNER.sign, "job")["warnings"]
+    assert event_of(Finished("job", warned, None), "tiny", "worker", SIGNER.sign, "job")["warnings"] == shown  # type: ignore[typeddict-item]
     assert shown[-1] == f"and {2000 - MAX_WARNINGS} more"
     assert len(str(shown)) < MAX_WARNINGS * (MAX_WARNING_CHARS + 10)
-    assert "warnings" not in result_of(COMPLETIONS[0], "tiny", SIGNER.sign)
+    assert "warnings" not in result_of(COMPLETIONS[0], "tiny", SIGNER.sign, "job")
 
 
 @pytest.mark.parametrize(("cached", "kind"), [(0, "cold"), (1, "partial"), (2, "exact"), (3, "exact")])
 def test_result_reports_cached_prompt_tokens(cached: int, kind: str) -> None:
     done = completion(usage=EngineUsage(3, 2, cached))
-    assert result_of(done, "tiny", SIGNER.sign)["cache_hit_kind"] == kind
+    assert result_of(done, "tiny", SIGNER.sign, "job")["cache_hit_kind"] == kind
     assert get_args(CacheHitKind) == get_args(EngineCacheHitKind)
 
 
@@ -106,7 +114,7 @@ def test_changed_signed_message_is_detected() -> None:
 def test_chat_result_matches_its_type() -> None:
     calls = (EngineToolCall("look", "{}"),)
     for done in (*COMPLETIONS, completion(reasoning="so", tool_calls=calls)):
-        check(ChatResult, with_messages(result_of(done, "tiny", SIGNER.sign)))
+        check(ChatResult, with_messages(result_of(done, "tiny", SIGNER.sign, "job")))
 
 
 def test_result_without_an_attempt_matches_its_type() -> None:
@@ -117,8 +125,24 @@ def test_result_without_an_attempt_matches_its_type() -> None:
 def test_events_match_their_types() -> None:
     text = Text("job", "Hi", (1,), index=1, logprobs=LOGPROBS, mirostat_mu=2.0)
     calls = (EngineToolCall("look", "{}"),)
-    for event in (text, Finished("job", completion(tool_calls=calls, warnings=("a",)), None)):
-        check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER.sign), 3))
+    pieces = Text("job", "", (2,), calls=(ToolCallDelta(0, "look"), ToolCallDelta(0, arguments="{}")))
+    for event in (text, pieces, Finished("job", completion(tool_calls=calls, warnings=("a",)), None)):
+        check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER.sign, "job"), 3))
+
+
+def test_call_has_the_same_id_in_its_pieces_the_last_event_and_the_result() -> None:
+    alternative = completion(index=1, tool_calls=(EngineToolCall("look", "{}"), EngineToolCall("see", "{}")))
+    whole = completion(tool_calls=(EngineToolCall("look", "{}"),), alternatives=(alternative,))
+    result: Any = result_of(whole, "tiny", SIGNER.sign, "job")
+    ids = [[call["id"] for call in choice["tool_calls"]] for choice in result["choices"]]
+    assert len({*ids[0], *ids[1]}) == 3
+    deltas = (ToolCallDelta(0, "look", "{}"), ToolCallDelta(1, "see"))
+    for index, of_choice in enumerate(ids):
+        sent: Any = event_of(Text("job", "", (), index, calls=deltas[: len(of_choice)]), "m", "w", SIGNER.sign, "job")
+        assert [delta["id"] for delta in sent["tool_call_deltas"]] == of_choice
+    done: Any = event_of(Finished("job", whole), "m", "w", SIGNER.sign, "job")
+    assert [call["id"] for call in done["tool_calls"]] == ids[0]
+    assert ids[0] != [call["id"] for call in event_of(Finished("job", whole), "m", "w", SIGNER.sign, "b")["tool_calls"]]  # type: ignore[typeddict-item]
 
 
 def test_event_starts_with_its_seq() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cellama.api.openai.answers import chat_logprobs, ended_in_reasoning, warnings_of
+from cellama.api.openai.call_progress import CallProgress, Delta
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.tasks.contract.codes import message_for_clients
 
@@ -29,6 +30,7 @@ class ResponseEvents:
             record.id.removeprefix("resp_"), record.params.get("logprobs") is not None, record.shows_signatures
         )
         self._next_number = 0
+        self._calls = CallProgress()
         self._reasoning_tokens = 0
         self._status = "queued" if record.background else "in_progress"
         self._end: dict[str, Any] = {}
@@ -49,7 +51,8 @@ class ResponseEvents:
         if kind in ("token", "reasoning"):
             self._reasoning_tokens += reasoning_tokens_of(event)
             item_type = "message" if kind == "token" else "reasoning"
-            return self._numbered(self._output.add(item_type, event["text"], event.get("logprobs") or ()))
+            added = self._output.add(item_type, event["text"], event.get("logprobs") or ())
+            return self._numbered([*added, *self._output.add_calls(self._calls.of(event))])
         if kind == "reasoning_end":
             self._reasoning_tokens += reasoning_tokens_of(event)
             return self._numbered(self._output.close(signature=event["signature"]))
@@ -78,9 +81,11 @@ class ResponseEvents:
     def _done(self, event: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         reason = event["finish_reason"]
         status = _STATUSES.get(reason, "incomplete")
-        yield from self._output.close(is_complete=status == "completed")
-        for call in event.get("tool_calls") or ():
-            yield from self._output.call(call)
+        calls = event.get("tool_calls") or ()
+        yield from self._output.add_calls(self._calls.rest(calls))
+        yield from self._output.close(
+            is_complete=not calls[-1].get("partial") if self._output.is_in_call else status == "completed"
+        )
         if status == "completed" and not self._output.has_answer:
             yield from self._output.empty_message()
         self._end = {"usage": _usage(event["usage"], self._reasoning_tokens), **warnings_of([event])}
@@ -147,12 +152,14 @@ def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Open:
-    """The item that is being generated, which is reasoning or a message."""
+    """The item that is being generated, which is reasoning, a message or a call."""
 
-    kind: str  # reasoning or message
+    kind: str  # reasoning, message or function_call
     item_id: str
     index: int  # among the items
-    texts: list[str] = field(default_factory=list)
+    call_id: str = ""
+    name: str = ""  # of the function that is called
+    texts: list[str] = field(default_factory=list)  # pieces of the text, or of the arguments
     logprobs: list[Any] = field(default_factory=list)
 
 
@@ -177,7 +184,7 @@ class OutputItems:
             opened = self._open = self._opened(kind)
             yield from self._added(opened)
         opened.texts.append(text)
-        common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0, "delta": text}
+        common = {**_place(opened), "content_index": 0, "delta": text}
         if kind == "reasoning":
             yield {"type": "response.reasoning_text.delta", **common}
             return
@@ -191,7 +198,16 @@ class OutputItems:
             return
         self._open = None
         text, status = "".join(opened.texts), "completed" if is_complete else "incomplete"
-        common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
+        if opened.kind == "function_call":
+            yield {
+                "type": "response.function_call_arguments.done",
+                **_place(opened),
+                "name": opened.name,
+                "arguments": text,
+            }
+            yield from self._done(opened.index, _item(opened, status, []))
+            return
+        common = {**_place(opened), "content_index": 0}
         part = _part(opened, text, opened.logprobs)
         if opened.kind == "reasoning":
             yield {"type": "response.reasoning_text.done", **common, "text": text}
@@ -209,45 +225,38 @@ class OutputItems:
         yield from self._added(opened)
         yield from self.close()
 
-    def call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Add a whole tool call.
-
-        Calls are not streamed token by token, because until a call ends, its tokens may still turn out to be
-        text.
-        """
-        index, function = len(self.items), call["function"]
-        status = "incomplete" if call.get("partial") else "completed"
-        item_id = f"fc_{self.response_id}_{index}"
-        item = {
-            "id": item_id,
-            "type": "function_call",
-            "status": status,
-            "call_id": call["id"],
-            "name": function["name"],
-            "arguments": function["arguments"],
-        }
-        common = {"item_id": item_id, "output_index": index}
-        added = {**item, "status": "in_progress", "arguments": ""}
-        yield {"type": "response.output_item.added", "output_index": index, "item": added}
-        yield {"type": "response.function_call_arguments.delta", **common, "delta": item["arguments"]}
-        yield {
-            "type": "response.function_call_arguments.done",
-            **common,
-            "name": item["name"],
-            "arguments": item["arguments"],
-        }
-        yield from self._done(index, item)
+    def add_calls(self, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
+        """Add pieces of calls. The first piece of a call completes the item before it."""
+        for delta in deltas:
+            if "id" in delta:
+                yield from self.close()
+                self._open = _Open(
+                    "function_call", self._item_id("fc"), len(self.items), call_id=delta["id"], name=delta["name"]
+                )
+                item = _item(self._open, "in_progress", [])
+                yield {"type": "response.output_item.added", "output_index": self._open.index, "item": item}
+            opened = self._open
+            if opened is not None and self.is_in_call and delta["arguments"]:
+                opened.texts.append(delta["arguments"])
+                yield {"type": "response.function_call_arguments.delta", **_place(opened), "delta": delta["arguments"]}
 
     @property
     def has_answer(self) -> bool:
         return any(item["type"] != "reasoning" for item in self.items)
 
+    @property
+    def is_in_call(self) -> bool:
+        """Return whether the open item is a call."""
+        return self._open is not None and self._open.kind == "function_call"
+
     def _opened(self, kind: str) -> _Open:
-        index = len(self.items)
-        return _Open(kind, f"{'rs' if kind == 'reasoning' else 'msg'}_{self.response_id}_{index}", index)
+        return _Open(kind, self._item_id("rs" if kind == "reasoning" else "msg"), len(self.items))
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.response_id}_{len(self.items)}"
 
     def _added(self, opened: _Open) -> Iterator[dict[str, Any]]:
-        common = {"item_id": opened.item_id, "output_index": opened.index, "content_index": 0}
+        common = {**_place(opened), "content_index": 0}
         item = _item(opened, "in_progress", [])
         yield {"type": "response.output_item.added", "output_index": opened.index, "item": item}
         yield {"type": "response.content_part.added", **common, "part": _part(opened, "", [])}
@@ -257,7 +266,20 @@ class OutputItems:
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
+def _place(opened: _Open) -> dict[str, Any]:
+    return {"item_id": opened.item_id, "output_index": opened.index}
+
+
 def _item(opened: _Open, status: str, content: list[Any]) -> dict[str, Any]:
+    if opened.kind == "function_call":
+        return {
+            "id": opened.item_id,
+            "type": "function_call",
+            "status": status,
+            "call_id": opened.call_id,
+            "name": opened.name,
+            "arguments": "".join(opened.texts),
+        }
     common = {"id": opened.item_id, "type": opened.kind, "status": status, "content": content}
     return {**common, "summary": []} if opened.kind == "reasoning" else {**common, "role": "assistant"}
 

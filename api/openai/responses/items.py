@@ -166,16 +166,16 @@ def _joined(item: Mapping[str, Any]) -> str:
 def _starts_turn(turn: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
     """Return whether an item starts a new message.
 
-    In a message, reasoning comes first, followed by a single text and then by calls.
+    In a message, reasoning comes first, followed by text and calls. Text after a call belongs to the same message.
     """
     if item["type"] == "reasoning":
         return len(turn) > 1
-    return item["type"] == "message" and ("content" in turn or "tool_calls" in turn)
+    return item["type"] == "message" and "content" in turn and "tool_calls" not in turn
 
 
 def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
     if item["type"] == "message":
-        turn["content"] = _joined(item)
+        turn["content"] = turn.get("content", "") + _joined(item)
     elif item["type"] == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})

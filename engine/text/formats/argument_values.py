@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+CDATA = "<![CDATA["
 _MAX_REFERENCES = 8  # maximum number of references in a row; generated schemas have one or two
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -36,8 +37,8 @@ class ArgumentValues:
         `is_json` is None if the markup does not show whether the argument is JSON.
         """
         types = self.types_of(name)
-        if text.startswith("<![CDATA[") and text.endswith("]]>"):
-            text = text[9:-3]
+        if text.startswith(CDATA) and text.endswith("]]>"):
+            text = text[len(CDATA) : -3]
         if is_json is False or (is_json is None and types == {"string"}):
             return text
         try:

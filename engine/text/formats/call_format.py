@@ -18,6 +18,12 @@ class ArgumentTags:
     gap: str = ""
     sep_of_json: str = ""  # literal before a value that is not a string; often equal to `sep`
 
+    def trimmed(self, value: str) -> str:
+        """Return the value without the line breaks that belong to its tags."""
+        if self.sep.endswith("\n"):
+            value = value.removeprefix("\n")
+        return value.removesuffix("\n") if self.close.startswith("\n") else value
+
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
@@ -53,6 +59,14 @@ class CallFormat:
     def bare_json(self) -> bool:
         """Whether being JSON is all that distinguishes calls from text."""
         return self.style == "json" and (self.may_be_bare or not self.markers)
+
+    @property
+    def open_without_markers(self) -> str:
+        """The start of a call that has no marker."""
+        opening = self.open
+        for marker in self.markers:
+            opening = opening.removeprefix(marker)
+        return opening
 
     @property
     def literals(self) -> tuple[str, ...]:

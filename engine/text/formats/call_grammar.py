@@ -156,10 +156,7 @@ class CallGrammar:
         return reserved
 
     def _bare_head(self, tool: ToolRules) -> str:
-        opening = self.format.open
-        for marker in self.format.markers:
-            opening = opening.removeprefix(marker)
-        return opening + tool.name + self.format.inner
+        return self.format.open_without_markers + tool.name + self.format.inner
 
     def _bare(self, tool: ToolRules) -> str:
         head = self.grammar.expression([LarkText(f"/{_with_any_space(self._bare_head(tool))}/")])

@@ -18,6 +18,18 @@ class ParsedToolCall:
     is_partial: bool = False  # generation stopped within the arguments
 
 
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """The next piece of a call while the model writes it.
+
+    The first piece of a call has the name. All `arguments` of a call add up to the arguments of the finished call.
+    """
+
+    number: int  # of the call in the reply, from 0
+    name: str = ""
+    arguments: str = ""
+
+
 class NoCalls(ValueError):
     """The text does not contain a well-formed tool call."""
 
@@ -32,10 +44,10 @@ def call_of(name: Any, arguments: Any) -> ParsedToolCall:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN, or 1e999
         raise NoCalls from None
-    return ParsedToolCall(_encodable(name), _encodable(written))
+    return ParsedToolCall(encodable(name), encodable(written))
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replace unpaired surrogates with U+FFFD. A model may write `\\ud83d` alone, which UTF-8 can't encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -80,6 +80,18 @@ class ToolCall(TypedDict):
     partial: NotRequired[bool]  # true if the generation ended within the arguments
 
 
+class ToolCallDelta(TypedDict):
+    """The next piece of a tool call while the model writes it. The first piece of a call has `id` and `name`.
+
+    All `arguments` of a call add up to the arguments of the finished call.
+    """
+
+    index: int  # number of the call in the reply
+    id: NotRequired[str]
+    name: NotRequired[str]
+    arguments: str
+
+
 class AssistantMessage(TypedDict):
     """The assistant's turn, which can be sent back unchanged."""
 

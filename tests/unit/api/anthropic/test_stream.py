@@ -57,6 +57,21 @@ def test_stream_adds_up_to_the_message() -> None:
     assert whole["usage"].items() <= read_message["usage"].items()
 
 
+def test_call_in_pieces_adds_up_to_the_message() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"index": 0, "id": "1", "name": "add", "arguments": ""},
+        {"index": 0, "arguments": '{"a": 1, "b"'},
+        {"index": 0, "arguments": ': "ü"}'},
+    ]
+    tokens = [{"type": "token", "text": "", "tokens": [7], "tool_call_deltas": [piece]} for piece in pieces]
+    events = stream_events(STARTED, *TEXT, *tokens, done(tool_calls=CALLS))  # the second call is only known at the end
+    deltas = [event["delta"].get("partial_json") for event in events if event["type"] == "content_block_delta"]
+    assert deltas == [None, None, '{"a": 1, "b"', ': "ü"}', "{}"]
+    content = read(events)["content"]
+    assert content[0] == {"type": "text", "text": "Well"}
+    assert [block.items() <= got.items() for block, got in zip(calls_of(CALLS), content[1:], strict=True)] == [True] * 2
+
+
 def test_truncated_reasoning_has_no_signature() -> None:
     end = done(finish_reason="length")
     message = {"content": "", "reasoning": "Hm", "signature": "5160"}

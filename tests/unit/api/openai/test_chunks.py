@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
@@ -48,6 +49,26 @@ def test_chat_stream_has_role_reasoning_text_calls_and_usage() -> None:
     assert (usage := read[-1].usage) is not None
     assert usage.completion_tokens_details is not None
     assert (usage.total_tokens, usage.completion_tokens_details.reasoning_tokens) == (7, 2)
+
+
+def test_calls_are_streamed_in_pieces_and_completed_at_the_end() -> None:
+    chunks = Chunks("chat", "id", "m")
+    pieces = [{"index": 0, "id": "a", "name": "f", "arguments": '{"x'}, {"index": 0, "arguments": '": '}]
+    received = chunks.of(0, STARTED) + chunks.of(0, token("Hi", tool_call_deltas=pieces[:1]))
+    received += chunks.of(0, token("", tool_call_deltas=pieces[1:]))
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    received += chunks.ends(0, done(tool_calls=[call, {**call, "id": "b"}]), ())  # an older worker has ended the job
+    state: Any = ChatCompletionStreamState()
+    for chunk in received:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    (choice,) = state.get_final_completion().choices
+    assert (choice.message.content, choice.finish_reason) == ("Hi", "tool_calls")
+    assert [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
+        ("a", "f", '{"x": 1}'),
+        ("b", "f", '{"x": 1}'),
+    ]
+    fragments = [c["function"] for r in received for c in r["choices"][0]["delta"].get("tool_calls", ())]
+    assert [f["arguments"] for f in fragments] == ['{"x', '": ', "1}", '{"x": 1}']
 
 
 def test_choices_of_several_prompts_have_consecutive_indices() -> None:

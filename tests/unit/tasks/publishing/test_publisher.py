@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cellama.engine import Context, DecodeFailed, Finished, Started, Text, Watchdog
+from cellama.engine import Context, DecodeFailed, Finished, Started, Text, ToolCallDelta, Watchdog
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.broker.result_backend import CeleryEnd
 from cellama.tasks.connection.redis_errors import RefusedForNow
@@ -91,6 +91,19 @@ def test_publisher_joins_the_parts_of_one_token() -> None:
         {"seq": 2, **events.token("Yes", [])},
     ]
     assert publisher.close()
+
+
+def test_publisher_keeps_all_pieces_of_calls_of_a_job_that_does_not_stream() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open_job("a", streams=False)
+    report = publisher.listener("tiny")
+    report((Text("a#1", "So", (1,)), Text("a#1", "", (2,), calls=(ToolCallDelta(0, "look"),))))
+    report((Text("a#1", "", (3,), calls=(ToolCallDelta(0, arguments="{}"),)), Finished("a#1", COMPLETION)))
+    assert publisher.close()
+    (first, second) = ledger.journal("a")[0]["tool_call_deltas"]
+    assert (first["name"], first["arguments"], second) == ("look", "", {"index": 0, "arguments": "{}"})
+    assert (ledger.journal("a")[0]["text"], ledger.journal("a")[0]["tokens"]) == ("So", [1, 2, 3])
 
 
 def test_publisher_reports_a_token_after_writing_it() -> None:

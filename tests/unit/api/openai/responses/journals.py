@@ -23,11 +23,28 @@ def done(reason: Any = "stop", **details: Any) -> Any:
 PROBS: Any = [{**PROB, "text": text} for text in ("Hm", "Hi")]
 REASONING = (events.reasoning("Hm", [1]), events.reasoning(", so", [2, 3]), events.reasoning_end("sig", [4]))
 TEXT = (events.token("Hi", [5], logprobs=[PROB]), events.token("", [6]), events.token(" there", [7]))
+PIECES = (
+    events.token("So", [5], tool_call_deltas=[{"index": 0, "id": "c1", "name": "f", "arguments": ""}]),
+    events.token("", [6], tool_call_deltas=[{"index": 0, "arguments": '{"a'}]),
+    events.token("", [7], tool_call_deltas=[{"index": 0, "arguments": '": 1}'}]),
+)
+CUT_CALL: Any = {**CALL, "function": {"name": "f", "arguments": '{"a'}, "partial": True}
 JOURNALS: dict[str, tuple[Any, ...]] = {
     "text": (STARTED, *TEXT, done()),
     "reasoning": (STARTED, *REASONING, *TEXT, done()),
     "calls": (STARTED, *REASONING, done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
     "text and call": (STARTED, *TEXT, done(tool_calls=[CALL])),
+    "call in pieces": (STARTED, *PIECES, done(tool_calls=[CALL])),
+    "calls in pieces": (
+        STARTED,
+        *PIECES,
+        events.token("", [8], tool_call_deltas=[{"index": 1, "id": "c2", "name": "f", "arguments": "{}"}]),
+        done(tool_calls=[CALL, {**CALL, "id": "c2", "function": {"name": "f", "arguments": "{}"}}]),
+    ),
+    "call that an older worker ends": (STARTED, *PIECES[:2], done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
+    "call with text after it": (STARTED, *PIECES, events.token("Hm", [8]), done(tool_calls=[CALL])),
+    "call that is cut off": (STARTED, *PIECES[:2], done("length", tool_calls=[CUT_CALL])),
+    "failed in a call": (STARTED, *PIECES[:2], events.error("internal", "no more memory")),
     "nothing": (STARTED, done()),
     "warned": (STARTED, *TEXT, done(warnings=["a"])),
     "cut off": (STARTED, *TEXT, done("length")),

@@ -98,6 +98,22 @@ def test_status_depends_on_the_finish_reason(name: str, status: str, details: An
     assert cut == ([] if name == "out of time" else ["completed" if status == "completed" else "incomplete"])
 
 
+@pytest.mark.parametrize("name", ["call in pieces", "call that an older worker ends"])
+def test_call_is_streamed_in_pieces(name: str) -> None:
+    received, response = fold(JOURNALS[name])
+    of_call = [event for event in received if event.get("output_index") == 1]
+    kinds = ["output_item.added", *["function_call_arguments.delta"] * 2, "function_call_arguments.done"]
+    assert types(of_call) == [*kinds, "output_item.done"]
+    assert (of_call[0]["item"]["call_id"], of_call[0]["item"]["arguments"]) == ("c1", "")
+    assert response["output"][1]["arguments"] == '{"a": 1}'
+
+
+@pytest.mark.parametrize("name", ["call that is cut off", "failed in a call"])
+def test_unfinished_call_is_incomplete(name: str) -> None:
+    text, call = fold(JOURNALS[name])[1]["output"]
+    assert (text["status"], call["status"], call["arguments"]) == ("completed", "incomplete", '{"a')
+
+
 def test_usage_counts_reasoning_tokens() -> None:
     usage = fold(JOURNALS["reasoning"])[1]["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 4, 7)

@@ -1,0 +1,33 @@
+"""Follow the tool calls of one reply from the events of its job, for streams that send them in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+Delta = Mapping[str, Any]  # a ToolCallDelta of an event
+
+
+class CallProgress:
+    """The calls that a stream has sent so far, with their arguments."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, str] = {}
+
+    def of(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        """Yield the pieces of calls in an event."""
+        for delta in event.get("tool_call_deltas", ()):
+            self._sent[delta["index"]] = self._sent.get(delta["index"], "") + delta["arguments"]
+            yield delta
+
+    def rest(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[Delta]:
+        """Yield what is missing of the finished calls: whole calls, or the end of a call.
+
+        Calls that no grammar enforces are only known at the end. Events of older workers have no pieces at all.
+        """
+        for number, call in enumerate(calls):
+            arguments, sent = call["function"]["arguments"], self._sent.get(number)
+            if sent is None:
+                yield {"index": number, "id": call["id"], "name": call["function"]["name"], "arguments": arguments}
+            elif len(arguments) > len(sent):
+                yield {"index": number, "arguments": arguments[len(sent) :]}
