@@ -7,7 +7,7 @@ function that makes the event, and a row of EVENT_CLASSES.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 from typing_extensions import TypedDict, TypeIs
 
@@ -69,13 +69,18 @@ class OutputDetails(_Numbered, total=False):
     mirostat_mu: float
 
 
-class TokenEvent(OutputDetails):
+class TokenDetails(OutputDetails, total=False):
+    """Optional fields of `token` events."""
+
+    tool_call_deltas: list[ToolCallDelta]  # pieces of tool calls, which follow the text
+
+
+class TokenEvent(TokenDetails):
     """Text of the answer."""
 
     type: Literal["token"]
     text: str
     tokens: list[int]
-    tool_call_deltas: NotRequired[list[ToolCallDelta]]  # pieces of tool calls, which follow the text
 
 
 class ReasoningEvent(OutputDetails):
@@ -159,7 +164,7 @@ def started(model: str, prompt_tokens: int, worker: str, seed: int) -> StartedEv
     return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker, "seed": seed}
 
 
-def token(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> TokenEvent:
+def token(text: str, tokens: list[int], **details: Unpack[TokenDetails]) -> TokenEvent:
     """Return an event with final text, and the ids of the tokens sampled since the last event."""
     return {"type": "token", "text": text, "tokens": tokens, **details}
 

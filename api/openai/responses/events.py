@@ -81,7 +81,7 @@ class ResponseEvents:
     def _done(self, event: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         reason = event["finish_reason"]
         status = _STATUSES.get(reason, "incomplete")
-        calls = event.get("tool_calls") or ()
+        calls = event.get("tool_calls") or []
         yield from self._output.add_calls(self._calls.rest(calls))
         yield from self._output.close(
             is_complete=not calls[-1].get("partial") if self._output.is_in_call else status == "completed"

@@ -117,7 +117,7 @@ class JsonRewriter:
 
 
 def _number_or_word(word: str) -> str:
-    """Return a number or a word as `json.dumps` writes it. What JSON can't express stays as the model wrote it."""
+    """Return a number or a word as `json.dumps` writes it. A value that JSON can't express is not changed."""
     try:
         return json.dumps(json.loads(word), allow_nan=False)
     except ValueError:
@@ -254,8 +254,9 @@ class TaggedArguments(ArgumentsReader):
                 return at
             if CDATA.startswith(first):
                 return None
-            value.is_open, at = True, start
+            value.is_open = True
             self._out.append('"')
+            return start
         line_end = "\n" if self._tags.close.startswith("\n") else ""
         end = text.find(value.close, at)
         if end >= 0:

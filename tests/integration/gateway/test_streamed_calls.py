@@ -71,10 +71,10 @@ def test_response_streams_the_pieces_of_a_call(openai: OpenAI, arguments: str) -
 def test_message_streams_the_pieces_of_a_call(gateway: GatewayProcess, arguments: str) -> None:
     tools: Any = [{"name": "write", "description": "Write a text", "input_schema": SCHEMA}]
     sent: Any = {"model": "tiny", "messages": QUESTION, "tools": tools, "max_tokens": 200, "temperature": 0}
-    with Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
-        with client.messages.stream(**sent, tool_choice={"type": "any"}) as stream:
-            pieces = [event.partial_json for event in stream if event.type == "input_json"]
-            message = stream.get_final_message()
+    client = Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
+    with client, client.messages.stream(**sent, tool_choice={"type": "any"}) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
     assert "".join(pieces) == arguments
     assert len(pieces) > MIN_PIECES
     assert [(block.type, block.type == "tool_use" and block.input) for block in message.content] == [
