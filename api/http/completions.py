@@ -23,7 +23,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 from .errors import ApiError, wrong
 from .parsing import ParsedRequest, count, flag, read, rest_of_context, tokens_of, within_limit
 from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs
-from .sse import DONE, KEEP_ALIVE, frame
+from .sse import DONE, frame
 
 MAX_PROMPTS = 128  # maximum prompts per request: each is a job and a stream
 TEXT_TOKENS = 16  # default of max_tokens for a completion, as in OpenAI's API
@@ -85,7 +85,7 @@ class CompletionRequest(JobsRequest):
         )
         async for index, event in events:
             if event["type"] == "ping":
-                yield KEEP_ALIVE
+                yield await running.keep_alive(index)
             elif event["type"] == "done":  # with several choices, only the result has all finish reasons
                 result: Any = await running.result(index) if self.n > 1 else {}
                 yield b"".join(map(frame, chunks.ends(index, event, result.get("choices", ()))))

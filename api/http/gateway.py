@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -15,18 +16,21 @@ from starlette.requests import Request
 
 from cellama.api.client.async_client import AsyncClient
 from cellama.api.client.client import CONNECT_TIMEOUT_S
-from cellama.api.client.registry_views import Stats
+from cellama.api.client.registry_views import ClassStats, Stats
 from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.names import DEFAULT_MODEL, class_of_priority
+from cellama.tasks.contract.keys import waiting_key
+from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, queue_name
 from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
 from cellama.tasks.state.registry import WorkerEntry
 
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError
+from .sse import KEEP_ALIVE
 
 FRESH_S = 1.0  # maximum age of the list of models, so that loads and unloads are noticed within a second
 WAITS_FRESH_S = 3.0  # maximum age of estimated waits: computing them takes time, and a queue changes little within 3 s
@@ -211,6 +215,23 @@ class Gateway:
         classes = (await self.stats())["classes"].get(model)
         return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
+    async def keep_alive(self, job_id: str, model: str, tier: str) -> bytes:
+        """Return a comment that keeps a stream open, with the position and the estimated wait of a waiting job.
+
+        It takes one command of Redis. The estimate is derived from the cached estimate for a new job.
+        """
+        try:
+            with reaching_redis():
+                rank = await self.redis.zrank(waiting_key(queue_name(model)), job_id)
+            if rank is None:
+                return KEEP_ALIVE
+            classes = (await self.stats())["classes"].get(model, {})
+        except JobError:  # the stream itself reports an outage that lasts
+            return KEEP_ALIVE
+        eta_s = wait_at(rank, classes, class_of_priority(TIERS[tier]))
+        about = "" if eta_s is None else f", about {math.ceil(eta_s)} s"
+        return f": position {rank + 1}{about}\n\n".encode()
+
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
         """Add to the error the time after which a retry is likely to succeed, and return the error."""
         if error.retry_after_s is not None:
@@ -243,6 +264,18 @@ class Gateway:
             await self.redis.aclose()
         if "client" in self.__dict__:
             await self.client.close()
+
+
+def wait_at(rank: int, classes: Mapping[str, ClassStats], name: str) -> float | None:
+    """Return the estimated wait of a job behind `rank` others, or None if it is unknown.
+
+    `classes` are the waiting jobs of its model, and `name` is the class of the job.
+    """
+    eta_s = classes[name]["eta_s"] if name in classes else None
+    if eta_s is None:
+        return None
+    before_new = sum(classes[each]["waiting"] for each in list(CLASSES)[: list(CLASSES).index(name) + 1])
+    return eta_s * min(1.0, (rank + 1) / (before_new + 1))
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -63,7 +63,9 @@ class MessageRequest(JobsRequest):
     ) -> AsyncGenerator[bytes, None]:
         message_id, max_tokens = f"msg_{running.jobs[0].id}", self.params["max_tokens"]
         stream = MessageStream(message_id, self.model, self.tier, max_tokens, shows_reasoning=self.shows_reasoning)
-        async for _, event in events:
+        async for index, event in events:
+            if event["type"] == "ping":
+                yield await running.keep_alive(index)
             messages = [PING] if event["type"] == "ping" else stream.of(event)
             yield b"".join(frame(message, message["type"]) for message in messages)
 

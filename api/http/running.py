@@ -27,7 +27,7 @@ from cellama.tasks.traces.gate import current_trace_id
 from .auth import Admission, Unlimited
 from .errors import ApiError, of_code, of_job, of_worker
 from .parsing import ParsedRequest, count
-from .sse import EventStream, with_errors
+from .sse import KEEP_ALIVE, EventStream, with_errors
 
 T = TypeVar("T")
 
@@ -163,6 +163,12 @@ class RunningJobs:
                 if event["type"] == "done":
                     self.usages[index] = event["usage"]
                 yield index, event
+
+    async def keep_alive(self, index: int) -> bytes:
+        """Return the comment for a ping of a job. While the job waits, the comment has its position."""
+        if self._last_seqs.get(index, -1) >= 0:
+            return KEEP_ALIVE
+        return await self.parsed.gateway.keep_alive(self.jobs[index].id, self.model, self.tier)
 
     async def stream(
         self,

@@ -124,7 +124,7 @@ def _event_of(entry: Any) -> Any:
 def stream_of(gateway: Gateway, record: ResponseRecord, after: int) -> EventStream:
     """Stream the events of a response whose numbers are above `after`, whether or not the response has ended."""
     events = _events(gateway, record)
-    return EventStream(with_errors(frames(record, events, after), error_frame), events.aclose)
+    return EventStream(with_errors(frames(gateway, record, events, after), error_frame), events.aclose)
 
 
 async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
@@ -135,14 +135,21 @@ async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
             yield event
 
 
-async def frames(record: ResponseRecord, events: Events, after: int = -1) -> AsyncGenerator[bytes, None]:
+async def frames(
+    gateway: Gateway, record: ResponseRecord, events: Events, after: int = -1
+) -> AsyncGenerator[bytes, None]:
     """Yield the frames whose numbers are above `after`. `events` must start with the first event of the job."""
-    response_events = ResponseEvents(record)
+    response_events, has_events = ResponseEvents(record), False
     if first := _frames(response_events.start(), after):
         yield first
     async with aclosing(events):
         async for event in events:
-            if made := KEEP_ALIVE if event["type"] == "ping" else _frames(response_events.of(event), after):
+            if event["type"] == "ping":
+                tier = record.shown["service_tier"]
+                yield KEEP_ALIVE if has_events else await gateway.keep_alive(record.job_id, record.model, tier)
+                continue
+            has_events = True
+            if made := _frames(response_events.of(event), after):
                 yield made
 
 
