@@ -70,7 +70,13 @@ def test_response_streams_the_pieces_of_a_call(openai: OpenAI, arguments: str) -
 
 def test_message_streams_the_pieces_of_a_call(gateway: GatewayProcess, arguments: str) -> None:
     tools: Any = [{"name": "write", "description": "Write a text", "input_schema": SCHEMA}]
-    sent: Any = {"model": "tiny", "messages": QUESTION, "tools": tools, "max_tokens": 200, "temperature": 0}
+    sent: Any = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "tools": tools,
+        "max_tokens": 200,
+        "extra_body": {"temperature": 0},
+    }
     client = Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
     with client, client.messages.stream(**sent, tool_choice={"type": "any"}) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
