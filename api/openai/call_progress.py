@@ -15,8 +15,14 @@ class CallProgress:
         self._sent: dict[int, str] = {}
 
     def of(self, event: Mapping[str, Any]) -> Iterator[Delta]:
-        """Yield the pieces of calls in an event."""
+        """Yield the pieces of calls in an event.
+
+        Pieces of a call whose start is missing are dropped. An older worker has written the start without pieces, and
+        the call follows at the end.
+        """
         for delta in event.get("tool_call_deltas", ()):
+            if "id" not in delta and delta["index"] not in self._sent:
+                continue
             self._sent[delta["index"]] = self._sent.get(delta["index"], "") + delta["arguments"]
             yield delta
 

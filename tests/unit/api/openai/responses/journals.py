@@ -42,6 +42,7 @@ JOURNALS: dict[str, tuple[Any, ...]] = {
         done(tool_calls=[CALL, {**CALL, "id": "c2", "function": {"name": "f", "arguments": "{}"}}]),
     ),
     "call that an older worker ends": (STARTED, *PIECES[:2], done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
+    "call that an older worker starts": (STARTED, events.token("So", [5]), PIECES[2], done(tool_calls=[CALL])),
     "call with text after it": (STARTED, *PIECES, events.token("Hm", [8]), done(tool_calls=[CALL])),
     "call that is cut off": (STARTED, *PIECES[:2], done("length", tool_calls=[CUT_CALL])),
     "failed in a call": (STARTED, *PIECES[:2], events.error("internal", "no more memory")),

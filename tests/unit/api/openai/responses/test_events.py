@@ -108,6 +108,12 @@ def test_call_is_streamed_in_pieces(name: str) -> None:
     assert response["output"][1]["arguments"] == '{"a": 1}'
 
 
+def test_call_whose_start_has_no_pieces_is_sent_at_the_end() -> None:
+    received, response = fold(JOURNALS["call that an older worker starts"])
+    deltas = [event["delta"] for event in received if event["type"] == "response.function_call_arguments.delta"]
+    assert deltas == [response["output"][1]["arguments"]] == ['{"a": 1}']
+
+
 @pytest.mark.parametrize("name", ["call that is cut off", "failed in a call"])
 def test_unfinished_call_is_incomplete(name: str) -> None:
     text, call = fold(JOURNALS[name])[1]["output"]
