@@ -222,7 +222,7 @@ class Gateway:
         """
         try:
             with reaching_redis():
-                rank = await self.redis.zrank(waiting_key(queue_name(model)), job_id)
+                rank: Any = await self.redis.zrank(waiting_key(queue_name(model)), job_id)
             if rank is None:
                 return KEEP_ALIVE
             classes = (await self.stats())["classes"].get(model, {})
