@@ -30,7 +30,6 @@ from cellama.tasks.state.registry import WorkerEntry
 
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError
-from .sse import KEEP_ALIVE
 
 FRESH_S = 1.0  # maximum age of the list of models, so that loads and unloads are noticed within a second
 WAITS_FRESH_S = 3.0  # maximum age of estimated waits: computing them takes time, and a queue changes little within 3 s
@@ -215,8 +214,8 @@ class Gateway:
         classes = (await self.stats())["classes"].get(model)
         return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
-    async def keep_alive(self, job_id: str, model: str, tier: str) -> bytes:
-        """Return a comment that keeps a stream open, with the position and the estimated wait of a waiting job.
+    async def wait_of(self, job_id: str, model: str, tier: str) -> str | None:
+        """Return the position and the estimated wait of a job as text, or None if it does not wait.
 
         It takes one command of Redis. The estimate is derived from the cached estimate for a new job.
         """
@@ -224,13 +223,13 @@ class Gateway:
             with reaching_redis():
                 rank: Any = await self.redis.zrank(waiting_key(queue_name(model)), job_id)
             if rank is None:
-                return KEEP_ALIVE
+                return None
             classes = (await self.stats())["classes"].get(model, {})
         except JobError:  # the stream itself reports an outage that lasts
-            return KEEP_ALIVE
+            return None
         eta_s = wait_at(rank, classes, class_of_priority(TIERS[tier]))
         about = "" if eta_s is None else f", about {math.ceil(eta_s)} s"
-        return f": position {rank + 1}{about}\n\n".encode()
+        return f"position {rank + 1}{about}"
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
         """Add to the error the time after which a retry is likely to succeed, and return the error."""

@@ -27,7 +27,7 @@ from cellama.tasks.traces.gate import current_trace_id
 from .auth import Admission, Unlimited
 from .errors import ApiError, of_code, of_job, of_worker
 from .parsing import ParsedRequest, count
-from .sse import KEEP_ALIVE, EventStream, with_errors
+from .sse import EventStream, keep_alive, with_errors
 
 T = TypeVar("T")
 
@@ -167,8 +167,8 @@ class RunningJobs:
     async def keep_alive(self, index: int) -> bytes:
         """Return the comment for a ping of a job. While the job waits, the comment has its position."""
         if self._last_seqs.get(index, -1) >= 0:
-            return KEEP_ALIVE
-        return await self.parsed.gateway.keep_alive(self.jobs[index].id, self.model, self.tier)
+            return keep_alive()
+        return keep_alive(await self.parsed.gateway.wait_of(self.jobs[index].id, self.model, self.tier))
 
     async def stream(
         self,

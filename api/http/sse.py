@@ -15,7 +15,6 @@ from cellama.tasks.contract.errors import JobError
 from .errors import ApiError, of_job
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer frames
-KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -23,6 +22,11 @@ def frame(data: Any, event: str | None = None) -> bytes:
     """Return a frame. `event` is the name of the event, for clients that need it."""
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def keep_alive(wait: str | None = None) -> bytes:
+    """Return a comment that keeps a stream open. While its job waits, the comment is the text of `Gateway.wait_of`."""
+    return f": {wait or 'keep-alive'}\n\n".encode()
 
 
 async def with_errors(

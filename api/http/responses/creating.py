@@ -277,6 +277,6 @@ async def _stream(running: RunningJobs, record: ResponseRecord) -> Response:
             yield event
 
     def frames_of(indexed: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
-        return frames(running.parsed.gateway, record, events_of(indexed))
+        return frames(record, events_of(indexed), wait_of=running.parsed.gateway.wait_of)
 
     return await running.stream(frames_of, error_frame, waits=not record.background, with_failures=True)

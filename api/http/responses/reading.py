@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from cellama.api.http.errors import ApiError, not_found
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.running import CANCELLED_S, RESULT_S
-from cellama.api.http.sse import KEEP_ALIVE, EventStream, frame, with_errors
+from cellama.api.http.sse import EventStream, frame, keep_alive, with_errors
 from cellama.api.openai.responses.events import ResponseEvents, journal_of_result
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -23,6 +23,7 @@ from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
 from cellama.tasks.contract.keys import job_key, journal_key
 
 EVENTS_PER_PAGE = 500  # reading a page blocks the event loop for some milliseconds
+WaitOf = Callable[[str, str, str], Awaitable[str | None]]
 Events = AsyncGenerator[Mapping[str, Any], None]
 
 
@@ -124,7 +125,7 @@ def _event_of(entry: Any) -> Any:
 def stream_of(gateway: Gateway, record: ResponseRecord, after: int) -> EventStream:
     """Stream the events of a response whose numbers are above `after`, whether or not the response has ended."""
     events = _events(gateway, record)
-    return EventStream(with_errors(frames(gateway, record, events, after), error_frame), events.aclose)
+    return EventStream(with_errors(frames(record, events, after, wait_of=gateway.wait_of), error_frame), events.aclose)
 
 
 async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
@@ -136,9 +137,12 @@ async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
 
 
 async def frames(
-    gateway: Gateway, record: ResponseRecord, events: Events, after: int = -1
+    record: ResponseRecord, events: Events, after: int = -1, *, wait_of: WaitOf
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames whose numbers are above `after`. `events` must start with the first event of the job."""
+    """Yield the frames whose numbers are above `after`. `events` must start with the first event of the job.
+
+    `wait_of` is `Gateway.wait_of`.
+    """
     response_events, has_events = ResponseEvents(record), False
     if first := _frames(response_events.start(), after):
         yield first
@@ -146,7 +150,7 @@ async def frames(
         async for event in events:
             if event["type"] == "ping":
                 tier = record.shown["service_tier"]
-                yield KEEP_ALIVE if has_events else await gateway.keep_alive(record.job_id, record.model, tier)
+                yield keep_alive(None if has_events else await wait_of(record.job_id, record.model, tier))
                 continue
             has_events = True
             if made := _frames(response_events.of(event), after):

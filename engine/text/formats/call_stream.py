@@ -103,8 +103,7 @@ class CallStream:
         """Start reading the next call. Return False if its start is incomplete, or if none follows."""
         text, at = self._text, 0
         if self.pieces:
-            start = after(self._patterns.between, text, 0)
-            if self._may_follow(text[:start]) and self._start_call(start):
+            if self._start_call(after(self._patterns.between, text, 0)):
                 return True
             at = len(text[: after(self._patterns.after, text, 0)].rstrip())
         found = self._tools.find(text[at:], at_start=not self.pieces)
@@ -112,12 +111,6 @@ class CallStream:
             return False
         self._around.append(text[at : at + found])
         return True
-
-    def _may_follow(self, between: str) -> bool:
-        """Return whether a call may start after this markup. Without a marker, what looks like a call may be text."""
-        format_ = self._tools.format
-        needed = [marker for marker in format_.markers if marker in (format_.middle or "")]
-        return not needed or any(marker in between for marker in needed)
 
     def _start_call(self, at: int) -> bool:
         """Start reading the call at this position. Return False if the start of the call is incomplete."""

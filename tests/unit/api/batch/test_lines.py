@@ -323,7 +323,7 @@ def test_result_line_in_the_openai_format_has_choices_and_usage() -> None:
     body = response["response"]["body"]
     assert (response["custom_id"], response["error"], body["object"]) == ("c", None, "chat.completion")
     assert body["choices"][0]["finish_reason"] == "tool_calls"
-    assert body["choices"][0]["message"] == {**message, "content": None}
+    assert body["choices"][0]["message"] == {**message, "content": None, "refusal": None}
     assert body["usage"]["total_tokens"] == 5
 
 

@@ -114,15 +114,6 @@ def test_text_in_json_is_not_dropped_when_it_is_cut() -> None:
     assert ("".join(part.text for part in [*parts, *rest]), calls) == ('{"answer": 1', ())
 
 
-def test_text_after_a_call_is_not_a_call_although_it_looks_like_one() -> None:
-    after = '\n{"name": "look", "arguments": {"text": "a'
-    reader = reader_of("hermes")
-    parts = reader.push(reply_with("hermes", [("mcp.list-all", {})]) + after)
-    rest, (call,) = reader.finish()
-    assert (call.name, call.arguments) == ("mcp.list-all", "{}")
-    assert "".join(part.text for part in [*parts, *rest]).strip() == after.strip()
-
-
 def test_calls_that_no_grammar_enforces_are_parsed_at_the_end() -> None:
     reply = reply_with("hermes", [("look", ANSWER)])
     tools = ToolReader(markup_of(template(CALLS["hermes"])).calls, PARAMETERS)  # type: ignore[arg-type]

@@ -206,9 +206,13 @@ async def _events(journal: Any, error: Exception | None = None) -> AsyncGenerato
         raise error
 
 
+async def _wait(job_id: str, model: str, tier: str) -> str | None:
+    return f"position 2 of {job_id}"
+
+
 def read(journal: Any, after: int = -1, error: Exception | None = None) -> bytes:
     async def all_of() -> bytes:
-        made = frames(record(), _events(journal, error), after)
+        made = frames(record(), _events(journal, error), after, wait_of=_wait)
         return b"".join([frame async for frame in with_errors(made, error_frame)])
 
     return asyncio.run(all_of())
@@ -231,4 +235,6 @@ def test_stream_ends_with_unnumbered_error_when_it_cannot_continue() -> None:
 
 
 def test_pings_become_sse_comments() -> None:
-    assert b": keep-alive" in read([{"type": "ping"}, *JOURNALS["text"]])
+    received = read([{"type": "ping"}, *JOURNALS["text"], {"type": "ping"}])
+    assert b": position 2 of j\n\n" in received
+    assert received.endswith(b": keep-alive\n\n")
