@@ -18,7 +18,7 @@ from starlette.routing import Route
 from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, not_found
 from cellama.api.http.gateway import Gateway, gateway_of
-from cellama.api.http.sse import KEEP_ALIVE, EventStream, with_errors
+from cellama.api.http.sse import EventStream, keep_alive, with_errors
 from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -265,7 +265,7 @@ def _after(text: str) -> int:
 async def _frames(gateway: Gateway, job_id: str, after: int, ping_s: float) -> AsyncGenerator[bytes, None]:
     async with aclosing(gateway.client.stream(job_id, after, math.inf, ping=ping_s)) as found:  # type: ignore[type-var]
         async for event in found:
-            yield KEEP_ALIVE if event["type"] == "ping" else frame_of(event)
+            yield keep_alive() if event["type"] == "ping" else frame_of(event)
 
 
 def frame_of(event: Event) -> bytes:
