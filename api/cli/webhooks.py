@@ -91,9 +91,7 @@ def webhooks_delete_command(
     Example:  cellama webhooks delete we_0f3a9c1d2b4e5f60
     """
     if not _with_store(lambda store: store.delete(endpoint_id)):
-        raise typer.BadParameter(
-            f"unknown endpoint {endpoint_id!r}; list the endpoints with `cellama webhooks list`"
-        )
+        raise typer.BadParameter(f"unknown endpoint {endpoint_id!r}; list the endpoints with `cellama webhooks list`")
     if json:
         print_json({"id": endpoint_id, "deleted": True})
     else:
