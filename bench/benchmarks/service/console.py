@@ -144,4 +144,5 @@ def _round(args: argparse.Namespace, console: Callable[[str], contextlib.Abstrac
         for job in jobs:
             job.get(timeout=600)
         duration_s = time.monotonic() - started
-    return len(jobs) * args.new / duration_s
+    num_tokens: int = len(jobs) * args.new
+    return num_tokens / duration_s
