@@ -239,6 +239,15 @@ def codes(_: str = "") -> str:
     return table(("code", "meaning", "retryable", "HTTP status", "exit code"), rows)
 
 
+def gateway_codes() -> str:
+    """Return the table of the error codes that only the gateway uses."""
+    rows = [
+        (f"`{row.code}`", row.meaning, "yes" if row.retryable else "", str(row.http_status))
+        for row in find("cellama.api.http.errors.GATEWAY_CODES").values()
+    ]
+    return table(("code", "meaning", "retryable", "HTTP status"), rows)
+
+
 def json_schema() -> str:
     """Return the keywords of JSON Schema by group, and how strict and lenient mode handle them."""
     keywords = find("cellama.engine.grammar.schema.keywords.KEYWORDS")
@@ -330,6 +339,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "dataclass": dataclass_fields,
     "events": events,
     "codes": codes,
+    "gateway_codes": gateway_codes,
     "json_schema": json_schema,
     "json_schema_formats": json_schema_formats,
     "measured": measured,

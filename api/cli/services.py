@@ -318,6 +318,7 @@ def gateway_command(
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = GATEWAY_PORT,
     redis: RedisOption = None,
+    openapi: Annotated[bool, typer.Option("--openapi", help="Print the OpenAPI document and exit.")] = False,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs over HTTP. Requests become jobs, which any worker can run.
 
@@ -334,6 +335,12 @@ def gateway_command(
     """
     settings = apply(None, redis)
     check_http_installed()
+    if openapi:
+        from cellama.api.http.app import API_ROUTES
+        from cellama.api.http.openapi import document_text
+
+        typer.echo(document_text(API_ROUTES))
+        return
     from cellama.api.http.serving import serve  # needs the extra `http`
 
     check_port_free(port, "choose another port with --port, or another address with --host", host)

@@ -18,7 +18,7 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.traces.gate import tracing
 
-from . import batches, completions, console, files, messages, metrics, models, responses, tokens, vectors
+from . import batches, completions, console, files, messages, metrics, models, openapi, responses, tokens, vectors
 from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
@@ -26,7 +26,8 @@ from .keys.access import RATE_HEADER_NAMES
 from .middleware import REQUEST_ID, RequestMiddleware
 from .webhooks import webhooks_of
 
-ENDPOINT_MODULES = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
+ENDPOINT_MODULES = (completions, responses, messages, vectors, tokens, models, metrics, files, batches, openapi)
+API_ROUTES: Sequence[BaseRoute] = [route for module in ENDPOINT_MODULES for route in module.ROUTES]
 EXPOSED_HEADERS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
@@ -63,7 +64,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
         ClientDisconnect: _client_closed,
         Exception: _internal_error,
     }
-    routes = [route for module in ENDPOINT_MODULES for route in module.ROUTES]
+    routes = list(API_ROUTES)
     if console.is_served(settings, access):
         routes += console.ROUTES
     app = Starlette(

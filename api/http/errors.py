@@ -9,7 +9,7 @@ from typing import Any
 
 from cellama.api.openai.parameters import with_callers_names
 from cellama.config.logging import event_logger
-from cellama.tasks.contract.codes import meaning_of, message_for_clients
+from cellama.tasks.contract.codes import Code, meaning_of, message_for_clients
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.json_values import shorten, valid_text
 
@@ -31,7 +31,7 @@ TYPES = {
     429: "rate_limit_error",
     499: "request_cancelled",
 }
-_CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}  # OpenAI's names
+RENAMED_CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}  # OpenAI's names
 _SCHEMA_CODES = {  # parameter with a schema → OpenAI's code for a schema that is invalid
     "json_schema": "invalid_json_schema",
     "response_format": "invalid_json_schema",
@@ -39,6 +39,35 @@ _SCHEMA_CODES = {  # parameter with a schema → OpenAI's code for a schema that
     "tools": "invalid_function_parameters",
 }
 _IN_A_SCHEMA = re.compile(r"^\S+ (at #|can't be compiled)|^tools\.\d+\.function\.parameters")
+# The codes of errors that the gateway itself detects. Errors of jobs have the codes in tasks/contract/codes.py.
+GATEWAY_CODES: dict[str, Code] = {
+    row.code: row
+    for row in (
+        Code("context_length_exceeded", "the prompt can never fit into a slot", 400),
+        Code("invalid_json_schema", "the schema of the response format is invalid", 400),
+        Code("invalid_function_parameters", "the schema of a tool's parameters is invalid", 400),
+        Code("invalid_api_key", "the API key is missing, invalid, revoked or expired", 401),
+        Code("model_not_allowed", "the API key may not use the model", 403),
+        Code("adapter_not_allowed", "the API key may not use the adapter", 403),
+        Code("origin_not_allowed", "a page of another site may not use a gateway without keys", 403),
+        Code("model_not_found", "no live worker serves the model", 404),
+        Code("not_found", "the object does not exist, has expired, or belongs to another tenant", 404),
+        Code("previous_response_not_found", "the previous response does not exist, or has expired", 404),
+        Code("events_gone", "the events of the response have expired", 404),
+        Code("slow_body", "the body arrived too slowly", 408, retryable=True),
+        Code("idempotency_key_reused", "the idempotency key was used with a different body", 409),
+        Code("batch_has_ended", "the batch has ended, so it can't be cancelled", 409),
+        Code("rate_limit_exceeded", "the API key is at one of its limits", 429, retryable=True),
+        Code("too_many_bytes", "the bodies of the key's requests use too much memory", 429, retryable=True),
+        Code("too_many_batches", "the tenant has too many open batches", 429, retryable=True),
+        Code("file_quota_exceeded", "the files of the tenant exceed its quota", 429),
+        Code("no_worker", "no worker is running", 503, retryable=True),
+        Code("overloaded", "the gateway has too many requests, or too little memory for bodies", 503, retryable=True),
+        Code("not_ready", "Redis is unreachable, or no model accepts jobs", 503, retryable=True),
+        Code("not_ended", "the response is being cancelled, but has not ended", 503, retryable=True),
+        Code("files_unavailable", "the storage of files is not available", 503, retryable=True),
+    )
+}
 _STATUSES = {410: 404, 504: 408}  # replaced by statuses for which clients have an exception class
 
 
@@ -104,15 +133,20 @@ def of_job(error: JobError) -> ApiError:
     return of_code(error.code, str(error), retryable=error.retryable)
 
 
+def status_of_code(code: str) -> int:
+    """Return the HTTP status of the gateway's answer to an error with this code of a job."""
+    status = meaning_of(code).http_status
+    return _STATUSES.get(status, status)
+
+
 def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     """Return the error for an error code of a job (docs/reference/errors.md)."""
     client_message = message_for_clients(code, message)
     if client_message != message:
         log.warning("error message replaced for client", code=code, detail=message)
-    status = meaning_of(code).http_status
-    status = _STATUSES.get(status, status)
+    status = status_of_code(code)
     retry = RETRY_AFTER_S if retryable and status in (429, 503, 507) else None
-    return ApiError(status, client_message, code=_CODES.get(code, code), retry_after_s=retry)
+    return ApiError(status, client_message, code=RENAMED_CODES.get(code, code), retry_after_s=retry)
 
 
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:

@@ -20,7 +20,7 @@ from .running import run_one
 
 RERANK = "/v1/rerank"
 ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
-_RERANK_PARAMETERS = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
+RERANK_PARAMETERS = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
 _GATEWAY_PARAMETERS = ("model", "service_tier", "priority")
 
 
@@ -44,7 +44,7 @@ async def rerank(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     model = await _model(parsed)
-    check_known(body, _RERANK_PARAMETERS)
+    check_known(body, RERANK_PARAMETERS)
     with_documents = flag(body, "return_documents")
     documents = [_text(document) for document in _list(body.get("documents"))]
     params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}

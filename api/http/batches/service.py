@@ -36,7 +36,7 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 MIN_WINDOW_S = 60
 MAX_WINDOW_S = 30 * 86_400  # the longest lifetime of an input file
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
-_KNOWN = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+BATCH_PARAMETERS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _digest(text: str) -> str:
 
 def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
     """Parse the body of a request that creates a batch. Raises ApiError."""
-    check_known(body, _KNOWN)
+    check_known(body, BATCH_PARAMETERS)
     file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
     if not isinstance(file_id, str) or not file_id:
         raise ApiError(400, f"input_file_id is {shorten(file_id)}; it must be the id of a file", param="input_file_id")

@@ -29,7 +29,7 @@ FILES = "/v1/files"
 PURPOSE = "batch"
 PAGE = 10_000  # default and maximum of `limit`, as in OpenAI's API
 MAX_PURPOSE_CHARS = 40  # characters of a wrong purpose that an error quotes
-_FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
+FILE_FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 
 
 async def create(request: Request) -> Response:
@@ -115,7 +115,7 @@ def _checked_life(form: UploadForm) -> int:
     """Check the fields of a form. Return the lifetime of the file in seconds. Raises ApiError."""
     fields = form.fields
     for name in fields:
-        if name not in _FIELDS:
+        if name not in FILE_FIELDS:
             known = "file, purpose, expires_after"
             raise ApiError(400, f"unknown parameter {shorten(name)}; known parameters: {known}", param=name)
     purpose = fields.get("purpose")

@@ -1,0 +1,295 @@
+"""The shapes of Anthropic's requests and responses, as the gateway accepts and returns them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from cellama.api.openai.shapes import CLOSED, CacheSalt
+
+StopReason = Literal["end_turn", "stop_sequence", "tool_use", "max_tokens", "model_context_window_exceeded"]
+
+
+# Requests
+
+
+class TextBlock(TypedDict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class SentToolUse(TypedDict):
+    """A call of the model that the client sends back."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class SentToolResult(TypedDict):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[str | list[TextBlock] | None]
+    is_error: NotRequired[bool | None]
+
+
+class SentThinking(TypedDict):
+    """Reasoning of the model that the client sends back."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: NotRequired[str | None]
+
+
+class UserTurn(TypedDict):
+    """A turn of the user, or instructions."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+
+    role: Literal["user", "system"]
+    content: str | Annotated[list[TextBlock | SentToolResult], Field(min_length=1)]
+
+
+class AssistantTurn(TypedDict):
+    """A message of the model that the client sends back."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+
+    role: Literal["assistant"]
+    content: str | list[TextBlock | SentToolUse | SentThinking]
+
+
+class AnthropicTool(TypedDict):
+    """A tool that the client runs."""
+
+    type: NotRequired[Literal["custom"] | None]
+    name: str
+    description: NotRequired[str | None]
+    input_schema: dict[str, Any]
+    strict: NotRequired[bool | None]
+
+
+class AnthropicToolChoice(TypedDict):
+    """The choice of tools. Type `tool` requires the `name` of a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: NotRequired[str]
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
+class Thinking(TypedDict):
+    """Whether the model reasons. Type `enabled` requires `budget_tokens`, which must be below `max_tokens`."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: NotRequired[int]
+    display: NotRequired[Literal["summarized", "omitted"] | None]
+
+
+class OutputSchema(TypedDict):
+    """The JSON Schema that the text must follow."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(TypedDict, total=False):
+    """The effort for the chat template, and the format of the text."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+
+    effort: str | None
+    format: OutputSchema | None
+
+
+class MessageParameters(TypedDict, total=False):
+    messages: Annotated[list[UserTurn | AssistantTurn], Field(min_length=1)]
+    system: str | list[TextBlock]
+    stream: bool
+    tools: list[AnthropicTool]
+    tool_choice: AnthropicToolChoice
+    thinking: Thinking
+    output_config: OutputConfig
+    service_tier: Literal["auto", "standard_only", "flex", "default", "priority"]
+    cache_salt: CacheSalt
+
+
+# Responses
+
+
+class ToolUseBlock(TypedDict):
+    """A call of the model."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingBlock(TypedDict):
+    """The reasoning of the model, and its signature."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+MessageBlock = TextBlock | ToolUseBlock | ThinkingBlock
+
+
+class ThinkingTokens(TypedDict):
+    """Details of the generated tokens."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(TypedDict):
+    """Numbers of tokens. `input_tokens` excludes cached tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+    service_tier: NotRequired[Literal["batch", "standard", "priority"]]
+
+
+class AnthropicMessage(TypedDict):
+    """A message of the model. `warnings` has the keywords of a schema that were not enforced."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    warnings: NotRequired[list[str]]
+
+
+class InputTokens(TypedDict):
+    """The number of tokens of a prompt."""
+
+    input_tokens: int
+
+
+class AnthropicErrorDetails(TypedDict):
+    """The features that the gateway doesn't support."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class AnthropicErrorObject(TypedDict):
+    """The kind of an error, and its message, which names the value and the remedy."""
+
+    type: str
+    message: str
+    details: NotRequired[AnthropicErrorDetails]
+
+
+class AnthropicError(TypedDict):
+    """The body of an error."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str
+
+
+# Events of a stream
+
+
+class MessagePing(TypedDict):
+    """No token has arrived for a while."""
+
+    type: Literal["ping"]
+
+
+class MessageStart(TypedDict):
+    """The message has started."""
+
+    type: Literal["message_start"]
+    message: AnthropicMessage
+
+
+class BlockStart(TypedDict):
+    """A block has started."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: MessageBlock
+
+
+class TextDelta(TypedDict):
+    """Text of a block."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingDelta(TypedDict):
+    """Reasoning of a block."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class SignatureDelta(TypedDict):
+    """The signature of a block with reasoning."""
+
+    type: Literal["signature_delta"]
+    signature: str
+
+
+class InputJsonDelta(TypedDict):
+    """JSON text of a call's input."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(TypedDict):
+    """A part of a block."""
+
+    type: Literal["content_block_delta"]
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(TypedDict):
+    """A block is complete."""
+
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessageEnd(TypedDict):
+    """The reason why the message has ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class MessageDelta(TypedDict):
+    """The end of the message, and its usage."""
+
+    type: Literal["message_delta"]
+    delta: MessageEnd
+    usage: MessageUsage
+    warnings: NotRequired[list[str]]
+
+
+class MessageStop(TypedDict):
+    """The stream is complete."""
+
+    type: Literal["message_stop"]
+
+
+MessageEvent = MessagePing | MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop

@@ -1,0 +1,450 @@
+"""The shapes of `/v1/responses`: its mapped parameters, the response object, and the events of its stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from cellama.api.openai.shapes import (
+    CachedTokens,
+    CacheSalt,
+    JsonObjectFormat,
+    NumLogprobs,
+    OutputLogprob,
+    RefusalPart,
+    RequestedTier,
+    ServiceTier,
+    TextFormat,
+)
+
+ResponseStatusName = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+# Requests
+
+
+class InputTextPart(TypedDict):
+    """A text of an item."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+InputPart = InputTextPart | RefusalPart
+
+
+class InputMessage(TypedDict):
+    """A message of the conversation."""
+
+    type: NotRequired[Literal["message"]]
+    id: NotRequired[str]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputPart]
+
+
+class InputFunctionCall(TypedDict):
+    """A call of the model that the client sends back."""
+
+    type: Literal["function_call"]
+    id: NotRequired[str]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputFunctionOutput(TypedDict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    id: NotRequired[str]
+    call_id: str
+    output: str | list[InputPart]
+
+
+class InputReasoning(TypedDict):
+    """Reasoning of the model that the client sends back."""
+
+    type: Literal["reasoning"]
+    id: NotRequired[str]
+    content: NotRequired[str | list[InputPart] | None]
+    encrypted_content: NotRequired[str | None]
+
+
+InputItem = InputMessage | InputFunctionCall | InputFunctionOutput | InputReasoning
+
+
+class SchemaTextFormat(TypedDict):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    name: NotRequired[str]
+    schema: dict[str, Any]
+    strict: NotRequired[bool | None]
+
+
+class ResponseTextOptions(TypedDict, total=False):
+    """The format of the text. `verbosity` is ignored."""
+
+    format: TextFormat | JsonObjectFormat | SchemaTextFormat | None
+    verbosity: str | None
+
+
+class ReasoningOptions(TypedDict, total=False):
+    """The effort for the chat template. `none` disables thinking."""
+
+    effort: str | None
+    summary: str | None
+
+
+class ResponseFunctionTool(TypedDict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+class ResponseNamedTool(TypedDict):
+    """A tool, named by its function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseAllowedTools(TypedDict):
+    """A choice of several tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseNamedTool], Field(min_length=1)]
+
+
+class ResponseParameters(TypedDict, total=False):
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str
+    previous_response_id: str
+    tools: list[ResponseFunctionTool]
+    tool_choice: Literal["auto", "none", "required"] | ResponseNamedTool | ResponseAllowedTools
+    text: ResponseTextOptions
+    reasoning: ReasoningOptions
+    top_logprobs: NumLogprobs
+    include: list[str]
+    metadata: Annotated[dict[str, str], Field(max_length=16)]
+    store: bool
+    background: bool
+    stream: bool
+    service_tier: RequestedTier
+    cache_salt: CacheSalt
+
+
+# Responses
+
+
+class ReasoningPart(TypedDict):
+    """A text of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputTextPart(TypedDict):
+    """A text of the answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: NotRequired[list[OutputLogprob]]
+
+
+class ReasoningItem(TypedDict):
+    """The reasoning of the model. `encrypted_content` is its signature."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    content: list[ReasoningPart]
+    summary: list[Any]
+    encrypted_content: NotRequired[str]
+
+
+class MessageItem(TypedDict):
+    """A message of the model."""
+
+    id: str
+    type: Literal["message"]
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputTextPart]
+
+
+class FunctionCallItem(TypedDict):
+    """A call of the model. `arguments` is a JSON object as text."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class StoredPart(TypedDict):
+    """A part of a stored item."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+    annotations: NotRequired[list[Any]]
+
+
+class StoredInputItem(TypedDict):
+    """An item of the input, as it was stored. Its members depend on its type."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    status: NotRequired[Literal["completed"]]
+    role: NotRequired[Literal["user", "assistant", "system", "developer"]]
+    content: NotRequired[list[StoredPart]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+    output: NotRequired[str]
+    summary: NotRequired[list[Any]]
+    encrypted_content: NotRequired[str]
+
+
+class InputItemList(TypedDict):
+    """A page of the items of an input."""
+
+    object: Literal["list"]
+    data: list[StoredInputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ReasoningTokens(TypedDict):
+    """Details of the generated tokens."""
+
+    reasoning_tokens: int
+
+
+class InputTokensDetails(CachedTokens):
+    """Details of the prompt's tokens."""
+
+    cache_write_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponseFailure(TypedDict):
+    """The error of a response that failed. Its message starts with the error code of the job."""
+
+    code: Literal["server_error", "invalid_prompt"]
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    """The reason why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ReportedReasoning(TypedDict):
+    """The reasoning options of the request."""
+
+    effort: str | None
+    summary: str | None
+
+
+class ReportedText(TypedDict):
+    """The format of the text that the request has chosen."""
+
+    format: dict[str, Any]
+
+
+class ReportedTool(TypedDict):
+    """A function of the request."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class ResponseObject(TypedDict):
+    """A response, with the values of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: ResponseStatusName
+    background: bool
+    store: bool
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    model: str
+    service_tier: ServiceTier
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReportedReasoning
+    temperature: float | None
+    text: ReportedText
+    tool_choice: str | dict[str, Any]
+    tools: list[ReportedTool]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["disabled"]
+    user: NotRequired[str]
+    safety_identifier: NotRequired[str]
+    prompt_cache_key: NotRequired[str]
+    warnings: NotRequired[list[str]]
+
+
+class DeletedResponse(TypedDict):
+    """A response that was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+# Events of a stream, each with the number at which a reader can resume
+
+
+class ResponseStateEvent(TypedDict):
+    """The response has reached a status."""
+
+    type: Literal[
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+        "response.cancelled",
+    ]
+    response: ResponseObject
+    sequence_number: int
+
+
+class OutputItemEvent(TypedDict):
+    """An item was added, or is complete."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputItem
+    sequence_number: int
+
+
+class ContentPartEvent(TypedDict):
+    """A part of an item was added, or is complete."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputTextPart | ReasoningPart
+    sequence_number: int
+
+
+class OutputTextDeltaEvent(TypedDict):
+    """Text of the answer."""
+
+    type: Literal["response.output_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[OutputLogprob]
+    sequence_number: int
+
+
+class OutputTextDoneEvent(TypedDict):
+    """The whole text of the answer."""
+
+    type: Literal["response.output_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[OutputLogprob]
+    sequence_number: int
+
+
+class ReasoningDeltaEvent(TypedDict):
+    """Text of the reasoning."""
+
+    type: Literal["response.reasoning_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    sequence_number: int
+
+
+class ReasoningDoneEvent(TypedDict):
+    """The whole text of the reasoning."""
+
+    type: Literal["response.reasoning_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    sequence_number: int
+
+
+class ArgumentsDeltaEvent(TypedDict):
+    """Text of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+    sequence_number: int
+
+
+class ArgumentsDoneEvent(TypedDict):
+    """The whole text of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.done"]
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+    sequence_number: int
+
+
+ResponseEvent = (
+    ResponseStateEvent
+    | OutputItemEvent
+    | ContentPartEvent
+    | OutputTextDeltaEvent
+    | OutputTextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+)

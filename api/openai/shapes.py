@@ -1,0 +1,381 @@
+"""The shapes of OpenAI's requests and responses, as the gateway accepts and returns them.
+
+The OpenAPI document is generated from these types. `…Parameters` contains the parameters of an endpoint that the
+gateway maps (`ParameterRule.handling` is "mapped"). All other parameters have the shape of the job's parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
+
+from cellama.config import limits
+from cellama.tasks.contract.shapes.parameters import Tool
+from cellama.tasks.contract.shapes.results import Function
+
+ServiceTier = Literal["flex", "default", "priority"]
+RequestedTier = Literal["auto", "flex", "default", "priority"]
+OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
+NumLogprobs = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)]
+FilledString = Annotated[str, Field(min_length=1)]
+TokenIdList = Annotated[list[Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]], Field(min_length=1)]
+Texts = FilledString | TokenIdList | Annotated[list[FilledString | TokenIdList], Field(min_length=1)]
+CLOSED = ConfigDict(extra="forbid")  # for objects whose unknown members are rejected
+CacheSalt = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_CHARS // 2)]
+
+
+# Requests
+
+
+class TextContentPart(TypedDict):
+    """A text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """A refusal of the model, which counts as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class SentToolCall(TypedDict):
+    """A tool call of the model that a client sends back."""
+
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: Function
+
+
+class SystemMessage(TypedDict):
+    """Instructions for the model."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+
+    role: Literal["system", "developer"]
+    content: str | list[TextContentPart]
+    name: NotRequired[str | None]
+
+
+class UserMessage(TypedDict):
+    """A message of the user."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+
+    role: Literal["user"]
+    content: str | list[TextContentPart]
+    name: NotRequired[str | None]
+
+
+class SentReply(TypedDict):
+    """A message of the model that a client sends back. Members that clients add, such as `parsed`, are ignored."""
+
+    role: Literal["assistant"]
+    content: NotRequired[str | list[TextContentPart | RefusalPart] | None]
+    name: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    refusal: NotRequired[str | None]
+    tool_calls: NotRequired[list[SentToolCall] | None]
+
+
+class ToolMessage(TypedDict):
+    """The result of a tool call."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+
+    role: Literal["tool"]
+    content: str | list[TextContentPart]
+    tool_call_id: NotRequired[str | None]
+    name: NotRequired[str | None]
+
+
+SentMessage = SystemMessage | UserMessage | SentReply | ToolMessage
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of a stream. They require `stream: true`."""
+
+    include_usage: bool | None
+
+
+class TextFormat(TypedDict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(TypedDict):
+    """A JSON object, which may have to follow a schema."""
+
+    type: Literal["json_object"]
+    schema: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+class NamedSchema(TypedDict):
+    """A JSON Schema that the text must follow."""
+
+    name: NotRequired[str]
+    description: NotRequired[str | None]
+    schema: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+class JsonSchemaFormat(TypedDict):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class NamedFunction(TypedDict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(TypedDict):
+    """A tool, named by its function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedToolList(TypedDict):
+    """The tools that the model may or must call."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(TypedDict):
+    """A choice of several tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+class GenerationParameters(TypedDict, total=False):
+    stream: bool
+    stream_options: StreamOptions
+    service_tier: RequestedTier
+    cache_salt: CacheSalt
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class ChatParameters(GenerationParameters, total=False):
+    messages: Annotated[list[SentMessage], Field(min_length=1)]
+    logprobs: bool
+    top_logprobs: NumLogprobs
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools
+    tools: list[Tool]
+    reasoning_effort: str
+
+
+class CompletionParameters(GenerationParameters, total=False):
+    prompt: Texts
+
+
+class EmbeddingParameters(TypedDict, total=False):
+    input: Texts
+    encoding_format: Literal["float", "base64"]
+    service_tier: RequestedTier
+
+
+# Responses
+
+
+class CachedTokens(TypedDict):
+    """Details of a prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionTokens(TypedDict):
+    """Details of the generated tokens. Streams and results of text completions may lack `reasoning_tokens`."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    reasoning_tokens: NotRequired[int]
+
+
+class CompletionUsage(TypedDict):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens
+
+
+class InputUsage(TypedDict):
+    """Numbers of tokens of a request that generates no text."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class AlternativeToken(TypedDict):
+    """A token that could have been generated."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class OutputLogprob(AlternativeToken):
+    """A generated token, and the most likely tokens at its position."""
+
+    top_logprobs: list[AlternativeToken]
+
+
+class ChatLogprobs(TypedDict):
+    """The log probabilities of a chat's tokens."""
+
+    content: list[OutputLogprob]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """The log probabilities of a completion's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class ReturnedToolCall(TypedDict):
+    """A tool call of the model. `arguments` of the function is a JSON object as text."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class ChatReply(TypedDict):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ReturnedToolCall]]
+
+
+class ChatCompletionChoice(TypedDict):
+    """One of the answers."""
+
+    index: int
+    finish_reason: OpenAIFinishReason
+    message: ChatReply
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(TypedDict):
+    """The answer to a chat. `warnings` has the keywords of a schema that were not enforced."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatCompletionChoice]
+    usage: CompletionUsage
+    service_tier: ServiceTier
+    warnings: NotRequired[list[str]]
+
+
+class ToolCallDelta(TypedDict):
+    """A part of a tool call. `index` identifies the call."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: NotRequired[Function]
+
+
+class ChatDelta(TypedDict, total=False):
+    """The part of a message that a chunk adds."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
+
+
+class ChunkChoice(TypedDict):
+    """The part of an answer that a chunk adds. The last chunk of an answer has its finish reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: OpenAIFinishReason | None
+
+
+class ChatCompletionChunk(TypedDict):
+    """A chunk of a streamed chat. Only the chunk with the usage has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    service_tier: ServiceTier
+    usage: NotRequired[CompletionUsage | None]
+    warnings: NotRequired[list[str]]
+
+
+class TextChoice(TypedDict):
+    """One of the completions, or in a stream the text that a chunk adds to it."""
+
+    index: int
+    finish_reason: OpenAIFinishReason | None
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class TextCompletion(TypedDict):
+    """The completions of one or more prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: CompletionUsage
+    service_tier: ServiceTier
+    warnings: NotRequired[list[str]]
+
+
+class TextCompletionChunk(TypedDict):
+    """A chunk of streamed completions. Only the chunk with the usage has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    service_tier: ServiceTier
+    usage: NotRequired[CompletionUsage | None]
+    warnings: NotRequired[list[str]]
+
+
+class Embedding(TypedDict):
+    """The vector of one text, or the vectors of its tokens if the model doesn't pool them. Base64 has float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str | list[list[float]]
+
+
+class EmbeddingList(TypedDict):
+    """The vectors of all texts, in the order of the request."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: InputUsage
