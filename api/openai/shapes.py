@@ -193,6 +193,7 @@ class CachedTokens(TypedDict):
     """Details of a prompt's tokens."""
 
     cached_tokens: int
+    audio_tokens: NotRequired[int]
 
 
 class CompletionTokens(TypedDict):
@@ -200,6 +201,7 @@ class CompletionTokens(TypedDict):
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    audio_tokens: NotRequired[int]
     reasoning_tokens: NotRequired[int]
 
 
@@ -263,6 +265,7 @@ class ChatReply(TypedDict):
 
     role: Literal["assistant"]
     content: str | None
+    refusal: NotRequired[None]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ReturnedToolCall]]
 
@@ -286,16 +289,24 @@ class ChatCompletion(TypedDict):
     choices: list[ChatCompletionChoice]
     usage: CompletionUsage
     service_tier: ServiceTier
+    system_fingerprint: NotRequired[str]
     warnings: NotRequired[list[str]]
 
 
-class ToolCallDelta(TypedDict):
+class FunctionPiece(TypedDict):
+    """A part of the arguments of a call. Its first part also has the name of the function."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallPiece(TypedDict):
     """A part of a tool call. `index` identifies the call."""
 
     index: int
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
-    function: NotRequired[Function]
+    function: NotRequired[FunctionPiece]
 
 
 class ChatDelta(TypedDict, total=False):
@@ -303,8 +314,9 @@ class ChatDelta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str | None
+    refusal: None
     reasoning_content: str
-    tool_calls: list[ToolCallDelta]
+    tool_calls: list[ToolCallPiece]
 
 
 class ChunkChoice(TypedDict):
@@ -325,6 +337,7 @@ class ChatCompletionChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     service_tier: ServiceTier
+    system_fingerprint: NotRequired[str]
     usage: NotRequired[CompletionUsage | None]
     warnings: NotRequired[list[str]]
 
@@ -348,6 +361,7 @@ class TextCompletion(TypedDict):
     choices: list[TextChoice]
     usage: CompletionUsage
     service_tier: ServiceTier
+    system_fingerprint: NotRequired[str]
     warnings: NotRequired[list[str]]
 
 
@@ -360,6 +374,7 @@ class TextCompletionChunk(TypedDict):
     model: str
     choices: list[TextChoice]
     service_tier: ServiceTier
+    system_fingerprint: NotRequired[str]
     usage: NotRequired[CompletionUsage | None]
     warnings: NotRequired[list[str]]
 

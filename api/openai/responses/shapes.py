@@ -133,6 +133,7 @@ class ResponseParameters(TypedDict, total=False):
     text: ResponseTextOptions
     reasoning: ReasoningOptions
     top_logprobs: NumLogprobs
+    max_tool_calls: Annotated[int, Field(ge=1)]
     include: list[str]
     metadata: Annotated[dict[str, str], Field(max_length=16)]
     store: bool
@@ -317,9 +318,12 @@ class ResponseObject(TypedDict):
     top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"]
-    user: NotRequired[str]
-    safety_identifier: NotRequired[str]
-    prompt_cache_key: NotRequired[str]
+    max_tool_calls: NotRequired[int | None]
+    presence_penalty: NotRequired[float]
+    frequency_penalty: NotRequired[float]
+    user: NotRequired[str | None]
+    safety_identifier: NotRequired[str | None]
+    prompt_cache_key: NotRequired[str | None]
     warnings: NotRequired[list[str]]
 
 

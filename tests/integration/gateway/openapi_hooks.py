@@ -55,4 +55,4 @@ def close_answers(document: dict[str, Any]) -> None:
     for methods in document["paths"].values():
         for operation in methods.values():
             for answer in operation["responses"].values():
-                close([media_type.get("schema") for media_type in answer["content"].values()])
+                close([media_type.get("schema") for media_type in answer.get("content", {}).values()])
