@@ -18,17 +18,18 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.traces.gate import tracing
 
-from . import batches, completions, console, files, messages, metrics, models, openapi, responses, tokens, vectors
+from . import batches, completions, console, files, messages, metrics, models, responses, tokens, vectors
 from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
 from .keys.access import RATE_HEADER_NAMES
 from .middleware import REQUEST_ID, RequestMiddleware
+from .openapi import ROUTES as OPENAPI_ROUTES
 from .webhooks import webhooks_of
 
-ENDPOINT_MODULES = (completions, responses, messages, vectors, tokens, models, metrics, files, batches, openapi)
-API_ROUTES: Sequence[BaseRoute] = [route for module in ENDPOINT_MODULES for route in module.ROUTES]
+ENDPOINT_MODULES = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
 EXPOSED_HEADERS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
+API_ROUTES: Sequence[BaseRoute] = [*(route for module in ENDPOINT_MODULES for route in module.ROUTES), *OPENAPI_ROUTES]
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
 

@@ -16,9 +16,9 @@ from .errors import of_job
 from .parsing import ParsedRequest, check_known, flag, read, tokens_of
 from .running import run_one
 
-TEXT_PARAMETERS = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
-CHAT_PARAMETERS = ("model", "messages", "tools")
-DETOKENIZE_PARAMETERS = ("model", "tokens")
+_TEXT_PARAMETERS = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
+_CHAT_PARAMETERS = ("model", "messages", "tools")
+_DETOKENIZE_PARAMETERS = ("model", "tokens")
 
 
 async def tokenize(request: Request) -> Response:
@@ -26,11 +26,11 @@ async def tokenize(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     if "messages" in body:
-        check_known(body, CHAT_PARAMETERS)
+        check_known(body, _CHAT_PARAMETERS)
         params = {"tools": body["tools"]} if body.get("tools") else {}
         model, result, headers = await _run(parsed, client.apply_chat_template, body["messages"], params)
     else:
-        check_known(body, TEXT_PARAMETERS)
+        check_known(body, _TEXT_PARAMETERS)
         content = body.get("content", body.get("prompt"))
         params = {
             "add_special": flag(body, "add_special", default=flag(body, "add_special_tokens", default=True)),
@@ -45,7 +45,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Handle `POST /detokenize`."""
     parsed = await read(request)
-    check_known(parsed.body, DETOKENIZE_PARAMETERS)
+    check_known(parsed.body, _DETOKENIZE_PARAMETERS)
     _, result, headers = await _run(parsed, parsed.gateway.client.detokenize, parsed.body.get("tokens"), {})
     text = result["text"]
     return JSONResponse({"content": text, "prompt": text, "model": result["model"]}, headers=headers)

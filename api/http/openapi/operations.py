@@ -16,7 +16,7 @@ from cellama.api.http.batches.endpoints import BATCHES, MAX_PAGE as MAX_BATCH_PA
 from cellama.api.http.batches.service import BATCH_PARAMETERS
 from cellama.api.http.files.endpoints import FILE_FIELDS, FILES, PAGE as FILE_PAGE
 from cellama.api.http.responses.endpoints import MAX_PAGE as MAX_ITEM_PAGE, ONE, PAGE as ITEM_PAGE
-from cellama.api.http.tokens import CHAT_PARAMETERS, DETOKENIZE_PARAMETERS, TEXT_PARAMETERS
+from cellama.api.http.tokens import _CHAT_PARAMETERS, _DETOKENIZE_PARAMETERS, _TEXT_PARAMETERS
 from cellama.api.http.vectors import RERANK, RERANK_PARAMETERS
 from cellama.api.openai import shapes as openai
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
@@ -26,7 +26,7 @@ from cellama.tasks.contract.kinds.chat import CHAT as CHAT_KIND
 from cellama.tasks.contract.kinds.embed import EMBED
 from cellama.tasks.contract.kinds.generate import GENERATE
 from cellama.tasks.contract.kinds.rerank import RERANK as RERANK_KIND
-from cellama.tasks.contract.kinds.tokens import DETOKENIZE, TOKENIZE
+from cellama.tasks.contract.kinds.tokens import APPLY_CHAT_TEMPLATE, DETOKENIZE, TOKENIZE
 
 from . import shapes
 from .failures import BODY, CALLER, CHANGE, CHARGED, JOBS
@@ -274,10 +274,12 @@ OPERATIONS: Mapping[str, Operation] = {
         failures=JOBS,
         body=(
             *(
-                BodyTable(own=shapes.TokenizeParameters, kind=TOKENIZE, names=TEXT_PARAMETERS, required=(text,))
+                BodyTable(own=shapes.TokenizeParameters, kind=TOKENIZE, names=_TEXT_PARAMETERS, required=(text,))
                 for text in ("content", "prompt")
             ),
-            BodyTable(own=shapes.TokenizeParameters, kind=TOKENIZE, names=CHAT_PARAMETERS, required=("messages",)),
+            BodyTable(
+                own=shapes.TokenizeParameters, kind=APPLY_CHAT_TEMPLATE, names=_CHAT_PARAMETERS, required=("messages",)
+            ),
         ),
         is_idempotent=True,
         examples={"text": {"content": "Hello"}, "chat": {"model": "tiny", "messages": QUESTION}},
@@ -288,7 +290,7 @@ OPERATIONS: Mapping[str, Operation] = {
         answers=_json(shapes.DetokenizedText),
         failures=JOBS,
         body=BodyTable(
-            own=shapes.TokenizeParameters, kind=DETOKENIZE, names=DETOKENIZE_PARAMETERS, required=("tokens",)
+            own=shapes.TokenizeParameters, kind=DETOKENIZE, names=_DETOKENIZE_PARAMETERS, required=("tokens",)
         ),
         is_idempotent=True,
         examples={"tokens": {"tokens": [72, 101]}},

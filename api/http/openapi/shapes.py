@@ -73,12 +73,23 @@ class TokenizeParameters(TypedDict, total=False):
     add_special_tokens: bool
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool]
+    chat_template_kwargs: dict[str, Any]
+    with_pieces: bool
+    return_token_strs: bool
+
+
+class TokenPiece(TypedDict):
+    """A token and its text, or the bytes of its text if they are not valid UTF-8."""
+
+    id: int
+    piece: str | list[int]
 
 
 class TokenCount(TypedDict):
     """The tokens of a text or of a chat."""
 
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
+    token_strs: NotRequired[list[str]]
     count: int
     model: str
     max_model_len: int | None
