@@ -263,6 +263,11 @@ class Settings(BaseSettings):
         description="Time in seconds that Redis keeps the data of an unfinished job: the context of its `parent_key`, "
         "and the gateway's record of its response.",
     )
+    replay_replies: bool = Field(
+        default=True,
+        description="Continue a chat after the tokens that the model generated, including its reasoning, when a client "
+        "sends a reply back. If false, the chat template renders all messages again.",
+    )
     journal_max_events: int = Field(
         default=100_000, ge=1, description="Approximate maximum number of events that are kept per job."
     )

@@ -1,16 +1,21 @@
-"""`cellama cache`: list and remove KV states on disk. The commands need neither a worker nor Redis."""
+"""`cellama cache`: list and remove KV states on disk, and explain what a job reused.
+
+All commands except `explain` need neither a worker nor Redis.
+"""
 
 from __future__ import annotations
 
 import json as json_module
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from cellama.api.client.client import Client
 from cellama.config import get_settings
 from cellama.tasks.contract.codes import Exit
 
@@ -94,6 +99,33 @@ def cache_clear_command(
         print_json(cleared)
     else:
         out.print(f"removed {plural(cleared['num_states'], 'state')} ({readable(cleared['num_bytes'])})")
+
+
+def cache_explain_command(
+    job_id: Annotated[str, typer.Argument(help="Id of a finished job.")], json: JsonOption = False
+) -> None:
+    """Show how much of a job's prompt was reused, and what differs from the earlier turns of its conversation.
+
+    Example:  cellama cache explain 5f0c…
+    """
+    with Client() as client:
+        found = client.explain_cache(job_id)
+    if json:
+        print_json(asdict(found))
+        return
+    place = {"device": "a slot", "ram": "RAM", "disk": "disk"}.get(found.tier or "", "")
+    reused = f"{found.reused_tokens} of {plural(found.prompt_tokens, 'prompt token')} were reused"
+    out.print(reused + (f" from {place}" if place else ""), markup=False)
+    if found.replayed_messages:
+        out.print(f"the first {plural(found.replayed_messages, 'message')} kept the tokens of the earlier turns")
+    at = "" if found.message is None else f"messages.{found.message}: "
+    for number, reason in enumerate(found.reasons):
+        out.print(f"{'' if number else at}{reason}", markup=False)
+    if found.difference is not None:
+        out.print(f"the prompt differs from the latest turn at token {found.difference.token}")
+        for name in ("common", "earlier", "prompt"):
+            text = getattr(found.difference, name)
+            out.print(f"  {name:8} {'(no worker has the model)' if text is None else repr(text)}", markup=False)
 
 
 def cache_pin_command(keys: KeysArgument, directory: DirectoryOption = None, json: JsonOption = False) -> None:

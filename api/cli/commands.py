@@ -72,7 +72,7 @@ _GROUPS = {
     "dead": "List and requeue dead jobs, whose workers crashed repeatedly.",
     "keys": "Create, list and revoke API keys of the gateway.",
     "webhooks": "Manage endpoints that are notified when batches and responses finish.",
-    "cache": "Manage KV states on disk, in the `cache_dir` of this machine's workers.",
+    "cache": "Manage KV states on disk, in the `cache_dir` of this machine's workers, and explain what a job reused.",
 }
 # All commands, in the order of the help. To add a command, write a function in one of the modules and add it here.
 # The commands that submit jobs are listed in `submitting`.
@@ -120,6 +120,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "cache list": cache.cache_list_command,
     "cache info": cache.cache_info_command,
     "cache clear": cache.cache_clear_command,
+    "cache explain": cache.cache_explain_command,
     "cache pin": cache.cache_pin_command,
     "cache unpin": cache.cache_unpin_command,
 }

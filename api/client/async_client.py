@@ -149,6 +149,7 @@ class AsyncClient:
     stats = _in_thread(Client.stats)
     evict = _in_thread(Client.evict)
     cached_prefix = _in_thread(Client.cached_prefix)
+    explain_cache = _in_thread(Client.explain_cache)
     last_cache_hit = _in_thread(Client.last_cache_hit)
     adapters = _in_thread(Client.adapters)
     load_adapter = _in_thread(Client.load_adapter)

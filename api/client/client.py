@@ -77,6 +77,7 @@ from cellama.tasks.typed_tasks import (
     TokenizeParams,
 )
 
+from .cache_explanation import CacheExplanation, explain
 from .commands import REPLY_TIMEOUT_S, Commands, CommandTarget
 from .registry_views import Stats, memory_of, models_of, queues, stats
 
@@ -678,6 +679,17 @@ class Client:
         )
         found = [cast(CachedPrefix, {"worker": name, **reply["ok"]}) for name, reply in replies.items()]
         return sorted(found, key=lambda prefix: (-prefix["cached_tokens"], prefix["worker"]))
+
+    def explain_cache(self, job_id: str) -> CacheExplanation:
+        """Return how much of a finished job's prompt was reused, and why it was not more.
+
+        The explanation is available for `event_ttl_s` after the end of the job. Raises UnknownJob.
+        """
+        with reaching_redis(self._url):
+            return explain(self._redis, job_id, self._text_of)
+
+    def _text_of(self, model: str, tokens: list[int]) -> str:
+        return self.detokenize(model, tokens).result(RESULT_TIMEOUT_S)["text"]
 
     def last_cache_hit(self, model_id: str) -> dict[str, CacheHit | None]:
         """Return how much of the last started job's prompt was in the cache, for each worker of a model.

@@ -72,6 +72,11 @@ def _started_reply(messages: Sequence[Message]) -> str:
     return content if isinstance(content, str) and content.strip() else ""
 
 
+def _as_user(message: Message) -> Message:
+    """Return a message in which a system message has become a user message."""
+    return {**message, "role": "user"} if message.get("role") == "system" else message
+
+
 class Texts:
     """Tokenizes texts and renders chat prompts for a model. It is safe to use from any thread."""
 
@@ -162,6 +167,7 @@ class Texts:
         options: ChatOptions,
         *,
         follows_reply: bool = False,
+        last_reply: Message | None = None,
         add_generation_prompt: bool = True,
         wanted: TextConstraint | None = None,
     ) -> ChatPrompt:
@@ -170,14 +176,14 @@ class Texts:
         `wanted` is the constraint on the text of the reply (see `wanted_text`).
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
-        after the reply, with the system message and tools of the context. Without `add_generation_prompt`, the prompt
-        ends with the last message and does not start a reply. If the last message is the assistant's, the reply
-        continues it.
+        after the reply, with the system message and tools of the context. `last_reply` is this reply if it is known,
+        and the options are then those of the context. Without `add_generation_prompt`, the prompt ends with the last
+        message and does not start a reply. If the last message is the assistant's, the reply continues it.
         """
         started = _started_reply(messages) if add_generation_prompt else ""
         variables = {**options.variables, "add_generation_prompt": add_generation_prompt and not started}
         if follows_reply:
-            prompt = self._render_after_reply(messages, options, variables)
+            prompt = self._render_after_reply(messages, options, variables, last_reply)
         else:
             prompt = self.template.render(options.all_of(messages), **variables)
         if started:
@@ -197,15 +203,29 @@ class Texts:
         return ChatPrompt(prompt.text, tokens, bound, lark=lark, warnings=tuple(grammar.warnings))
 
     def _render_after_reply(
-        self, messages: Sequence[Message], options: ChatOptions, variables: dict[str, Any]
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        variables: dict[str, Any],
+        last_reply: Message | None,
     ) -> Rendered:
+        template = self.template
         has_system = any(message.get("role") == "system" for message in messages)
-        if options.system is not None or (has_system and not self.template.message_order.more_systems):
+        can_follow = template.message_order.more_systems
+        if last_reply is not None:  # the context already has the system message and the tools
+            variables = {**variables, "tools": ()} if template.repeats_tools else variables
+            messages = messages if can_follow else [_as_user(message) for message in messages]
+        elif options.system is not None or (has_system and not can_follow):
             raise InvalidRequest(
                 "messages: with this chat template, a system message can't follow a reply; remove it, or send the "
                 "whole conversation without parent_key"
             )
-        return after_reply(messages, lambda all_: self.template.render(all_, **variables))
+
+        def render(turns: list[Message], **changed: Any) -> Rendered:
+            return template.render(turns, **{**variables, **changed})
+
+        calls = () if last_reply is None else last_reply.get("tool_calls") or ()
+        return after_reply(messages, render, calls, template.ends)
 
     def _tokens_after(self, prompt: Rendered) -> list[int]:
         return self._weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +34,7 @@ MAX_ANSWER_BYTES = 256 << 20  # two prompts of the maximum length, in which each
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 Message = Mapping[str, Any]
+Render = Callable[..., "Rendered"]  # renders messages, as `ChatTemplate.render` does
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,25 @@ class ChatTemplate:
             rendered = {}
         return derive_markup(rendered, self.source, self._ends)
 
+    @property
+    def ends(self) -> Collection[str]:
+        """The texts of the tokens that end a reply."""
+        return self._ends
+
+    @functools.cached_property
+    def repeats_tools(self) -> bool:
+        """Whether the template describes the tools again after each reply. It is derived once, like `reply_markup`."""
+        name = "repeated_tool"
+        probe = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+
+        def render(messages: list[Message], **variables: Any) -> Rendered:
+            return self.render(messages, tools=[probe], **variables)
+
+        try:
+            return name in after_reply([{"role": "user", "content": "."}], render).text
+        except TemplateFailed:
+            return False
+
     @functools.cached_property
     def thinking_tokens(self) -> tuple[tuple[int, bytes], ...]:
         """The control tokens around reasoning, with their text."""
@@ -222,16 +242,23 @@ def _call_for_template(call: Any, arguments_as_text: bool) -> dict[str, Any]:
     return {"type": "function", **rest, "function": function}
 
 
-def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], Rendered]) -> Rendered:
+def after_reply(
+    messages: Sequence[Message],
+    render: Render,
+    calls: Sequence[Mapping[str, Any]] = (),
+    ends: Collection[str] = (),
+) -> Rendered:
     """Return the text that a template writes after a reply if these messages follow the reply.
 
-    The template renders a conversation whose reply is a random word. The result is everything after this word. Raises
+    The template renders a conversation whose reply is a random word. The result is everything after this word. If the
+    reply has tool calls, the last argument of the last of `calls` is this word, and the result follows the markup of
+    the calls. This markup extends to the first of `ends`, which are the tokens that end a reply. Raises
     TemplateFailed, InvalidRequest.
     """
     if not messages:
         raise InvalidRequest("messages is empty; with a parent_key, send the messages that follow the reply")
-    reply = f"reply{secrets.token_hex(16)}"
-    turns: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}, *messages]
+    word = f"reply{secrets.token_hex(16)}"
+    turns: list[Message] = [{"role": "user", "content": "."}, _reply_of(word, calls)]
     failure = TemplateFailed(
         "the chat template does not reproduce replies unchanged, so no messages can follow a reply; send the whole "
         "conversation without parent_key"
@@ -239,14 +266,35 @@ def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], R
     system = {"role": "system", "content": "."}
     for conversation in (turns, [system, *turns]):  # some templates reject a system message, others require one
         try:
-            prompt = render(conversation)
+            prompt = render([*conversation, *messages])
+            tail = _after_word(render(conversation, add_generation_prompt=False).text, word, ends) if calls else ""
         except TemplateFailed as error:
             failure = error
             continue
-        if prompt.text.count(reply) == 1:
-            at = prompt.text.index(reply) + len(reply)
-            return Rendered(prompt.text[at:], prompt.marked[at:])
+        if prompt.text.count(word) == 1 and tail is not None:
+            at = prompt.text.index(word) + len(word)
+            if prompt.text.startswith(tail, at):
+                at += len(tail)
+                return Rendered(prompt.text[at:], prompt.marked[at:])
     raise failure
+
+
+def _reply_of(word: str, calls: Sequence[Mapping[str, Any]]) -> Message:
+    """Return a reply with the names and ids of these calls, whose only content is a word."""
+    if not calls:
+        return {"role": "assistant", "content": word}
+    arguments = [*["{}"] * (len(calls) - 1), json.dumps({"text": word})]
+    shown = [
+        {**call, "function": {"name": call["function"]["name"], "arguments": text}}
+        for call, text in zip(calls, arguments, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": shown}
+
+
+def _after_word(text: str, word: str, ends: Collection[str]) -> str | None:
+    """Return the text between the word and the first token that ends a reply, or None without the word."""
+    _, found, tail = text.partition(word)
+    return tail[: min((tail.index(end) for end in ends if end in tail), default=len(tail))] if found else None
 
 
 class TemplateProcess:

@@ -35,6 +35,7 @@ from cellama.engine import (
     EngineError,
     Handle,
     Model,
+    Request,
     UnknownAdapter,
     UnknownModel,
 )
@@ -80,6 +81,7 @@ from cellama.tasks.worker.signing import conversation_of
 
 from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
 from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, prefill_of, request_of
+from .replay import ChatReplay
 from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
@@ -439,11 +441,23 @@ class JobAttempt:
             self._runtime.middlewares.call(Middleware.before_request, self._context, "", job)
             if isinstance(job, PrefillJob):
                 return model.engine.submit(prefill_of(model, job, extras))
-            return model.engine.submit(request_of(model, job, extras, self._runtime.signer))
+            return model.engine.submit(self._request(model, job, provenance, extras))
         except UnknownAdapter:
             if chosen and not self._others_have_adapters(job.model, [name for name, _ in job.adapters or ()]):
                 raise
             raise self._hand_over() from None  # also if an adapter of the model was unloaded at this moment
+
+    def _request(
+        self, model: Model, job: GenerateJob | ChatJob, provenance: Provenance, extras: RequestExtras
+    ) -> Request:
+        if not isinstance(job, ChatJob) or job.parent_key is not None or not job.cache_prompt:
+            return request_of(model, job, extras, self._runtime.signer)
+        replay = ChatReplay(self._runtime, model, job, provenance)
+        request = replay.request(extras, self._retry_redis)
+        self._stream.records_of = replay.records_of
+        if replay.fields is not None:
+            self._stream.details["replay"] = replay.fields
+        return request
 
     def _extras(self, model: Model, job: CompletionJob, provenance: Provenance, adapters: Choice) -> RequestExtras:
         extras = RequestExtras(

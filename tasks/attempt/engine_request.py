@@ -48,7 +48,8 @@ class RequestExtras:
     mode: Mode
     seed: int | None = None  # replaces the job's seed unless it is None
     resume: tuple[Resumed, ...] = ()  # tokens of earlier attempts
-    parent: tuple[int, ...] = ()  # tokens of the context of `parent_key`, which the prompt follows
+    parent: tuple[int, ...] = ()  # tokens of a context that the prompt follows: of `parent_key`, or of a reply
+    num_replayed: int = 0  # first messages of a chat that `parent` contains
 
 
 def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
@@ -93,7 +94,7 @@ def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[
 def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, signer: Signer) -> Request:
     """Return the request for a generation or a chat. Raises EngineError or InvalidJob."""
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
-    prompt = _prompt_of(model, job, signer, sampling, extras.sampling)
+    prompt = _prompt_of(model, job, extras, signer, sampling)
     sampling |= prompt.sampling
     if extras.seed is not None:
         sampling["seed"] = extras.seed
@@ -147,9 +148,9 @@ class _Prompt:
 def _prompt_of(
     model: Model,
     job: GenerateJob | ChatJob,
+    extras: RequestExtras,
     signer: Signer,
     sampling: Mapping[str, object],
-    defaults: Mapping[str, object],
 ) -> _Prompt | ChatPrompt:
     if isinstance(job, GenerateJob):
         model.require("generate")
@@ -157,7 +158,10 @@ def _prompt_of(
     model.require("chat")
     messages, options = conversation_of(job)
     _check_signatures(messages, options, signer, job.parent_key)
-    wanted = wanted_text(sampling, defaults, options)
+    wanted = wanted_text(sampling, extras.sampling, options)
+    if num := extras.num_replayed:
+        last = messages[num - 1]
+        return model.prepare_chat(messages[num:], options, follows_reply=True, last_reply=last, wanted=wanted)
     return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None, wanted=wanted)
 
 

@@ -42,6 +42,24 @@ class _Numbered(TypedDict, total=False):
     seq: int
 
 
+# Why a chat does not continue the latest context of its conversation. `options`, `tools`, `system`, `reply` and
+# `message` were changed by the client. `no_room`: the context would leave too little room for the answer. `template`:
+# the template can't render messages after the reply.
+ReplayCause = Literal[
+    "options", "tools", "system", "reply", "message", "expired", "unknown", "disabled", "no_room", "template"
+]
+
+
+class ReplayFields(TypedDict, total=False):
+    """How a chat continues the earlier contexts of its conversation."""
+
+    key: str  # finish_key of the context whose tokens replace the first messages
+    messages: int  # number of these messages
+    latest: str  # finish_key of the latest context of the conversation, if `cause` is set
+    cause: ReplayCause  # why the prompt does not continue this context
+    message: int  # index of the first message that differs from it
+
+
 class ProvenanceFields(TypedDict, total=False):
     """The properties of a model that the tokens of a job depend on."""
 
@@ -49,6 +67,7 @@ class ProvenanceFields(TypedDict, total=False):
     adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
     sampling: dict[str, object]  # the model's defaults of sampling parameters
     llguidance: str  # version of llguidance, if the text is constrained
+    replay: ReplayFields  # if messages of the chat follow a reply
 
 
 class StartedEvent(_Numbered, ProvenanceFields):

@@ -7,6 +7,8 @@ Jobs:
 `cellama:events:{db}:{job_id}` (channel): The same events, live. It names the database because channels have none.
 `cellama:cancel:{job_id}` (string): The job must end. TTL.
 `cellama:context:{key}` (string): The tokens of a `finish_key` (tasks/state/contexts.py). TTL of a result.
+`cellama:reply:{digest}` (string): The `finish_key` of a chat's reply (tasks/state/replies.py). TTL of a result.
+`cellama:latest:{digest}` (string): The last `finish_key` of a conversation, for explanations. TTL of a result.
 `cellama:waiting:{queue}` (sorted set): Jobs without a slot, in the order of `waiting_score`.
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
@@ -207,6 +209,14 @@ def job_key(job_id: str) -> str:
 
 def context_key(key: str) -> str:
     return f"{key_prefix()}:context:{key}"
+
+
+def reply_key(digest: str) -> str:
+    return f"{key_prefix()}:reply:{digest}"
+
+
+def latest_reply_key(digest: str) -> str:
+    return f"{key_prefix()}:latest:{digest}"
 
 
 def cancel_key(job_id: str) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
@@ -39,7 +39,7 @@ from cellama.tasks.middleware import Middlewares
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.ledger import Attempt, Contexts, Entry, Ledger
 
-from .results import contexts_of, error_event, error_of, event_of, line_event_of, result_of_end
+from .results import contexts_of, error_event, error_of, event_of, line_event_of, replies_of, result_of_end
 
 if TYPE_CHECKING:
     from cellama.engine import Event as EngineEvent
@@ -52,6 +52,7 @@ MAX_CLOSING_WRITES = 4  # failed writes after `hurry`, which take 2 s of the tim
 LINE_MARK = "\x1f"  # separates the run id of a chunk from the index of a line in the id of a request
 MAX_BATCH = 1000  # events per call of Redis, which serves no other client for some milliseconds meanwhile
 MAX_BATCH_BYTES = 8 << 20  # bytes of events per call, for the same reason; a larger event is written alone
+Reply = tuple[Mapping[str, Any], str]  # a chat's message, and the finish_key of its context
 RunEntry = tuple[str, Entry]  # run id, and an entry of its journal
 
 
@@ -78,8 +79,8 @@ class Publication:
 class AttemptStream:
     """Numbers the events of one attempt, and gathers them if the job does not stream.
 
-    Other threads call `publish` and `hand_back`, and set `details`, `sign` and `on_line` before events arrive.
-    Everything else belongs to the publisher thread.
+    Other threads call `publish` and `hand_back`, and set `details`, `sign`, `on_line` and `records_of` before events
+    arrive. Everything else belongs to the publisher thread.
     """
 
     attempt: Attempt
@@ -92,6 +93,8 @@ class AttemptStream:
     sign: dict[str, Callable[[str], str]]  # functions that sign reasoning, by line of a bulk run, or "" without lines
     details: ProvenanceFields = field(default_factory=lambda: ProvenanceFields())  # fields to add to `started`
     on_line: Callable[[int], None] = lambda line: None  # called when the end of a line is in Redis
+    # Returns the records that are stored with the last event, in addition to contexts.
+    records_of: Callable[[Sequence[Reply]], Sequence[tuple[str, bytes]]] = lambda replies: ()
     # Resolves to whether the attempt has ended the job, or to the JobFailed of an event that could not be written.
     ended: Future[bool] = field(default_factory=Future)
     closed: bool = False  # whether further events are dropped
@@ -308,13 +311,23 @@ class Publisher:
                 run_id,
                 event_of(event, model_id, self._worker, sign, job_id),
                 result=result_of_end(event, model_id, sign, job_id),
-                contexts=contexts_of(event, fingerprint),
+                contexts=contexts_of(event, fingerprint) + self._records_of(stream, event),
             )
         except Exception as error:
             failure = _failure_of(run_id, error)
             if mark:
                 return Publication(run_id, _line_failed(int(line), failure))
             return Publication(run_id, failure=failure)
+
+    def _records_of(self, stream: AttemptStream | None, event: EngineEvent) -> Contexts:
+        """Return the records for later turns of a chat. An error costs later turns time, but does not end the job."""
+        if stream is None or not isinstance(event, Finished):
+            return ()
+        try:
+            return tuple(stream.records_of(replies_of(event)))
+        except Exception as error:
+            log.error("reply not recorded", run=stream.attempt.run_id, exc_info=error)
+            return ()
 
     def _publish(self, publications: list[Publication]) -> None:
         for page in _pages([entry for each in publications for entry in self._entries_of(each)]):

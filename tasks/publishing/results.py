@@ -24,6 +24,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
 from cellama.tasks.contract.json_values import valid_text
+from cellama.tasks.contract.keys import context_key
 from cellama.tasks.contract.kinds.generate import GenerateResult
 from cellama.tasks.contract.shapes.results import (
     CompletionChoice,
@@ -139,7 +140,7 @@ def result_of_end(
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
-    """Return the contexts of a request's completions by key, which are stored with its last event.
+    """Return the contexts of a request's completions by Redis key, which are stored with its last event.
 
     The completions share a prompt, which is stored only once.
     """
@@ -147,12 +148,33 @@ def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes]
     if completion is None or completion.context is None:
         return ()
     first = completion.context
-    packed = {first.key: pack(KeptContext(fingerprint, first.identity, first.tokens))}
+    packed = {context_key(first.key): pack(KeptContext(fingerprint, first.identity, first.tokens))}
     for other in (choice.context for choice in completion.alternatives):
-        if other is not None and other.key not in packed:
+        if other is not None and context_key(other.key) not in packed:
             context = KeptContext(fingerprint, other.identity, other.tokens)
-            packed[other.key] = pack_after(context, first.key, len(other.prompt))
+            packed[context_key(other.key)] = pack_after(context, first.key, len(other.prompt))
     return tuple(packed.items())
+
+
+def replies_of(event: EngineEvent) -> list[tuple[dict[str, Any], str]]:
+    """Return the messages of a chat's completions as in its result, each with the key of its context."""
+    completion = event.completion if isinstance(event, Finished) else None
+    return [
+        (
+            {
+                "role": "assistant",
+                "content": choice.text,
+                "reasoning": choice.reasoning,
+                "tool_calls": [
+                    {"function": {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}}
+                    for call in choice.tool_calls
+                ],
+            },
+            choice.finish_key,
+        )
+        for choice in ((completion, *completion.alternatives) if completion is not None else ())
+        if choice.finish_key is not None
+    ]
 
 
 def _choice(completion: Completion, sign: Sign, with_tokens: bool, call_id: Callable[[int], str]) -> dict[str, Any]:

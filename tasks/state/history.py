@@ -16,7 +16,7 @@ from redis import Redis
 
 from cellama.config.limits import MAX_COMPLETIONS
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import EVENT_FIELD, Event, ProvenanceFields, StartedEvent, is_output
+from cellama.tasks.contract.events import EVENT_FIELD, Event, ProvenanceFields, ReplayFields, StartedEvent, is_output
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.results import Logprob, Usage, usage_of
@@ -41,6 +41,7 @@ class Provenance:
     model: str
     adapters: tuple[tuple[str, str, float], ...] = ()
     sampling: Mapping[str, object] = field(default_factory=dict)  # the model's defaults of sampling parameters
+    replay: ReplayFields | None = None  # set if messages of the chat follow a reply
     # The version of llguidance that a constrained job needs. "" stands for cellama without llguidance, None for any.
     llguidance: str | None = None
 
@@ -53,6 +54,8 @@ class Provenance:
             fields["sampling"] = dict(self.sampling)
         if self.llguidance:
             fields["llguidance"] = self.llguidance
+        if self.replay is not None:
+            fields["replay"] = self.replay
         return fields
 
     def is_in(self, model: Model) -> bool:
@@ -79,7 +82,13 @@ def provenance_of_event(event: StartedEvent) -> Provenance | None:
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
     if "fingerprint" not in event:
         return None
-    return Provenance(event["fingerprint"], adapters, event.get("sampling", {}), event.get("llguidance"))
+    return Provenance(
+        event["fingerprint"],
+        adapters,
+        sampling=event.get("sampling", {}),
+        replay=event.get("replay"),
+        llguidance=event.get("llguidance"),
+    )
 
 
 def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:

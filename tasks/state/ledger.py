@@ -60,7 +60,7 @@ DEAD = "dead"  # error code of jobs that crashed their workers repeatedly
 # a worker ("suspect").
 Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
 State = Literal["queued", "running", "handed_back", "done"]
-Contexts = tuple[tuple[str, bytes], ...]  # pairs of key and context, packed by `contexts.pack`
+Contexts = tuple[tuple[str, bytes], ...]  # pairs of a Redis key and a value (contexts.py, replies.py)
 # For each model: how many messages a page may have, and the keys of the lists to take them from, in this order.
 PageLimits = Sequence[tuple[int, Sequence[str]]]
 RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]

@@ -53,7 +53,7 @@ def test_contexts_are_stored_with_the_last_event(ledger: Ledger, job_id: str, re
     """Alternatives share one copy of the prompt, and a superseded attempt stores nothing."""
     first, second, kept = new_key(), new_key(), context(2000)
     other = KeptContext(MODEL, STORE_ID, [*kept.tokens[:1500], 1, 2, 3])
-    contexts = ((first, pack(kept)), (second, pack_after(other, first, 1500)))
+    contexts = ((context_key(first), pack(kept)), (context_key(second), pack_after(other, first, 1500)))
     old, attempt = begin(ledger, job_id), begin(ledger, job_id, alone=True)
     write(ledger, attempt, STARTED)
     assert ledger.write([Entry(job_id=job_id, run=old.run, event={"seq": 1, **DONE}, contexts=contexts)]) == (

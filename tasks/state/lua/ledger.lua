@@ -3,7 +3,7 @@
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
--- JOB, CANCEL, RESULT, JOURNAL, CONTEXT, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
+-- JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
 -- SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
@@ -515,7 +515,7 @@ while at <= #ARGV do
     if class == 'terminal' then
       end_job(options, job, id, run, is_dead == '1', event)
       for context = first_context, at - 2, 2 do
-        redis.call('SETEX', CONTEXT .. ARGV[context], options.result_ttl_s, ARGV[context+1])
+        redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
       end
       local holder = redis.call('HGET', job, 'holder')
       if stored ~= '' then

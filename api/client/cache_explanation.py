@@ -1,0 +1,138 @@
+"""Explain how much of a job's prompt was reused, and what made it differ from the earlier turns of its conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from cellama.tasks.contract.errors import JobError, UnknownJob
+from cellama.tasks.contract.events import EVENT_FIELD, DoneEvent, ReplayCause, ReplayFields, StartedEvent
+from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.state.contexts import read_context
+
+NUM_SHOWN = 24  # tokens to show before and after the first difference, about two lines
+NUM_LOST = 64  # tokens; smaller parts of a common prefix are not reused because copying them takes as long
+TTL_S = 3600  # seconds that contexts are kept after they were explained
+
+REASONS: dict[ReplayCause, str] = {
+    "options": "a variable of the chat template changed, such as enable_thinking",
+    "tools": "the tools changed",
+    "system": "the system message changed",
+    "reply": "the client changed the reply of the assistant",
+    "message": "this message differs from the earlier request",
+    "expired": "the record of the reply has expired (result_ttl_s), so the chat template rendered the reply again",
+    "unknown": "no earlier turn of this conversation is known for this model and cache scope",
+    "disabled": "the setting replay_replies is false, so the chat template rendered the replies again",
+    "no_room": "the earlier turns with their reasoning would leave too little room in the slot, so the chat template "
+    "rendered them again",
+    "template": "the chat template can't render these messages after the reply, so it rendered all of them again",
+}
+EVICTED = "the KV state of the other common tokens was evicted, or is on another worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token at which a prompt differs from an earlier context, with the text around it.
+
+    Each text is None if no worker could convert the tokens.
+    """
+
+    token: int
+    common: str | None
+    earlier: str | None
+    prompt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplanation:
+    """The tokens that a job reused from earlier contexts, and the reasons why it did not reuse more."""
+
+    job_id: str
+    model: str
+    prompt_tokens: int
+    reused_tokens: int
+    tier: str | None  # device (a slot), ram or disk
+    replayed_messages: int  # first messages of the chat whose tokens were those of the earlier turns
+    cause: ReplayCause | None  # why the prompt does not continue the latest turn of its conversation
+    message: int | None  # index of the first message that differs
+    common_tokens: int | None  # tokens that the prompt shares with the latest turn; None if it has expired
+    difference: Difference | None
+    reasons: tuple[str, ...]
+
+
+TextOf = Callable[[str, list[int]], str]  # returns the text of tokens of a model
+
+
+def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
+    """Explain a job that has ended. Raises UnknownJob."""
+    started, done = _ends_of(redis, job_id)
+    usage, replay = done["usage"], started.get("replay", ReplayFields())
+    cause, message = replay.get("cause"), replay.get("message")
+    earlier = _tokens(redis, replay.get("latest") or replay.get("key"))
+    prompt = _tokens(redis, done.get("finish_key"))
+    common = difference = None
+    if earlier is not None and prompt is not None:
+        prompt = prompt[: usage["prompt_tokens"]]
+        common = _num_common(earlier, prompt)
+        if common < min(len(earlier), len(prompt)):
+            difference = _difference(text_of, started["model"], common, earlier, prompt)
+    reasons = [] if cause is None else [REASONS[cause]]
+    if common is not None and common - usage["cached_tokens"] > NUM_LOST:
+        reasons.append(EVICTED)
+    return CacheExplanation(
+        job_id=job_id,
+        model=started["model"],
+        prompt_tokens=usage["prompt_tokens"],
+        reused_tokens=usage["cached_tokens"],
+        tier=usage.get("cache_tier"),
+        replayed_messages=replay.get("messages", 0),
+        cause=cause,
+        message=message,
+        common_tokens=common,
+        difference=difference,
+        reasons=tuple(reasons),
+    )
+
+
+def _ends_of(redis: Redis, job_id: str) -> tuple[StartedEvent, DoneEvent]:
+    """Return the first and the last event of a job."""
+    key = journal_key(job_id)
+    first: Any = redis.xrange(key, count=1)
+    last: Any = redis.xrevrange(key, count=1)
+    events = [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in (*first, *last)]
+    if len(events) < 2 or events[0]["type"] != "started" or events[1]["type"] != "done":
+        raise UnknownJob(
+            f"job {job_id} can't be explained: it is unknown, has not finished, or its events have expired; explain a "
+            "job within event_ttl_s after its end"
+        )
+    return events[0], events[1]
+
+
+def _tokens(redis: Redis, key: str | None) -> Sequence[int] | None:
+    context = None if key is None else read_context(redis, key, "", TTL_S)
+    return None if context is None else context.tokens
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
+def _difference(text_of: TextOf, model: str, token: int, earlier: Sequence[int], prompt: Sequence[int]) -> Difference:
+    parts = (
+        prompt[max(0, token - NUM_SHOWN) : token],
+        earlier[token : token + NUM_SHOWN],
+        prompt[token : token + NUM_SHOWN],
+    )
+    return Difference(token, *(_text(text_of, model, list(part)) for part in parts))
+
+
+def _text(text_of: TextOf, model: str, tokens: list[int]) -> str | None:
+    try:
+        return text_of(model, tokens) if tokens else ""
+    except JobError:
+        return None
