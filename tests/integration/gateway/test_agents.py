@@ -14,7 +14,7 @@ from cellama.api.cli import app
 from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.harness.scripted import SCRIPT_FILE
-from cellama.tasks.contract.keys import reply_key
+from cellama.tasks.contract.keys import reply_key, workers_key
 from cellama.tasks.state.contexts import read_context
 
 from ...agent_traces import AGENTS, FAMILIES, SCRIPT, Agent, Turn, check_turn, number_of, temperature_of, write_models
@@ -137,7 +137,7 @@ def test_replies_are_never_replayed_in_another_scope(queue: Client) -> None:
 
 @pytest.mark.usefixtures("agents")
 def test_template_renders_a_reply_whose_record_has_expired(gateway: GatewayProcess, redis_client: Redis) -> None:
-    agent = AGENTS["responses"](gateway, "agent", "deepseek-r1", keeps_reasoning=False, question="Is it old?")
+    agent = AGENTS["messages"](gateway, "agent", "deepseek-r1", keeps_reasoning=False, question="Is it old?")
     run(agent, range(4, 6))
     for key in redis_client.scan_iter(reply_key("*")):
         redis_client.delete(key)
@@ -163,6 +163,9 @@ def test_next_turn_is_warm_after_its_worker_was_killed(
     wait_until(is_on_disk, "the state on disk")
     first.process.kill()
     first.process.wait()
+    for name in redis_client.hkeys(workers_key()):  # the entry of a killed worker would disturb other tests
+        if name.startswith(b"first-killed"):
+            redis_client.hdel(workers_key(), name)
     second = start_agents(tmp_path, redis_server.url, "second", "killed", "hermes-opened", **states)
     try:
         run(agent, range(6, 7), before=before)
