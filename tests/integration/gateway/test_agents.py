@@ -99,9 +99,10 @@ def test_edited_history_is_sent_to_the_model_as_edited(
         told = CliRunner().invoke(app, ["cache", "explain", turn.job])
         assert f"{turn.cached} of {turn.prompt} prompt tokens were reused" in told.stdout
         assert "messages.2: the client changed the reply of the assistant" in told.stdout
-        assert explained.difference is not None
-        assert ("burned" in str(explained.difference.prompt)) == (name == "content")
-        assert "The user wants part 4" in str(explained.difference.earlier)
+        if name == "content":  # compared with the original conversation
+            assert explained.difference is not None
+            assert "burned" in str(explained.difference.prompt)
+            assert "The user wants part 4" in str(explained.difference.earlier)
     run(agent, range(6, 7), before=last)
 
 
@@ -118,6 +119,8 @@ def test_branches_and_retries_share_what_they_have_in_common(gateway: GatewayPro
     agent.history.append({"role": "user", "content": [*history[-1]["content"], {"type": "text", "text": "Stop."}]})
     branch = agent.turn(4)
     assert branch.cached >= MIN_REUSED * (first.prompt + first.completion)
+    other = AGENTS["messages"](gateway, "agent", "hermes", keeps_reasoning=False, question="Branch two!").turn(0)
+    assert other.cached >= other.prompt - 20  # the system message and the tools
 
 
 @pytest.mark.usefixtures("agents")
@@ -163,11 +166,12 @@ def test_next_turn_is_warm_after_its_worker_was_killed(
     wait_until(is_on_disk, "the state on disk")
     first.process.kill()
     first.process.wait()
-    for name in redis_client.hkeys(workers_key()):  # the entry of a killed worker would disturb other tests
-        if name.startswith(b"first-killed"):
-            redis_client.hdel(workers_key(), name)
     second = start_agents(tmp_path, redis_server.url, "second", "killed", "hermes-opened", **states)
     try:
+        second.wait_ready()
+        for name in redis_client.hkeys(workers_key()):  # the entry of a killed worker would disturb other tests
+            if name.startswith(b"first-killed"):
+                redis_client.hdel(workers_key(), name)
         run(agent, range(6, 7), before=before)
     finally:
         assert second.stop() == 0, second.log()
