@@ -17,6 +17,7 @@ from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.broker.result_backend import CeleryEnd
 from cellama.tasks.connection.redis_errors import RefusedForNow
 from cellama.tasks.contract import events
+from cellama.tasks.contract.keys import context_key
 from cellama.tasks.publishing.publisher import LINE_MARK, STRIDE
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
@@ -281,7 +282,7 @@ def test_end_of_a_job_has_contexts_but_end_of_a_line_has_none() -> None:
     publisher.listener("tiny")((Finished("a#1", done), Finished(f"b#1{LINE_MARK}0", done)))
     assert publisher.close()
     of_job, of_line = ledger.entries
-    assert [key for key, _ in of_job.contexts] == [context.key]  # the alternative has the same context
+    assert [key for key, _ in of_job.contexts] == [context_key(context.key)]  # the alternative has the same context
     assert of_job.event["finish_key"] == context.key
     assert of_line.event["result"]["finish_key"] == context.key
     assert of_line.contexts == ()
