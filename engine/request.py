@@ -81,7 +81,7 @@ class SamplingParams:
 
     temperature: float = _real(0.8, 0.0, limits.MAX_TEMPERATURE)
     top_k: int = _whole(40, 0, limits.MAX_COUNT)  # 0 = all tokens
-    top_p: float = _above_zero(0.95, 1.0)
+    top_p: float = _real(0.95, 0.0, 1.0)  # 0 keeps the likeliest token
     min_p: float = _real(0.05, 0.0, 1.0)
     typical_p: float = _above_zero(1.0, 1.0)  # 1 = disabled
     seed: int | None = None

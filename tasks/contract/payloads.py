@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -32,7 +32,7 @@ from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
 
 from .errors import InvalidJob
 from .json_values import check_escapes, check_text, json_text, shorten
-from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE
+from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE, model_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ def _check_filled(text: str) -> str:
 
 
 def check_model_id(text: str) -> str:
+    """Return the id of the model that a name stands for. Raises ValueError."""
+    text = model_named(text)
     if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
         raise ValueError(f"{MODEL_ID_RULE}; give the id of a served model")
     return text
@@ -409,7 +411,9 @@ class GenerationJob(ReadingJob):
         default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 decodes greedily."
     )
     top_k: Count = Field(default=40, ge=0, description="Number of candidate tokens to keep. 0 keeps all.")
-    top_p: Finite = Field(default=0.95, gt=0, le=1, description="Total probability of the candidate tokens to keep.")
+    top_p: Finite = Field(
+        default=0.95, ge=0, le=1, description="Total probability of the candidate tokens to keep. 0 keeps one token."
+    )
     min_p: Finite = Field(
         default=0.05,
         ge=0,
@@ -619,16 +623,19 @@ def _describe_all(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
 def _describe(problem: Any, known: Mapping[str, Any]) -> str:
     where = ".".join(_part_of_location(part) for part in problem["loc"] if part not in TAGS)
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        name = str(problem["loc"][0])
-        close = difflib.get_close_matches(name, list(known), n=1)
-        return f"unknown parameter {shorten(name)}; " + (
-            f"did you mean {close[0]!r}?" if close else f"the parameters are: {', '.join(sorted(known))}"
-        )
+        return unknown_parameter(str(problem["loc"][0]), known)
     if problem["type"] == "missing":
         return f"{where} is missing"
     is_empty = problem["type"] == "too_short" and not problem["input"]
     message = "it is empty; give at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
     return f"{where} is {shorten(problem['input'])}: {message}" if where else message
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> str:
+    """Return the error message for a parameter that is not one of the known ones."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the parameters are: {', '.join(sorted(known))}"
+    return f"unknown parameter {shorten(name)}; {hint}"
 
 
 def _part_of_location(part: int | str) -> str:
