@@ -28,6 +28,8 @@ MAX_JSON_DEPTH = 64  # nesting of the same values; the recursion limits of Pytho
 
 # Sampling
 MAX_TEMPERATURE = 1000.0  # with a higher temperature all tokens are equally likely
+MAX_SIGMA = 1000.0  # standard deviations; far fewer keep every token
+MAX_DYNATEMP_EXPONENT = 100.0
 MAX_PENALTY = 1000.0  # frequency, presence, and the multiplier of DRY; logits are about ±100
 MIN_REPEAT_PENALTY = 0.01  # logits are multiplied and divided by it, and must stay finite
 MAX_REPEAT_PENALTY = 100.0
@@ -43,6 +45,7 @@ MAX_LOGPROBS = 100  # alternatives per token
 MAX_COMPLETIONS = 128
 MAX_REPORTED = 1 << 19  # alternatives of all tokens in all completions; a worker writes them within half a second
 MAX_STOPS = 32
+MAX_STOP_TOKENS = 128
 MAX_STOP_CHARS = 256  # per stop string; every token is compared with all of them
 MAX_ADAPTERS = 32
 MAX_ADAPTER_SCALE = 100.0

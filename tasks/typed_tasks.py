@@ -53,7 +53,10 @@ class GenerationParams(ReadingParams, total=False):
     top_k: int
     top_p: float
     min_p: float
+    top_n_sigma: float
     typical_p: float
+    dynatemp_range: float
+    dynatemp_exponent: float
     seed: int | None
     repeat_penalty: float
     frequency_penalty: float
@@ -79,6 +82,9 @@ class GenerationParams(ReadingParams, total=False):
     logprobs: int | None
     n: int
     stop: Texts
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    min_tokens: int
     cache_prompt: bool
     return_tokens: bool
     ignore_eos: bool

@@ -291,6 +291,7 @@ def _prompt_kind(value: Any) -> str:
 
 TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
 TokenList = Annotated[list[TokenId], Field(fail_fast=True), no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
+StopTokens = Annotated[tuple[TokenId, ...], no_more_than(limits.MAX_STOP_TOKENS, "tokens")]
 TokenIds = Annotated[TokenList, Field(min_length=1)]
 TextOrTokens = Annotated[
     Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
@@ -420,8 +421,25 @@ class GenerationJob(ReadingJob):
         le=1,
         description="Minimum probability of a candidate token, relative to the most likely one.",
     )
+    top_n_sigma: Finite = Field(
+        default=0.0,
+        ge=-1,
+        le=limits.MAX_SIGMA,
+        description="Number of standard deviations below the highest logit within which tokens are kept. 0 or -1 "
+        "disables the filter.",
+    )
     typical_p: Finite = Field(
         default=1.0, gt=0, le=1, description="Total probability of the typical tokens to keep. 1 disables the filter."
+    )
+    dynatemp_range: Finite = Field(
+        default=0.0,
+        ge=0,
+        le=limits.MAX_TEMPERATURE,
+        description="Dynamic temperature: largest difference from `temperature`, which the entropy of the candidates "
+        "determines. 0 disables it.",
+    )
+    dynatemp_exponent: Finite = Field(
+        default=1.0, ge=0, le=limits.MAX_DYNATEMP_EXPONENT, description="Dynamic temperature: exponent of the entropy."
     )
     seed: StrictInt | None = Field(
         default=None, ge=0, le=limits.MAX_SEED, description="Seed of the sampler. The same seed gives the same text."
@@ -504,6 +522,13 @@ class GenerationJob(ReadingJob):
     )
     n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="Number of completions of the prompt.")
     stop: Stops = Field(default=(), description="Text that ends the generation. Can be repeated.")
+    stop_token_ids: StopTokens = Field(default=(), description="Token id that ends the generation. Can be repeated.")
+    include_stop_str_in_output: StrictBool = Field(
+        default=False, description="End the text with the stop string or stop token that was found."
+    )
+    min_tokens: Count = Field(
+        default=0, ge=0, description="Number of tokens before which neither the model nor a stop string ends the text."
+    )
     cache_prompt: StrictBool = Field(default=True, description="Share prefixes with other requests.")
     return_tokens: StrictBool = Field(
         default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
@@ -519,6 +544,15 @@ class GenerationJob(ReadingJob):
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} can't be combined; choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> GenerationJob:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}; lower min_tokens, or raise "
+                "max_tokens"
+            )
         return self
 
     @model_validator(mode="after")
