@@ -255,6 +255,11 @@ class Settings(BaseSettings):
         "takes longer than this and also longer than 30 times its usual duration. 0 disables it.",
     )
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job's JSON in bytes.")
+    chat_templates_in_jobs: bool = Field(
+        default=False,
+        description="Accept a `chat_template` in jobs. It runs in a separate process with limited time and memory. "
+        "Workers and producers must use the same value.",
+    )
     show_prompts: bool = Field(default=False, description="Show prompts and generated text in Flower and in the logs.")
     reasoning_key: SecretStr | None = Field(
         default=None, description="Key that signs reasoning, so that clients can't change it before they send it back."

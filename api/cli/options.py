@@ -22,8 +22,8 @@ PatienceOption = Annotated[
     float, typer.Option("--patience", help="Give up if a running job produces no output for this many seconds.")
 ]
 
-_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
-_FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction"}
+_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system", "input_extra"}
+_FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction", "chat_template"}
 _JSON = {"tools", "template_args"}
 _NUMBERS = {"stop_token_ids"}
 _SINGULAR = {
@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Chat": (
         *("enable_thinking", "thinking_budget"),
         *("tools", "tool_choice", "allowed_tools", "parallel_tool_calls"),
-        "template_args",
+        *("template_args", "chat_template", "add_generation_prompt", "continue_final_message"),
     ),
     "Queue": ("priority", "timeout"),
     "Context": ("parent_key", "adapters", "cache_prompt", "cache_scope", "prediction"),

@@ -196,6 +196,11 @@ def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -
         params["logprobs"] = 0 if top is None else num_alternatives(top)
 
 
+def _take_suffix(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:
+    if given.get("suffix") == "":  # clients send it for a text without a gap
+        del params["suffix"]
+
+
 def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
     if url != CHAT:
         return
@@ -261,6 +266,7 @@ _READERS: tuple[Callable[[dict[str, Any], Mapping[str, Any], str], None], ...] =
     _take_messages,
     _take_response_format,
     _take_logprobs,
+    _take_suffix,
     _take_tools,
     _take_reasoning_effort,
     _take_encoding,

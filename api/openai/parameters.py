@@ -151,7 +151,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "logprobs": ParameterRule("unchanged"),
         "best_of": _rejected("all completions are returned; use `n`", 1),
         "echo": _rejected("answers do not repeat the prompt", False),
-        "suffix": _rejected("text can only be generated after a prompt", ""),
+        "suffix": ParameterRule("unchanged", "only for models with tokens to fill in the middle of a text"),
     },
     EMBEDDINGS: {
         "model": ParameterRule("unchanged"),

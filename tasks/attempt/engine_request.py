@@ -75,7 +75,7 @@ def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
     messages, options = conversation_of(job)
     if job.parent_key is not None:
         return model.prepare_chat(messages, options, follows_reply=True).tokens
-    return model.tokenize_chat(options.all_of(messages), add_generation_prompt=False, **options.variables)
+    return model.tokenize_prefix(messages, options)
 
 
 def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) -> list[int]:
@@ -154,6 +154,9 @@ def _prompt_of(
 ) -> _Prompt | ChatPrompt:
     if isinstance(job, GenerateJob):
         model.require("generate")
+        if job.suffix is not None:
+            files = [(file.filename, file.text) for file in job.input_extra]
+            return _Prompt(model.fill_in_the_middle(job.prompt, job.suffix, files))
         return _Prompt(_tokens_of(model, job.prompt, job.parent_key))
     model.require("chat")
     messages, options = conversation_of(job)

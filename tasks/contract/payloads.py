@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
+from cellama.config import MODEL_ID, MODEL_ID_RULE, get_settings, limits
 
 from .errors import InvalidJob
 from .json_values import check_escapes, check_text, json_text, shorten
@@ -296,6 +296,9 @@ TokenIds = Annotated[TokenList, Field(min_length=1)]
 TextOrTokens = Annotated[
     Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
 ]
+
+
+TextToComplete = Annotated[Annotated[Text, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)]
 
 
 class Payload(BaseModel):
@@ -600,6 +603,21 @@ class ConversationJob(BaseJob):
         default_factory=dict, description="Variables for the model's chat template, as JSON."
     )
 
+    chat_template: Annotated[FilledText, at_most(limits.MAX_TEMPLATE_CHARS)] | None = Field(
+        default=None,
+        description="Jinja template to use instead of the model's own, or @FILE. The setting `chat_templates_in_jobs` "
+        "must allow it.",
+    )
+
+    @model_validator(mode="after")
+    def _check_template(self) -> ConversationJob:
+        if self.chat_template is not None and not get_settings().chat_templates_in_jobs:
+            raise ValueError(
+                "chat_template: the setting chat_templates_in_jobs does not allow templates in jobs; remove it, or "
+                "enable the setting for producers and workers"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_system(self) -> ConversationJob:
         if self.system is not None and self.messages and self.messages[0].role == "system":
@@ -607,6 +625,17 @@ class ConversationJob(BaseJob):
         if self.system is not None and getattr(self, "parent_key", None) is not None:
             raise ValueError("system: the conversation of parent_key has already started; remove system or parent_key")
         return self
+
+
+class RepliedJob(ConversationJob):
+    """A conversation whose last message is followed or continued by a reply."""
+
+    add_generation_prompt: StrictBool = Field(default=True, description="Start a reply after the last message.")
+    continue_final_message: StrictBool | None = Field(
+        default=None,
+        description="Continue the text of a final message of the assistant, or start a new reply after it. By default "
+        "it is continued.",
+    )
 
 
 Job = TypeVar("Job", bound=BaseJob)
