@@ -111,7 +111,7 @@ def test_error_for_an_unknown_parameter_lists_only_parameters_that_are_accepted(
         params_of_body(url, {"model": "m", **content, "xyzzy": 1})
     listed = str(caught.value).rpartition(": ")[2].split(", ")
     assert {"repetition_penalty", "n_predict", "top_k", "response_format", "user"} <= set(listed)
-    assert not {"priority", "cache_scope", "suffix", "audio", "lora", "n_probs"} & set(listed)
+    assert not {"priority", "cache_scope", "echo", "audio", "lora", "n_probs"} & set(listed)
     for name in listed:
         rule = PARAMETERS[url].get(name) or OTHER_SERVERS.get(name)
         assert (rule is not None and rule.handling != "rejected") or name in job.model_fields
