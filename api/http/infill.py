@@ -22,7 +22,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 from .errors import ApiError, wrong
 from .parsing import ParsedRequest, flag, read, rest_of_context, tokens_of, within_limit
 from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs
-from .sse import KEEP_ALIVE, frame
+from .sse import frame
 
 _OWN = ("input_prefix", "input_suffix", "input_extra", "prompt", "model", "stream", "service_tier", "cache_salt")
 _NAMES = {"suffix": "input_suffix", "prompt": "input_prefix"}  # parameters of jobs → names in this endpoint
@@ -49,9 +49,9 @@ class InfillRequest(JobsRequest):
     async def frames(
         self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]
     ) -> AsyncGenerator[bytes, None]:
-        async for _, event in events:
+        async for index, event in events:
             if event["type"] == "ping":
-                yield KEEP_ALIVE
+                yield await running.keep_alive(index)
             elif event["type"] == "token":
                 yield frame({"content": event["text"], "tokens": event["tokens"], "stop": False})
             elif event["type"] == "done":
