@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -297,6 +298,13 @@ def openai() -> str:
     )
 
 
+def other_servers() -> str:
+    """Return how each parameter of vLLM and llama-server is handled."""
+    rules = find("cellama.api.openai.parameters.OTHER_SERVERS")
+    rows = [(f"`{name}`", rule.handling, _handling(rule), _harmless(rule)) for name, rule in sorted(rules.items())]
+    return table(("parameter", "handling", "details", "accepted values"), rows)
+
+
 def anthropic() -> str:
     """Return how each of Anthropic's parameters is handled."""
     rules = find("cellama.api.anthropic.parameters.PARAMETERS")
@@ -328,9 +336,14 @@ def _handling(rule: Any) -> str:
     return f"{job}: {rule.note}" if job and rule.note else job or rule.note
 
 
+def _harmless(rule: Any) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in rule.harmless)
+
+
 KINDS: dict[str, Callable[..., str]] = {
     "metrics": metrics,
     "openai": openai,
+    "other_servers": other_servers,
     "anthropic": anthropic,
     "differences": differences,
     "fields": fields,

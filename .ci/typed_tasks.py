@@ -52,6 +52,7 @@ from typing_extensions import TypedDict
 
 from .calls.task_types import QueuedJob, TypedTask
 from .contract.shapes.parameters import (
+    ExtraFile,
     JsonObject,
     Messages,
     Prediction,

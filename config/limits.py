@@ -16,6 +16,7 @@ MAX_TEXT_CHARS = 1 << 23  # per text; tokenizing this length takes several secon
 MAX_NAME_CHARS = 256  # per id, scope, or name of a rule or adapter
 MAX_PROMPT_TOKENS = 1 << 20  # no model has a longer context
 MAX_PROBE_CHARS = 100_000  # per text to look up in caches; a worker takes no jobs meanwhile
+MAX_EXTRA_FILES = 1024  # per text with a gap
 MAX_TEXTS = 10_000  # texts of an embedding job, or documents of a reranking job
 # Numbers in all vectors of an embedding job. They take 50 MB as JSON, which keep Redis and readers busy for 0.5 s.
 MAX_NUMBERS = 1 << 22
@@ -24,10 +25,13 @@ MAX_PARTS = 1024  # per content of a message
 MAX_TOOL_CALLS = 128  # per message
 MAX_TOOLS = 128
 MAX_JSON_CHARS = 100_000  # template_args, or a tool's parameters, as JSON
+MAX_TEMPLATE_CHARS = 100_000  # per chat_template; the longest templates of known models have 20,000
 MAX_JSON_DEPTH = 64  # nesting of the same values; the recursion limits of Python and Jinja are close to 1000
 
 # Sampling
 MAX_TEMPERATURE = 1000.0  # with a higher temperature all tokens are equally likely
+MAX_SIGMA = 1000.0  # standard deviations; far fewer keep every token
+MAX_DYNATEMP_EXPONENT = 100.0
 MAX_PENALTY = 1000.0  # frequency, presence, and the multiplier of DRY; logits are about ±100
 MIN_REPEAT_PENALTY = 0.01  # logits are multiplied and divided by it, and must stay finite
 MAX_REPEAT_PENALTY = 100.0
@@ -43,6 +47,7 @@ MAX_LOGPROBS = 100  # alternatives per token
 MAX_COMPLETIONS = 128
 MAX_REPORTED = 1 << 19  # alternatives of all tokens in all completions; a worker writes them within half a second
 MAX_STOPS = 32
+MAX_STOP_TOKENS = 128
 MAX_STOP_CHARS = 256  # per stop string; every token is compared with all of them
 MAX_ADAPTERS = 32
 MAX_ADAPTER_SCALE = 100.0

@@ -11,6 +11,7 @@ from typing import Any
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
 # Any line of text without spaces at its ends. Names that start with a colon are reserved (`:default`).
 MODEL_ID = rf"^[^:\s{_CONTROL}](?:[^{_CONTROL}]*[^\s{_CONTROL}])?$"
+DEFAULT_MODEL = ":default"  # stands for the model that serves jobs without a model of their own
 MODEL_ID_RULE = "a model id must not contain control characters, start with a colon, or start or end with a space"
 
 
@@ -53,3 +54,17 @@ def parse_models(text: str) -> list[dict[str, Any]]:
         else:
             raise ValueError(f"{entry!r} is neither ID=SOURCE nor a source; write, for example, tiny=bundled://tiny")
     return models
+
+
+def parse_aliases(text: str) -> dict[str, str]:
+    """Parse aliases such as `gpt-4o-mini=chat,gpt-4o=large`, or a JSON object. Raises ValueError."""
+    if text.lstrip().startswith("{"):
+        parsed = json.loads(text)
+        return dict(parsed)
+    aliases: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        alias, equals, model = entry.partition("=")
+        if not equals:
+            raise ValueError(f"{entry!r} is not an alias; write it as ALIAS=MODEL, for example gpt-4o-mini=chat")
+        aliases[alias.strip()] = model.strip()
+    return aliases

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from . import limits
-from .model_ids import MODEL_ID, parse_models, with_ids
+from .model_ids import DEFAULT_MODEL, MODEL_ID, MODEL_ID_RULE, parse_aliases, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
 
 PREFIX = "CELLAMA_"
@@ -198,6 +198,11 @@ class Settings(BaseSettings):
         min_length=1,
         description="Models that a worker loads: [ID=]SOURCE,…, a JSON list, or [[models]] tables.",
     )
+    model_aliases: Annotated[dict[str, str], NoDecode] = Field(
+        default={},
+        description='Other names of models, such as `gpt-4o-mini = "chat"`: a table, a JSON object, or '
+        "ALIAS=MODEL,…. Workers, gateways and producers must use the same aliases.",
+    )
     memory_budget: int | Literal["auto", "unlimited"] = Field(
         default="auto", description="Memory for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB."
     )
@@ -250,6 +255,11 @@ class Settings(BaseSettings):
         "takes longer than this and also longer than 30 times its usual duration. 0 disables it.",
     )
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job's JSON in bytes.")
+    chat_templates_in_jobs: bool = Field(
+        default=False,
+        description="Accept a `chat_template` in jobs. It runs in a separate process with limited time and memory. "
+        "Workers and producers must use the same value.",
+    )
     show_prompts: bool = Field(default=False, description="Show prompts and generated text in Flower and in the logs.")
     reasoning_key: SecretStr | None = Field(
         default=None, description="Key that signs reasoning, so that clients can't change it before they send it back."
@@ -446,6 +456,23 @@ class Settings(BaseSettings):
     def _parse_models(cls, value: Any) -> Any:
         return with_ids(parse_models(value) if isinstance(value, str) else value)
 
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _parse_aliases(cls, value: Any) -> Any:
+        return parse_aliases(value) if isinstance(value, str) else value
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _check_aliases(cls, aliases: dict[str, str]) -> dict[str, str]:
+        for alias, model in aliases.items():
+            if not re.fullmatch(MODEL_ID, alias):
+                raise ValueError(f"{alias!r} is not valid, because {MODEL_ID_RULE}; choose another alias")
+            if model != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, model):
+                raise ValueError(f"{alias!r} stands for {model!r}, which is not the id of a model; correct it")
+            if model in aliases:
+                raise ValueError(f"{alias!r} stands for {model!r}, which is also an alias; name the model itself")
+        return aliases
+
     @field_validator("memory_budget", mode="before")
     @classmethod
     def _parse_memory_budget(cls, value: Any) -> Any:
@@ -486,6 +513,9 @@ class Settings(BaseSettings):
         duplicates = sorted({model_id for model_id in ids if ids.count(model_id) > 1})
         if duplicates:
             raise ValueError(f"models: duplicate id {', '.join(map(repr, duplicates))}; give each model its own id")
+        taken = sorted(self.model_aliases.keys() & set(ids))
+        if taken:
+            raise ValueError(f"model_aliases: {taken[0]!r} is the id of a model; choose another alias")
         if sum(model.default for model in self.models) > 1:
             raise ValueError("models: several models have default = true; choose one")
         return self

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from cellama.config import limits
 from cellama.engine.backend import AdapterKey, AdapterSet, Chunk, key_of
 
 from .backend import DecodeError
@@ -251,7 +252,8 @@ class FakeBackend:
     ) -> FakeSampler:
         params = plan.params
         mu = (0.0 if mirostat_mu is None else mirostat_mu) if params.mirostat else None
-        return FakeSampler(self, None if params.is_greedy else seed, ban_end, num_sampled, mu)
+        min_tokens = limits.MAX_COUNT if ban_end else params.min_tokens
+        return FakeSampler(self, None if params.is_greedy else seed, min_tokens, num_sampled, mu)
 
     def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
         first, num_rows = self._logits.get(slot, (0, 0))
@@ -285,14 +287,14 @@ class FakeSampler:
 
     backend: FakeBackend
     seed: int | None
-    ban_end: bool
+    min_tokens: int  # tokens before the first end token
     num_sampled: int = 0
     mirostat_mu: float | None = None  # sum of all tokens
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         draw = 0 if self.seed is None else hash((self.seed, self.num_sampled, self.mirostat_mu or 0)) + 1
+        token = self.backend.next_token(slot, draw, self.num_sampled < self.min_tokens, row)
         self.num_sampled += 1
-        token = self.backend.next_token(slot, draw, self.ban_end, row)
         if self.mirostat_mu is not None:
             self.mirostat_mu += token
         return token if forced is None else forced, None

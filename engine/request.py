@@ -81,10 +81,19 @@ class SamplingParams:
 
     temperature: float = _real(0.8, 0.0, limits.MAX_TEMPERATURE)
     top_k: int = _whole(40, 0, limits.MAX_COUNT)  # 0 = all tokens
-    top_p: float = _above_zero(0.95, 1.0)
+    top_p: float = _real(0.95, 0.0, 1.0)  # 0 keeps the likeliest token
     min_p: float = _real(0.05, 0.0, 1.0)
+    top_n_sigma: float = _real(
+        0.0, -1.0, limits.MAX_SIGMA
+    )  # standard deviations below the highest logit; ≤ 0 = disabled
     typical_p: float = _above_zero(1.0, 1.0)  # 1 = disabled
+    dynatemp_range: float = _real(
+        0.0, 0.0, limits.MAX_TEMPERATURE
+    )  # temperature ± this range, by entropy; 0 = disabled
+    dynatemp_exponent: float = _real(1.0, 0.0, limits.MAX_DYNATEMP_EXPONENT)
     seed: int | None = None
+    min_tokens: int = _whole(0, 0, limits.MAX_COUNT)  # tokens of the output before which nothing may end it
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, like the model's own end tokens
     repeat_penalty: float = _real(1.0, limits.MIN_REPEAT_PENALTY, limits.MAX_REPEAT_PENALTY)  # 1 = disabled
     frequency_penalty: float = _real(0.0, -limits.MAX_PENALTY, limits.MAX_PENALTY)
     presence_penalty: float = _real(0.0, -limits.MAX_PENALTY, limits.MAX_PENALTY)
@@ -129,6 +138,9 @@ class SamplingParams:
         check_length("grammar_root", self.grammar_root, limits.MAX_NAME_CHARS)
 
     def _check_lists(self) -> None:
+        check_number("stop_token_ids", len(self.stop_token_ids), limits.MAX_STOP_TOKENS, "tokens")
+        for token in self.stop_token_ids:
+            check_int("a token of stop_token_ids", token, 0, limits.MAX_COUNT)
         check_number("logit_bias", len(self.logit_bias), limits.MAX_BIASES, "tokens")
         for token, bias in self.logit_bias:
             check_int("a token of logit_bias", token, 0, limits.MAX_COUNT)
@@ -156,7 +168,9 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always chosen, regardless of the seed."""
-        return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
+        if self.mirostat:
+            return self.temperature == 0
+        return (self.temperature == 0 and self.dynatemp_range == 0) or self.top_k == 1
 
     @property
     def keeps_by_min_p_alone(self) -> bool:
@@ -171,7 +185,7 @@ class SamplingParams:
     @property
     def is_plainly_greedy(self) -> bool:
         """Whether sampling is greedy, and nothing else changes or reads the logits."""
-        changed = self.has_penalties or self.logit_bias or self.has_dry or self.logprobs is not None
+        changed = self.has_penalties or self.logit_bias or self.has_dry or self.min_tokens or self.logprobs is not None
         return self.is_greedy and not changed and not self.is_constrained
 
 
@@ -244,6 +258,7 @@ class Request:
     max_tokens: int = 256  # 0: prefill the prompt for later requests, and sample nothing
     n: int = 1  # number of completions of the prompt, with ascending seeds
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False  # whether the text includes the stop string or token that ends it
     ignore_eos: bool = False
     timeout_s: float | None = None  # seconds from submission
     priority: int = DEFAULT_PRIORITY  # 0 is the most urgent, 9 the least

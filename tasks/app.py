@@ -24,7 +24,7 @@ from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_par
 from cellama.tasks.connection.redis_errors import convert_refusals_in_channels, local_password
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.keys import unacked_index_key, unacked_key, unacked_mutex_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queues_of_model
 
 if TYPE_CHECKING:
     from cellama.tasks.connection.redis_errors import ServerCheck
@@ -183,7 +183,11 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_serializer": "json",
         "result_serializer": "json",
         "accept_content": ["json"],
-        "task_queues": [_queue(model) for model in (*(model.id for model in settings.models), DEFAULT_MODEL)],
+        "task_queues": [
+            _queue(name)
+            for model in (*(model.id for model in settings.models), DEFAULT_MODEL)
+            for name in queues_of_model(model)
+        ],
         "task_default_queue": "celery",  # queue of the user's own tasks that follow a job in a canvas
         "task_acks_late": True,
         "task_track_started": True,
@@ -224,9 +228,8 @@ def _transport_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _queue(model_id: str) -> Queue:
+def _queue(name: str) -> Queue:
     """Return a queue with its own exchange, because Celery's default exchange could deliver other apps' messages."""
-    name = queue_name(model_id)
     return Queue(name, Exchange(name), name)
 
 

@@ -18,6 +18,7 @@ from .contract.kinds.prefill import PrefillResult
 from .contract.kinds.rerank import RerankResult
 from .contract.kinds.tokens import DetokenizeResult, TemplateResult, TokenizeResult
 from .contract.shapes.parameters import (
+    ExtraFile,
     JsonObject,
     Messages,
     Prediction,
@@ -53,7 +54,10 @@ class GenerationParams(ReadingParams, total=False):
     top_k: int
     top_p: float
     min_p: float
+    top_n_sigma: float
     typical_p: float
+    dynatemp_range: float
+    dynatemp_exponent: float
     seed: int | None
     repeat_penalty: float
     frequency_penalty: float
@@ -79,6 +83,9 @@ class GenerationParams(ReadingParams, total=False):
     logprobs: int | None
     n: int
     stop: Texts
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    min_tokens: int
     cache_prompt: bool
     return_tokens: bool
     ignore_eos: bool
@@ -94,9 +101,17 @@ class ConversationParams(BaseParams, total=False):
     tool_choice: str | ToolChoice
     enable_thinking: bool | None
     template_args: JsonObject
+    chat_template: str | None
 
 
-class ChatParams(ConversationParams, GenerationParams, total=False):
+class RepliedParams(ConversationParams, total=False):
+    """Parameters of a conversation whose last message is followed or continued by a reply."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool | None
+
+
+class ChatParams(RepliedParams, GenerationParams, total=False):
     """Parameters of `chat`."""
 
     thinking_budget: int | None
@@ -142,6 +157,9 @@ class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
 class GenerateParams(GenerationParams, total=False):
     """Parameters of `generate`."""
 
+    suffix: str | None
+    input_extra: Sequence[ExtraFile]
+
 
 class GenerateCall(GenerateParams, total=False):
     """A call of `generate` with all parameters by name."""
@@ -151,7 +169,7 @@ class GenerateCall(GenerateParams, total=False):
 
 
 class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """Text that continues a prompt, which is a text or a list of token ids."""
+    """Text that continues a prompt, which is a text or a list of token ids, or that fills the gap before a suffix."""
 
     def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
 
@@ -205,6 +223,7 @@ class TokenizeParams(BaseParams, total=False):
 
     add_special: bool
     parse_special: bool
+    return_pieces: bool
 
 
 class TokenizeCall(TokenizeParams, total=False):
@@ -239,8 +258,10 @@ class DetokenizeTask(TypedTask[DetokenizeCall | DetokenizeParams, DetokenizeResu
     ) -> QueuedJob[DetokenizeResult]: ...
 
 
-class TemplateParams(ConversationParams, total=False):
+class TemplateParams(RepliedParams, total=False):
     """Parameters of `apply_chat_template`."""
+
+    return_pieces: bool
 
 
 class TemplateCall(TemplateParams, total=False):

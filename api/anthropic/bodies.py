@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cellama.api.openai.bodies import set_parameters, unmapped_parameters
+from cellama.api.openai.parameters import names_of_other_servers
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
@@ -67,7 +68,8 @@ def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
 
 def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
     """Return Anthropic's names of a job's parameters, except parameters that the body gives under the job's name."""
-    return {name: anthropic_name for name, anthropic_name in _ANTHROPIC_NAMES.items() if name not in body}
+    names = {name: anthropic_name for name, anthropic_name in _ANTHROPIC_NAMES.items() if name not in body}
+    return names | names_of_other_servers(PARAMETERS, body)
 
 
 def _check_duplicates(unmapped: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds.chunk import LINE_JOBS, LineKind, line_bytes, max_lines_bytes
-from cellama.tasks.contract.names import PRIORITY_BULK
+from cellama.tasks.contract.names import PRIORITY_BULK, model_named
 from cellama.tasks.contract.payloads import parse_job
 
 from .formats import Format
@@ -270,6 +270,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
     if model is None:
         message = "model is missing; set it in the line, or for the whole run with --model"
         return BadLine(number, custom_id, message, lacks_model=True)
+    model = model_named(model) if isinstance(model, str) else model
     known = LINE_JOBS[kind].model_fields
     params = {**{key: value for key, value in defaults.params.items() if key in known}, **params}
     try:

@@ -23,7 +23,7 @@ from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachab
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.kinds.chunk import MAX_CHUNK_LINES, TASK_CHUNK, line_bytes, max_lines_bytes
-from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, WEIGHT_HEADER
+from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, WEIGHT_HEADER, model_named
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.state.registry import live_workers
@@ -52,6 +52,7 @@ def check_model(redis: Redis, model: str | None) -> None:
     """Raise UnknownModel if workers are running but none has the model. This finds typos before the input is read."""
     with reaching_redis():
         workers = live_workers(redis)
+    model = model and model_named(model)
     known = sorted({entry["id"] for worker in workers for entry in worker.models})
     if not known or model in (None, DEFAULT_MODEL, *known):
         return

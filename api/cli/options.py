@@ -22,19 +22,27 @@ PatienceOption = Annotated[
     float, typer.Option("--patience", help="Give up if a running job produces no output for this many seconds.")
 ]
 
-_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
-_FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction"}
+_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system", "input_extra"}
+_FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction", "chat_template"}
 _JSON = {"tools", "template_args"}
-_SINGULAR = {"adapters": "adapter", "allowed_tools": "allowed_tool"}  # these options are repeated, once per value
+_NUMBERS = {"stop_token_ids"}
+_SINGULAR = {
+    "adapters": "adapter",
+    "allowed_tools": "allowed_tool",
+    "stop_token_ids": "stop_token_id",
+}  # these options are repeated, once per value
 SAMPLING = "Sampling"
 # Sections of the help, in their order. All parameters that are not listed belong to the section about sampling.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Answer": ("max_tokens", "temperature", "stop", "seed", "ignore_eos"),
+    "Answer": (
+        *("max_tokens", "min_tokens", "temperature", "stop", "stop_token_ids", "include_stop_str_in_output"),
+        *("seed", "ignore_eos"),
+    ),
     "Format of the answer": ("json_schema", "strict_schema", "regex", "lark", "grammar", "grammar_root"),
     "Chat": (
         *("enable_thinking", "thinking_budget"),
         *("tools", "tool_choice", "allowed_tools", "parallel_tool_calls"),
-        "template_args",
+        *("template_args", "chat_template", "add_generation_prompt", "continue_final_message"),
     ),
     "Queue": ("priority", "timeout"),
     "Context": ("parent_key", "adapters", "cache_prompt", "cache_scope", "prediction"),
@@ -100,7 +108,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)
     kind = _kind(name, field)
     panel = _GROUP_OF.get(name, SAMPLING)
-    metavar = "<str>" if kind == list[str] else None  # typer would show <list[str]>
+    metavar = {list[str]: "<str>", list[int]: "<int>"}.get(kind)  # typer would show <list[str]>
     option = typer.Option(flags, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
     annotation: Any = Annotated[(kind | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -116,6 +124,8 @@ def _kind(name: str, field: FieldInfo) -> Any:
     """Return the option's type for typer, based on the default and the annotation of the field."""
     if name in _FROM_FILE:
         return str
+    if name in _NUMBERS:
+        return list[int]
     names = str(field.annotation)
     if isinstance(field.default, tuple) or "tuple[" in names:
         return list[str]

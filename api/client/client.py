@@ -48,7 +48,7 @@ from cellama.tasks.contract.kinds.tokens import (
     TemplateResult,
     TokenizeResult,
 )
-from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, failure_key, queue_keys, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, failure_key, model_named, queue_keys, queue_name
 from cellama.tasks.contract.payloads import parse_job
 from cellama.tasks.contract.shapes.parameters import Messages, Prompt, Texts, TextsOrTokens
 from cellama.tasks.contract.shapes.workers import (
@@ -324,6 +324,7 @@ class Client:
             return [Job(self, job_id) for job_id in task.queue_many(jobs)]
 
     def _check_served(self, model: str) -> None:
+        model = model_named(model)
         served = [m["id"] for worker in live_workers(self._redis) for m in worker.models if m["status"] == "ready"]
         if model in served or (model == DEFAULT_MODEL and served):
             return

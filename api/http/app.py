@@ -18,7 +18,7 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.traces.gate import tracing
 
-from . import batches, completions, console, files, messages, metrics, models, responses, tokens, vectors
+from . import batches, completions, console, files, infill, messages, metrics, models, responses, tokens, vectors
 from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
@@ -27,7 +27,7 @@ from .middleware import REQUEST_ID, RequestMiddleware
 from .openapi import ROUTES as OPENAPI_ROUTES
 from .webhooks import webhooks_of
 
-ENDPOINT_MODULES = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
+ENDPOINT_MODULES = (completions, infill, responses, messages, vectors, tokens, models, metrics, files, batches)
 EXPOSED_HEADERS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
 API_ROUTES: Sequence[BaseRoute] = [*(route for module in ENDPOINT_MODULES for route in module.ROUTES), *OPENAPI_ROUTES]
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response

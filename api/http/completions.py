@@ -15,6 +15,7 @@ from cellama.api.client.async_client import AsyncClient, AsyncJob
 from cellama.api.openai.answers import body_of, fingerprint_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.chunks import Chunks
+from cellama.api.openai.other_servers import UNLIMITED
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, PARAMETERS, callers_names
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
@@ -122,8 +123,9 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
     content = params.pop("messages" if url == CHAT else "prompt")
     params |= {"stream": is_stream, **parsed.params_of_caller()}
     contents = _contents(content, url)
-    if "max_tokens" not in params:
-        max_tokens = TEXT_TOKENS if url == COMPLETIONS else rest_of_context(model, params)
+    if params.get("max_tokens") in (None, UNLIMITED):
+        has_default = url == COMPLETIONS and "max_tokens" not in params
+        max_tokens = TEXT_TOKENS if has_default else rest_of_context(model, params)
         num_answers = len(contents) * count(params.get("n"), 1)
         params["max_tokens"] = within_limit(parsed.caller.max_tokens, max_tokens, num_answers)
     return CompletionRequest(

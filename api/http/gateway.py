@@ -183,10 +183,19 @@ class Gateway:
         views = await self._models.get(fresh_s)
         return [view for view in views if view["status"] == "ready" and caller.may_use_model(view["id"])]
 
+    async def listed_models(self, caller: Caller) -> list[ModelView]:
+        """Return the models that the caller may use, followed by their aliases under names of their own."""
+        views = await self.models(caller)
+        named = {DEFAULT_MODEL if view["default"] else view["id"]: view for view in views}
+        named |= {view["id"]: view for view in views}
+        aliases = self.settings.model_aliases.items()
+        return views + [{**named[model], "id": alias} for alias, model in aliases if model in named]
+
     async def find_model(self, caller: Caller, name: object) -> ModelView:
         """Return the model with this name. Raises ApiError: 400, 403, 404, or 503 if no worker is running."""
         if not isinstance(name, str) or not name:
             raise ApiError(400, f"model is {shorten(name)}; use a model that /v1/models lists", param="model")
+        name = self.settings.model_aliases.get(name, name)
         caller.check_model(name)
         for fresh_s in (FRESH_S, 0.0):  # the model may have been loaded a moment ago
             for view in await self.models(EVERY_MODEL, fresh_s):

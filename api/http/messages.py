@@ -16,12 +16,13 @@ from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, 
 from cellama.api.anthropic.parameters import COUNT_TOKENS, MESSAGES
 from cellama.api.anthropic.stream import PING, MessageStream
 from cellama.api.client.async_client import AsyncClient
+from cellama.api.openai.other_servers import UNLIMITED
 from cellama.api.openai.parameters import with_callers_names
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .errors import ApiError, of_job
-from .parsing import ParsedRequest, flag, read, tokens_of
+from .parsing import ParsedRequest, flag, read, rest_of_context, tokens_of, within_limit
 from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs, run_one
 from .sse import frame
 
@@ -90,6 +91,8 @@ def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
         body = parse_body({name: value for name, value in parsed.body.items() if name not in _GATEWAY_PARAMETERS})
     except InvalidJob as error:
         raise wrong(error, names) from None
+    if body.params["max_tokens"] == UNLIMITED:
+        body.params["max_tokens"] = within_limit(parsed.caller.max_tokens, rest_of_context(model, body.params))
     return MessageRequest(
         model=parsed.name_of(model),
         messages=body.messages,

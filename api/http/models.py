@@ -20,14 +20,16 @@ async def models(request: Request) -> Response:
     """Handle `GET /v1/models`."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return JSONResponse({"object": "list", "data": list(map(_model_object, await gateway.models(caller)))})
+    return JSONResponse({"object": "list", "data": list(map(_model_object, await gateway.listed_models(caller)))})
 
 
 async def model(request: Request) -> Response:
     """Handle `GET /v1/models/{id}`."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return JSONResponse(_model_object(await gateway.find_model(caller, request.path_params["model"])))
+    name = request.path_params["model"]
+    view = await gateway.find_model(caller, name)
+    return JSONResponse(_model_object({**view, "id": name if name in gateway.settings.model_aliases else view["id"]}))
 
 
 def _model_object(view: ModelView) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class ParsedRequest:
         runs.
         """
         name = self.body.get("model") or DEFAULT_MODEL
+        name = self.gateway.settings.model_aliases.get(name, name)
         return DEFAULT_MODEL if name == DEFAULT_MODEL else model["id"]
 
 

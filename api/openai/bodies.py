@@ -10,10 +10,17 @@ from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.embed import EmbedJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.payloads import BaseJob, GenerationJob, unknown_parameter
 
-from .parameters import CHAT, CONTENT, PARAMETERS, ParameterRule
+from .other_servers import convert, put, rejection, set_effort
+from .parameters import CHAT, COMPLETIONS, CONTENT, EMBEDDINGS, OTHER_SERVERS, PARAMETERS, ParameterRule
 
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
+_JOBS: Mapping[str, type[BaseJob]] = {CHAT: ChatJob, COMPLETIONS: GenerateJob, EMBEDDINGS: EmbedJob}
+_REPLACED = frozenset({"priority", "cache_scope"})  # parameters of jobs that have other names at the gateway
 _CONTENT_OF_REPLIES = frozenset({"role", "content", "reasoning", "signature", "tool_calls", "name"})
 _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, which carry content
 
@@ -28,22 +35,44 @@ def params_of_body(url: Any, body: Any) -> dict[str, Any]:
         raise InvalidJob(f"{CONTENT[url]} is missing; add it")
     if body.get("stream"):
         raise InvalidJob("body.stream is true, but bulk runs do not stream; leave it out")
-    given = set_parameters(body, PARAMETERS[url])
+    given = set_parameters(body, PARAMETERS[url], _JOBS[url])
     params = unmapped_parameters(given, PARAMETERS[url])
     for read in _READERS:
         read(params, given, url)
     return params
 
 
-def set_parameters(body: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters of a body that are not null. Raises InvalidJob if one of them is rejected."""
+def set_parameters(
+    body: Mapping[str, Any], rules: Mapping[str, ParameterRule], job: type[BaseJob] = ChatJob
+) -> dict[str, Any]:
+    """Return the parameters of a body that are not null, with the names and values of vLLM and llama-server converted.
+
+    `job` is the payload of the endpoint's jobs. Raises InvalidJob if a parameter is unknown or rejected.
+    """
     given = {str(name): value for name, value in body.items() if value is not None}
+    for name in given:
+        if not (name in rules or name in job.model_fields or _is_converted(name, job)):
+            raise InvalidJob(unknown_parameter(name, _known(rules, job)))
+    if issubclass(job, GenerationJob):
+        given = convert(given, rules)
     for name, value in given.items():
         if name in rules and rules[name].rejects(value):
-            note = rules[name].note
-            remedy = "" if "; " in note or note.startswith("use ") else "; leave it out"
-            raise InvalidJob(f"{name} is {shorten(value)}: {note}{remedy}")
+            raise rejection(name, value, rules[name])
     return given
+
+
+def _is_converted(name: str, job: type[BaseJob]) -> bool:
+    """Return whether the job has a parameter for this parameter of vLLM or llama-server, or needs none."""
+    rule = OTHER_SERVERS.get(name) if issubclass(job, GenerationJob) else None
+    return rule is not None and (not rule.to or rule.to in job.model_fields)
+
+
+def _known(rules: Mapping[str, ParameterRule], job: type[BaseJob]) -> set[str]:
+    """Return the names that an error for an unknown parameter lists, which are those that can be used."""
+    converted = {n for n, rule in OTHER_SERVERS.items() if rule.handling != "rejected" and _is_converted(n, job)}
+    rejected = {name for name, rule in rules.items() if rule.handling == "rejected"}
+    renamed = {rule.to for rule in rules.values() if rule.handling == "renamed"} - rules.keys()
+    return {*rules, *converted, *job.model_fields} - rejected - renamed - _REPLACED
 
 
 def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
@@ -56,13 +85,6 @@ def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterR
         if name in rules and rules[name].handling == "renamed":
             put(params, rules[name].to, value, name)
     return params
-
-
-def put(params: dict[str, Any], name: str, value: Any, callers_name: str) -> None:
-    """Set a parameter of the job. Raises InvalidJob if a different value was given under another name."""
-    if name in params and params[name] != value:
-        raise InvalidJob(f"{callers_name} is {shorten(value)}, but {name} is also given; leave one out")
-    params[name] = value
 
 
 def _take_messages(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
@@ -174,9 +196,17 @@ def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -
         params["logprobs"] = 0 if top is None else num_alternatives(top)
 
 
+def _take_suffix(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:
+    if given.get("suffix") == "":  # clients send it for a text without a gap
+        del params["suffix"]
+
+
 def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
     if url != CHAT:
         return
+    if "tools" in given:
+        tools = given["tools"]
+        params["tools"] = list(map(_tool, tools)) if isinstance(tools, list) else tools
     choice = given.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allow(params, choice.get("allowed_tools"), choice, lambda tool: tool.get("function"))
@@ -185,6 +215,16 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> N
         raise InvalidJob(f"tool_choice is {shorten(choice)}; an object must have type function or allowed_tools")
     if choice is not None:
         params["tool_choice"] = choice
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool without `cache_control`, which clients of several APIs add to it or to its function."""
+    if not isinstance(tool, dict):
+        return tool
+    members = {name: value for name, value in tool.items() if name != "cache_control"}
+    if isinstance(members.get("function"), dict):
+        members["function"] = {name: value for name, value in members["function"].items() if name != "cache_control"}
+    return members
 
 
 def allow(
@@ -210,23 +250,8 @@ def allow(
 
 
 def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
-    effort = given.get("reasoning_effort")
-    if url != CHAT or effort is None:
-        return
-    if not isinstance(effort, str):
-        raise InvalidJob(
-            f"reasoning_effort is {shorten(effort)}; it must be a string such as none, low, medium or high"
-        )
-    set_effort(params, effort)
-
-
-def set_effort(params: dict[str, Any], effort: str) -> None:
-    """Pass the reasoning effort to the chat template. The effort `none` disables thinking."""
-    arguments = params.get("template_args", {})
-    if isinstance(arguments, dict):  # else the payload reports the error
-        params["template_args"] = {"reasoning_effort": effort, **arguments}
-    if effort == "none":
-        params.setdefault("enable_thinking", False)
+    if url == CHAT and "reasoning_effort" in given:
+        set_effort(params, given["reasoning_effort"])
 
 
 def _take_encoding(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:
@@ -241,6 +266,7 @@ _READERS: tuple[Callable[[dict[str, Any], Mapping[str, Any], str], None], ...] =
     _take_messages,
     _take_response_format,
     _take_logprobs,
+    _take_suffix,
     _take_tools,
     _take_reasoning_effort,
     _take_encoding,

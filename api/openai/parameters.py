@@ -40,11 +40,18 @@ def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -
 
     A parameter that the body gives under its name in jobs is not renamed.
     """
-    return {
+    names = {
         rule.to: name
         for name, rule in rules.items()
         if rule.to and rule.handling in ("renamed", "mapped") and rule.to not in body and not _is_taken(rules, rule.to)
     }
+    return names | names_of_other_servers(rules, body)
+
+
+def names_of_other_servers(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
+    """Return a mapping from parameters of jobs to names of vLLM and llama-server that the body contains."""
+    given = [name for name in body if name in OTHER_SERVERS and name not in rules]
+    return {rule.to: name for name in given if (rule := OTHER_SERVERS[name]).to and rule.to not in body}
 
 
 def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
@@ -112,7 +119,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         ),
         "max_tokens": ParameterRule("unchanged", "default: the rest of the context"),
         "max_completion_tokens": ParameterRule("renamed", to="max_tokens"),
-        **_unchanged("tools"),
+        "tools": ParameterRule("mapped", "`cache_control` is ignored, because prefixes are always cached", "tools"),
         "tool_choice": ParameterRule(
             "mapped", "`auto`, `none`, `required`, `allowed_tools`, or a function that the model must call"
         ),
@@ -124,7 +131,10 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
             "mapped", "number of alternatives per token, at most 20; requires `logprobs`", "logprobs"
         ),
         "reasoning_effort": ParameterRule(
-            "mapped", "`none` disables thinking; the chat template receives every value", "template_args"
+            "mapped",
+            "`none` disables thinking; the chat template receives every value, and a template without this variable "
+            "ignores it",
+            "template_args",
         ),
         "verbosity": ParameterRule("ignored", "describe the length of answers in the system message instead"),
         "functions": _rejected("it is deprecated; use `tools`", []),
@@ -141,7 +151,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "logprobs": ParameterRule("unchanged"),
         "best_of": _rejected("all completions are returned; use `n`", 1),
         "echo": _rejected("answers do not repeat the prompt", False),
-        "suffix": _rejected("text can only be generated after a prompt", ""),
+        "suffix": ParameterRule("unchanged", "only for models with tokens to fill in the middle of a text"),
     },
     EMBEDDINGS: {
         "model": ParameterRule("unchanged"),
@@ -150,5 +160,47 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "dimensions": ParameterRule("unchanged"),
         **_ignored("the tenant of the API key identifies the user", "user"),
     },
+}
+
+_SERVERS_OWN = "it only concerns the slots and reports of llama-server"
+OTHER_SERVERS: Mapping[str, ParameterRule] = {
+    "repetition_penalty": ParameterRule("renamed", "it considers the last `repeat_last_n` tokens", "repeat_penalty"),
+    "n_predict": ParameterRule("renamed", to="max_tokens"),
+    "n_cmpl": ParameterRule("renamed", to="n"),
+    "typ_p": ParameterRule("renamed", to="typical_p"),
+    "thinking_token_budget": ParameterRule("renamed", to="thinking_budget"),
+    "chat_template_kwargs": ParameterRule(
+        "mapped", "`enable_thinking` sets the parameter with this name", "template_args"
+    ),
+    "reasoning_effort": ParameterRule("mapped", "as in chat completions", "template_args"),
+    "structured_outputs": ParameterRule(
+        "mapped",
+        "one of `json`, `regex`, `choice`, `grammar` (GBNF or Lark) and `json_object` sets the parameter for the same "
+        "constraint",
+        "json_schema",
+    ),
+    "guided_json": ParameterRule("mapped", to="json_schema"),
+    "guided_regex": ParameterRule("mapped", to="regex"),
+    "guided_choice": ParameterRule("mapped", "a regular expression of the texts", "regex"),
+    "guided_grammar": ParameterRule("mapped", "GBNF or Lark", "grammar"),
+    **_ignored("llguidance enforces all constraints", "guided_decoding_backend"),
+    **_ignored(_SERVERS_OWN, "timings_per_token", "return_progress", "id_slot", "n_keep", "n_discard", "n_cache_reuse"),
+    **_ignored("the header `x-request-id` identifies the request", "request_id", "session_id"),
+    "reasoning_format": _rejected("reasoning is always separate from the text", "auto", "deepseek"),
+    "include_reasoning": _rejected("the caller always gets the reasoning; use `enable_thinking`", True),
+    "parse_tool_calls": _rejected("tool calls are always separate from the text", True),
+    "skip_special_tokens": _rejected("control tokens have no text; use `return_tokens` for their ids", True),
+    "spaces_between_special_tokens": _rejected("control tokens have no text", True),
+    "use_beam_search": _rejected("beam search is not available", False),
+    "length_penalty": _rejected("beam search is not available", 1),
+    "early_stopping": _rejected("beam search is not available", False),
+    "detokenize": _rejected("answers always contain text", True),
+    "n_probs": _rejected("use `logprobs`", 0),
+    "post_sampling_probs": _rejected("log probabilities come from the distribution before sampling", False),
+    "min_keep": _rejected("filters always keep at least one token", 0, 1),
+    "bad_words": _rejected("use `logit_bias` with token ids", []),
+    "lora": _rejected("use `adapters`", []),
+    "return_tokens_as_token_ids": _rejected("use `return_tokens`", False),
+    "return_token_ids": _rejected("use `return_tokens`", False),
 }
 CONTENT = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}

@@ -126,7 +126,7 @@ class EventOutput:
 
     def append(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
         """Emit the text that one more token makes final. Return the stop string that ends the sequence, if any."""
-        released = self._text_after(sequence, token)
+        released = self._text_after(sequence, token, sequence.num_output)
         if isinstance(released, StopMatch):
             self._release(handle, sequence, released.released)
             return released.stop
@@ -135,8 +135,8 @@ class EventOutput:
 
     def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
         """Process tokens that were reported earlier, without emitting events. Return the stop string, if any."""
-        for token in tokens:
-            released = self._text_after(sequence, token)
+        for count, token in enumerate(tokens, 1):
+            released = self._text_after(sequence, token, count)
             text = released.released if isinstance(released, StopMatch) else released
             sequence.add_parts([ReplyPart("text", text)] if sequence.reply is None else sequence.reply.push(text))
             if isinstance(released, StopMatch):
@@ -171,12 +171,14 @@ class EventOutput:
             except Exception:  # the callback's code, on the engine thread
                 log.exception("event listener failed", detail="it is called again with the next events")
 
-    def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
-        if sequence.reply is None:
-            return sequence.text_stream.push(self._vocabulary.token_bytes(token))
-        sequence.reply.note_token()
-        visible = sequence.reply.text_of(token)
-        return sequence.text_stream.push(self._vocabulary.token_bytes(token) if visible is None else visible)
+    def _text_after(self, sequence: Sequence, token: int, count: int) -> str | StopMatch:
+        """Return the text that a token makes final. `count` is the number of output tokens including this one."""
+        visible = None
+        if sequence.reply is not None:
+            sequence.reply.note_token()
+            visible = sequence.reply.text_of(token)
+        data = self._vocabulary.token_bytes(token) if visible is None else visible
+        return sequence.text_stream.push(data, can_stop=count > sequence.request.sampling.min_tokens)
 
     def _release(self, handle: Handle, sequence: Sequence, text: str) -> None:
         if sequence.reply is not None:
@@ -337,6 +339,8 @@ class EngineRequests:
             stop = self._output.replay(sequence, resumed.tokens)
             if stop is not None:
                 self._end(group, sequence, "stop", stop)
+            elif resumed.tokens and resumed.tokens[-1] in sequence.request.sampling.stop_token_ids:
+                self._end(group, sequence, "stop")
             elif self._is_complete(sequence):
                 self._end(group, sequence, "length")
 
@@ -403,7 +407,8 @@ class EngineRequests:
         sequence.last_token_at = now
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        if self._vocabulary.is_end(token):
+        is_stop = token in sequence.request.sampling.stop_token_ids
+        if self._vocabulary.is_end(token) or (is_stop and not sequence.request.include_stop_str_in_output):
             del sequence.logprobs[sequence.num_output :]
             return self._end(group, sequence, "stop")
         sequence.tokens.append(token)
@@ -411,6 +416,8 @@ class EngineRequests:
         stop = self._output.append(group.handle, sequence, token)
         if stop is not None:
             return self._end(group, sequence, "stop", stop)
+        if is_stop:
+            return self._end(group, sequence, "stop")
         is_complete = self._is_complete(sequence) or (sequence.request.only_checks and not sequence.matches_prediction)
         return self._end(group, sequence, "length") if is_complete else None
 

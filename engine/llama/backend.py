@@ -246,6 +246,11 @@ class LlamaBackend:
                 raise InvalidRequest(
                     f"logit_bias: token {token} does not exist; the model has tokens 0 to {self.n_vocab - 1}"
                 )
+        for token in params.stop_token_ids:
+            if token >= self.n_vocab:
+                raise InvalidRequest(
+                    f"stop_token_ids: token {token} does not exist; the model has tokens 0 to {self.n_vocab - 1}"
+                )
         constraint = constraint_of(params)
         return LlamaSamplingPlan(
             params,
@@ -642,6 +647,6 @@ class LlamaSampler:
             return self._sampler.sample(self._backend.logits(slot, row), forced)
         except NothingAllowed:
             raise GrammarFailed(
-                "the schema or grammar, together with logit_bias and ignore_eos, allows no token at this position; "
-                "relax one of them"
+                "the schema or grammar, together with logit_bias, min_tokens and ignore_eos, allows no token at this "
+                "position; relax one of them"
             ) from None

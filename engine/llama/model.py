@@ -7,6 +7,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -104,6 +105,17 @@ class Lifetime:
         with self._changed:
             self._ended = True
             return self._changed.wait_for(lambda: not self._num_users, timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FimTokens:
+    """The tokens for filling in the middle of a text. A token that the vocabulary doesn't have is -1."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int
+    file: int
 
 
 class LlamaModel:
@@ -270,6 +282,22 @@ class LlamaModel:
             return self.tokenize(part, add_special=False, parse_special=parse_special)
 
         return tokenize_marked(text, marked, self.special_tokens, markup if cuts else frozenset(), tokenize)
+
+    def piece_of(self, token: int) -> bytes:
+        """Return the bytes of a token, with the text of a control token."""
+        return self.token_bytes(token) or self._piece(token, special=True)
+
+    @functools.cached_property
+    def fim_tokens(self) -> FimTokens:
+        """The tokens with which the model fills in the middle of a text."""
+        with self.lifetime:
+            return FimTokens(
+                prefix=lib.llama_vocab_fim_pre(self.vocab),
+                suffix=lib.llama_vocab_fim_suf(self.vocab),
+                middle=lib.llama_vocab_fim_mid(self.vocab),
+                repository=lib.llama_vocab_fim_rep(self.vocab),
+                file=lib.llama_vocab_fim_sep(self.vocab),
+            )
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._pieces[token]

@@ -47,6 +47,8 @@ log = event_logger(__name__)
 
 DEFAULT_MODEL = ":default"
 SAVE_AT_CLOSE_S = 10.0  # seconds; many supervisors wait 30 s between SIGTERM and SIGKILL
+_FILE_SEPARATOR = "\n\n--- snippet ---\n\n"  # for models without a token for it, as in llama-server
+MAX_CALLERS_TEMPLATES = 4  # chat templates of callers whose processes are kept, each with about 20 MB
 _MAX_PREPARED = 256  # cached schemas of tools; an agent sends the same tools with each request
 
 TextOrTokens = str | Sequence[int]
@@ -63,13 +65,6 @@ def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: 
     sampling = sampling_of(given, {} if options.forces_call else defaults)
     kind = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
     return None if kind is None else TextConstraint(kind, getattr(sampling, kind), sampling.strict_schema)
-
-
-def _started_reply(messages: Sequence[Message]) -> str:
-    """Return the text with which the caller starts the reply: the content of a final assistant message."""
-    last = messages[-1] if messages else {}
-    content = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
-    return content if isinstance(content, str) and content.strip() else ""
 
 
 def _as_user(message: Message) -> Message:
@@ -89,15 +84,27 @@ class Texts:
         self._name = name
         self._weights = weights
         self._control_tokens_in_text = control_tokens_in_text
+        self._callers_templates = functools.lru_cache(MAX_CALLERS_TEMPLATES)(self._compiled)
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """The model's chat template. Raises TemplateFailed if it is missing or does not compile."""
-        weights, source = self._weights, self._weights.chat_template
+        source = self._weights.chat_template
         if source is None:
             raise TemplateFailed(
                 f"model {self._name!r} has no chat template; use `generate` with a prompt, or a chat model"
             )
+        return self._compiled(source)
+
+    def _template_for(self, options: ChatOptions) -> ChatTemplate:
+        """Return the template that the options contain, or else the model's own. Raises TemplateFailed.
+
+        The process of a caller's template ends when the template is no longer cached or used.
+        """
+        return self.template if options.chat_template is None else self._callers_templates(options.chat_template)
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        weights = self._weights
         bos, eos = weights.special_text("bos"), weights.special_text("eos")
         specials = weights.special_tokens
         return ChatTemplate(
@@ -122,6 +129,7 @@ class Texts:
         template = self.__dict__.get("template")
         if template is not None:
             template.close()
+        self._callers_templates.cache_clear()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Return the token ids of a text. With `parse_special`, special tokens in the text are recognised."""
@@ -145,16 +153,53 @@ class Texts:
         with self._weights.lifetime:
             return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
 
+    def pieces_of(self, tokens: Iterable[int]) -> list[bytes]:
+        """Return the bytes of each token, with the text of control tokens. Raises InvalidRequest."""
+        return [self._weights.piece_of(token) for token in self._known(tokens)]
+
+    def fill_in_the_middle(
+        self, prefix: str | Sequence[int], suffix: str, others: Sequence[tuple[str, str]] = ()
+    ) -> list[int]:
+        """Return the prompt for the text between a prefix and a suffix. Raises InvalidRequest.
+
+        `others` are files of the same project, each with its name and text. The format is that of llama-server.
+        """
+        fim = self._weights.fim_tokens
+        if min(fim.prefix, fim.suffix, fim.middle) < 0:
+            raise InvalidRequest(
+                f"suffix: model {self._name!r} has no tokens to fill in the middle of a text; remove the suffix, or "
+                "use a model of code that was trained for this"
+            )
+        before = list(self._weights.added_tokens[0])
+        if others and fim.repository >= 0:
+            before += [fim.repository, *self._plain("myproject\n")]
+        for name, text in others:
+            head = [fim.file, *self._plain(f"{name}\n")] if fim.file >= 0 else self._plain(_FILE_SEPARATOR)
+            before += [*head, *self._plain(text)]
+        if others and fim.file >= 0:
+            before += [fim.file, *self._plain("filename\n")]
+        head = self._plain(prefix) if isinstance(prefix, str) else self._known(prefix)
+        return [*before, fim.prefix, *head, fim.suffix, *self._plain(suffix), fim.middle]
+
+    def _plain(self, text: str) -> list[int]:
+        return self.tokenize(text, add_special=False)
+
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
         """Return the prompt of a conversation. Raises TemplateFailed. `ChatTemplate.render` documents the arguments."""
         return self.template.render(messages, **template_args).text
 
     def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
         """Return the token ids of a conversation's prompt. Special tokens come from the chat template."""
-        return self._tokens_of_prompt(self.template.render(messages, **template_args))
+        return self._tokens_of_prompt(self.template, self.template.render(messages, **template_args))
 
-    def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
-        weights, tokens = self._weights, self._tokens_after(prompt)
+    def tokenize_prefix(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
+        """Return the token ids of a conversation without the start of a reply. Raises the errors of `render`."""
+        template = self._template_for(options)
+        prompt = template.render(options.all_of(messages), **{**options.variables, "add_generation_prompt": False})
+        return self._tokens_of_prompt(template, prompt)
+
+    def _tokens_of_prompt(self, template: ChatTemplate, prompt: Rendered) -> list[int]:
+        weights, tokens = self._weights, self._tokens_after(template, prompt)
         bos = weights.special_text("bos")
         if bos and prompt.marked.startswith(bos):
             return tokens
@@ -168,7 +213,6 @@ class Texts:
         *,
         follows_reply: bool = False,
         last_reply: Message | None = None,
-        add_generation_prompt: bool = True,
         wanted: TextConstraint | None = None,
     ) -> ChatPrompt:
         """Return the prompt of a conversation and the format of the reply. Raises TemplateFailed, InvalidRequest.
@@ -177,20 +221,19 @@ class Texts:
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
         after the reply, with the system message and tools of the context. `last_reply` is this reply if it is known,
-        and the options are then those of the context. Without `add_generation_prompt`, the prompt ends with the last
-        message and does not start a reply. If the last message is the assistant's, the reply continues it.
+        and the options are then those of the context.
         """
-        started = _started_reply(messages) if add_generation_prompt else ""
-        variables = {**options.variables, "add_generation_prompt": add_generation_prompt and not started}
+        template, started = self._template_for(options), options.started_reply(messages)
+        variables = {**options.variables, "add_generation_prompt": options.add_generation_prompt and not started}
         if follows_reply:
-            prompt = self._render_after_reply(messages, options, variables, last_reply)
+            prompt = self._render_after_reply(template, messages, options, variables, last_reply)
         else:
-            prompt = self.template.render(options.all_of(messages), **variables)
+            prompt = template.render(options.all_of(messages), **variables)
         if started:
             prompt = prompt.until(started)
-        reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
+        reply = reply_format_of(self._name, template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_calls(self._name, reply, options, _prepared, wanted)
-        tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
+        tokens = self._tokens_after(template, prompt) if follows_reply else self._tokens_of_prompt(template, prompt)
         if grammar is None:
             return ChatPrompt(prompt.text, tokens, reply)
         lark = grammar.write()
@@ -204,12 +247,12 @@ class Texts:
 
     def _render_after_reply(
         self,
+        template: ChatTemplate,
         messages: Sequence[Message],
         options: ChatOptions,
         variables: dict[str, Any],
         last_reply: Message | None,
     ) -> Rendered:
-        template = self.template
         has_system = any(message.get("role") == "system" for message in messages)
         can_follow = template.message_order.more_systems
         if last_reply is not None:  # the context already has the system message and the tools
@@ -227,8 +270,8 @@ class Texts:
         calls = () if last_reply is None else last_reply.get("tool_calls") or ()
         return after_reply(messages, render, calls, template.ends)
 
-    def _tokens_after(self, prompt: Rendered) -> list[int]:
-        return self._weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)
+    def _tokens_after(self, template: ChatTemplate, prompt: Rendered) -> list[int]:
+        return self._weights.tokenize_marked(prompt.text, prompt.marked, template.markup)
 
     def _ids_of_markup(self, text: str) -> list[int]:
         return self.tokenize(text, add_special=False, parse_special=True)

@@ -105,6 +105,21 @@ class BannedTokens:
     def accept(self, token: int) -> None: ...
 
 
+class MinTokens:
+    """Forbids the tokens that end a text until the text has enough tokens."""
+
+    def __init__(self, start: SequenceStart) -> None:
+        self._ids = np.array(sorted({*start.end_tokens, *start.params.stop_token_ids}), np.int64)
+        self._num_missing = start.params.min_tokens - start.num_sampled
+
+    def apply(self, logits: Logits) -> None:
+        if self._num_missing > 0:
+            logits[self._ids] = -np.inf
+
+    def accept(self, token: int) -> None:
+        self._num_missing -= 1
+
+
 def make_processors(
     start: SequenceStart,
     *,
@@ -127,6 +142,8 @@ def make_processors(
     if breakers is not None:
         made.append(Dry(params, dry_window, breakers, start.tokens))
     made += [processor for factory in added if (processor := factory(start)) is not None]
+    if params.min_tokens > start.num_sampled:
+        made.append(MinTokens(start))
     if banned is not None:
         made.append(banned)
     return made

@@ -117,6 +117,26 @@ def min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values
     return ids[likely], values[likely]
 
 
+def above_n_sigma(logits: Logits, n: float) -> Logits:
+    """Return a copy in which tokens are forbidden if their logits are too far below the highest one.
+
+    The limit is `n` standard deviations of all logits (Tang et al. 2024, arXiv:2411.07641).
+    """
+    possible = logits[logits > -np.inf].astype(np.float64)
+    limit = possible.max() - n * possible.std()
+    return np.where(logits >= limit, logits, np.float32(-np.inf))
+
+
+def dynamic_temperature(values: Values, params: SamplingParams) -> float:
+    """Return a temperature that grows with the entropy of the candidates, within `dynatemp_range` of `temperature`."""
+    low = max(0.0, params.temperature - params.dynatemp_range)
+    high = params.temperature + params.dynatemp_range
+    probabilities = softmax(values)
+    surprise = -np.log(np.maximum(probabilities, 1e-300))
+    entropy = float((probabilities * surprise).sum()) / math.log(len(values))
+    return low + (high - low) * math.pow(min(1.0, entropy), params.dynatemp_exponent)
+
+
 def mirostat_top_k(probabilities: Values, mu: float) -> int:
     """Return the number of tokens that mirostat 1 keeps: (ε·2^μ / (1 - N^-ε))^(1/s).
 
@@ -260,15 +280,25 @@ class TokenSampler:
         params = self._params
         if params.mirostat:
             return self._mirostat_candidates(logits)
+        if params.top_n_sigma > 0:
+            logits = above_n_sigma(logits, params.top_n_sigma)
         if params.keeps_by_min_p_alone:
-            ids, values = min_p_candidates(logits, params.min_p)
-            return ids, tempered(values, params.temperature)
+            return self._tempered(*min_p_candidates(logits, params.min_p))
         if params.top_k == 0 and params.typical_p >= 1 > params.top_p:
             ids, values = top_p_candidates(logits, params)
         else:
             ids, values = top_p(*typical(*sorted_candidates(logits, params.top_k), params), params)
-        ids, values = self._exclude_top_choices(*min_p(ids, values, params))
-        return ids, tempered(values, params.temperature)
+        return self._tempered(*self._exclude_top_choices(*min_p(ids, values, params)))
+
+    def _tempered(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
+        """Apply the temperature to the candidates. A temperature of 0 keeps only the likeliest one."""
+        temperature = self._params.temperature
+        if self._params.dynatemp_range > 0 and len(ids) > 1:
+            temperature = dynamic_temperature(values, self._params)
+        if temperature <= 0:
+            best = int(values.argmax())
+            ids, values, temperature = ids[best : best + 1], values[best : best + 1], 1.0
+        return ids, tempered(values, temperature)
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
         """Return an index into `ids`, drawn with the probabilities of these logits.

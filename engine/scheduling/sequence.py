@@ -86,7 +86,7 @@ class Sequence:
     num_reported: int = 0  # output tokens that Text events have reported
 
     def __post_init__(self) -> None:
-        self.text_stream = TextStream(self.request.stop)
+        self.text_stream = TextStream(self.request.stop, keeps_stop=self.request.include_stop_str_in_output)
         self.reply = None if self.request.reply is None else open_reply(self.request.reply)
 
     @property

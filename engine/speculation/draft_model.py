@@ -221,7 +221,10 @@ class DraftModel:
     def _sampler(self, sequence: Sequence) -> Sampler:
         """Return a sampler like the sequence's own sampler, but without processors that depend on earlier tokens."""
         params = sequence.request.sampling
-        names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+        names = (
+            *("temperature", "dynatemp_range", "dynatemp_exponent", "top_n_sigma", "top_k", "top_p", "min_p"),
+            *("typical_p", "min_tokens", "stop_token_ids"),
+        )
         plain = replace(SamplingParams(logprobs=0), **{name: getattr(params, name) for name in names})
         if plain not in self._plans:
             if len(self._plans) >= MAX_PLANS:

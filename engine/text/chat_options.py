@@ -29,6 +29,9 @@ class ChatOptions:
     system: str | None = None  # the content of a system message before all others
     parallel_tool_calls: bool | None = None  # False: at most one call; True: several, even if a call is forced
     allowed_tools: Sequence[str] | None = None  # names of tools that may be called; None: all tools
+    chat_template: str | None = None  # a Jinja template that replaces the model's own
+    add_generation_prompt: bool = True  # whether the prompt starts a reply after the last message
+    continue_final_message: bool | None = None  # None: a final message of the assistant is continued, if it has text
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages, preceded by the system message of the options if there is one.
@@ -40,6 +43,22 @@ class ChatOptions:
         if messages and messages[0].get("role") == "system":
             raise InvalidRequest("system: the messages already start with a system message; remove one of them")
         return [{"role": "system", "content": self.system}, *messages]
+
+    def started_reply(self, messages: Sequence[Message]) -> str:
+        """Return the text with which the caller starts the reply: the content of a final message of the assistant.
+
+        It is empty if the reply doesn't continue this message. Raises InvalidRequest if the caller requires this.
+        """
+        last = messages[-1] if messages else {}
+        content = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
+        text = content if isinstance(content, str) and content.strip() else ""
+        if self.continue_final_message and not text:
+            raise InvalidRequest(
+                "continue_final_message is true, but the last message is not a text of the assistant; add the text to "
+                "continue"
+            )
+        continues = self.add_generation_prompt if self.continue_final_message is None else self.continue_final_message
+        return text if continues else ""
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found. `released` is the unreleased text before it."""
+    """A stop string that was found. `released` is the unreleased text before it, or up to its end if it is kept."""
 
     released: str
     stop: str
@@ -22,23 +22,28 @@ class TextStream:
     dropped.
     """
 
-    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, stops: tuple[str, ...] = (), *, keeps_stop: bool = False) -> None:
+        """Create a stream. With `keeps_stop`, the released text includes the stop string."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._held = ""
 
-    def push(self, data: bytes) -> str | StopMatch:
-        """Add the bytes of one token, and return the text that is final. It may be empty."""
+    def push(self, data: bytes, *, can_stop: bool = True) -> str | StopMatch:
+        """Add the bytes of one token, and return the text that is final. It may be empty.
+
+        Unless `can_stop`, a stop string that ends in this token is ordinary text.
+        """
         new = self._decoder.decode(data)
         if not self._stops:
             return new
         if not new:
             return ""
         self._held += new
-        found = self._first_match()
+        found = self._first_match() if can_stop else None
         if found is not None:
             start, stop = found
-            return StopMatch(self._held[:start], stop)
+            return StopMatch(self._held[: start + len(stop) if self._keeps_stop else start], stop)
         return self._release(len(self._held) - partial_marker_length(self._held, self._stops))
 
     def flush(self) -> str:

@@ -57,8 +57,11 @@ from cellama.tasks.contract.kinds.tokens import (
     TASK_DETOKENIZE,
     TASK_TOKENIZE,
     DetokenizeJob,
+    Piece,
     TemplateJob,
+    TemplateResult,
     TokenizeJob,
+    TokenizeResult,
 )
 from cellama.tasks.contract.shapes.results import Usage, usage_of
 from cellama.tasks.middleware import AttemptContext, Middleware, context_of
@@ -529,7 +532,10 @@ class JobAttempt:
     def tokenize(self, job: TokenizeJob) -> Result:
         model = self._model(job.model)
         tokens = model.tokenize(job.text, add_special=job.add_special, parse_special=job.parse_special)
-        return self._done({"tokens": tokens, "model": model.id})
+        result: TokenizeResult = {"tokens": tokens, "model": model.id}
+        if job.return_pieces:
+            result["pieces"] = list(map(_piece, model.pieces_of(tokens)))
+        return self._done(result)
 
     def detokenize(self, job: DetokenizeJob) -> Result:
         model = self._model(job.model)
@@ -538,7 +544,10 @@ class JobAttempt:
     def apply_chat_template(self, job: TemplateJob) -> Result:
         model = self._model(job.model)
         prompt = model.prepare_chat(*conversation_of(job))
-        return self._done({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
+        result: TemplateResult = {"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id}
+        if job.return_pieces:
+            result["pieces"] = list(map(_piece, model.pieces_of(prompt.tokens)))
+        return self._done(result)
 
     def _done(self, result: Result) -> Result:
         """End the stream of a job whose end no engine reports, and return the result."""
@@ -546,6 +555,14 @@ class JobAttempt:
         self._end_stream(events.done("stop", usage), result)
         log.info("job finished", job_id=self.job_id, model=result["model"], prompt_tokens=usage["prompt_tokens"])
         return result
+
+
+def _piece(data: bytes) -> Piece:
+    """Return the text of a token, or its bytes if they are not valid UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 HANDLERS: dict[str, Callable[[JobAttempt, Any], Result]] = {  # by name of the task

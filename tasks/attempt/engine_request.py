@@ -76,7 +76,7 @@ def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
     messages, options = conversation_of(job)
     if job.parent_key is not None:
         return model.prepare_chat(messages, options, follows_reply=True).tokens
-    return model.tokenize_chat(options.all_of(messages), add_generation_prompt=False, **options.variables)
+    return model.tokenize_prefix(messages, options)
 
 
 def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) -> list[int]:
@@ -108,6 +108,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, 
         cache_prompt=job.cache_prompt,
         cache_scope=job.cache_scope,
         stop=job.stop,
+        include_stop_str_in_output=job.include_stop_str_in_output,
         ignore_eos=job.ignore_eos,
         return_tokens=job.return_tokens,
         timeout_s=job.timeout,
@@ -154,6 +155,9 @@ def _prompt_of(
 ) -> _Prompt | ChatPrompt:
     if isinstance(job, GenerateJob):
         model.require("generate")
+        if job.suffix is not None:
+            files = [(file.filename, file.text) for file in job.input_extra]
+            return _Prompt(model.fill_in_the_middle(job.prompt, job.suffix, files))
         return _Prompt(_tokens_of(model, job.prompt, job.parent_key))
     model.require("chat")
     messages, options = conversation_of(job)

@@ -53,6 +53,7 @@ from cellama.tasks.contract.names import (
     SUBMITTED_AT_HEADER,
     TOKEN_HEADER,
     URGENT_PRIORITIES,
+    model_named,
     model_of,
     queue_key,
 )
@@ -91,7 +92,7 @@ class JobLimits:
 
     def model_of(self, queue: str) -> str:
         """Return the model that serves a queue, or the queue itself if it does not belong to a model."""
-        model = model_of(queue)
+        model = model_named(model_of(queue))
         return self._default() or model if model == DEFAULT_MODEL else model
 
     def capacity(self, queues: Iterable[str], *held: HeldJobs) -> dict[str, int]:

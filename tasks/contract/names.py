@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from uuid import UUID, uuid5
 
-from cellama.config import DEFAULT_KEY_PREFIX, get_settings
+from cellama.config import DEFAULT_KEY_PREFIX, DEFAULT_MODEL as DEFAULT_MODEL, get_settings
 
-DEFAULT_MODEL = ":default"
 PRIORITY_INTERACTIVE = 3
 PRIORITY_BULK = 9
 PRIORITIES = range(10)
@@ -29,9 +28,21 @@ def key_prefix() -> str:
     return get_settings().key_prefix
 
 
-def queue_name(model_id: str) -> str:
+def model_named(name: str) -> str:
+    """Return the model that a name stands for, which is the name itself unless it is an alias (`model_aliases`)."""
+    return get_settings().model_aliases.get(name, name)
+
+
+def queue_name(model: str) -> str:
     """Return the Celery queue of a model. No other key has its prefix, whatever the model id is (keys.py)."""
-    return f"{key_prefix()}:queue:{model_id}"
+    return f"{key_prefix()}:queue:{model_named(model)}"
+
+
+def queues_of_model(model_id: str) -> list[str]:
+    """Return the Celery queues that a model serves: its own, and those of its aliases, which plain Celery may use."""
+    prefix = queue_name("")
+    aliases = [alias for alias, model in get_settings().model_aliases.items() if model == model_id]
+    return [f"{prefix}{name}" for name in (model_id, *aliases)]
 
 
 def is_model_queue(queue: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,11 +28,11 @@ from pydantic import (
     model_validator,
 )
 
-from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
+from cellama.config import MODEL_ID, MODEL_ID_RULE, get_settings, limits
 
 from .errors import InvalidJob
 from .json_values import check_escapes, check_text, json_text, shorten
-from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE
+from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE, model_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ def _check_filled(text: str) -> str:
 
 
 def check_model_id(text: str) -> str:
+    """Return the id of the model that a name stands for. Raises ValueError."""
+    text = model_named(text)
     if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
         raise ValueError(f"{MODEL_ID_RULE}; give the id of a served model")
     return text
@@ -289,10 +291,14 @@ def _prompt_kind(value: Any) -> str:
 
 TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
 TokenList = Annotated[list[TokenId], Field(fail_fast=True), no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
+StopTokens = Annotated[tuple[TokenId, ...], no_more_than(limits.MAX_STOP_TOKENS, "tokens")]
 TokenIds = Annotated[TokenList, Field(min_length=1)]
 TextOrTokens = Annotated[
     Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
 ]
+
+
+TextToComplete = Annotated[Annotated[Text, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)]
 
 
 class Payload(BaseModel):
@@ -409,15 +415,34 @@ class GenerationJob(ReadingJob):
         default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 decodes greedily."
     )
     top_k: Count = Field(default=40, ge=0, description="Number of candidate tokens to keep. 0 keeps all.")
-    top_p: Finite = Field(default=0.95, gt=0, le=1, description="Total probability of the candidate tokens to keep.")
+    top_p: Finite = Field(
+        default=0.95, ge=0, le=1, description="Total probability of the candidate tokens to keep. 0 keeps one token."
+    )
     min_p: Finite = Field(
         default=0.05,
         ge=0,
         le=1,
         description="Minimum probability of a candidate token, relative to the most likely one.",
     )
+    top_n_sigma: Finite = Field(
+        default=0.0,
+        ge=-1,
+        le=limits.MAX_SIGMA,
+        description="Number of standard deviations below the highest logit within which tokens are kept. 0 or -1 "
+        "disables the filter.",
+    )
     typical_p: Finite = Field(
         default=1.0, gt=0, le=1, description="Total probability of the typical tokens to keep. 1 disables the filter."
+    )
+    dynatemp_range: Finite = Field(
+        default=0.0,
+        ge=0,
+        le=limits.MAX_TEMPERATURE,
+        description="Dynamic temperature: largest difference from `temperature`, which the entropy of the candidates "
+        "determines. 0 disables it.",
+    )
+    dynatemp_exponent: Finite = Field(
+        default=1.0, ge=0, le=limits.MAX_DYNATEMP_EXPONENT, description="Dynamic temperature: exponent of the entropy."
     )
     seed: StrictInt | None = Field(
         default=None, ge=0, le=limits.MAX_SEED, description="Seed of the sampler. The same seed gives the same text."
@@ -500,6 +525,13 @@ class GenerationJob(ReadingJob):
     )
     n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="Number of completions of the prompt.")
     stop: Stops = Field(default=(), description="Text that ends the generation. Can be repeated.")
+    stop_token_ids: StopTokens = Field(default=(), description="Token id that ends the generation. Can be repeated.")
+    include_stop_str_in_output: StrictBool = Field(
+        default=False, description="End the text with the stop string or stop token that was found."
+    )
+    min_tokens: Count = Field(
+        default=0, ge=0, description="Number of tokens before which neither the model nor a stop string ends the text."
+    )
     cache_prompt: StrictBool = Field(default=True, description="Share prefixes with other requests.")
     return_tokens: StrictBool = Field(
         default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
@@ -515,6 +547,15 @@ class GenerationJob(ReadingJob):
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} can't be combined; choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> GenerationJob:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}; lower min_tokens, or raise "
+                "max_tokens"
+            )
         return self
 
     @model_validator(mode="after")
@@ -562,6 +603,21 @@ class ConversationJob(BaseJob):
         default_factory=dict, description="Variables for the model's chat template, as JSON."
     )
 
+    chat_template: Annotated[FilledText, at_most(limits.MAX_TEMPLATE_CHARS)] | None = Field(
+        default=None,
+        description="Jinja template to use instead of the model's own, or @FILE. The setting `chat_templates_in_jobs` "
+        "must allow it.",
+    )
+
+    @model_validator(mode="after")
+    def _check_template(self) -> ConversationJob:
+        if self.chat_template is not None and not get_settings().chat_templates_in_jobs:
+            raise ValueError(
+                "chat_template: the setting chat_templates_in_jobs does not allow templates in jobs; remove it, or "
+                "enable the setting for producers and workers"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_system(self) -> ConversationJob:
         if self.system is not None and self.messages and self.messages[0].role == "system":
@@ -569,6 +625,17 @@ class ConversationJob(BaseJob):
         if self.system is not None and getattr(self, "parent_key", None) is not None:
             raise ValueError("system: the conversation of parent_key has already started; remove system or parent_key")
         return self
+
+
+class RepliedJob(ConversationJob):
+    """A conversation whose last message is followed or continued by a reply."""
+
+    add_generation_prompt: StrictBool = Field(default=True, description="Start a reply after the last message.")
+    continue_final_message: StrictBool | None = Field(
+        default=None,
+        description="Continue the text of a final message of the assistant, or start a new reply after it. By default "
+        "it is continued.",
+    )
 
 
 Job = TypeVar("Job", bound=BaseJob)
@@ -619,16 +686,19 @@ def _describe_all(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
 def _describe(problem: Any, known: Mapping[str, Any]) -> str:
     where = ".".join(_part_of_location(part) for part in problem["loc"] if part not in TAGS)
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        name = str(problem["loc"][0])
-        close = difflib.get_close_matches(name, list(known), n=1)
-        return f"unknown parameter {shorten(name)}; " + (
-            f"did you mean {close[0]!r}?" if close else f"the parameters are: {', '.join(sorted(known))}"
-        )
+        return unknown_parameter(str(problem["loc"][0]), known)
     if problem["type"] == "missing":
         return f"{where} is missing"
     is_empty = problem["type"] == "too_short" and not problem["input"]
     message = "it is empty; give at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
     return f"{where} is {shorten(problem['input'])}: {message}" if where else message
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> str:
+    """Return the error message for a parameter that is not one of the known ones."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the parameters are: {', '.join(sorted(known))}"
+    return f"unknown parameter {shorten(name)}; {hint}"
 
 
 def _part_of_location(part: int | str) -> str:

@@ -17,7 +17,14 @@ from redis import Redis
 from cellama.tasks.connection.connections import seconds_of
 from cellama.tasks.contract.errors import UnknownJob
 from cellama.tasks.contract.keys import PRIORITY_WEIGHT, job_key, running_key, waiting_key
-from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, PRIORITY_INTERACTIVE, queue_name
+from cellama.tasks.contract.names import (
+    CLASSES,
+    DEFAULT_MODEL,
+    PRIORITY_INTERACTIVE,
+    model_of,
+    queue_name,
+    queues_of_model,
+)
 from cellama.tasks.contract.shapes.workers import WorkerModel
 from cellama.tasks.state.ledger import JobWork, Ledger, work_of_text
 from cellama.tasks.state.registry import WorkerEntry, live_workers
@@ -206,6 +213,7 @@ def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slo
 
 def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
     """Return the workers that serve a queue, each with the model that serves it."""
+    queue = queue_name(model_of(queue))  # that of the model, if a plain producer named an alias
     is_default = queue == queue_name(DEFAULT_MODEL)
     return [
         (worker, model)
@@ -221,8 +229,9 @@ def _num_slots(model: WorkerModel) -> int:
 
 def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -> set[str]:
     """Return the queues that share slots with `queue`."""
-    default = {queue_name(DEFAULT_MODEL)} if any(model["default"] for _, model in serving) else set()
-    return {queue, *(queue_name(model["id"]) for _, model in serving), *default}
+    models = {model["id"] for _, model in serving}
+    models |= {DEFAULT_MODEL for _, model in serving if model["default"]}
+    return {queue, *(each for model in models for each in queues_of_model(model))}
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:

@@ -117,7 +117,7 @@ def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobWor
     if kind is not None and kind.completes:
         num_parts = _count(given.get("n"), 1)
         num_units = num_parts * _count(given.get("max_tokens"), GenerateJob.model_fields["max_tokens"].default)
-        is_exact = given.get("ignore_eos") is True and not given.get("stop")
+        is_exact = given.get("ignore_eos") is True and not given.get("stop") and not given.get("stop_token_ids")
         return JobWork(name, num_units, num_parts, is_exact=is_exact)
     items = next(
         (given[part] for part in ("lines", "texts", "documents") if isinstance(given.get(part), list | tuple)), ()

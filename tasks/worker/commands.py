@@ -22,7 +22,7 @@ from cellama.config.settings import AdapterSettings, explain
 from cellama.engine import EngineError, IdTaken, ModelBusy, ModelManager
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
-from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, queues_of_model
 
 from .desired_state import (
     DEFAULT_KEY,
@@ -131,7 +131,7 @@ class ModelChanges:
 
     def evict(self, model_id: str) -> None:
         """Unload an idle model to free memory, on the thread of the load that needs the memory. Raises ModelBusy."""
-        if self._num_waiting(queue_name(model_id)):
+        if any(map(self._num_waiting, queues_of_model(model_id))):
             raise ModelBusy(f"model {model_id!r} is needed by waiting jobs")
         key = model_key(model_id)
         self._loader.busy.add(key_text(key))
@@ -152,7 +152,8 @@ class ModelChanges:
         # The entry first, else reconciling could undo the change.
         self._record.write(DEFAULT_KEY, Override(default=model_id), whole_pool=whole_pool)
         self._manager.set_default(model_id)
-        self._consumer.add_task_queue(queue_name(DEFAULT_MODEL))
+        for queue in queues_of_model(DEFAULT_MODEL):
+            self._consumer.add_task_queue(queue)
         self._loader.on_change()
 
     def load_adapter(self, model_id: str, name: str, source: str, scale: float, *, whole_pool: bool = True) -> None:

@@ -22,7 +22,7 @@ from cellama.config.settings import AdapterSettings
 from cellama.engine import EngineError, EngineOptions, ModelBusy, ModelManager
 from cellama.engine.models.sources import check_source
 from cellama.tasks.app import num_jobs_of
-from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, queues_of_model
 from cellama.tasks.contract.shapes.workers import LoadFailure, WantedState, WantedThing
 
 from .desired_state import (
@@ -211,7 +211,8 @@ class ModelLoader:
 
     def _serve(self, model_id: str) -> None:
         self.resize_pool(self._num_jobs[model_id])
-        self._resume_intake([queue_name(model_id), *([queue_name(DEFAULT_MODEL)] if self._manager.default else [])])
+        models = [model_id, *([DEFAULT_MODEL] if self._manager.default else [])]
+        self._resume_intake([queue for model in models for queue in queues_of_model(model)])
         log.info("model served", model=model_id)
         self.on_change()
 
@@ -226,7 +227,8 @@ class ModelLoader:
         """Stop taking the jobs that only this model serves, and return their queues. Call only on the main thread."""
         others = self._manager.models().keys() - {model_id}
         is_only_default = self._manager.default == model_id and not others
-        queues = [queue_name(name) for name in ([model_id, DEFAULT_MODEL] if is_only_default else [model_id])]
+        models = [model_id, DEFAULT_MODEL] if is_only_default else [model_id]
+        queues = [queue for model in models for queue in queues_of_model(model)]
         for queue in queues:
             self._consumer.cancel_task_queue(queue)
         return queues

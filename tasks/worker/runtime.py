@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from redis import Redis
@@ -24,7 +24,7 @@ from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_waits import RedisLoop
 from cellama.tasks.contract.keys import cancel_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, queues_of_model
 from cellama.tasks.estimates.samples import SampleWriter
 from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
@@ -54,6 +54,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 MAX_FREE_BYTES = 8 << 20  # free bytes at the end of a heap; less would cost fresh pages per token of a large vocabulary
 MAPPED_BYTES = 4 << 20  # size from which a freed block returns to the system immediately
 NUM_HEAPS = 4  # shared by all threads, most of which wait, or hold the GIL and use Python's own allocator
+
+
+def _queues_of(models: Iterable[str]) -> set[str]:
+    return {queue for model in models for queue in queues_of_model(model)}
 
 
 def _prepare_process() -> None:
@@ -300,7 +304,8 @@ class Runtime:
         loader.resize_pool(sum(num_jobs.values()) - assumed)  # tuned models may have another number of slots
         missing = [model.id for model in self.settings.models if model.id not in num_jobs]
         for name in [*missing, *([] if self.manager.default else [DEFAULT_MODEL])]:
-            consumer.cancel_task_queue(queue_name(name))
+            for queue in queues_of_model(name):
+                consumer.cancel_task_queue(queue)
         self.changes = ModelChanges(self.manager, consumer, loader, self._record, self.ledger.num_waiting)
         if self.settings.on_full == "evict":  # not earlier, so that the models of the settings don't evict each other
             self.manager.evict_through(self.changes.evict)
@@ -330,11 +335,11 @@ class Runtime:
         """Report the queues that this worker reads, or will read once it has loaded their models."""
         if self._reconciler is None:
             models = {DEFAULT_MODEL, *(model.id for model in self.settings.models)}
-            report_served(self.redis, set(map(queue_name, models)))
+            report_served(self.redis, _queues_of(models))
             return
         wanted = [thing["model"] for thing in self._reconciler.report() if thing["state"] in ("ready", "loading")]
         models = {*wanted, *([DEFAULT_MODEL] if self.manager.default else [])}
-        report_served(self.redis, {*map(queue_name, models), *list(self._consumer.app.amqp.queues.consume_from)})
+        report_served(self.redis, {*_queues_of(models), *list(self._consumer.app.amqp.queues.consume_from)})
 
     def _report_now(self) -> None:
         if self._registration is not None:

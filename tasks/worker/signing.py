@@ -14,6 +14,7 @@ from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.generate import GenerateJob
 from cellama.tasks.contract.kinds.prefill import PrefillJob
 from cellama.tasks.contract.kinds.tokens import TemplateJob
+from cellama.tasks.contract.payloads import RepliedJob
 from cellama.tasks.middleware import AttemptContext, Middleware
 
 _SIGNED = ("role", "content", "tool_calls", "tool_call_id", "name")  # fields of the messages before the reasoning
@@ -97,7 +98,14 @@ def conversation_of(job: ChatJob | TemplateJob | PrefillJob) -> tuple[list[Messa
         enable_thinking=job.enable_thinking,
         template_args=job.template_args,
         system=job.system,
+        chat_template=job.chat_template,
     )
+    if isinstance(job, RepliedJob):
+        options = replace(
+            options,
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final_message=job.continue_final_message,
+        )
     if not isinstance(job, ChatJob):
         return messages, options
     return messages, replace(

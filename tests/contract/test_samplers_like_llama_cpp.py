@@ -57,12 +57,14 @@ class Chain:
             else:
                 self._add(lib.llama_sampler_init_mirostat_v2(0, tau, eta))
         else:
+            self._add(lib.llama_sampler_init_top_n_sigma(params.top_n_sigma))
             self._add(lib.llama_sampler_init_top_k(params.top_k))
             self._add(lib.llama_sampler_init_typical(params.typical_p, 0))
             self._add(lib.llama_sampler_init_top_p(params.top_p, 0))
             self._add(lib.llama_sampler_init_min_p(params.min_p, 0))
             self._add(lib.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 0, 0))
-            self._add(lib.llama_sampler_init_temp(params.temperature))
+            dynamic = params.temperature, params.dynatemp_range, params.dynatemp_exponent
+            self._add(lib.llama_sampler_init_temp_ext(*dynamic))
         for token in history:
             lib.llama_sampler_accept(self._chain, token)
 
@@ -114,6 +116,8 @@ PARAMS = st.fixed_dictionaries(
     {},
     optional={
         "temperature": st.sampled_from([0.01, 0.7, 1.0, 3.0]),
+        "dynatemp_range": st.sampled_from([0.3, 1.0, 2.5]),
+        "dynatemp_exponent": st.sampled_from([0.0, 0.5, 1.0, 3.0]),
         "top_k": st.sampled_from([0, 1, 2, 40, 5000]),
         "top_p": st.sampled_from([0.01, 0.5, 0.95, 1.0]),
         "min_p": st.sampled_from([0.0, 0.05, 0.5, 1.0]),
@@ -147,6 +151,20 @@ def test_filters_keep_the_same_tokens_as_llama_cpp(
 ) -> None:
     params = replace(KEEP_ALL, dry_penalty_last_n=window, **given_params)
     compare(weights, params, history, logits_of(seed, weights.info.n_vocab))
+
+
+@settings(max_examples=20 * EXAMPLES)
+@given(st.sampled_from([-1.0, 0.3, 1.0, 2.0, 3.5]), PARAMS, HISTORIES, st.integers(0, 99))
+def test_top_n_sigma_keeps_the_same_tokens_as_llama_cpp(
+    weights: LlamaModel, n: float, given_params: dict[str, Any], history: list[int], seed: int
+) -> None:
+    """Compare with a filter that removes forbidden tokens, because llama.cpp's typical_p and dynamic temperature don't.
+
+    Both count the tokens that top_n_sigma has forbidden as candidates.
+    """
+    given_params = {name: value for name, value in given_params.items() if name != "typical_p"}
+    params = replace(KEEP_ALL, dry_penalty_last_n=20, top_n_sigma=n, **{"min_p": 0.001, **given_params})
+    compare(weights, replace(params, min_p=params.min_p or 0.001), history, logits_of(seed, weights.info.n_vocab))
 
 
 @pytest.mark.parametrize("version", [1, 2])

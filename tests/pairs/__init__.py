@@ -213,8 +213,7 @@ def rows(table: Table) -> list[tuple[str, str, str]]:
 def summary(table: Table) -> str:
     """Return how many pairs pass and differ, in a sentence of the documentation."""
     num_different = sum(bool(pair.differs) for pair in table.pairs)
-    num_same = len(table.pairs) - num_different
     return (
-        f"Our tests send {len(table.pairs)} requests that are modeled on {table.source}. {num_same} of them get the "
-        f"reply that those tests expect, and {num_different} differ:"
+        f"{len(table.pairs)} requests from {table.source} are part of our tests: "
+        f"{len(table.pairs) - num_different} get the reply that these tests expect, and {num_different} differ:"
     )

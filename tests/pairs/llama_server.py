@@ -95,7 +95,7 @@ DIFFERENCES = {
     ),
     "web": Difference(
         "`GET /` is a web page",
-        "it names what the gateway serves, and browsers are redirected to the console",
+        "404. The console has a path of its own, because a gateway can be mounted in another application",
         "`/console`",
     ),
     "cors": Difference(
@@ -173,19 +173,9 @@ DIFFERENCES = {
         "400 that names the parameter",
         "`documents`, in the format of Jina and Cohere",
     ),
-    "pieces": Difference(
-        "`with_pieces` adds the text of each token to `/tokenize`",
-        "400 that names the parameter. A token may be a part of a character, which has no text",
-        "`/detokenize`",
-    ),
-    "infill": Difference(
-        "`POST /infill` fills the gap between a prefix and a suffix",
-        "404",
-        "`/v1/completions` with the model's own markers in the prompt",
-    ),
     "apply_template": Difference(
-        "`POST /apply-template` returns the rendered prompt, with or without the start of a reply",
-        "404, and `/tokenize` rejects `add_generation_prompt`. Prompts always start a reply",
+        "`POST /apply-template` returns the rendered prompt",
+        "404",
         "`POST /tokenize` with `messages`, then `/detokenize`",
     ),
 }
@@ -219,7 +209,7 @@ BASICS = [
     Pair("slot_save: restore a slot", Ask("/slots/1?action=restore", {"filename": "a.bin"}), {}, 404, differs="slots"),
     Pair("slot_save: erase a slot", Ask("/slots/1?action=erase", {}), {}, 404, differs="slots"),
     Pair("lora: scale of an adapter", complete(lora=[{"id": 0, "scale": 0.5}]), rejected("lora"), 400, differs="lora"),
-    Pair("basic: web page", Ask("/", method="GET"), {"console": "/console", "openai": "/v1"}, differs="web"),
+    Pair("basic: web page", Ask("/", method="GET"), {}, 404, differs="web"),
     Pair("security: health needs no key", Ask("/health", method="GET", key="")),
     *[
         Pair(f"security: {name}", Ask(path, body, key=key), {"error.type": "authentication_error"}, 401)
@@ -246,15 +236,11 @@ COMPLETIONS = [
     Pair("completion: native path", native("/completion", prompt=LIFE, n_predict=8), {}, 404, differs="native"),
     Pair(
         "completion: native path, list",
-        Ask("/completions", complete().body),
+        native("/completions", prompt=LIFE, n_predict=8),
         {"content": ABSENT, "choices.#": 1},
         differs="native",
     ),
-    Pair(
-        "completion: n_predict",
-        Ask("/v1/completions", {**TINY, "prompt": LIFE, "n_predict": 8, "ignore_eos": True}),
-        CREATED,
-    ),
+    Pair("completion: n_predict", Ask("/v1/completions", {**TINY, "prompt": LIFE, "n_predict": 8}), CREATED),
     Pair(
         "completion: max_tokens",
         complete(),
@@ -532,10 +518,9 @@ CHATS = [
     *[
         Pair(
             f"template: add_generation_prompt {given}",
-            native("/tokenize", messages=BOOK, add_generation_prompt=given),
-            rejected("add_generation_prompt"),
-            400,
-            differs="apply_template",
+            lambda other, given=given: native("/tokenize", messages=BOOK, add_generation_prompt=given),
+            lambda other, given=given: {"count": lambda number: (number > other.body["count"]) == given},
+            before=[native("/tokenize", messages=BOOK, add_generation_prompt=not given)],
         )
         for given in (False, True)
     ],
@@ -988,15 +973,7 @@ TOKENS = [
     Pair(
         "tokenize: with_pieces",
         native("/tokenize", content=UNICODE, with_pieces=True),
-        rejected("with_pieces"),
-        400,
-        differs="pieces",
-    ),
-    Pair(
-        "tokenize: unicode there and back",
-        lambda ids: native("/detokenize", tokens=ids.body["tokens"]),
-        lambda _: {"content": UNICODE},
-        before=[native("/tokenize", content=UNICODE)],
+        {"tokens.*.id": int, "tokens.*.piece": lambda pieces: all(len(piece) > 0 for piece in pieces)},
     ),
 ]
 INPUTS: list[tuple[str, Any, int]] = [
@@ -1111,21 +1088,18 @@ RANKS = [
 ]
 CODE = {"input_prefix": "int main() {\n", "prompt": "    int n_threads = llama_", "input_suffix": "}\n"}
 INFILLS = [
-    Pair("infill: without extra files", native("/infill", **CODE), {}, 404, differs="infill"),
+    Pair("infill: without extra files", native("/infill", **CODE, n_predict=8), {"content": str}),
     Pair(
         "infill: with an extra file",
-        native("/infill", **CODE, input_extra=[{"filename": "llama.h", "text": "int n_threads();\n"}]),
-        {},
-        404,
-        differs="infill",
+        native("/infill", **CODE, n_predict=8, input_extra=[{"filename": "llama.h", "text": "int n_threads();\n"}]),
+        {"content": str},
     ),
     *[
         Pair(
             f"infill: invalid extra file {number}",
             native("/infill", **CODE, input_extra=[given]),
-            {},
-            404,
-            differs="infill",
+            {"error.message": str},
+            400,
         )
         for number, given in enumerate(
             (

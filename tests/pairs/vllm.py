@@ -67,26 +67,6 @@ DIFFERENCES = {
         "400 that names the parameter. A truncated prompt gives wrong answers that look right",
         "`/tokenize`, and token ids as the prompt. Embeddings accept `truncate`",
     ),
-    "last_message": Difference(
-        "`continue_final_message` and `add_generation_prompt` choose whether the last message is continued",
-        "400 that names the parameter. A last message of the assistant is always continued",
-        "a message of the role `user` at the end, for a new reply",
-    ),
-    "pieces": Difference(
-        "`return_token_strs` adds the text of each token to `/tokenize`",
-        "400 that names the parameter. A token may be a part of a character, which has no text",
-        "`/detokenize`",
-    ),
-    "unlimited_thinking": Difference(
-        "`thinking_token_budget: -1` stands for no limit",
-        "400 that names the parameter",
-        "a request without this parameter",
-    ),
-    "count_responses": Difference(
-        "`POST /v1/responses/input_tokens` counts the tokens of a response",
-        "404 or 405",
-        "`/tokenize` with `messages`, or `/v1/messages/count_tokens`",
-    ),
     "many_logprobs": Difference(
         "more than 20 `logprobs` of a completion are rejected",
         "up to 100 are reported",
@@ -418,7 +398,7 @@ COMPLETIONS = [
     ],
     Pair(
         "completion: structured_outputs, schema",
-        complete(structured_outputs={"json": CAR}, max_tokens=40, ignore_eos=False),
+        complete(structured_outputs={"json": CAR}, max_tokens=40),
         {"text": is_car},
     ),
     Pair("completion: empty prompt", complete(None, prompt_embeds=[]), {"error.message": str}, 400),
@@ -675,25 +655,24 @@ CHATS = [
         for side in ("left", "right")
     ],
     Pair(
-        "chat: assistant message at the end",
-        chat([SUM[1], {"role": "assistant", "content": SAYING}]),
+        "chat: continue_final_message",
+        chat(
+            [SUM[1], {"role": "assistant", "content": SAYING}], continue_final_message=True, add_generation_prompt=False
+        ),
         {"text": lambda text: SAYING not in text},
     ),
-    *[
-        Pair(
-            f"chat: continue_final_message, echo {echo}",
-            chat(
-                [SUM[1], {"role": "assistant", "content": SAYING}],
-                continue_final_message=True,
-                add_generation_prompt=False,
-                echo=echo,
-            ),
-            rejected("parameter"),
-            400,
-            differs="last_message",
-        )
-        for echo in (False, True)
-    ],
+    Pair(
+        "chat: continue_final_message with echo",
+        chat(
+            [SUM[1], {"role": "assistant", "content": SAYING}],
+            continue_final_message=True,
+            add_generation_prompt=False,
+            echo=True,
+        ),
+        rejected("echo"),
+        400,
+        differs="echo",
+    ),
     Pair("chat: logit_bias", chat(SUM, logit_bias={"17": 1.0}), {"text": str}),
     Pair("chat: logit_bias of an unknown token", chat(SUM, logit_bias={"999999": 1.0}), rejected("999999"), 400),
     Pair(
@@ -777,18 +756,12 @@ CHATS = [
         )
         for budget, expected, status in (
             (5, {"usage.completion_tokens": int}, 200),
+            (-1, {"usage.completion_tokens": int}, 200),
             (-2, rejected("thinking"), 400),
             (0.6, rejected("thinking"), 400),
             (10.5, rejected("thinking"), 400),
         )
     ],
-    Pair(
-        "chat: thinking_token_budget -1",
-        chat(SUM, thinking_token_budget=-1),
-        rejected("thinking_token_budget"),
-        400,
-        differs="unlimited_thinking",
-    ),
     Pair(
         "chat: thinking_token_budget limits the reasoning",
         chat(SUM, max_tokens=60, thinking_token_budget=5),
@@ -1354,9 +1327,7 @@ RESPONSES = [
     Pair(
         "responses: count tokens",
         Ask("/v1/responses/input_tokens", {"model": "tiny", "input": "Hello world, this is a test!"}),
-        {"error.message": str},
-        405,
-        differs="count_responses",
+        {"input_tokens": lambda number: number > 0},
     ),
     Pair(
         "responses: image",
@@ -1396,18 +1367,12 @@ TOKENS = [
         for given in (False, True)
     ],
     *[
-        Pair(f"tokenize: chat, {name}", native("/tokenize", messages=TURNS, tools=tools), sized())
-        for name, tools in (("no tools", None), ("tools", [WEATHER]))
-    ],
-    *[
         Pair(
             f"tokenize: chat, add_generation_prompt {generate}, add_special_tokens {special}, {name}",
             native(
                 "/tokenize", messages=TURNS, tools=tools, add_generation_prompt=generate, add_special_tokens=special
             ),
-            rejected("parameter"),
-            400,
-            differs="last_message",
+            sized(),
         )
         for generate in (False, True)
         for special in (False, True)
@@ -1423,18 +1388,19 @@ TOKENS = [
                 continue_final_message=True,
                 add_generation_prompt=False,
             ),
-            rejected("parameter"),
-            400,
-            differs="last_message",
+            sized(),
         )
         for name, tools in (("no tools", None), ("tools", [WEATHER]))
     ],
     Pair(
         "tokenize: return_token_strs",
         native("/tokenize", prompt=PROMPT, return_token_strs=True),
-        rejected("return_token_strs"),
-        400,
-        differs="pieces",
+        {
+            "body": lambda body: (
+                len(body["token_strs"]) == len(body["tokens"])
+                and all(isinstance(text, str) for text in body["token_strs"])
+            )
+        },
     ),
     Pair(
         "tokenize: there and back",

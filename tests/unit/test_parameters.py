@@ -27,7 +27,24 @@ CONTENT: dict[str, Any] = {
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 VALUES = (
     *("ab" * 32, [{"role": "user", "content": "Hi"}]),
-    *(None, True, 1, 0.5, "1", "root", "list", ["a"], [("a", 0.5)], [(1, 0.5)], {"a": 0.5}, {1: 0.5}, [1], {}, [TOOL]),
+    *(
+        None,
+        True,
+        1,
+        0.5,
+        "1",
+        "root",
+        "list",
+        ["a"],
+        [("a", 0.5)],
+        [(1, 0.5)],
+        {"a": 0.5},
+        {1: 0.5},
+        [1],
+        {},
+        [TOOL],
+        [{"text": "a"}],
+    ),
     *({"type": "object"}, {"type": "function", "function": {"name": "look"}}, {"a": ["b"]}, b"a"),
 )
 FIELDS = [(task, name) for task, typed in TYPED.items() for name in get_type_hints(typed)]

@@ -10,6 +10,7 @@ from cellama.api.http.auth import Caller
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.names import model_named
 
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
 MAX_ERRORS = 100  # enough to find the mistake in the program that wrote the file
@@ -102,6 +103,7 @@ class InputCheck:
 
     def _body_problems(self, body: dict[str, Any]) -> Iterator[Problem]:
         model = body.get("model")
+        model = model_named(model) if isinstance(model, str) else model
         if not isinstance(model, str) or not model or not model.isprintable():
             message = f"body.model is {shorten(model)}; each request must name its model"
             yield "missing_required_parameter", message, "body.model"

@@ -9,10 +9,10 @@ from cellama.api.openai.bodies import (
     allow,
     num_alternatives,
     schema_of_format,
-    set_effort,
     set_parameters,
     unmapped_parameters,
 )
+from cellama.api.openai.other_servers import set_effort
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten, valid_text
 from cellama.tasks.contract.kinds.chat import ChatJob

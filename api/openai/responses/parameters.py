@@ -62,6 +62,7 @@ RULES: Mapping[str, ParameterRule] = {
     "messages": ParameterRule("rejected", "use `input`"),
     "system": ParameterRule("rejected", "use `instructions`"),
     "max_tokens": ParameterRule("rejected", "use `max_output_tokens`"),
+    "n_predict": ParameterRule("rejected", "use `max_output_tokens`"),
     "parent_key": ParameterRule("rejected", "use `previous_response_id`"),
     "cache_prompt": ParameterRule(
         "rejected", "the context of a response is always cached, so that it can be continued", harmless=(True,)

@@ -8,14 +8,14 @@ from pydantic import Field, StrictBool, model_validator
 
 from cellama.config import limits
 
-from ..payloads import ConversationJob, Count, GenerationJob, Name, no_more_than
+from ..payloads import Count, GenerationJob, Name, RepliedJob, no_more_than
 from ..shapes.results import AssistantMessage, CompletionChoice, RunResult
 from . import Kind
 
 TASK_CHAT = "cellama.chat"
 
 
-class ChatJob(ConversationJob, GenerationJob):
+class ChatJob(RepliedJob, GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
     thinking_budget: Count | None = Field(default=None, ge=0, description="Maximum number of tokens for thinking.")

@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
-from typing import NotRequired
+from typing import Annotated, NotRequired
 
-from ..payloads import GenerationJob, Prompt
+from pydantic import BeforeValidator, Field, model_validator
+
+from cellama.config import limits
+
+from ..payloads import (
+    GenerationJob,
+    Name,
+    Payload,
+    Text,
+    TextToComplete,
+    TypedAs,
+    no_more_than,
+    text_of_result,
+)
 from ..shapes.results import CompletionChoice, RunResult
 from . import Kind
 
 TASK_GENERATE = "cellama.generate"
 
 
-class GenerateJob(GenerationJob):
-    """Text that continues a prompt, which is a text or a list of token ids."""
+class OtherFilePayload(Payload):
+    """A file of the same project, which the model reads before the text that it completes."""
 
-    prompt: Prompt
+    filename: Name = "tmp"
+    text: Text
+
+
+class GenerateJob(GenerationJob):
+    """Text that continues a prompt, which is a text or a list of token ids, or that fills the gap before a suffix."""
+
+    prompt: Annotated[TextToComplete, BeforeValidator(text_of_result), TypedAs("Prompt")]
+    suffix: Text | None = Field(
+        default=None, description="Text after the generated text. Only models with tokens for this purpose support it."
+    )
+    input_extra: Annotated[
+        tuple[OtherFilePayload, ...], no_more_than(limits.MAX_EXTRA_FILES, "files"), TypedAs("Sequence[ExtraFile]")
+    ] = Field(
+        default=(),
+        description="Other files of the project, each with a filename and a text, before a prompt with a suffix.",
+    )
+
+    @model_validator(mode="after")
+    def _check_gap(self) -> GenerateJob:
+        if self.suffix is None and self.prompt == "":
+            raise ValueError("prompt is '': it is empty; give some text")
+        if self.suffix is None and self.input_extra:
+            raise ValueError("input_extra requires a suffix; add one, or put the files into the prompt")
+        if self.suffix is not None and self.parent_key is not None:
+            raise ValueError("suffix can't be combined with parent_key; remove one of them")
+        return self
 
 
 class GenerateResult(RunResult):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated, NotRequired
+
 from pydantic import Field, StrictBool
 from typing_extensions import TypedDict
 
-from ..payloads import BaseJob, ConversationJob, Text, TokenList
+from ..payloads import BaseJob, RepliedJob, Text, TokenList
 from . import Kind
 
 TASK_TOKENIZE = "cellama.tokenize"
 TASK_DETOKENIZE = "cellama.detokenize"
 TASK_APPLY_CHAT_TEMPLATE = "cellama.apply_chat_template"
+
+
+ReturnPieces = Annotated[StrictBool, Field(description="Add the text of each token to the result.")]
+Piece = str | list[int]  # the text of a token, or its bytes if they are only part of a character
 
 
 class TokenizeJob(BaseJob):
@@ -21,12 +27,14 @@ class TokenizeJob(BaseJob):
     parse_special: StrictBool = Field(
         default=False, description="Tokenize special tokens in the text as special tokens, not as plain text."
     )
+    return_pieces: ReturnPieces = False
 
 
 class TokenizeResult(TypedDict):
     """Result of `tokenize`."""
 
     tokens: list[int]
+    pieces: NotRequired[list[Piece]]
     model: str
 
 
@@ -43,8 +51,10 @@ class DetokenizeResult(TypedDict):
     model: str
 
 
-class TemplateJob(ConversationJob):
+class TemplateJob(RepliedJob):
     """The prompt of a conversation, as text and as token ids."""
+
+    return_pieces: ReturnPieces = False
 
 
 class TemplateResult(TypedDict):
@@ -52,6 +62,7 @@ class TemplateResult(TypedDict):
 
     prompt: str
     tokens: list[int]
+    pieces: NotRequired[list[Piece]]
     model: str
 
 

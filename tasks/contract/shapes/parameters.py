@@ -44,6 +44,13 @@ class Prediction(TypedDict):
     content: str | list[TextPart]
 
 
+class ExtraFile(TypedDict):
+    """A file of the same project, which the model reads before the text that it completes."""
+
+    filename: NotRequired[str]
+    text: str
+
+
 class ToolFunction(TypedDict):
     """A function that a model may call. `parameters` is a JSON Schema of type object."""
 

@@ -155,7 +155,7 @@ def test_stop_sequence_is_reported(client: Anthropic) -> None:
     [
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
         ({"stop_sequences": 3}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"extra_body": {"top_k": -1}}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"extra_body": {"top_k": -2}}, anthropic.BadRequestError, "invalid_request_error"),
         ({"extra_body": {"unheard_of": 1}}, anthropic.BadRequestError, "invalid_request_error"),
         ({"extra_body": {"priority": 0}}, anthropic.BadRequestError, "invalid_request_error"),
         ({"model": "unheard-of"}, anthropic.NotFoundError, "not_found_error"),

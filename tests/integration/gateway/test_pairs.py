@@ -23,17 +23,38 @@ from ..test_gateway_tenants import Keyed
 TABLES = {"llama-server": llama_server.TABLE, "vllm": vllm.TABLE, "open-responses": open_responses.TABLE}
 WAITING = frozenset(
     """
-llama-server-basic: web page
 llama-server-chat: path without /v1
 llama-server-chat: return_progress
+llama-server-chat: system_fingerprint
 llama-server-chat: timings_per_token
 llama-server-completion: n_predict
 llama-server-completion: native path, list
 llama-server-ctx_shift: no limit
 llama-server-ctx_shift: stream until the limit
 llama-server-embedding: native path, list
+llama-server-infill: invalid extra file 0
+llama-server-infill: invalid extra file 1
+llama-server-infill: invalid extra file 2
+llama-server-infill: invalid extra file 3
+llama-server-infill: invalid extra file 4
+llama-server-infill: with an extra file
+llama-server-infill: without extra files
 llama-server-responses: path without /v1
 llama-server-responses: timings and progress
+llama-server-template: add_generation_prompt False
+llama-server-template: add_generation_prompt True
+llama-server-tokenize: with_pieces
+open-responses-basic-response
+open-responses-function-call-roundtrip
+open-responses-multi-turn
+open-responses-previous-response-id
+open-responses-streaming-response
+open-responses-system-prompt
+open-responses-tool-calling
+open-responses-tool-calling-streaming
+vllm-chat: 21 logprobs in a stream
+vllm-chat: 30 logprobs
+vllm-chat: continue_final_message
 vllm-chat: enable_thinking false
 vllm-chat: enable_thinking false in a stream
 vllm-chat: enable_thinking true
@@ -53,6 +74,7 @@ vllm-chat: structured_outputs, choice with logprobs
 vllm-chat: structured_outputs, grammar
 vllm-chat: structured_outputs, regex
 vllm-chat: structured_outputs, schema
+vllm-chat: thinking_token_budget -1
 vllm-chat: thinking_token_budget 5
 vllm-chat: thinking_token_budget limits the reasoning
 vllm-chat: without return_token_ids
@@ -68,10 +90,22 @@ vllm-functions: required, without a stream, thinking False
 vllm-functions: required, without a stream, thinking True
 vllm-functions: tool_choice null with a schema
 vllm-responses: chat_template_kwargs
+vllm-responses: count tokens
 vllm-responses: reasoning item
 vllm-responses: reasoning tokens of a stream
 vllm-responses: sampling parameters
 vllm-responses: structured_outputs
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens False, no tools
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens False, tools
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens True, no tools
+vllm-tokenize: chat, add_generation_prompt False, add_special_tokens True, tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens False, no tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens False, tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens True, no tools
+vllm-tokenize: chat, add_generation_prompt True, add_special_tokens True, tools
+vllm-tokenize: continue_final_message, no tools
+vllm-tokenize: continue_final_message, tools
+vllm-tokenize: return_token_strs
     """.strip().splitlines()
 )  # for parameters, endpoints and fields that are being added
 PAIRS = [

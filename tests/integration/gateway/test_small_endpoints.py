@@ -34,8 +34,38 @@ def test_tokenize_works_in_both_formats(gateway: GatewayProcess, queue: Client) 
     assert post("/detokenize", tokens=expected)["content"] == "Hello, fox"
     chat = queue.apply_chat_template("tiny", CHAT["messages"], tools=[TOOL]).result(60)["tokens"]
     assert post("/tokenize", model="tiny", messages=CHAT["messages"], tools=[TOOL])["tokens"] == chat
+    pieces = post("/tokenize", content="Hello, fox é", with_pieces=True, return_token_strs=True)
+    assert b"".join(_bytes(token["piece"]) for token in pieces["tokens"]) == "Hello, fox é".encode()
+    assert [token["id"] for token in pieces["tokens"]] == post("/tokenize", content="Hello, fox é")["tokens"]
+    assert pieces["token_strs"][0] == pieces["tokens"][0]["piece"]
     assert gateway.post("/tokenize", json={"content": 3}).status_code == 400
     assert gateway.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def _bytes(piece: Any) -> bytes:
+    """Return the bytes of a piece, which is a text, or a list of bytes that are only part of a character."""
+    return piece.encode() if isinstance(piece, str) else bytes(piece)
+
+
+def test_parameters_of_a_chat_change_the_end_of_its_prompt(gateway: GatewayProcess) -> None:
+    def prompt(*turns: Any, **body: Any) -> str:
+        sent = {"messages": [*CHAT["messages"], *turns], "return_token_strs": True, **body}
+        return "".join(gateway.post("/tokenize", json=sent).raise_for_status().json()["token_strs"])
+
+    started = prompt()
+    ended = prompt(add_generation_prompt=False)
+    assert started.startswith(ended)
+    assert started != ended
+    reply = {"role": "assistant", "content": "It is"}
+    continued = prompt(reply)
+    assert continued == started + "It is"
+    assert continued == prompt(reply, continue_final_message=True, add_generation_prompt=False)
+    closed = prompt(reply, continue_final_message=False, add_generation_prompt=False)
+    assert closed.startswith(continued)
+    assert prompt(reply, continue_final_message=False) == closed + started.removeprefix(ended)
+    answer = gateway.post("/v1/chat/completions", json={**CHAT, "continue_final_message": True})
+    assert answer.status_code == 400
+    assert "the last message is not a text of the assistant" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

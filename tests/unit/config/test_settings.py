@@ -12,6 +12,9 @@ from cellama.config.settings import DEFAULT_SLOTS
 from cellama.engine import EngineOptions
 from cellama.engine.models.manager import new_id
 from cellama.tasks.app import EMBEDDING_JOBS, concurrency, num_jobs_of
+from cellama.tasks.contract.kinds.tokens import TokenizeJob
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name, queues_of_model
+from cellama.tasks.contract.payloads import parse_job
 from cellama.tasks.worker.model_loading import NOT_OPTIONS
 
 SetVariables = Callable[..., None]
@@ -88,6 +91,10 @@ def test_settings_adapters_accept_a_source_or_a_table(settings_environment: SetV
         ({"models": '[{"id":":a","source":"x"}]'}, r"models\.0\.id is ':a'"),
         ({"models": '[{"id":"a ","source":"x"}]'}, r"models\.0\.id is 'a '"),
         ({"models": '[{"id":"","source":"x"}]'}, r"models\.0\.id is ''"),
+        ({"model_aliases": "gpt"}, "'gpt' is not an alias; write it as ALIAS=MODEL, for example gpt-4o-mini=chat"),
+        ({"model_aliases": "a=b,b=c"}, "'a' stands for 'b', which is also an alias; name the model itself"),
+        ({"model_aliases": ":a=b"}, "':a' is not valid, because a model id must not .* choose another alias"),
+        ({"model_aliases": "tiny=b"}, "model_aliases: 'tiny' is the id of a model; choose another alias"),
         ({"config": "nowhere.toml"}, "CELLAMA_CONFIG: 'nowhere.toml' does not exist"),
     ],
 )
@@ -109,6 +116,18 @@ def test_settings_file_error_names_the_mistake(
     (tmp_path / "cellama.toml").write_text(text)
     with pytest.raises(SettingsError, match=message):
         get_settings()
+
+
+@pytest.mark.parametrize("text", ["gpt-4o-mini=tiny, x=:default", '{"gpt-4o-mini": "tiny", "x": ":default"}'])
+def test_alias_stands_for_its_model_in_names_of_queues_and_in_payloads(
+    settings_environment: SetVariables, text: str
+) -> None:
+    settings_environment(model_aliases=text)
+    assert get_settings().model_aliases == {"gpt-4o-mini": "tiny", "x": ":default"}
+    assert queue_name("gpt-4o-mini") == queue_name("tiny") == "cellama:queue:tiny"
+    assert queues_of_model("tiny") == ["cellama:queue:tiny", "cellama:queue:gpt-4o-mini"]
+    assert queues_of_model(DEFAULT_MODEL) == ["cellama:queue::default", "cellama:queue:x"]
+    assert parse_job(TokenizeJob, ("model", "text"), ("x", "a"), {}).model == DEFAULT_MODEL
 
 
 def test_settings_hide_the_password(settings_environment: SetVariables) -> None:

@@ -72,8 +72,9 @@ def test_help_of_every_command_has_an_example(command: str) -> None:
 
 def test_every_generation_parameter_is_an_option() -> None:
     output = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output
-    for name in GenerateJob.model_fields.keys() - {"model", "prompt", "stream"}:
-        assert f"--{name.replace('_', '-').replace('adapters', 'adapter ')}" in output
+    for name in GenerateJob.model_fields.keys() - {"model", "prompt", "stream", "input_extra"}:
+        flag = {"adapters": "adapter ", "stop_token_ids": "stop-token-id "}.get(name, name.replace("_", "-"))
+        assert f"--{flag}" in output
 
 
 @pytest.mark.parametrize(

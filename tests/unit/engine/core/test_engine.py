@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -26,7 +27,7 @@ from cellama.engine import (
 from cellama.engine.fake import FakeBackend
 
 from ....conftest import wait_until
-from ...conftest import PATIENCE_S, Gate, MakeEngine, request
+from ...conftest import GREEDY, PATIENCE_S, Gate, MakeEngine, request
 
 
 def test_engine_gives_each_request_the_same_text_as_alone(make_engine: MakeEngine) -> None:
@@ -91,6 +92,43 @@ def test_engine_stops_at_a_stop_string_and_removes_it(make_engine: MakeEngine) -
     completion = engine.submit(request(stop=(whole[7:10],)), events.append).result(PATIENCE_S)
     assert (completion.text, completion.finish_reason, completion.stop_sequence) == (whole[:7], "stop", whole[7:10])
     assert "".join(e.text for e in events if isinstance(e, Text)) == whole[:7]
+
+
+def test_engine_includes_the_stop_string_in_the_text_if_requested(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    whole = engine.submit(request(max_tokens=20)).result(PATIENCE_S).text
+    events: list[Event] = []
+    kept = request(stop=(whole[7:10],), include_stop_str_in_output=True)
+    completion = engine.submit(kept, events.append).result(PATIENCE_S)
+    assert (completion.text, completion.stop_sequence) == (whole[:10], whole[7:10])
+    assert "".join(event.text for event in events if isinstance(event, Text)) == whole[:10]
+
+
+def test_engine_stops_at_a_stop_token(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    whole = engine.submit(request(max_tokens=20)).result(PATIENCE_S).text
+    token = ord(next(char for at, char in enumerate(whole) if at > 3 and char not in whole[:at]))
+    at = whole.index(chr(token))
+    sampling = replace(GREEDY, stop_token_ids=(token, 999))
+    for include, text in ((False, whole[:at]), (True, whole[: at + 1])):
+        stopping = request(sampling=sampling, include_stop_str_in_output=include)
+        completion = engine.submit(stopping).result(PATIENCE_S)
+        assert (completion.text, completion.finish_reason, completion.stop_sequence) == (text, "stop", None)
+    resumed = replace(stopping, resume=(Resumed(tuple(whole[: at + 1].encode())),))
+    assert engine.submit(resumed).result(PATIENCE_S).text == whole[: at + 1]
+
+
+def test_engine_does_not_end_a_text_before_its_minimum_of_tokens(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(end_every=3))
+    first = engine.submit(request(max_tokens=20)).result(PATIENCE_S)
+    assert first.usage.completion_tokens < 12
+    sampling = replace(GREEDY, min_tokens=12)
+    longer = engine.submit(request(sampling=sampling)).result(PATIENCE_S)
+    assert (longer.usage.completion_tokens >= 12, longer.finish_reason) == (True, "stop")
+    stop = longer.text[4:6]
+    assert stop not in longer.text[6:]
+    stopped = engine.submit(request(sampling=sampling, stop=(stop, longer.text[11:13]))).result(PATIENCE_S)
+    assert (stopped.text, stopped.stop_sequence) == (longer.text[:11], longer.text[11:13])
 
 
 def test_engine_stops_at_the_end_token_unless_it_is_ignored(make_engine: MakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,12 @@ def test_temperature_sharpens_and_flattens() -> None:
         ({"logit_bias": ((0, -np.inf), (2, -50.0))}, [1, 3, 4]),
         ({"mirostat": 2, "mirostat_tau": 1.0}, [0, 1]),  # at first up to 2 bits of surprise
         ({"top_k": 1}, [0]),
+        ({"top_p": 0.0}, [0]),
+        ({"top_n_sigma": 1.0}, [0, 1]),  # the standard deviation is 0.75
+        ({"top_n_sigma": 0.1}, [0]),
+        ({"top_n_sigma": -1.0}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.0, "dynatemp_range": 1.0}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.5, "dynatemp_range": 0.5, "dynatemp_exponent": 100.0}, [0]),
         ({"temperature": 0.0, "logit_bias": ((4, 100.0),)}, [4]),
     ],
 )
@@ -83,6 +90,25 @@ def test_penalties_equal_the_penalties_of_llama_cpp() -> None:
     penalties.apply(logits)
     assert logits[:4].tolist() == [2 / 2 - 0.75, 4 / 2 - 1.25, -1 * 2 - 0.75, 3.0]
     assert not logits[4:].any()
+
+
+def test_temperature_depends_on_the_entropy_of_the_candidates() -> None:
+    probabilities = softmax(LOGITS.astype(np.float64))
+    entropy = -(probabilities * np.log(probabilities)).sum() / np.log(len(LOGITS))
+    expected = softmax(LOGITS.astype(np.float64) / (0.5 + 2 * entropy**3))
+    found = draws(LOGITS, temperature=1.5, dynatemp_range=1.0, dynatemp_exponent=3.0)
+    assert np.abs(found - expected).max() < 0.03
+
+
+def test_text_can_end_only_after_its_minimum_of_tokens() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1,))
+    start = SequenceStart(params, [], 0, n_vocab=len(LOGITS), end_tokens=frozenset({0}))
+    whole = TokenSampler(params, 0, make_processors(start))
+    assert [whole.sample(LOGITS.copy())[0] for _ in range(4)] == [2, 2, 2, 0]
+    resumed = replace(start, tokens=[2, 2], num_sampled=2)
+    rest = TokenSampler(params, 0, make_processors(resumed), num_sampled=2)
+    assert [rest.sample(LOGITS.copy())[0] for _ in range(2)] == [2, 0]
+    assert make_processors(replace(start, num_sampled=3)) == []
 
 
 def test_bans_apply_after_all_other_processors() -> None:
@@ -244,6 +270,9 @@ def test_noise_is_uniform_and_depends_on_every_argument() -> None:
         ({"logprobs": -1}, "logprobs is -1"),
         ({"logit_bias": ((1, float("nan")),)}, "logit_bias of 1 is nan"),
         ({"grammar": "root ::= x", "json_schema": "{}"}, "given together; choose one"),
+        ({"top_n_sigma": -2}, "top_n_sigma is -2; it must be from -1 to 1000"),
+        ({"dynatemp_range": -0.1}, "dynatemp_range is -0.1"),
+        ({"stop_token_ids": (-1,)}, "a token of stop_token_ids is -1"),
         ({"dry_base": 0}, "dry_base is 0; it must be above 0"),
     ],
 )

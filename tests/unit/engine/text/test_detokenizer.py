@@ -71,3 +71,9 @@ def test_text_stream_finds_the_longest_of_the_stops_that_end_first(
     stops: tuple[str, ...], text: str, stop: str
 ) -> None:
     assert TextStream(stops).push(b"abcd") == StopMatch(text, stop)
+
+
+def test_text_stream_finds_a_stop_string_that_ends_after_the_text_can_stop() -> None:
+    stream = TextStream(("ab", "bc"), keeps_stop=True)
+    assert stream.push(b"ab", can_stop=False) == "a"
+    assert stream.push(b"c") == StopMatch("bc", "bc")
