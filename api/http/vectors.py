@@ -19,7 +19,7 @@ from .parsing import ParsedRequest, check_known, flag, read, tokens_of
 from .running import run_one
 
 RERANK = "/v1/rerank"
-ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
+ALIASES = ("/v1/reranking", "/v2/rerank")
 RERANK_PARAMETERS = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
 _GATEWAY_PARAMETERS = ("model", "service_tier", "priority")
 

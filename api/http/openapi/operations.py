@@ -296,7 +296,7 @@ OPERATIONS: Mapping[str, Operation] = {
         examples={"tokens": {"tokens": [72, 101]}},
     ),
     "GET /v1/models": Operation(
-        tag="Models", summary="List the models", answers=_json(shapes.ModelList), failures=CALLER
+        tag="Models", summary="List the models", answers=_json(shapes.ModelList), failures=(*CALLER, 400)
     ),
     "GET /v1/models/{model}": Operation(
         tag="Models",
@@ -381,6 +381,12 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Cancel a batch",
         answers=_json(shapes.BatchObject),
         failures=(*_COMMON_FAILURES_OF_OBJECTS, *CHANGE, "batch_has_ended"),
+    ),
+    "GET /": Operation(
+        tag="Operations",
+        summary="Name what the gateway serves",
+        answers=_json(shapes.Served),
+        is_public=True,
     ),
     "GET /health": Operation(
         tag="Operations",
