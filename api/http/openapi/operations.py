@@ -21,7 +21,14 @@ from cellama.api.http.vectors import RERANK, RERANK_PARAMETERS
 from cellama.api.openai import shapes as openai
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
 from cellama.api.openai.responses import shapes as responses
-from cellama.api.openai.responses.parameters import RESPONSES, RULES
+from cellama.api.openai.responses.parameters import (
+    COMPACT,
+    COMPACTED,
+    COUNTED as COUNTED_INPUT,
+    INPUT_TOKENS,
+    RESPONSES,
+    RULES,
+)
 from cellama.tasks.contract.kinds.chat import CHAT as CHAT_KIND
 from cellama.tasks.contract.kinds.embed import EMBED
 from cellama.tasks.contract.kinds.generate import GENERATE
@@ -176,6 +183,28 @@ OPERATIONS: Mapping[str, Operation] = {
                 "stream": True,
             },
         },
+    ),
+    f"POST {INPUT_TOKENS}": Operation(
+        tag="Responses",
+        summary="Count the tokens of a response's input",
+        answers=_json(responses.ResponseInputTokens),
+        failures=(*JOBS, "previous_response_not_found"),
+        body=BodyTable(
+            own=responses.ResponseParameters, kind=CHAT_KIND, rules=RULES, names=COUNTED_INPUT, required=("input",)
+        ),
+        is_idempotent=True,
+        examples={"question": {"model": "tiny", "input": "What is the capital of France?"}},
+    ),
+    f"POST {COMPACT}": Operation(
+        tag="Responses",
+        summary="Replace a conversation with a summary",
+        answers=_json(responses.CompactedConversation),
+        failures=(*_GENERATION, "previous_response_not_found"),
+        body=BodyTable(
+            own=responses.ResponseParameters, kind=CHAT_KIND, rules=RULES, names=COMPACTED, required=("model", "input")
+        ),
+        is_idempotent=True,
+        examples={"conversation": {"model": "tiny", "input": QUESTION}},
     ),
     f"GET {ONE}": Operation(
         tag="Responses",
