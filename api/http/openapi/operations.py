@@ -17,9 +17,9 @@ from cellama.api.http.batches.service import BATCH_PARAMETERS
 from cellama.api.http.files.endpoints import FILE_FIELDS, FILES, PAGE as FILE_PAGE
 from cellama.api.http.responses.endpoints import MAX_PAGE as MAX_ITEM_PAGE, ONE, PAGE as ITEM_PAGE
 from cellama.api.http.tokens import _CHAT_PARAMETERS, _DETOKENIZE_PARAMETERS, _TEXT_PARAMETERS
-from cellama.api.http.vectors import RERANK, RERANK_PARAMETERS
 from cellama.api.openai import shapes as openai
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
+from cellama.api.openai.reranking import KNOWN as RERANK_PARAMETERS, RERANK
 from cellama.api.openai.responses import shapes as responses
 from cellama.api.openai.responses.parameters import (
     COMPACT,
