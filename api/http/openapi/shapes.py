@@ -53,7 +53,7 @@ class ModelList(TypedDict):
 
 
 class Served(TypedDict):
-    """What the gateway serves. `console` is missing if the console is disabled."""
+    """Name the paths that the gateway serves. `console` is missing if the console is disabled."""
 
     service: str
     openai: str
