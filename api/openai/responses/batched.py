@@ -9,7 +9,7 @@ from typing import Any
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
-from .bodies import params_of, response_fields
+from .bodies import instructions_of, params_of, response_fields
 from .events import ResponseEvents, journal_of_result
 from .items import items_of, messages_of
 from .record import ResponseRecord
@@ -24,7 +24,7 @@ def params_of_line(body: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidJob(f"{name} is {shorten(body[name])}, but bulk runs do not support it; leave it out")
     if body.get("input") is None:
         raise InvalidJob("input is missing; send a string or a list of items")
-    messages, instructions = messages_of(items_of(body["input"], "resp_")), response_fields(body)["instructions"]
+    messages, instructions = messages_of(items_of(body["input"], "resp_")), instructions_of(body)
     params = params_of(body)
     if instructions is not None:
         messages = [{"role": "system", "content": instructions}, *messages]
@@ -34,7 +34,10 @@ def params_of_line(body: Mapping[str, Any]) -> dict[str, Any]:
 def response_of_line(
     line_id: str, body: Mapping[str, Any], params: Mapping[str, Any], result: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the response. `body` has the fields that the response repeats. It is not stored by any gateway."""
+    """Return the response. `body` has the fields that the response repeats. It is not stored by any gateway.
+
+    A bulk run does not know the defaults of the model, so the response shows those of jobs.
+    """
     record = ResponseRecord(
         id=f"resp_{line_id}",
         tenant=None,
@@ -44,7 +47,7 @@ def response_of_line(
         model=result["model"],
         items=[],
         params=dict(params),
-        shown={**response_fields(body), "model": result["model"], "service_tier": "flex"},
+        shown={**response_fields(body, {}), "model": result["model"], "service_tier": "flex"},
         store=False,
     )
     events = ResponseEvents(record)
