@@ -47,6 +47,7 @@ def _is_object(text: str) -> bool:
 CALL_PREFIX = "toolu_"
 NO_THREADS = "thread_unsupported_request"  # with this code, the client's tool runner sends the whole conversation
 TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # our tier → Anthropic's name in the usage
+OVERLOADED = 529  # Anthropic's status for an overloaded server, for which its clients have an exception
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -61,12 +62,20 @@ _ERRORS = {
     429: "rate_limit_error",
     499: "api_error",
     503: "overloaded_error",
+    OVERLOADED: "overloaded_error",
 }
+_OVERLOADED_CODES = ("overloaded", "queue_full")  # the load of the server, not the limits of the caller
+
+
+def status_for_clients(status: int, code: str | None) -> int:
+    """Return the status that Anthropic's API uses for this error."""
+    return OVERLOADED if code in _OVERLOADED_CODES else status
 
 
 def error_object(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error response, or the data of an `error` event if the stream has started."""
-    error: dict[str, Any] = {"type": _ERRORS.get(status, "api_error"), "message": message}
+    kind = _ERRORS.get(status_for_clients(status, code), "api_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
     if code == NO_THREADS:
         error["details"] = {"error_code": code, "unsupported": ["thread"]}
     return {"type": "error", "error": error, "request_id": request_id}

@@ -108,6 +108,8 @@ def _prompt_of(line: StoredLine) -> str:
         system = line.params.get("system")
         turns = [*([{"role": "system", "content": system}] if system else []), *line.params["messages"]]
         return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns)
+    if line.kind == "rerank":
+        return "\n".join([line.params["query"], *line.params["documents"]])
     content = line.params["prompt" if line.kind == "generate" else "texts"]
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
@@ -123,7 +125,7 @@ def _measured(app: CellamaApp, lines: Iterable[StoredLine]) -> int | None:
                 jobs.append(
                     app.tasks[TASK_APPLY_CHAT_TEMPLATE].apply_async((line.model, line.params["messages"]), params)
                 )
-            elif isinstance(text := line.params["prompt" if line.kind == "generate" else "texts"], str):
+            elif isinstance(text := line.params.get("prompt", line.params.get("texts")), str):
                 jobs.append(app.tasks[TASK_TOKENIZE].apply_async((line.model, text), {}))
         return sum(len(job.get(timeout=TOKENIZE_TIMEOUT_S)["tokens"]) for job in jobs)
     except (JobError, RedisUnreachable, CeleryTimeout, TimeoutError):
@@ -131,7 +133,7 @@ def _measured(app: CellamaApp, lines: Iterable[StoredLine]) -> int | None:
 
 
 def _max_completion(line: StoredLine) -> int:
-    if line.kind == "embed":
+    if line.kind in ("embed", "rerank"):
         return 0
     default = LINE_JOBS[line.kind].model_fields["max_tokens"].default
     return int(line.params.get("max_tokens", default)) * int(line.params.get("n", 1))

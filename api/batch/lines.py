@@ -9,6 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cellama.api.openai.bodies import params_of_body
+from cellama.api.openai.parameters import PARAMETERS
+from cellama.api.openai.reranking import RERANK, params_of_rerank
+from cellama.api.openai.responses.batched import params_of_line
+from cellama.api.openai.responses.parameters import RESPONSES
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds.chunk import LINE_JOBS, LineKind, line_bytes, max_lines_bytes
 from cellama.tasks.contract.names import PRIORITY_BULK, model_named
@@ -26,6 +30,7 @@ _KINDS: dict[str, tuple[LineKind, str]] = {  # field of a short line → kind of
     "messages": ("chat", "messages"),
     "text": ("embed", "texts"),
     "texts": ("embed", "texts"),
+    "documents": ("rerank", "documents"),
 }
 MAX_KEY_CHARS = 4096  # length of a prompt in a sort key: prompts with a longer common prefix are adjacent anyway
 ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
@@ -62,20 +67,22 @@ class BatchLine:
     model: str
     params: Mapping[str, Any]
     columns: Mapping[str, Any] = field(default_factory=dict)  # other columns of a table's row, copied into the result
+    request: Mapping[str, Any] = field(default_factory=dict)  # `url` and `body`, if the answer repeats parts of them
 
     @property
     def hash(self) -> str:
         """Return a digest of everything that the result of the line depends on."""
-        text = json.dumps([self.kind, self.model, self.params], sort_keys=True)
+        parts = [self.kind, self.model, self.params, *([self.request] if self.request else [])]
+        text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def is_repeatable(self) -> bool:
         """Return whether identical lines have the same result.
 
-        This holds for embeddings and single greedy completions.
+        This holds for embeddings, rankings and single greedy completions.
         """
-        return self.kind == "embed" or (self._is_greedy and self.params.get("n", 1) == 1)
+        return self.kind in ("embed", "rerank") or (self._is_greedy and self.params.get("n", 1) == 1)
 
     @property
     def _is_greedy(self) -> bool:
@@ -231,6 +238,9 @@ def _for_table(line: BatchLine | BadLine) -> BatchLine | BadLine:
     """Return a BadLine if a line has more than one result, because a row of a table has only one."""
     if isinstance(line, BadLine):
         return line
+    if line.kind == "rerank":
+        message = "documents: a row of a table can't hold a ranking; write results to a .jsonl file"
+        return BadLine(line.number, line.id, message, columns=line.columns)
     texts = line.params.get("texts")
     has_texts = isinstance(texts, list) and len(texts) > 1 and not isinstance(texts[0], int)
     if line.params.get("n", 1) == 1 and not has_texts:
@@ -248,10 +258,30 @@ def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Batc
     try:
         if value.get("method", "POST") != "POST":
             raise InvalidJob(f"method is {value['method']!r}; it must be POST")
-        params = params_of_body(value.get("url"), value.get("body"))
+        url, body = value.get("url"), value.get("body")
+        if url in _READERS and isinstance(body, dict):
+            params, request = _READERS[url](body), {"url": url, "body": _repeated(body)}
+        else:
+            params, request = params_of_body(url, body, (*PARAMETERS, *_READERS)), {}
     except InvalidJob as error:
         return BadLine(number, custom_id, str(error))
-    return _checked(number, custom_id, "openai", params, defaults)
+    line = _checked(number, custom_id, "openai", params, defaults)
+    return replace(line, request=request) if request and isinstance(line, BatchLine) else line
+
+
+def _rerank_params(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {**params_of_rerank(body), "model": body.get("model")}
+
+
+def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body without its large members, which the parameters of the job contain."""
+    return {name: value for name, value in body.items() if name not in ("input", "documents", "query")}
+
+
+_READERS: Mapping[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {  # URLs whose answers repeat the request
+    RESPONSES: params_of_line,
+    RERANK: _rerank_params,
+}
 
 
 def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
@@ -296,7 +326,7 @@ def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
     if kind == "chat":
         head = json.dumps([params.get("tools"), params.get("template_args")]) if params.get("tools") else ""
         return head + "\n".join(f"{turn.get('role')}\x02{turn.get('content')}" for turn in params["messages"])
-    if kind == "embed":
+    if kind in ("embed", "rerank"):
         return ""  # embeddings share no prefix
     prompt = params["prompt"]
     return prompt if isinstance(prompt, str) else "".join(chr(0x10000 + token % 0xF0000) for token in prompt)
@@ -316,6 +346,7 @@ class StoredLine:
     place: int | None  # index in its chunk
     state: int
     columns: dict[str, Any] = field(default_factory=dict)  # other columns of a table's row, copied into the result
+    request: dict[str, Any] = field(default_factory=dict)  # `url` and `body`, if the answer repeats parts of them
 
 
 def _id(value: Any) -> str | int:

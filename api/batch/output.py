@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cellama.api.openai.answers import failure_of, response_of
+from cellama.api.openai.answers import body_of, embeddings_of, failure_of, response_of
+from cellama.api.openai.reranking import ranking_of, returns_documents
+from cellama.api.openai.responses.batched import response_of_line
+from cellama.api.openai.responses.parameters import RESPONSES
 from cellama.tasks.contract.kinds.chat import with_messages
 
 from .lines import BadLine, LineId, StoredLine
@@ -114,10 +117,20 @@ def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
     """Return the output line for a result."""
     shaped: Any = with_messages(result) if line.kind == "chat" else result
     if line.form == "openai":
-        return {**response_of(line.id, _request_id(line), line.kind, shaped), **_columns(line.columns)}
-    names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
+        return {**response_of(line.id, _request_id(line), _body(line, shaped)), **_columns(line.columns)}
+    names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",), "rerank": ("results",)}[line.kind]
     fields = {name: shaped[name] for name in (*names, *_RESULT_FIELDS) if shaped.get(name) is not None}
     return {"id": line.id, **fields, **_columns(line.columns)}
+
+
+def _body(line: StoredLine, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body with which the endpoint of the line would answer."""
+    body = line.request.get("body", {})
+    if line.request.get("url") == RESPONSES:
+        return response_of_line(_request_id(line), body, line.params, result)
+    if line.kind == "rerank":
+        return ranking_of(result, line.params["documents"] if returns_documents(body) else None)
+    return embeddings_of(result) if line.kind == "embed" else body_of(line.kind, _request_id(line), [result])
 
 
 def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
@@ -126,8 +139,10 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
         usage = value.get("usage") or {}
         return {name: usage.get(name, 0) for name in TOKENS}
     usage = value["response"]["body"].get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    counts = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    num_prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))  # responses have names of their own
+    num_completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    counts = (num_prompt, details.get("cached_tokens", 0), num_completion)
     return dict(zip(TOKENS, counts, strict=True))
 
 

@@ -24,14 +24,14 @@ CREATE TABLE IF NOT EXISTS lines (
   number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash TEXT NOT NULL, form TEXT NOT NULL, kind TEXT NOT NULL,
   model TEXT NOT NULL, key TEXT NOT NULL, params TEXT NOT NULL,
   state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, chunk TEXT, place INTEGER, outcome TEXT,
-  merges INTEGER NOT NULL DEFAULT 0, columns TEXT NOT NULL DEFAULT '{}'
+  merges INTEGER NOT NULL DEFAULT 0, columns TEXT NOT NULL DEFAULT '{}', request TEXT NOT NULL DEFAULT '{}'
 );
 CREATE INDEX IF NOT EXISTS plan ON lines (model, tries > 0, key, number) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS chunks ON lines (chunk) WHERE state = 1;
 CREATE INDEX IF NOT EXISTS twins ON lines (hash, number) WHERE merges;
 CREATE INDEX IF NOT EXISTS held ON lines (number) WHERE outcome IS NOT NULL;
 """
-_LINE = "number, id, form, kind, model, params, tries, place, state, columns"
+_LINE = "number, id, form, kind, model, params, tries, place, state, columns, request"
 
 
 class WorkFile:
@@ -52,6 +52,8 @@ class WorkFile:
             self._db.execute("PRAGMA temp_store = FILE")
             self._db.execute("PRAGMA cache_size = -8192")
             self._db.executescript(_SCHEMA)
+            if "request" not in {row[1] for row in self._db.execute("PRAGMA table_info(lines)")}:  # an earlier version
+                self._db.execute("ALTER TABLE lines ADD COLUMN request TEXT NOT NULL DEFAULT '{}'")
         except BaseException:
             self._db.close()
             raise
@@ -114,9 +116,9 @@ class WorkFile:
             self._db.execute("INSERT OR IGNORE INTO outdated VALUES (?)", (line_id,))
         self._db.execute("DELETE FROM lines WHERE id = ?", (line_id,))
         texts = (line_id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
-        names = "number, id, hash, form, kind, model, key, params, merges, columns"
-        values = (line.number, *texts, merge, json.dumps(line.columns))
-        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        names = "number, id, hash, form, kind, model, key, params, merges, columns, request"
+        values = (line.number, *texts, merge, json.dumps(line.columns), json.dumps(line.request))
+        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return None
 
     def _commit_regularly(self) -> None:
@@ -333,7 +335,9 @@ class WorkFile:
 
     def shrink(self) -> None:
         """Delete the content of finished lines. Ids, hashes and states remain, so that a later command finds them."""
-        self._db.execute("UPDATE lines SET key = '', params = '{}', columns = '{}' WHERE state = ?", (FINISHED,))
+        self._db.execute(
+            "UPDATE lines SET key = '', params = '{}', columns = '{}', request = '{}' WHERE state = ?", (FINISHED,)
+        )
         self._db.execute("VACUUM")
 
     def size_bytes(self) -> int:
@@ -357,7 +361,7 @@ def _id_text(line_id: Any) -> str:
 
 
 def _stored(row: tuple[Any, ...]) -> StoredLine:
-    number, id_, form, kind, model, params, tries, place, state, columns = row
+    number, id_, form, kind, model, params, tries, place, state, columns, request = row
     return StoredLine(
         number=number,
         id=json.loads(id_),
@@ -369,4 +373,5 @@ def _stored(row: tuple[Any, ...]) -> StoredLine:
         place=place,
         state=state,
         columns=json.loads(columns),
+        request=json.loads(request),
     )

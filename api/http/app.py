@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,23 +13,45 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match, Route
 
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.traces.gate import tracing
 
-from . import batches, completions, console, files, infill, messages, metrics, models, responses, tokens, vectors
+from . import (
+    anthropic,
+    batches,
+    completions,
+    console,
+    files,
+    infill,
+    messages,
+    metrics,
+    models,
+    responses,
+    tokens,
+    vectors,
+)
 from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
 from .keys.access import RATE_HEADER_NAMES
-from .middleware import REQUEST_ID, RequestMiddleware
+from .middleware import ANTHROPIC_REQUEST_ID, REQUEST_ID, RequestMiddleware
 from .openapi import ROUTES as OPENAPI_ROUTES
+from .paths import PathMiddleware
 from .webhooks import webhooks_of
 
 ENDPOINT_MODULES = (completions, infill, responses, messages, vectors, tokens, models, metrics, files, batches)
-EXPOSED_HEADERS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
+EXPOSED_HEADERS = (
+    REQUEST_ID,
+    ANTHROPIC_REQUEST_ID,
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    *RATE_HEADER_NAMES,
+)
+_ENDPOINTS = "docs/reference/gateway.md"
 API_ROUTES: Sequence[BaseRoute] = [*(route for module in ENDPOINT_MODULES for route in module.ROUTES), *OPENAPI_ROUTES]
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
@@ -81,7 +104,11 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
 
 def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
     """Return the middleware, outermost first. Raises SettingsError if the exporter of traces is not available."""
-    return [Middleware(RequestMiddleware, gateway, routes, tracing()), *_cors(settings)]
+    return [
+        Middleware(PathMiddleware, routes),
+        Middleware(RequestMiddleware, gateway, routes, tracing()),
+        *_cors(settings),
+    ]
 
 
 def _cors(settings: Settings) -> list[Middleware]:
@@ -107,6 +134,8 @@ def _cors(settings: Settings) -> list[Middleware]:
 async def _api_error(request: Request, error: ApiError) -> Response:
     if console.is_console_page(request):
         return console.error_page(request, error)
+    if anthropic.speaks_anthropic(request):
+        return anthropic.error_response(request, error)
     return JSONResponse(error.envelope, error.status, error.headers)
 
 
@@ -117,9 +146,23 @@ async def _job_error(request: Request, error: JobError) -> Response:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Convert errors of the router, such as errors for unknown paths and methods."""
     path = f"{request.method} {request.url.path}"
-    remedy = "open the overview" if console.is_console_page(request) else "docs/how-to/gateway.md lists the endpoints"
+    remedy = f"{_ENDPOINTS} lists the endpoints"
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if console.is_console_page(request):
+        remedy = "open the overview"
+    elif error.status_code == 405:
+        allowed = _allowed(request)
+        remedy = f"use {allowed}"
+        headers["allow"] = allowed
     message = f"{path}: {error.detail}; {remedy}"
-    return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
+    return await _api_error(request, ApiError(error.status_code, message, headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """Return the methods of all routes that have the path of the request."""
+    matching = (route for route in request.app.routes if isinstance(route, Route))
+    methods = (route.methods or () for route in matching if route.matches(request.scope)[0] != Match.NONE)
+    return ", ".join(sorted(set(chain.from_iterable(methods))))
 
 
 async def _internal_error(request: Request, _: Exception) -> Response:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 from starlette.requests import Request
@@ -18,16 +17,14 @@ from cellama.api.anthropic.stream import PING, MessageStream
 from cellama.api.client.async_client import AsyncClient
 from cellama.api.openai.other_servers import UNLIMITED
 from cellama.api.openai.parameters import with_callers_names
-from cellama.tasks.contract.errors import InvalidJob, JobError
+from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .errors import ApiError, of_job
+from .errors import ApiError
 from .parsing import ParsedRequest, flag, read, rest_of_context, tokens_of, within_limit
 from .running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs, run_one
 from .sse import frame
 
-REQUEST_ID = "request-id"  # the header that Anthropic's clients read
-Endpoint = Callable[[Request], Awaitable[Response]]
 _GATEWAY_PARAMETERS = ("stream", "service_tier", "cache_salt")
 _INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
 
@@ -121,29 +118,6 @@ def wrong(error: InvalidJob, names: Mapping[str, str]) -> ApiError:
     return ApiError(400, message, code=NO_THREADS if message.startswith("thread is ") else None)
 
 
-def _with_anthropic_errors(endpoint: Endpoint) -> Endpoint:
-    """Convert the errors of an endpoint into Anthropic's format."""
-
-    @wraps(endpoint)
-    async def answered(request: Request) -> Response:
-        try:
-            response = await endpoint(request)
-        except ApiError as error:
-            response = _failed(request, error)
-        except JobError as error:
-            response = _failed(request, of_job(error))
-        response.headers[REQUEST_ID] = request.state.request_id
-        return response
-
-    return answered
-
-
-def _failed(request: Request, error: ApiError) -> Response:
-    body = error_object(error.status, error.message, request.state.request_id, error.code)
-    return JSONResponse(body, error.status, error.headers)
-
-
-@_with_anthropic_errors
 async def create(request: Request) -> Response:
     """Handle `POST /v1/messages`."""
     parsed = with_standard_tier(await read(request))
@@ -151,7 +125,6 @@ async def create(request: Request) -> Response:
     return await run_jobs(parsed, await parsed.read_by(parse_message, parsed, model))
 
 
-@_with_anthropic_errors
 async def count_tokens(request: Request) -> Response:
     """Handle `POST /v1/messages/count_tokens`.
 

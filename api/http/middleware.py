@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cellama.tasks.traces.tracing import Tracing
 
 REQUEST_ID = "x-request-id"
+ANTHROPIC_REQUEST_ID = "request-id"  # the header that Anthropic's clients read
 NO_RESPONSE = 499  # the client disconnected before there was a status
 FAILED = 500
 
@@ -56,7 +57,7 @@ class RequestMiddleware:
         async def watch(message: Message) -> None:
             nonlocal status, first_byte_s
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                MutableHeaders(scope=message).update({REQUEST_ID: request_id, ANTHROPIC_REQUEST_ID: request_id})
             await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]

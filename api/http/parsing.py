@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -228,7 +229,7 @@ def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
             "requests",
         )
     try:
-        text = raw.decode()
+        text = raw.removeprefix(BOM_UTF8).decode()
         value = json.loads(text) if len(raw) <= LARGE_BYTES else from_json(text)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}; encode it as UTF-8") from None

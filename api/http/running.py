@@ -25,7 +25,7 @@ from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.traces.gate import current_trace_id
 
 from .auth import Admission, Unlimited
-from .errors import ApiError, of_code, of_job, of_worker
+from .errors import ApiError, key_reused, of_code, of_job, of_worker
 from .parsing import ParsedRequest, count
 from .sse import EventStream, keep_alive, with_errors
 
@@ -102,7 +102,9 @@ class RunningJobs:
                 if not self.survives_disconnect:
                     self.parsed.gateway.afterwards(_cancel_when_queued(submitting))
                 raise
-            except InvalidJob:
+            except InvalidJob as error:
+                if key is not None and str(error).startswith("idempotency_key: "):
+                    raise key_reused() from None
                 raise  # the endpoint replaces the names of the fields
             except JobError as error:
                 raise await self.failed(of_job(error)) from None

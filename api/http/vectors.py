@@ -11,16 +11,15 @@ from starlette.routing import Route
 from cellama.api.openai.answers import embeddings_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import EMBEDDINGS, PARAMETERS, callers_names
+from cellama.api.openai.reranking import RERANK, params_of_rerank, ranking_of, returns_documents
 from cellama.tasks.contract.errors import InvalidJob
 
 from .auth import TIERS
 from .errors import ApiError, wrong
-from .parsing import ParsedRequest, check_known, flag, read, tokens_of
+from .parsing import ParsedRequest, read, tokens_of
 from .running import run_one
 
-RERANK = "/v1/rerank"
-ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
-RERANK_PARAMETERS = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
+ALIASES = ("/v1/reranking", "/v2/rerank")
 _GATEWAY_PARAMETERS = ("model", "service_tier", "priority")
 
 
@@ -44,16 +43,13 @@ async def rerank(request: Request) -> Response:
     parsed = await read(request)
     body, client = parsed.body, parsed.gateway.client
     model = await _model(parsed)
-    check_known(body, RERANK_PARAMETERS)
-    with_documents = flag(body, "return_documents")
-    documents = [_text(document) for document in _list(body.get("documents"))]
-    params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}
     try:
-        params |= {"documents": documents}
-        result, headers = await _run(parsed, model, documents, client.rerank, body.get("query"), params)
+        with_documents, params = returns_documents(body), params_of_rerank(body)
+        query, documents = params.pop("query"), params["documents"]
+        result, headers = await _run(parsed, model, documents, client.rerank, query, params)
     except InvalidJob as error:
         raise wrong(error, {}) from None
-    return JSONResponse(_ranking(result, documents if with_documents else None), headers=headers)
+    return JSONResponse(ranking_of(result, documents if with_documents else None), headers=headers)
 
 
 async def _model(parsed: ParsedRequest) -> str:
@@ -73,29 +69,6 @@ async def _run(
         num_tokens,
         lambda key: submit(model, content, wait=True, idempotency_key=key, priority=priority, **params),
     )
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ApiError(400, f"documents is {type(value).__name__}; it must be a list of strings", param="documents")
-    return value
-
-
-def _text(document: Any) -> Any:
-    """Return the text of a document, which is a string or an object with a text."""
-    return document.get("text") if isinstance(document, dict) else document
-
-
-def _ranking(result: Any, documents: list[Any] | None) -> dict[str, Any]:
-    """Return the result in the format of Jina and Cohere."""
-    results = [
-        {"index": ranked["index"], "relevance_score": ranked["score"]}
-        | ({} if documents is None else {"document": {"text": documents[ranked["index"]]}})
-        for ranked in result["results"]
-    ]
-    tokens = result["usage"]["prompt_tokens"]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "model": result["model"], "results": results, "usage": usage}
 
 
 ROUTES = (

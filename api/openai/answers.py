@@ -127,9 +127,8 @@ def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"object": "list", "model": result["model"], "data": data, "usage": usage}
 
 
-def response_of(custom_id: str | int, request_id: str, kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
+def response_of(custom_id: str | int, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of an output file."""
-    body = embeddings_of(result) if kind == "embed" else body_of(kind, request_id, [result])
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}
 

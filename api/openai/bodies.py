@@ -5,7 +5,7 @@ Functions raise InvalidJob.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
@@ -25,10 +25,13 @@ _CONTENT_OF_REPLIES = frozenset({"role", "content", "reasoning", "signature", "t
 _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, which carry content
 
 
-def params_of_body(url: Any, body: Any) -> dict[str, Any]:
-    """Convert a body into the parameters of a job that does not stream, including its model."""
-    if url not in PARAMETERS:
-        raise InvalidJob(f"url is {url!r}; it must be one of {', '.join(PARAMETERS)}")
+def params_of_body(url: Any, body: Any, known: Iterable[str] = PARAMETERS) -> dict[str, Any]:
+    """Convert a body into the parameters of a job that does not stream, including its model.
+
+    An error for an unknown `url` names the `known` ones.
+    """
+    if url not in known:
+        raise InvalidJob(f"url is {url!r}; it must be one of {', '.join(known)}")
     if not isinstance(body, dict):
         raise InvalidJob(f"body is {type(body).__name__}; it must be an object")
     if body.get(CONTENT[url]) is None:

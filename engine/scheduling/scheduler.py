@@ -127,9 +127,9 @@ class Scheduler:
         limit = self.cache.memory.ctx_per_slot - 1  # one cell is reserved for the first generated token
         if num_prompt_tokens > limit:
             raise PromptTooLong(
-                # Clients recognise this error by "prompt is too long" and "this model's maximum context length is".
-                f"the prompt is too long: it has {num_prompt_tokens} tokens, but this model's maximum context length "
-                f"is {limit} tokens; shorten the prompt or raise ctx_per_slot"
+                # Clients recognise this error by these words. Some read both numbers from the first sentence.
+                f"the prompt is too long: {num_prompt_tokens} tokens > {limit} maximum. "
+                f"This model's maximum context length is {limit} tokens; shorten the prompt or raise ctx_per_slot"
             )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
 
@@ -18,19 +18,21 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.kinds.chunk import ChunkJob, job_of_line
 from cellama.tasks.contract.kinds.embed import EmbedJob
+from cellama.tasks.contract.kinds.rerank import RerankJob
 from cellama.tasks.middleware import AttemptContext, Middleware
 from cellama.tasks.publishing.publisher import LINE_MARK, AttemptStream
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.history import Past, Provenance
 
 from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, request_of
-from .vectors import submit_texts, vectors_of, wait_for
+from .vectors import ranking_of, submit_documents, submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
 
 log = event_logger(__name__)
 
+TextLine = tuple[int, EmbedJob | RerankJob, EmbeddingHandle]  # with its index
 Parent = tuple[int, ...]  # tokens of the context that a line continues
 
 
@@ -47,7 +49,7 @@ def adapters_of_lines(job: ChunkJob) -> set[str]:
 
 def has_constrained_lines(job: ChunkJob, defaults: Mapping[str, object]) -> bool:
     """Return whether the text of any line is constrained."""
-    return any(line.kind != "embed" and is_constrained(line.params, defaults) for line in job.lines)
+    return any(line.kind in ("generate", "chat") and is_constrained(line.params, defaults) for line in job.lines)
 
 
 class ChunkRun:
@@ -88,7 +90,7 @@ class ChunkRun:
         self._context.requests_from = self._started_at  # all lines count as submitted now
         self._stream.on_line = self._finish_line
         self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
-        texts: list[tuple[int, EmbedJob, EmbeddingHandle]] = []
+        texts: list[TextLine] = []
         for index in sorted(self._unfinished):
             if self._stopped:
                 break
@@ -129,10 +131,12 @@ class ChunkRun:
             log.exception("line failed unexpectedly", run=self._run_id, line=index)
             self._publish_failure(index, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
 
-    def _start_line(self, index: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:
+    def _start_line(self, index: int, texts: list[TextLine]) -> None:
         job = job_of_line(self._job.lines[index], self._model.id, self._job.priority)
-        if isinstance(job, EmbedJob):
-            vectors = submit_texts(self._model, job)
+        if isinstance(job, EmbedJob | RerankJob):
+            vectors = (
+                submit_texts(self._model, job) if isinstance(job, EmbedJob) else submit_documents(self._model, job)
+            )
             texts.append((index, job, vectors))
             self._add_handle(vectors)
             return
@@ -163,9 +167,12 @@ class ChunkRun:
         """Return the seed of a line. It is the same in every attempt, so that the line can resume."""
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {index}".encode()) & 0x7FFFFFFF
 
-    def _finish_texts(self, index: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
+    def _finish_texts(self, index: int, job: EmbedJob | RerankJob, handle: EmbeddingHandle) -> None:
         wait_for(handle, job.timeout, self._started_at)
-        self._stream.publish(events.line(index, {"result": vectors_of(self._model, job, handle)}))
+        result: Any = (
+            vectors_of(self._model, job, handle) if isinstance(job, EmbedJob) else ranking_of(self._model, job, handle)
+        )
+        self._stream.publish(events.line(index, {"result": result}))
 
     def _publish_failure(self, index: int, failure: InvalidJob | JobFailed) -> None:
         self._stream.publish(events.line(index, {"error": error_of(failure)}))

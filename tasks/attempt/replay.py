@@ -43,7 +43,7 @@ class ChatReplay:
         messages, options = conversation_of(job)
         conversation = options.all_of(messages)
         self._num_added = len(conversation) - len(messages)
-        template = hashlib.sha256(model.template.source.encode()).hexdigest()
+        template = hashlib.sha256((job.chat_template or model.template.source).encode()).hexdigest()
         self._conversation = Conversation(
             (job.cache_scope, provenance.model, template, provenance.adapters),
             options={name: value for name, value in options.variables.items() if name != "tools"},

@@ -73,9 +73,19 @@ def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
 
     Documents with equal scores keep their order. Raises EngineError or JobFailed.
     """
-    model.require("rerank")
-    handle = model.reranker.submit(job.query, job.documents, truncate=job.truncate)
+    handle = submit_documents(model, job)
     wait(handle, job.timeout)
+    return ranking_of(model, job, handle)
+
+
+def submit_documents(model: Model, job: RerankJob) -> EmbeddingHandle:
+    """Submit a job's query and documents to the reranker. Raises EngineError."""
+    model.require("rerank")
+    return model.reranker.submit(job.query, job.documents, truncate=job.truncate)
+
+
+def ranking_of(model: Model, job: RerankJob, handle: EmbeddingHandle) -> RerankResult:
+    """Return the result of a job whose documents have been scored. Raises EngineError."""
     ranked = sorted(enumerate(scores_of(handle)), key=lambda entry: -entry[1])
     results: list[Ranked] = [{"index": index, "score": score} for index, score in ranked[: job.top_n]]
     return {"results": results, "usage": _usage(handle), "model": model.id}

@@ -167,7 +167,9 @@ def test_errors_name_loaded_models_and_their_capabilities(manager: ModelManager)
 
 def test_prompt_longer_than_a_slot_is_rejected_with_both_lengths(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options(ctx_per_slot=100))
-    with pytest.raises(PromptTooLong, match="has 100 tokens, but this model's maximum context length is 99"):
+    with pytest.raises(
+        PromptTooLong, match=r"100 tokens > 99 maximum\. This model's maximum context length is 99 tokens"
+    ):
         model.engine.submit(Request("x", (5,) * 100))
     completion = model.engine.submit(Request("x", (5,) * 99, GREEDY)).result(PATIENCE_S)
     assert completion.usage.completion_tokens <= 1

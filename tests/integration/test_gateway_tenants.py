@@ -26,11 +26,11 @@ STORY = "Once upon a time"
 class Keyed:
     """A gateway with a file of keys, to which tests add keys."""
 
-    def __init__(self, folder: Path, redis_url: str) -> None:
+    def __init__(self, folder: Path, redis_url: str, **settings: str) -> None:
         self._path = folder / "keys.toml"
         self.entries: dict[str, KeyEntry] = {}
         self._write()
-        self.process = GatewayProcess(folder, redis_url, CELLAMA_GATEWAY_KEYS_FILE=str(self._path))
+        self.process = GatewayProcess(folder, redis_url, CELLAMA_GATEWAY_KEYS_FILE=str(self._path), **settings)
 
     def add(self, **fields: Any) -> KeyText:
         key = new_key()

@@ -121,6 +121,28 @@ def test_rerank_returns_documents_and_scores_best_first(reference: BertReference
     assert [entry["index"] for entry in best] == [entry["index"] for entry in result["results"][:3]]
 
 
+def test_bulk_run_ranks_documents_like_single_calls(tmp_path: Path) -> None:
+    ranked = rerank.delay("ranks", "w1 w2", TEXTS).get(timeout=PATIENCE_S)
+    body = {"model": "ranks", "query": "w1 w2", "documents": TEXTS, "return_documents": True}
+    lines = [
+        {"custom_id": "a", "url": "/v1/rerank", "body": body},
+        {"custom_id": "b", "url": "/v1/rerank", "body": {**body, "model": "texts"}},
+        {"id": "c", "model": "ranks", "query": "w1 w2", "documents": TEXTS, "top_n": 1},
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = CliRunner().invoke(commands, ["batch", "run", str(source), "-o", str(output)])
+    assert done.exit_code == 1, done.output  # one line failed
+    results = {line.get("custom_id", line.get("id")): line for line in map(json.loads, output.read_text().splitlines())}
+    assert results.keys() == {"a", "c"}
+    found = results["a"]["response"]["body"]["results"]
+    assert [entry["index"] for entry in found] == [entry["index"] for entry in ranked["results"]]
+    assert [entry["relevance_score"] for entry in found] == pytest.approx([e["score"] for e in ranked["results"]])
+    assert [entry["document"]["text"] for entry in found] == [TEXTS[entry["index"]] for entry in found]
+    assert results["c"]["results"] == [pytest.approx(ranked["results"][0])]
+    assert "wrong_capability" in next(tmp_path.glob("out*errors*")).read_text()
+
+
 async def _ranked(query: str, documents: list[str]) -> list[dict[str, Any]]:
     async with AsyncClient() as client:
         result = await (await client.rerank("ranks", query, documents)).result(timeout=PATIENCE_S)

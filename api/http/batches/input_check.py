@@ -8,11 +8,13 @@ from typing import Any
 from cellama.api.batch.lines import BadLine
 from cellama.api.http.auth import Caller
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS
+from cellama.api.openai.reranking import RERANK
+from cellama.api.openai.responses.parameters import RESPONSES
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import model_named
 
-ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK)
 MAX_ERRORS = 100  # enough to find the mistake in the program that wrote the file
 MAX_ID_CHARS = 512  # because each result repeats the id of its request
 _RESERVED = {"priority": "a batch is bulk work", "cache_scope": "a batch runs in the scope of its tenant"}

@@ -17,11 +17,18 @@ from cellama.api.http.batches.service import BATCH_PARAMETERS
 from cellama.api.http.files.endpoints import FILE_FIELDS, FILES, PAGE as FILE_PAGE
 from cellama.api.http.responses.endpoints import MAX_PAGE as MAX_ITEM_PAGE, ONE, PAGE as ITEM_PAGE
 from cellama.api.http.tokens import _CHAT_PARAMETERS, _DETOKENIZE_PARAMETERS, _TEXT_PARAMETERS
-from cellama.api.http.vectors import RERANK, RERANK_PARAMETERS
 from cellama.api.openai import shapes as openai
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
+from cellama.api.openai.reranking import KNOWN as RERANK_PARAMETERS, RERANK
 from cellama.api.openai.responses import shapes as responses
-from cellama.api.openai.responses.parameters import RESPONSES, RULES
+from cellama.api.openai.responses.parameters import (
+    COMPACT,
+    COMPACTED,
+    COUNTED as COUNTED_INPUT,
+    INPUT_TOKENS,
+    RESPONSES,
+    RULES,
+)
 from cellama.tasks.contract.kinds.chat import CHAT as CHAT_KIND
 from cellama.tasks.contract.kinds.embed import EMBED
 from cellama.tasks.contract.kinds.generate import GENERATE
@@ -177,6 +184,28 @@ OPERATIONS: Mapping[str, Operation] = {
             },
         },
     ),
+    f"POST {INPUT_TOKENS}": Operation(
+        tag="Responses",
+        summary="Count the tokens of a response's input",
+        answers=_json(responses.ResponseInputTokens),
+        failures=(*JOBS, "previous_response_not_found"),
+        body=BodyTable(
+            own=responses.ResponseParameters, kind=CHAT_KIND, rules=RULES, names=COUNTED_INPUT, required=("input",)
+        ),
+        is_idempotent=True,
+        examples={"question": {"model": "tiny", "input": "What is the capital of France?"}},
+    ),
+    f"POST {COMPACT}": Operation(
+        tag="Responses",
+        summary="Replace a conversation with a summary",
+        answers=_json(responses.CompactedConversation),
+        failures=(*_GENERATION, "previous_response_not_found"),
+        body=BodyTable(
+            own=responses.ResponseParameters, kind=CHAT_KIND, rules=RULES, names=COMPACTED, required=("model", "input")
+        ),
+        is_idempotent=True,
+        examples={"conversation": {"model": "tiny", "input": QUESTION}},
+    ),
     f"GET {ONE}": Operation(
         tag="Responses",
         summary="Retrieve a response, or stream its events again",
@@ -296,7 +325,7 @@ OPERATIONS: Mapping[str, Operation] = {
         examples={"tokens": {"tokens": [72, 101]}},
     ),
     "GET /v1/models": Operation(
-        tag="Models", summary="List the models", answers=_json(shapes.ModelList), failures=CALLER
+        tag="Models", summary="List the models", answers=_json(shapes.ModelList), failures=(*CALLER, 400)
     ),
     "GET /v1/models/{model}": Operation(
         tag="Models",
@@ -381,6 +410,12 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Cancel a batch",
         answers=_json(shapes.BatchObject),
         failures=(*_COMMON_FAILURES_OF_OBJECTS, *CHANGE, "batch_has_ended"),
+    ),
+    "GET /": Operation(
+        tag="Operations",
+        summary="Name what the gateway serves",
+        answers=_json(shapes.Served),
+        is_public=True,
     ),
     "GET /health": Operation(
         tag="Operations",

@@ -52,6 +52,16 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
+class Served(TypedDict):
+    """Name the paths that the gateway serves. `console` is missing if the console is disabled."""
+
+    service: str
+    openai: str
+    anthropic: str
+    health: str
+    console: NotRequired[str]
+
+
 class Health(TypedDict):
     """The gateway is running."""
 

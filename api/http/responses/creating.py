@@ -89,10 +89,16 @@ async def _finished(parsed: ParsedRequest, records: ResponseStore, response_id: 
 
 async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: ResponseRecord) -> list[dict[str, Any]]:
     """Return the messages of the job. Raises ApiError."""
-    items = list(record.items)
     if record.parent_key is not None:
-        return messages_of(items)
-    at, num_turns = record.previous, 0
+        return messages_of(record.items)
+    items = [*await items_before(parsed, records, record.previous), *record.items]
+    return with_instructions(record.shown["instructions"], messages_of(items))
+
+
+async def items_before(parsed: ParsedRequest, records: ResponseStore, previous: str | None) -> list[dict[str, Any]]:
+    """Return the items of the response `previous` and of all responses before it. Raises ApiError."""
+    items: list[dict[str, Any]] = []
+    at, num_turns = previous, 0
     while at is not None:
         num_turns += 1
         if num_turns > MAX_TURNS:
@@ -102,13 +108,13 @@ async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: Re
                 "differ from theirs; send the conversation as input",
                 param=_FIELD,
             )
-        previous = await _finished(parsed, records, at)
-        items = [*previous.record.items, *previous.status.response["output"], *items]
-        at = previous.record.previous
-    return _with_instructions(record.shown["instructions"], messages_of(items))
+        found = await _finished(parsed, records, at)
+        items = [*found.record.items, *found.status.response["output"], *items]
+        at = found.record.previous
+    return items
 
 
-def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the instructions into a single system message at the start.
 
     Many chat templates reject a second system message.

@@ -14,9 +14,10 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway, gateway_of
 from cellama.api.http.parsing import PageQuery, read
 from cellama.api.http.running import warning_headers
-from cellama.api.openai.responses.parameters import RESPONSES
+from cellama.api.openai.responses.parameters import COMPACT, INPUT_TOKENS, RESPONSES
 from cellama.api.openai.responses.record import ResponseRecord
 
+from .conversations import compact, count_tokens
 from .creating import answer
 from .reading import end_of, status_of, stream_of
 from .store import ResponseStore
@@ -28,6 +29,16 @@ PAGE, MAX_PAGE = 20, 100  # input items
 async def create(request: Request) -> Response:
     """Handle `POST /v1/responses`."""
     return await answer(await read(request))
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Handle `POST /v1/responses/input_tokens`."""
+    return await count_tokens(await read(request))
+
+
+async def compact_conversation(request: Request) -> Response:
+    """Handle `POST /v1/responses/compact`."""
+    return await compact(await read(request))
 
 
 async def retrieve(request: Request) -> Response:
@@ -141,6 +152,8 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
 
 ROUTES = (
     Route(RESPONSES, create, methods=["POST"]),
+    Route(INPUT_TOKENS, count_input_tokens, methods=["POST"]),
+    Route(COMPACT, compact_conversation, methods=["POST"]),
     Route(ONE, retrieve, methods=["GET"]),
     Route(ONE, delete, methods=["DELETE"]),
     Route(ONE + "/cancel", cancel, methods=["POST"]),

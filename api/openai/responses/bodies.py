@@ -50,7 +50,7 @@ def response_fields(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel = body.get("parallel_tool_calls")
     return {
-        "instructions": _text(body, "instructions"),
+        "instructions": instructions_of(body),
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": _count(body, "max_tool_calls"),
         "metadata": metadata_of(body.get("metadata")),
@@ -74,6 +74,11 @@ def _field_default(name: str) -> Any:
 def _first(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)
+
+
+def instructions_of(body: Mapping[str, Any]) -> str | None:
+    """Return the system message for this request."""
+    return _text(body, "instructions")
 
 
 def includes_signatures(body: Mapping[str, Any]) -> bool:

@@ -88,7 +88,7 @@ class ResponseEvents:
         )
         if status == "completed" and not self._output.has_answer:
             yield from self._output.empty_message()
-        self._end = {"usage": _usage(event["usage"], self._reasoning_tokens), **warnings_of([event])}
+        self._end = {"usage": usage_of(event["usage"], self._reasoning_tokens), **warnings_of([event])}
         if reason in _REASONS:
             self._end["incomplete_details"] = {"reason": _REASONS[reason]}
         if status == "completed":
@@ -136,7 +136,8 @@ def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*events, {**done, "timings": result.get("timings", {}), **calls, **key, **warnings_of([result])}]
 
 
-def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
+def usage_of(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
+    """Return the token counts of a job under the names of this API."""
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     return {
         "input_tokens": prompt,

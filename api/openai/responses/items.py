@@ -14,7 +14,15 @@ from cellama.tasks.contract.json_values import check_text, shorten
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _UNSUPPORTED = ("input_image", "input_file", "input_audio")
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
+SUMMARY_PREFIX = "cellama-summary:"  # of a summary in a compaction item. Other servers encrypt theirs
+_SUMMARY_HEAD = "Summary of the conversation so far:\n\n"
 
 
 def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
@@ -88,11 +96,22 @@ def _read_reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     return {"summary": [], "content": [{"type": "reasoning_text", "text": text} for text in texts], **signature}
 
 
+def _read_compaction(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    content = _text(where, item, "encrypted_content")
+    if not content.startswith(SUMMARY_PREFIX):
+        raise InvalidJob(
+            f"{where}.encrypted_content is {shorten(content)}, which another server created; send the conversation "
+            "itself, or compact it here with /v1/responses/compact"
+        )
+    return {"encrypted_content": content}
+
+
 _READERS = {
     "message": _read_message,
     "function_call": _read_call,
     "function_call_output": _read_output,
     "reasoning": _read_reasoning,
+    "compaction": _read_compaction,
 }
 
 
@@ -139,10 +158,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that the next item may extend
     for item in items:
-        is_answer = item["type"] == "function_call_output"
-        if is_answer or item.get("role", "assistant") != "assistant":
+        if item["type"] in _WHOLE or item.get("role", "assistant") != "assistant":
             turn = None
-            messages.append(_tool_result(item) if is_answer else _message(item))
+            messages.append(_WHOLE.get(item["type"], _message)(item))
             continue
         if turn is None or _starts_turn(turn, item):
             turn = {"role": "assistant"}
@@ -153,6 +171,15 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _tool_result(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+
+
+def _summary(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary as a message of the user, because a last message of the assistant would be continued."""
+    summary = item["encrypted_content"].removeprefix(SUMMARY_PREFIX)
+    return {"role": "user", "content": _SUMMARY_HEAD + summary}
+
+
+_WHOLE = {"function_call_output": _tool_result, "compaction": _summary}  # items that are messages of their own
 
 
 def _message(item: Mapping[str, Any]) -> dict[str, Any]:

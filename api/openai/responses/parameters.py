@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from cellama.api.openai.parameters import ParameterRule
 
 RESPONSES = "/v1/responses"
+INPUT_TOKENS, COMPACT = f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"
 INCLUDABLE = (  # other values are ignored, because responses have no such items
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -18,8 +19,8 @@ RULES: Mapping[str, ParameterRule] = {
     **{name: ParameterRule("unchanged") for name in ("model", "temperature", "top_p")},
     "input": ParameterRule(
         "mapped",
-        "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`; items of built-in tools are "
-        "skipped; images, audio, files and `item_reference` are rejected",
+        "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`, `compaction`; items of "
+        "built-in tools are skipped; images, audio, files and `item_reference` are rejected",
         "messages",
     ),
     "instructions": ParameterRule("mapped", "a system message, for this response only"),
@@ -56,7 +57,9 @@ RULES: Mapping[str, ParameterRule] = {
     "truncation": ParameterRule("rejected", "a prompt that is too long causes an error", harmless=("disabled",)),
     "conversation": ParameterRule("rejected", "use `previous_response_id`"),
     "prompt": ParameterRule("rejected", "prompts are not stored; send `instructions` and `input`"),
-    "context_management": ParameterRule("rejected", "compaction is not available", harmless=([],)),
+    "context_management": ParameterRule(
+        "rejected", "conversations are not compacted automatically; use /v1/responses/compact", harmless=([],)
+    ),
     "moderation": ParameterRule("rejected", "moderation is not available"),
     "n": ParameterRule("rejected", "a response has one answer", harmless=(1,)),
     "messages": ParameterRule("rejected", "use `input`"),
@@ -70,3 +73,13 @@ RULES: Mapping[str, ParameterRule] = {
     "priority": ParameterRule("rejected", "use `service_tier`"),
     "cache_scope": ParameterRule("rejected", "use `cache_salt`"),
 }
+_CONVERSATION = ("model", "input", "instructions", "previous_response_id", "cache_salt")
+COUNTED = (  # the parameters that counting tokens accepts
+    *_CONVERSATION,
+    *("tools", "tool_choice", "parallel_tool_calls", "reasoning", "text", "truncation", "conversation"),
+    *("template_args", "enable_thinking"),
+)
+COMPACTED = (  # the parameters that compaction accepts
+    *_CONVERSATION,
+    *("service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)

@@ -194,6 +194,14 @@ class FunctionCallItem(TypedDict):
     arguments: str
 
 
+class CompactionItem(TypedDict):
+    """A summary of a conversation."""
+
+    id: str
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
@@ -352,6 +360,23 @@ class ResponseStateEvent(TypedDict):
     ]
     response: ResponseObject
     sequence_number: int
+
+
+class CompactedConversation(TypedDict):
+    """The messages of the user, followed by a summary of the conversation."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[MessageItem | CompactionItem]
+    usage: ResponseUsage
+
+
+class ResponseInputTokens(TypedDict):
+    """The number of tokens that a response would prefill."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class OutputItemEvent(TypedDict):

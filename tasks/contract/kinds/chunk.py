@@ -19,14 +19,17 @@ from . import Kind
 from .chat import ChatJob
 from .embed import EmbedJob
 from .generate import GenerateJob
+from .rerank import RerankJob
 
 TASK_CHUNK = "cellama.chunk"
 MAX_CHUNK_LINES = 1024
-LineKind = Literal["generate", "chat", "embed"]
-LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob]] = {
+LineKind = Literal["generate", "chat", "embed", "rerank"]
+LineJob = GenerateJob | ChatJob | EmbedJob | RerankJob
+LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob] | type[RerankJob]] = {
     "generate": GenerateJob,
     "chat": ChatJob,
     "embed": EmbedJob,
+    "rerank": RerankJob,
 }
 
 
@@ -54,7 +57,7 @@ def max_lines_bytes(model: str, max_payload_bytes: int) -> int:
     return max_payload_bytes - len(json.dumps([[model, []], {"priority": PRIORITY_BULK}]))
 
 
-def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | ChatJob | EmbedJob:
+def job_of_line(line: ChunkLine, model: str, priority: int) -> LineJob:
     """Convert the payload of a line into the payload of a single job. Raises InvalidJob."""
     params = {**line.params, "model": model, "priority": priority}
     return parse_job(LINE_JOBS[line.kind], (), (), params)

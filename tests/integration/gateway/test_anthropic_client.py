@@ -68,6 +68,29 @@ def test_stream_adds_up_to_the_message(client: Anthropic) -> None:
     assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
+def test_models_are_listed_and_retrieved_in_anthropics_format(client: Anthropic, gateway: GatewayProcess) -> None:
+    [listed] = client.models.list()
+    assert client.models.retrieve("tiny") == listed
+    assert (listed.id, listed.type, listed.lifecycle, listed.max_input_tokens) == ("tiny", "model", "active", 2047)
+    assert listed.created_at.year >= 2026
+    page = client.models.list(limit=1)
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "tiny")
+    assert list(client.models.list(after_id="tiny")) == list(client.models.list(lifecycle=["retired"])) == []
+    with pytest.raises(anthropic.BadRequestError, match="after_id is 'nope'"):
+        client.models.list(after_id="nope")
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        client.models.retrieve("nope")
+    assert raised.value.type == "not_found_error"
+    assert gateway.get("/v1/models", headers={"x-api-key": "none"}).json()["data"][0]["display_name"] == "tiny"
+    assert gateway.get("/v1/models").json()["object"] == "list"
+
+
+def test_base_url_with_v1_works_as_well(gateway: GatewayProcess, client: Anthropic) -> None:
+    with Anthropic(base_url=f"{gateway.url}/v1/", api_key="none", max_retries=0) as other:
+        assert other.messages.create(**REQUEST).content == client.messages.create(**REQUEST).content
+        assert other.models.retrieve("tiny").id == "tiny"
+
+
 def test_tool_call_and_result_make_a_round_trip(client: Anthropic) -> None:
     with client.messages.stream(**CALL) as stream:
         streamed = stream.get_final_message()

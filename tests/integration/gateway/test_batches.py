@@ -82,6 +82,27 @@ def test_batch_works_for_other_endpoints(openai: OpenAI, url: str, content: dict
     assert len(lines_of(openai, batch.output_file_id)) == 1
 
 
+def test_batch_of_responses_answers_like_the_endpoint(openai: OpenAI) -> None:
+    body: Any = {"model": "tiny", "input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 8}
+    body |= {"instructions": "Be brief", "metadata": {"of": "a test"}}
+    lines = [{"custom_id": name, "method": "POST", "url": "/v1/responses", "body": body} for name in "ab"]
+    lines.append({**lines[0], "custom_id": "c", "body": {**body, "previous_response_id": "resp_x"}})
+    batch = ended(openai, create_batch(openai, lines))
+    assert batch.status == "completed"
+    received = [line["response"]["body"] for line in lines_of(openai, batch.output_file_id)]
+    alone = openai.responses.create(**body).to_dict()
+    differing = {"id", "created_at", "completed_at", "store", "service_tier", "output", "usage"}
+    for answer in received:
+        assert {name: value for name, value in answer.items() if name not in differing} == {
+            name: value for name, value in alone.items() if name not in differing
+        }
+        assert answer["output"][0]["content"] == alone["output"][0]["content"]  # type: ignore[index]
+    assert batch.usage is not None
+    assert batch.usage.output_tokens == sum(answer["usage"]["output_tokens"] for answer in received)
+    [failed] = lines_of(openai, batch.error_file_id)
+    assert "previous_response_id" in failed["error"]["message"]
+
+
 def test_batch_fails_with_line_numbers_when_file_is_invalid(openai: OpenAI) -> None:
     lines = [request(1), request(1), {**request(2), "url": "/v1/embeddings"}]
     batch = ended(openai, create_batch(openai, lines))

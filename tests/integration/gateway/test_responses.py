@@ -63,6 +63,56 @@ def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> No
     assert item.to_dict()["content"] == [{"type": "input_text", "text": REQUEST["input"]}]
 
 
+def test_counted_input_tokens_are_those_that_the_response_uses(openai: OpenAI) -> None:
+    asked: Any = {"model": "tiny", "input": REQUEST["input"], "instructions": "Be brief", "tools": [FUNCTION]}
+    counted = openai.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    first = openai.responses.create(**asked, temperature=0, max_output_tokens=8)
+    assert first.usage is not None
+    assert first.usage.input_tokens == counted.input_tokens
+    items: Any = [{"role": "user", "content": REQUEST["input"]}, *first.to_dict()["output"]]
+    more = openai.responses.input_tokens.count(
+        input="And of Spain?", previous_response_id=first.id, instructions="Be brief", tools=[FUNCTION]
+    )
+    items.append({"role": "user", "content": "And of Spain?"})
+    assert more == openai.responses.input_tokens.count(**{**asked, "input": items})
+    for wrong, expected in (({"input": None}, "input is missing"), ({"temperature": 1}, "unknown parameter")):
+        with pytest.raises(errors.BadRequestError, match=expected):
+            openai.responses.input_tokens.count(model="tiny", extra_body=wrong)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the client's type of messages has no place for users
+def test_compacted_conversation_is_continued_with_its_summary(openai: OpenAI, queue: Client) -> None:
+    first = openai.responses.create(**REQUEST)
+    items: Any = [
+        {"role": "developer", "content": "Be brief"},
+        {"role": "user", "content": REQUEST["input"]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": "Thanks"},
+    ]
+    compacted = openai.responses.compact(model="tiny", input=items)
+    assert (compacted.object, compacted.usage.output_tokens > 0) == ("response.compaction", True)
+    *users, summary = [item.to_dict() for item in compacted.output]
+    texts = [part["text"] for item in users for part in item["content"]]
+    assert ([item["role"] for item in users], texts) == (["user"] * 2, [REQUEST["input"], "Thanks"])
+    assert summary["type"] == "compaction"
+    text = summary["encrypted_content"].removeprefix("cellama-summary:")
+    asked: Any = {**REQUEST, "input": [*compacted.output, {"role": "user", "content": "Go on"}]}
+    contents = [*texts, f"Summary of the conversation so far:\n\n{text}", "Go on"]
+    job = queue.chat(
+        "tiny", [{"role": "user", "content": content} for content in contents], temperature=0, max_tokens=12
+    )
+    assert openai.responses.create(**asked).output_text == job.result(60)["text"]
+    again = openai.responses.compact(model="tiny", previous_response_id=first.id, instructions="Be brief")
+    assert [item.type for item in again.output] == ["message", "compaction"]
+    foreign: Any = [{"type": "compaction", "encrypted_content": "gAAAAA"}]
+    with pytest.raises(errors.BadRequestError, match="which another server created"):
+        openai.responses.create(model="tiny", input=foreign)
+    with pytest.raises(errors.BadRequestError, match="input is missing"):
+        openai.responses.compact(model="tiny")
+
+
 def test_stream_is_the_same_when_read_again_from_any_event(openai: OpenAI) -> None:
     received = events_of(openai.responses.create(**REQUEST, stream=True))
     assert [event["sequence_number"] for event in received] == list(range(len(received)))

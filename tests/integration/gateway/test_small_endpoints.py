@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -66,6 +67,22 @@ def test_parameters_of_a_chat_change_the_end_of_its_prompt(gateway: GatewayProce
     answer = gateway.post("/v1/chat/completions", json={**CHAT, "continue_final_message": True})
     assert answer.status_code == 400
     assert "the last message is not a text of the assistant" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("base", ["", "/v1/", "/v1/v1"])
+def test_endpoints_are_found_when_the_base_url_is_slightly_wrong(gateway: GatewayProcess, base: str) -> None:
+    with OpenAI(base_url=gateway.url + base, api_key="none", max_retries=0) as client:
+        assert client.chat.completions.create(**CHAT).choices[0].message.content
+        assert client.completions.create(model="tiny", prompt="Once", max_tokens=2).choices[0].text
+        assert client.embeddings.create(model="tiny", input="Once").data
+        assert client.responses.create(model="tiny", input="Hi", max_output_tokens=2).output
+        assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_body_with_byte_order_mark_is_accepted(gateway: GatewayProcess) -> None:
+    content = b"\xef\xbb\xbf" + json.dumps(CHAT).encode()
+    answer = gateway.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from cellama.api.batch.lines import BadLine, BatchLine, Defaults, RowMapping, re
 from cellama.api.batch.output import bad_line, error_line, result_line
 from cellama.api.batch.templates import RowTemplate
 from cellama.api.batch.work import WorkFile
-from cellama.api.openai.answers import response_of
+from cellama.api.openai.answers import body_of, response_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import usage_of
@@ -66,8 +66,15 @@ def test_openai_lines_become_jobs() -> None:
         (b"{broken", "the line is not valid JSON"),
         ({"custom_id": 7, "url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is 7; it must be a string"),
         (b'"text"', "the line is of type str; it must be a JSON object"),
-        ({"max_tokens": 3}, "must have exactly one of prompt, messages, text, texts; this line has none of them"),
+        (
+            {"max_tokens": 3},
+            "one of prompt, messages, text, texts, documents; this line has none of them",
+        ),
         ({"prompt": "a", "text": "b"}, "this line has prompt and text"),
+        ({"custom_id": "a", "url": "/v1/responses", "body": {"input": "a", "background": True}}, "background is True"),
+        ({"custom_id": "a", "url": "/v1/responses", "body": {}}, "input is missing"),
+        ({"custom_id": "a", "url": "/v1/rerank", "body": {"query": "a", "documents": "b"}}, "documents is str"),
+        ({"custom_id": "a", "url": "/v1/foo", "body": {}}, "/v1/embeddings, /v1/responses, /v1/rerank"),
         ({"prompt": "a", "temperture": 1}, "unknown parameter 'temperture'; did you mean 'temperature'"),
         ({"prompt": ""}, "prompt is '': it is empty"),
         ({"prompt": "a", "id": ""}, "id is ''"),
@@ -319,7 +326,7 @@ def test_result_line_in_the_openai_format_has_choices_and_usage() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"text": "", "message": message, "finish_reason": "stop", "usage": usage, "model": "m"}
-    response = response_of("c", "line_1", "chat", result)
+    response = response_of("c", "line_1", body_of("chat", "line_1", [result]))
     body = response["response"]["body"]
     assert (response["custom_id"], response["error"], body["object"]) == ("c", None, "chat.completion")
     assert body["choices"][0]["finish_reason"] == "tool_calls"
