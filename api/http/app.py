@@ -18,7 +18,7 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.traces.gate import tracing
 
-from . import batches, completions, console, files, messages, metrics, models, responses, tokens, vectors
+from . import batches, completions, console, files, messages, metrics, models, ollama, responses, tokens, vectors
 from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
@@ -65,7 +65,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
         ClientDisconnect: _client_closed,
         Exception: _internal_error,
     }
-    routes = list(API_ROUTES)
+    routes = [*API_ROUTES, *ollama.ROUTES]
     if console.is_served(settings, access):
         routes += console.ROUTES
     app = Starlette(
@@ -107,6 +107,8 @@ def _cors(settings: Settings) -> list[Middleware]:
 async def _api_error(request: Request, error: ApiError) -> Response:
     if console.is_console_page(request):
         return console.error_page(request, error)
+    if ollama.is_ollama_path(request):
+        return ollama.error_response(error)
     return JSONResponse(error.envelope, error.status, error.headers)
 
 
