@@ -183,8 +183,9 @@ def details_of(view: ModelView) -> dict[str, Any]:
 
 
 def capabilities_of(view: ModelView) -> list[str]:
-    """Return Ollama's names for what a model can do."""
-    return list(dict.fromkeys(_CAPABILITIES[name] for name in view["capabilities"] if name in _CAPABILITIES))
+    """Return Ollama's names for what a model and its chat template support."""
+    names = [_CAPABILITIES[name] for name in view["capabilities"] if name in _CAPABILITIES]
+    return list(dict.fromkeys([*names, *view.get("chat_features", ())]))
 
 
 def size_text(num_params: int) -> str:

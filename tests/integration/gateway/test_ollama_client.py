@@ -198,7 +198,7 @@ def test_models_are_listed_and_described(client: OllamaClient, gateway: GatewayP
         shown = client.show(name)
         assert shown.modelinfo is not None
         assert shown.modelinfo["llama.context_length"] == 2048
-        assert set(shown.capabilities or ()) >= {"completion", "embedding"}
+        assert set(shown.capabilities or ()) == {"completion", "embedding", "tools", "thinking"}
         assert "num_ctx" in (shown.parameters or "")
         assert client.chat(**{**ASKED, "model": name}).model == name
     assert gateway.post("/api/show", json={"name": "tiny"}).status_code == 200

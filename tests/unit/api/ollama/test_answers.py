@@ -99,6 +99,7 @@ def test_models_are_described_in_ollamas_format() -> None:
     )
     assert (entry["details"]["parameter_size"], entry["details"]["quantization_level"]) == ("3.9M", "Q8_0")
     assert capabilities_of(view) == ["completion", "embedding"]
+    assert capabilities_of({**view, "chat_features": ["tools"]}) == ["completion", "embedding", "tools"]
     in_memory = running(view)
     assert (in_memory["size"], in_memory["size_vram"], in_memory["context_length"]) == (16, 8, 2048)
     described = shown({**view, "id": "big:7b"})
