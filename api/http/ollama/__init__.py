@@ -1,6 +1,6 @@
 """Ollama's endpoints (docs/how-to/ollama.md): chats, completions, vectors, and lists of models.
 
-`names.py` finds models by Ollama's names. The errors of all paths below `/api/` have Ollama's format.
+`reading.py` parses bodies and finds models by Ollama's names. All errors below `/api/` have Ollama's format.
 """
 
 from __future__ import annotations

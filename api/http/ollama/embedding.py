@@ -11,13 +11,13 @@ from starlette.routing import Route
 
 from cellama.api.http.auth import TIERS
 from cellama.api.http.errors import ApiError, wrong
-from cellama.api.http.parsing import ParsedRequest, read, tokens_of
+from cellama.api.http.parsing import ParsedRequest, tokens_of
 from cellama.api.http.running import run_one
 from cellama.api.ollama.bodies import parse_texts
 from cellama.api.ollama.parameters import EMBED, EMBEDDINGS
 from cellama.tasks.contract.errors import InvalidJob
 
-from .names import find_named
+from .reading import find_named, read_body
 
 _GATEWAY_PARAMETERS = ("model", "service_tier")
 NS_PER_S = 1_000_000_000
@@ -26,7 +26,7 @@ NS_PER_S = 1_000_000_000
 async def embed(request: Request) -> Response:
     """Handle `POST /api/embed`."""
     started_at = time.monotonic()
-    parsed = await read(request)
+    parsed = await read_body(request)
     vectors, num_tokens, headers = await _run(parsed, EMBED)
     answer = {
         "model": parsed.body["model"],
@@ -40,7 +40,7 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     """Handle `POST /api/embeddings`."""
-    vectors, _, headers = await _run(await read(request), EMBEDDINGS)
+    vectors, _, headers = await _run(await read_body(request), EMBEDDINGS)
     return JSONResponse({"embedding": vectors[0] if vectors else []}, headers=headers)
 
 

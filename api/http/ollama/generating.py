@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from cellama.api.client.async_client import AsyncClient
 from cellama.api.http.errors import ApiError, wrong
-from cellama.api.http.parsing import ParsedRequest, flag, read, rest_of_context, tokens_of, within_limit
+from cellama.api.http.parsing import ParsedRequest, flag, rest_of_context, tokens_of, within_limit
 from cellama.api.http.running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs
 from cellama.api.http.sse import NDJSON, json_line
 from cellama.api.ollama.answers import AnswerForm
@@ -21,7 +21,7 @@ from cellama.api.ollama.parameters import CHAT, GENERATE
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .names import find_named
+from .reading import find_named, read_body
 
 _GATEWAY_PARAMETERS = ("stream", "service_tier", "cache_salt")
 
@@ -86,12 +86,12 @@ def parse_request(parsed: ParsedRequest, url: str, model: ModelView) -> OllamaRe
 
 async def chat(request: Request) -> Response:
     """Handle `POST /api/chat`."""
-    return await _answer(await read(request), CHAT)
+    return await _answer(await read_body(request), CHAT)
 
 
 async def generate(request: Request) -> Response:
     """Handle `POST /api/generate`."""
-    return await _answer(await read(request), GENERATE)
+    return await _answer(await read_body(request), GENERATE)
 
 
 async def _answer(parsed: ParsedRequest, url: str) -> Response:

@@ -8,10 +8,9 @@ from starlette.routing import Route
 
 from cellama.api.http.context import caller_of
 from cellama.api.http.gateway import gateway_of
-from cellama.api.http.parsing import read
 from cellama.api.ollama.answers import VERSION, listed, running, shown
 
-from .names import find_named
+from .reading import find_named, read_body
 
 
 async def tags(request: Request) -> Response:
@@ -28,7 +27,7 @@ async def ps(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """Handle `POST /api/show`."""
-    parsed = await read(request)
+    parsed = await read_body(request)
     name = parsed.body.get("model") or parsed.body.get("name")
     return JSONResponse(shown(await find_named(parsed.gateway, parsed.caller, name)))
 

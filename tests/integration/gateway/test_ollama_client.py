@@ -264,7 +264,7 @@ def test_error_has_ollamas_format(
         (b"[]", JSON, 400),
         (b"\xff", JSON, 400),
         (b"[" * 100_000, JSON, 400),
-        (b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415),
+        (b"{}", {"content-type": "text/plain"}, 415),
         (b"{}", {**JSON, "content-encoding": "gzip"}, 415),
     ],
 )
@@ -274,6 +274,14 @@ def test_malformed_body_gets_an_error_in_ollamas_format(
     for path in ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"):
         answer = gateway.post(path, content=content, headers=headers)
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
+
+
+def test_body_needs_no_content_type_unless_a_page_of_another_site_sends_it(gateway: GatewayProcess) -> None:
+    content, by_page = json.dumps({**ASKED, "stream": False}), {"origin": "http://evil.example"}
+    for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # litellm and curl
+        assert gateway.post("/api/chat", content=content, headers=headers).status_code == 200
+        refused = gateway.post("/api/chat", content=content, headers={**headers, **by_page})
+        assert (refused.status_code, list(refused.json())) == (403, ["error"])
 
 
 def test_client_raises_errors_with_status_and_message(client: OllamaClient) -> None:
