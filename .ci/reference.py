@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -288,14 +288,7 @@ def openai() -> str:
         **find("cellama.api.openai.parameters.PARAMETERS"),
         "/v1/responses": find("cellama.api.openai.responses.parameters.RULES"),
     }
-    return "\n".join(
-        f"`{url}`:\n\n"
-        + table(
-            ("parameter", "handling", "details"),
-            [(f"`{name}`", rule.handling, _handling(rule)) for name, rule in sorted(rules.items())],
-        )
-        for url, rules in tables.items()
-    )
+    return _tables_of_rules(tables)
 
 
 def other_servers() -> str:
@@ -307,9 +300,22 @@ def other_servers() -> str:
 
 def anthropic() -> str:
     """Return how each of Anthropic's parameters is handled."""
-    rules = find("cellama.api.anthropic.parameters.PARAMETERS")
+    return _table_of_rules("parameter", find("cellama.api.anthropic.parameters.PARAMETERS"))
+
+
+def ollama() -> str:
+    """Return how each of Ollama's parameters is handled, by endpoint, and how each option is handled."""
+    parameters, options = (find(f"cellama.api.ollama.parameters.{name}") for name in ("PARAMETERS", "OPTIONS"))
+    return f"{_tables_of_rules(parameters)}\n`options`:\n\n{_table_of_rules('option', options)}"
+
+
+def _tables_of_rules(tables: Mapping[str, Any]) -> str:
+    return "\n".join(f"`{url}`:\n\n{_table_of_rules('parameter', rules)}" for url, rules in tables.items())
+
+
+def _table_of_rules(kind: str, rules: Mapping[str, Any]) -> str:
     rows = [(f"`{name}`", rule.handling, _handling(rule)) for name, rule in sorted(rules.items())]
-    return table(("parameter", "handling", "details"), rows)
+    return table((kind, "handling", "details"), rows)
 
 
 def differences(name: str) -> str:
@@ -346,6 +352,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "other_servers": other_servers,
     "anthropic": anthropic,
     "differences": differences,
+    "ollama": ollama,
     "fields": fields,
     "commands": commands,
     "members": members,

@@ -158,13 +158,13 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "type": "tool_use",
             "id": CALL_PREFIX + call["id"],
             "name": call["function"]["name"],
-            "input": _input_of(call["function"]["arguments"], is_partial=bool(call.get("partial"))),
+            "input": input_of(call["function"]["arguments"], is_partial=bool(call.get("partial"))),
         }
         for call in calls
     ]
 
 
-def _input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
+def input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
     """Return the arguments of a call as an object. Partial arguments are completed as in Anthropic's SDK.
 
     Arguments that can't be sent as JSON (1e999, half of a surrogate pair) are returned as text.

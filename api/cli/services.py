@@ -320,9 +320,9 @@ def gateway_command(
     redis: RedisOption = None,
     openapi: Annotated[bool, typer.Option("--openapi", help="Print the OpenAPI document and exit.")] = False,
 ) -> None:
-    """Serve the OpenAI and Anthropic APIs over HTTP. Requests become jobs, which any worker can run.
+    """Serve the OpenAI, Anthropic and Ollama APIs over HTTP. Requests become jobs, which any worker can run.
 
-    Set the base URL of OpenAI clients to http://127.0.0.1:8000/v1, and of Anthropic clients to http://127.0.0.1:8000.
+    Set the base URL of OpenAI clients to http://127.0.0.1:8000/v1, and of other clients to http://127.0.0.1:8000.
 
     Until you create a key with `cellama keys create`, the gateway accepts any key, but only requests from this
     machine.

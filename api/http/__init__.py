@@ -1,4 +1,4 @@
-"""The gateway: an HTTP server with OpenAI's and Anthropic's endpoints in front of the queue (docs/adr/016-gateway.md).
+"""The gateway: an HTTP server with OpenAI's, Anthropic's and Ollama's endpoints (docs/adr/016-gateway.md).
 
 This package may use `client` and the packages that `client` uses, but no code of workers and engines. Each package in
 this directory is a group of endpoints, and must not use other groups.

@@ -29,6 +29,7 @@ from . import (
     messages,
     metrics,
     models,
+    ollama,
     responses,
     tokens,
     vectors,
@@ -88,7 +89,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
         ClientDisconnect: _client_closed,
         Exception: _internal_error,
     }
-    routes = list(API_ROUTES)
+    routes = [*API_ROUTES, *ollama.ROUTES]
     if console.is_served(settings, access):
         routes += console.ROUTES
     app = Starlette(
@@ -134,6 +135,8 @@ def _cors(settings: Settings) -> list[Middleware]:
 async def _api_error(request: Request, error: ApiError) -> Response:
     if console.is_console_page(request):
         return console.error_page(request, error)
+    if ollama.is_ollama_path(request):
+        return ollama.error_response(error)
     if anthropic.speaks_anthropic(request):
         return anthropic.error_response(request, error)
     return JSONResponse(error.envelope, error.status, error.headers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -175,17 +175,19 @@ def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool
     return value
 
 
-async def read(request: Request) -> ParsedRequest:
+async def read(request: Request, body_types: Collection[str] = (BODY_TYPE,)) -> ParsedRequest:
     """Authenticate and charge the request, and then parse its body. An invalid body therefore also counts as a request.
 
-    Raises ApiError, and ClientDisconnect if the client disconnects.
+    The content type of the request must be one of `body_types`. Raises ApiError, and ClientDisconnect if the client
+    disconnects.
     """
-    return await read_of(request, await charged(request))
+    return await read_of(request, await charged(request), body_types)
 
 
-async def read_of(request: Request, caller: Caller) -> ParsedRequest:
+async def read_of(request: Request, caller: Caller, body_types: Collection[str] = (BODY_TYPE,)) -> ParsedRequest:
     """Parse the body of a charged request of this caller. Raises ApiError or ClientDisconnect."""
     context = context_of(request)
+    _check_type(request, body_types)
     parts = await _parts(request, context.gateway.settings.gateway_max_body_bytes, caller, context)
     num_bytes = sum(map(len, parts))
     if num_bytes <= LARGE_BYTES:
@@ -197,10 +199,13 @@ async def read_of(request: Request, caller: Caller) -> ParsedRequest:
     return ParsedRequest(request=request, context=context, caller=caller, body=body, num_bytes=num_bytes)
 
 
-async def _parts(request: Request, limit: int, caller: Caller, context: RequestContext) -> list[bytes]:
+def _check_type(request: Request, body_types: Collection[str]) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != BODY_TYPE:
+    if kind not in body_types:
         raise ApiError(415, f"content-type is {shorten(kind)}; send application/json")
+
+
+async def _parts(request: Request, limit: int, caller: Caller, context: RequestContext) -> list[bytes]:
     check_not_encoded(request)
     size, parts = declared_bytes(request), []
     if size <= limit:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -27,7 +27,7 @@ from cellama.tasks.traces.gate import current_trace_id
 from .auth import Admission, Unlimited
 from .errors import ApiError, key_reused, of_code, of_job, of_worker
 from .parsing import ParsedRequest, count
-from .sse import EventStream, keep_alive, with_errors
+from .sse import EVENT_STREAM, EventStream, keep_alive, with_errors
 
 T = TypeVar("T")
 
@@ -179,10 +179,12 @@ class RunningJobs:
         *,
         waits: bool = True,
         with_failures: bool = False,
+        media_type: str = EVENT_STREAM,
     ) -> EventStream:
         """Return a streamed response. Closing this response also closes the jobs.
 
-        `frames_of` converts the events into SSE frames, and `error_frame` makes the last frame after an error.
+        `frames_of` converts the events into frames of this media type, and `error_frame` makes the last frame after
+        an error.
         With `waits`, the method returns after the first event, so that errors that a worker finds immediately
         are returned with their HTTP status. With `with_failures`, the failure of a job is passed on as an
         event. Raises ApiError or ClientDisconnect.
@@ -204,7 +206,8 @@ class RunningJobs:
             await self.close()
 
         self._is_streamed = True
-        return EventStream(with_errors(frames_of(all_events()), error_frame), close, self.headers)
+        frames = with_errors(frames_of(all_events()), error_frame)
+        return EventStream(frames, close, self.headers, media_type=media_type)
 
     async def result(self, index: int = 0) -> Result:
         """Return the result of a finished job. Raises ApiError."""
@@ -288,6 +291,8 @@ class JobsRequest(ABC):
     It provides the calls that queue the jobs, and converts their events and results into the response.
     """
 
+    media_type: ClassVar[str] = EVENT_STREAM  # media type of a streamed response
+
     model: str  # the model's name in the jobs
     params: dict[str, Any]  # parameters of each job
     tier: str
@@ -319,7 +324,7 @@ class JobsRequest(ABC):
 
     @abstractmethod
     def frames(self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
-        """Convert events into SSE frames."""
+        """Convert events into frames of the stream."""
 
     @abstractmethod
     def error_frame(self, error: ApiError) -> bytes:
@@ -339,7 +344,8 @@ async def run_jobs(parsed: ParsedRequest, jobs_request: JobsRequest) -> Response
     async with RunningJobs(parsed, jobs_request.model, jobs_request.tier, names=jobs_request.names) as running:
         await unless_disconnected(parsed.request, start())
         if jobs_request.is_stream:
-            return await running.stream(partial(jobs_request.frames, running), jobs_request.error_frame)
+            frames_of = partial(jobs_request.frames, running)
+            return await running.stream(frames_of, jobs_request.error_frame, media_type=jobs_request.media_type)
         return running.answer(await unless_disconnected(parsed.request, jobs_request.body(running)))
 
 

@@ -1,4 +1,4 @@
-"""Stream responses as server-sent events."""
+"""Stream responses as server-sent events, or as lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .errors import ApiError, of_job
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer frames
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"  # media types
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
@@ -27,6 +28,11 @@ def frame(data: Any, event: str | None = None) -> bytes:
 def keep_alive(wait: str | None = None) -> bytes:
     """Return a comment that keeps a stream open. While its job waits, the comment is the text of `Gateway.wait_of`."""
     return f": {wait or 'keep-alive'}\n\n".encode()
+
+
+def json_line(data: Any) -> bytes:
+    """Return a line of JSON in ASCII, because some clients also split lines at other characters, such as U+2028."""
+    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 
 async def with_errors(
@@ -54,9 +60,11 @@ class EventStream(StreamingResponse):
         frames: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: dict[str, str] | None = None,
+        *,
+        media_type: str = EVENT_STREAM,
     ) -> None:
         self._frames = frames
-        super().__init__(frames, media_type="text/event-stream", headers={**HEADERS, **(headers or {})})
+        super().__init__(frames, media_type=media_type, headers={**HEADERS, **(headers or {})})
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -125,6 +125,14 @@ class Texts:
             return False
         return True
 
+    @functools.cached_property
+    def chat_features(self) -> tuple[str, ...]:
+        """What the chat template supports: "tools" and "thinking". Empty without a chat template."""
+        if self._weights.chat_template is None:
+            return ()
+        supported = {"tools": self.template.supports_tools, "thinking": self.template.supports_thinking}
+        return tuple(name for name, is_supported in supported.items() if is_supported)
+
     def _close_template(self) -> None:
         template = self.__dict__.get("template")
         if template is not None:

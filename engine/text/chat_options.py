@@ -149,7 +149,7 @@ def reply_format_of(
             f"thinking_budget is {options.thinking_budget}, but the chat template of model {name!r} has no reasoning; "
             "remove it, or choose a reasoning model"
         )
-    if options.offered and "tools" not in template.source:
+    if options.offered and not template.supports_tools:
         raise InvalidRequest(
             f"tools: the chat template of model {name!r} does not support tools; choose a model that was trained to "
             "call them"

@@ -185,6 +185,17 @@ class ChatTemplate:
         except TemplateFailed:
             return False
 
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the template describes tools to the model."""
+        return "tools" in self.source
+
+    @property
+    def supports_thinking(self) -> bool:
+        """Whether replies have reasoning that can be recognised."""
+        markup = self.reply_markup
+        return markup.channels or bool(markup.think_close)
+
     @functools.cached_property
     def thinking_tokens(self) -> tuple[tuple[int, bytes], ...]:
         """The control tokens around reasoning, with their text."""

@@ -240,6 +240,7 @@ def describe(entry: ModelEntry, default: bool) -> WorkerModel:
         "slots": parts["engine"]["slots_total"] if parts["engine"] else 0,
         "ctx_per_slot": model.ctx_per_slot,
         "follows_replies": model.follows_replies,
+        "chat_features": list(model.chat_features) if "chat" in model.capabilities else [],
         "memory": {device: asdict(usage) for device, usage in model.memory.devices.items()},
         "memory_bytes": model.memory.total_bytes,
         "load_s": round(model.load_s, 3),

@@ -277,6 +277,7 @@ def test_registry_entries_of_models_and_memory_match_their_types(manager: ModelM
     for kind, value in ((WorkerModel, describe(entry, default=True)), (WorkerMemory, manager.memory())):
         TypeAdapter(kind).validate_python(json.loads(json.dumps(value)), strict=True, extra="forbid")
     assert describe(entry, default=True)["follows_replies"]
+    assert describe(entry, default=True)["chat_features"] == ["tools", "thinking"]
 
 
 def test_registry_reports_a_model_as_stopped_when_its_engine_thread_died(

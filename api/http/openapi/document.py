@@ -24,6 +24,7 @@ from .schemas import Schemas
 from .shapes import ErrorBody
 
 CONSOLE = "/console"
+OLLAMA = "/api/"  # Ollama's API has a document of its own
 DESCRIPTION = """\
 The gateway implements OpenAI's and Anthropic's APIs. Each request becomes a job in the queue.
 
@@ -114,7 +115,7 @@ def api_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
     """
     first_paths: dict[Any, str] = {}
     for route in routes:
-        if not isinstance(route, Route) or route.path.startswith(CONSOLE):
+        if not isinstance(route, Route) or route.path == "/" or route.path.startswith((CONSOLE, OLLAMA)):
             continue
         path = _CONVERTOR.sub(r"{\1}", route.path)
         first_path = first_paths.setdefault(route.endpoint, path)

@@ -19,6 +19,7 @@ from .snapshots import EmbedderState, EngineState
 ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
 WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is loaded, and must be unloaded
 AdapterStatus = Literal["loading", "ready", "unloading"]
+ChatFeature = Literal["tools", "thinking"]
 
 
 class LoadFailure(TypedDict):
@@ -117,6 +118,7 @@ class LoadedModel(TypedDict, total=False):
     threads: int  # number of threads in use
     slots: int  # number of slots; 0 if the model only embeds or reranks
     ctx_per_slot: int  # tokens per slot
+    chat_features: list[ChatFeature]  # what the chat template supports: tools, thinking
     follows_replies: bool  # true if chats can have a parent_key, because the template repeats replies unchanged
     memory: dict[str, DeviceUse]  # its memory by device
     memory_bytes: int  # its memory on all devices

@@ -1,0 +1,26 @@
+"""Ollama's endpoints (docs/how-to/ollama.md): chats, completions, vectors, and lists of models.
+
+`reading.py` parses bodies and finds models by Ollama's names. All errors below `/api/` have Ollama's format.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cellama.api.http.errors import ApiError
+
+from . import embedding, generating, listing, managing
+
+ROUTES = (*generating.ROUTES, *embedding.ROUTES, *listing.ROUTES, *managing.ROUTES)
+
+__all__ = ["ROUTES", "error_response", "is_ollama_path"]
+
+
+def is_ollama_path(request: Request) -> bool:
+    """Return whether the path of a request belongs to Ollama's API, so that errors should have its format."""
+    return request.url.path.startswith(f"{request.scope.get('root_path', '')}/api/")
+
+
+def error_response(error: ApiError) -> Response:
+    return JSONResponse({"error": error.message}, error.status, error.headers)

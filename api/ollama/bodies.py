@@ -1,0 +1,194 @@
+"""Convert Ollama's request bodies into parameters of jobs, using the tables in `parameters`.
+
+Functions raise InvalidJob.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cellama.api.openai.bodies import put, set_effort, set_parameters, unmapped_parameters
+from cellama.config import limits
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
+
+from .conversation import messages_of
+from .parameters import CHAT, EMBED, GENERATE, OPTIONS, PARAMETERS
+
+MAX_TOP_LOGPROBS = 20  # as in Ollama's API
+LEVELS = ("low", "medium", "high", "max")
+_DURATION = re.compile(
+    r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h)?", re.ASCII
+)  # one part of a duration such as 1h30m
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOllamaBody:
+    """A job that was read from a body. `params` excludes the model and the content, which is a prompt or messages.
+
+    An empty content asks whether the model is loaded, and needs no job. `names` maps parameters of the job to the
+    caller's names.
+    """
+
+    kind: Literal["chat", "generate"]
+    content: Any
+    params: dict[str, Any]
+    names: dict[str, str]
+
+
+def parse_chat(body: Mapping[str, Any]) -> ParsedOllamaBody:
+    """Parse the body of a request to /api/chat."""
+    given = set_parameters(body, PARAMETERS[CHAT])
+    params, names = _params(given, CHAT)
+    messages = given.get("messages", [])
+    if not isinstance(messages, list):
+        raise InvalidJob(f"messages is {shorten(messages)}; it must be a list of messages")
+    return ParsedOllamaBody(kind="chat", content=messages_of(messages), params=params, names=names)
+
+
+def parse_generate(body: Mapping[str, Any], *, has_template: bool) -> ParsedOllamaBody:
+    """Parse the body of a request to /api/generate. Set `has_template` if the model has a chat template."""
+    given = set_parameters(body, PARAMETERS[GENERATE])
+    params, names = _params(given, GENERATE)
+    prompt, system = _text(given, "prompt"), _text(given, "system")
+    raw = given.get("raw", False)
+    if not isinstance(raw, bool):
+        raise InvalidJob(f"raw is {shorten(raw)}; it must be true or false")
+    if has_template and not raw:
+        turns = [{"role": "system", "content": system}] if system else []
+        messages = [*turns, {"role": "user", "content": prompt}] if prompt else []
+        return ParsedOllamaBody(kind="chat", content=messages, params=params, names=names)
+    reason = "raw is true" if raw else "the model has no chat template"
+    if system:
+        raise InvalidJob(f"system is {shorten(system)}, but {reason}; put it into the prompt")
+    if params.get("enable_thinking"):
+        raise InvalidJob(f"think is {shorten(given['think'])}, but {reason}; leave it out")
+    for name in ("enable_thinking", "template_args"):
+        params.pop(name, None)
+    return ParsedOllamaBody(kind="generate", content=prompt, params=params, names=names)
+
+
+def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]:
+    """Return the texts and the parameters of a job that embeds. An empty text asks whether the model is loaded."""
+    given = set_parameters(body, PARAMETERS[url])
+    check_keep_alive(given.get("keep_alive"))
+    params = unmapped_parameters(given, PARAMETERS[url])
+    texts = params.pop("texts", [])
+    name = "input" if url == EMBED else "prompt"
+    if not isinstance(texts, str) and (
+        url != EMBED or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts)
+    ):
+        kinds = "a string or a list of strings" if url == EMBED else "a string"
+        raise InvalidJob(f"{name} is {shorten(texts)}; it must be {kinds}")
+    return texts, {"truncate": True, **params} if url == EMBED else params
+
+
+def check_keep_alive(value: Any) -> None:
+    """Check a duration, which is a number of seconds, or a text such as 5m."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (value is None or is_number or (isinstance(value, str) and _is_duration(value))):
+        raise InvalidJob(f"keep_alive is {shorten(value)}; it must be a number of seconds, or a duration such as 5m")
+
+
+def unloads(keep_alive: Any) -> bool:
+    """Return whether a valid `keep_alive` asks to unload the model at once."""
+    if isinstance(keep_alive, str):
+        return not any(digit in keep_alive for digit in "123456789")
+    return keep_alive is not None and keep_alive == 0
+
+
+def _is_duration(text: str) -> bool:
+    at = 0
+    while (found := _DURATION.match(text, at)) is not None:
+        at = found.end()
+    return at == len(text) > 0
+
+
+def _params(given: Mapping[str, Any], url: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the parameters of a job that generates, and the caller's names for them."""
+    check_keep_alive(given.get("keep_alive"))
+    params = unmapped_parameters(given, PARAMETERS[url])
+    names = _take_options(params, given.get("options", {}))
+    _take_format(params, given)
+    _take_think(params, given)
+    _take_logprobs(params, given)
+    called = {"json_schema": "format", "enable_thinking": "think", "template_args": "think", "logprobs": "top_logprobs"}
+    return params, {**{name: to for name, to in called.items() if name not in given}, **names}
+
+
+def _take_options(params: dict[str, Any], options: Any) -> dict[str, str]:
+    """Add the options to the parameters. Return the caller's names for the parameters that come from options."""
+    if not isinstance(options, dict):
+        raise InvalidJob(f"options is {shorten(options)}; it must be an object")
+    names = {}
+    for option, value in options.items():
+        if option not in OPTIONS:
+            raise InvalidJob(
+                f"unknown option {shorten(option)}; known options: {', '.join(sorted(OPTIONS))}; parameters of jobs "
+                "belong outside of options"
+            )
+        rule = OPTIONS[option]
+        if value is None or rule.handling == "ignored" or _is_default(option, value):
+            continue
+        name = rule.to or option
+        put(params, name, _converted(option, value), f"options.{option}")
+        names[name] = f"options.{option}"
+    return names
+
+
+def _is_default(option: str, value: Any) -> bool:
+    """Return whether the value of an option means that the parameter of the job is not set."""
+    return type(value) is int and ((option == "num_predict" and value < 0) or (option == "seed" and value == -1))
+
+
+def _converted(option: str, value: Any) -> Any:
+    if type(value) is int and value < 0:
+        if option == "top_k":
+            return 0
+        if option == "repeat_last_n" and value == -1:
+            return limits.MAX_LOOK_BACK
+    return value
+
+
+def _take_format(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    value = given.get("format", "")
+    if value == "":
+        return
+    schema = {"type": "object"} if value == "json" else value
+    if not isinstance(schema, dict):
+        raise InvalidJob(f"format is {shorten(value)}; it must be json or a JSON Schema, which is an object")
+    put(params, "json_schema", schema, "format")
+    params.setdefault("strict_schema", False)
+
+
+def _take_think(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    think = given.get("think")
+    if think is None:
+        return
+    if not isinstance(think, bool) and think not in LEVELS:
+        raise InvalidJob(f"think is {shorten(think)}; it must be true, false, or one of {', '.join(LEVELS)}")
+    put(params, "enable_thinking", think is not False, "think")
+    if isinstance(think, str):
+        set_effort(params, think)
+
+
+def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    enabled, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if not isinstance(enabled, bool):
+        raise InvalidJob(f"logprobs is {shorten(enabled)}; it must be true or false, and top_logprobs is the number")
+    if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidJob(f"top_logprobs is {shorten(top)}; it must be a number from 0 to {MAX_TOP_LOGPROBS}")
+    if top and not enabled:
+        raise InvalidJob(f"top_logprobs is {shorten(top)}, but it requires logprobs: true; set it")
+    if enabled:
+        params["logprobs"] = top
+
+
+def _text(given: Mapping[str, Any], name: str) -> str:
+    text = given.get(name, "")
+    if not isinstance(text, str):
+        raise InvalidJob(f"{name} is {shorten(text)}; it must be a string")
+    return text
