@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough producers check docs bench clean
+.PHONY: help demo test thorough producers clients check docs bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +29,10 @@ thorough: test ## As `make test`, with ten times as many examples of the propert
 # Each environment has its own Python: python3.11 to python3.14 are looked up in PATH.
 producers: $(VENV)/.dev ## Test the base package with the oldest and newest Celery, redis-py, Django and FastAPI
 	$(BIN)/python tests/producers/matrix.py $(ENVIRONMENTS)
+
+# JavaScript clients need node and npm in PATH, and are skipped without them.
+clients: $(VENV)/.dev ## Test other projects' clients of the gateway in environments of their own, which pip and npm create
+	$(BIN)/python tests/clients/matrix.py $(ENVIRONMENTS)
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check

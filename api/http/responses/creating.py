@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -32,6 +33,7 @@ from .store import ResponseStore, digest_of, new_id
 MAX_TURNS = 200  # maximum responses to build a conversation from, because each takes two round trips to Redis
 _CONTEXT_PARAMETERS = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
 _FIELD = "previous_response_id"
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")  # contains the id of the response that stores the item
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
     if body.get("input") is None:
         raise ApiError(400, "input is missing; send a string or a list of items", param="input")
     response_id = new_id(parsed.idempotency_key)
+    body["input"] = await _without_references(parsed, records)
     parsed_body = await parsed.read_by(_parse_body, body, response_id, model.get("sampling", {}))
     params, shown, items = parsed_body.params, parsed_body.shown, parsed_body.items
     previous, scope = await previous_of(parsed, records), parsed.scope()
@@ -173,6 +176,52 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
     prompt_tokens += parsed_body.num_tokens
     num_tokens = prompt_tokens + count(params["max_tokens"], 1)
     return NewResponse(record=record, tier=tier, is_stream=is_stream, num_tokens=num_tokens)
+
+
+async def _without_references(parsed: ParsedRequest, records: ResponseStore) -> Any:
+    """Return the input with the items of stored responses in place of references to them. Raises ApiError."""
+    given, stored, num_read = parsed.body["input"], dict[str, dict[str, Any]](), 0
+    if not isinstance(given, list):
+        return given
+    items = []
+    for index, item in enumerate(given):
+        if not isinstance(item, dict) or item.get("type") != "item_reference":
+            items.append(item)
+            continue
+        item_id = item.get("id")
+        if not isinstance(item_id, str):
+            raise ApiError(400, f"input[{index}].id is {shorten(item_id)}; it must be a string", param="input")
+        if item_id not in stored:
+            num_read += 1
+            if num_read > MAX_TURNS:
+                raise ApiError(
+                    400, f"input refers to items of more than {MAX_TURNS} responses; send the items", param="input"
+                )
+            stored |= {one["id"]: one for one in await _items_beside(parsed, records, item_id)}
+        if item_id not in stored:
+            raise ApiError(
+                404,
+                f"input[{index}].id is {shorten(item_id)}, which is not the id of an item of a stored response; send "
+                "the item itself",
+                param="input",
+            )
+        items.append(stored[item_id])
+    return items
+
+
+async def _items_beside(parsed: ParsedRequest, records: ResponseStore, item_id: str) -> list[dict[str, Any]]:
+    """Return the items of the stored response that has this item, or an empty list. Raises ApiError."""
+    match = _ITEM_ID.fullmatch(item_id)
+    if match is None:
+        return []
+    try:
+        record = await records.read(f"resp_{match[1]}", parsed.caller)
+        status = await status_of(parsed.gateway, record)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return []
+    return [*record.items, *status.response["output"]]
 
 
 @dataclass(frozen=True, slots=True)

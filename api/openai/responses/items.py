@@ -57,11 +57,8 @@ def _item(index: int, item: Any, response_id: str) -> dict[str, Any] | None:
     kind = item.get("type") or "message"
     if not isinstance(kind, str):
         raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a string")
-    if kind == "item_reference":  # leaving it out would leave a gap in the conversation
-        raise InvalidJob(
-            f"{where}.type is {kind!r}, which is not supported; send the item itself, or continue with "
-            "previous_response_id"
-        )
+    if kind == "item_reference":  # the endpoint replaces references
+        raise InvalidJob(f"{where}.type is {kind!r}, which is not supported here; send the item itself")
     if kind not in _PREFIXES:
         return None
     item_id = _text(where, item, "id") if item.get("id") else f"{_PREFIXES[kind]}_{response_id[5:]}_{index}"

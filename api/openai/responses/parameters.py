@@ -19,8 +19,9 @@ RULES: Mapping[str, ParameterRule] = {
     **{name: ParameterRule("unchanged") for name in ("model", "temperature", "top_p")},
     "input": ParameterRule(
         "mapped",
-        "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`, `compaction`; items of "
-        "built-in tools are skipped; images, audio, files and `item_reference` are rejected",
+        "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`, `compaction`, and "
+        "`item_reference` for an item of a stored response; items of built-in tools are skipped; images, audio and files "
+        "are rejected",
         "messages",
     ),
     "instructions": ParameterRule("mapped", "a system message, for this response only"),

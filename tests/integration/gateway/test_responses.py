@@ -113,6 +113,31 @@ def test_compacted_conversation_is_continued_with_its_summary(openai: OpenAI, qu
         openai.responses.compact(model="tiny")
 
 
+def test_references_stand_for_items_of_stored_responses(openai: OpenAI) -> None:
+    sent: Any = {**REQUEST, "input": "What is the weather in Paris?", "tools": [FUNCTION], "max_output_tokens": 60}
+    first = openai.responses.create(**sent)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    [question] = openai.responses.input_items.list(first.id)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    whole = openai.responses.create(**{**sent, "input": [{"role": "user", "content": sent["input"]}, call, result]})
+    references = [{"type": "item_reference", "id": item.id} for item in (question, call)]
+    answer = openai.responses.create(**{**sent, "input": [*references, result]})
+    assert answer.output_text == whole.output_text != ""
+    assert answer.usage
+    assert whole.usage
+    assert answer.usage.input_tokens == whole.usage.input_tokens
+    assert [item.type for item in openai.responses.input_items.list(answer.id, order="asc")] == [
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
+    openai.responses.delete(first.id)
+    with pytest.raises(errors.NotFoundError, match=r"input\[0\]\.id is .*send the item itself"):
+        openai.responses.create(**{**sent, "input": [*references, result]})
+    with pytest.raises(errors.BadRequestError, match="it must be a string"):
+        openai.responses.create(**{**sent, "input": [{"type": "item_reference"}]})
+
+
 def test_stream_is_the_same_when_read_again_from_any_event(openai: OpenAI) -> None:
     received = events_of(openai.responses.create(**REQUEST, stream=True))
     assert [event["sequence_number"] for event in received] == list(range(len(received)))
