@@ -130,6 +130,11 @@ BENCHMARKS = {
         "validity of texts sampled under the schemas of the JSON-Schema-Test-Suite",
         "--outputs 2",
     ),
+    "coding_agents": Benchmark(
+        "service",
+        "tokens of each turn that Claude Code and Codex CLI compute again, also after a worker was killed",
+        "--agents codex",
+    ),
     "clients": Benchmark(
         "structured",
         "structured output by 43 pydantic models and 20 Zod schemas through other clients",

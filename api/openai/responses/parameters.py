@@ -20,8 +20,8 @@ RULES: Mapping[str, ParameterRule] = {
     "input": ParameterRule(
         "mapped",
         "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`, `compaction`, and "
-        "`item_reference` for an item of a stored response; items of built-in tools are skipped; images, audio and files "
-        "are rejected",
+        "`item_reference` for an item of a stored response; items of built-in tools are skipped; images, audio and "
+        "files are rejected",
         "messages",
     ),
     "instructions": ParameterRule("mapped", "a system message, for this response only"),
