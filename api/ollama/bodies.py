@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cellama.api.openai.bodies import put, set_effort, set_parameters, unmapped_parameters
+from cellama.api.openai.bodies import set_parameters, unmapped_parameters
+from cellama.api.openai.other_servers import put, set_effort
 from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten

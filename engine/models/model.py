@@ -127,7 +127,7 @@ class Texts:
 
     @functools.cached_property
     def chat_features(self) -> tuple[str, ...]:
-        """What the chat template supports: "tools" and "thinking". Empty without a chat template."""
+        """The features that the chat template supports: "tools" and "thinking". It is empty without a chat template."""
         if self._weights.chat_template is None:
             return ()
         supported = {"tools": self.template.supports_tools, "thinking": self.template.supports_thinking}
