@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from cellama.api.openai.shapes import CLOSED, CacheSalt
+from cellama.api.openai.shapes import CLOSED, CacheSalt, OtherServersParameters
 
 StopReason = Literal["end_turn", "stop_sequence", "tool_use", "max_tokens", "model_context_window_exceeded"]
 
@@ -108,7 +108,7 @@ class OutputConfig(TypedDict, total=False):
     format: OutputSchema | None
 
 
-class MessageParameters(TypedDict, total=False):
+class MessageParameters(OtherServersParameters, total=False):
     messages: Annotated[list[UserTurn | AssistantTurn], Field(min_length=1)]
     system: str | list[TextBlock]
     stream: bool

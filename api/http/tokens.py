@@ -18,13 +18,13 @@ from .parsing import ParsedRequest, check_known, flag, read, tokens_of
 from .running import run_one
 
 _PIECES = ("with_pieces", "return_token_strs")  # llama-server's and vLLM's names
-_TEXT_PARAMETERS = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special", *_PIECES)
+TOKENIZED_TEXT = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special", *_PIECES)
 _TEMPLATE_PARAMETERS = (
     *("tools", "tool_choice", "enable_thinking", "template_args", "chat_template_kwargs", "chat_template"),
     *("add_generation_prompt", "continue_final_message"),
 )
-_CHAT_PARAMETERS = ("model", "messages", "add_special_tokens", *_TEMPLATE_PARAMETERS, *_PIECES)
-_DETOKENIZE_PARAMETERS = ("model", "tokens")
+TOKENIZED_CHAT = ("model", "messages", "add_special_tokens", *_TEMPLATE_PARAMETERS, *_PIECES)
+DETOKENIZED = ("model", "tokens")
 
 
 async def tokenize(request: Request) -> Response:
@@ -37,7 +37,7 @@ async def tokenize(request: Request) -> Response:
         params = _chat_params(body) | pieces
         model, result, headers = await _run(parsed, client.apply_chat_template, body["messages"], params)
     else:
-        check_known(body, _TEXT_PARAMETERS)
+        check_known(body, TOKENIZED_TEXT)
         content = body.get("content", body.get("prompt"))
         params = {
             "add_special": flag(body, "add_special", default=flag(body, "add_special_tokens", default=True)),
@@ -58,7 +58,7 @@ async def tokenize(request: Request) -> Response:
 
 def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of the job that renders a chat. Raises ApiError."""
-    check_known(body, _CHAT_PARAMETERS)
+    check_known(body, TOKENIZED_CHAT)
     if flag(body, "add_special_tokens"):
         raise ApiError(
             400,
@@ -75,7 +75,7 @@ def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
 async def detokenize(request: Request) -> Response:
     """Handle `POST /detokenize`."""
     parsed = await read(request)
-    check_known(parsed.body, _DETOKENIZE_PARAMETERS)
+    check_known(parsed.body, DETOKENIZED)
     _, result, headers = await _run(parsed, parsed.gateway.client.detokenize, parsed.body.get("tokens"), {})
     text = result["text"]
     return JSONResponse({"content": text, "prompt": text, "model": result["model"]}, headers=headers)

@@ -159,6 +159,26 @@ class AllowedTools(TypedDict):
     allowed_tools: AllowedToolList
 
 
+class StructuredOutputs(TypedDict, total=False):
+    """One constraint of the text, as in vLLM."""
+
+    json: dict[str, Any] | str | None
+    regex: str | None
+    choice: list[FilledString] | None
+    grammar: str | None
+    json_object: bool | None
+
+
+class OtherServersParameters(TypedDict, total=False):
+    chat_template_kwargs: dict[str, Any]
+    structured_outputs: StructuredOutputs
+    guided_json: dict[str, Any] | str
+    guided_regex: str
+    guided_choice: Annotated[list[FilledString], Field(min_length=1)]
+    guided_grammar: str
+    reasoning_effort: str
+
+
 class GenerationParameters(TypedDict, total=False):
     stream: bool
     stream_options: StreamOptions
@@ -167,7 +187,7 @@ class GenerationParameters(TypedDict, total=False):
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class ChatParameters(GenerationParameters, total=False):
+class ChatParameters(GenerationParameters, OtherServersParameters, total=False):
     messages: Annotated[list[SentMessage], Field(min_length=1)]
     logprobs: bool
     top_logprobs: NumLogprobs
@@ -176,7 +196,7 @@ class ChatParameters(GenerationParameters, total=False):
     reasoning_effort: str
 
 
-class CompletionParameters(GenerationParameters, total=False):
+class CompletionParameters(GenerationParameters, OtherServersParameters, total=False):
     prompt: Texts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cellama.api.http.context import caller_of
@@ -38,15 +38,9 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": VERSION})
 
 
-async def root(request: Request) -> Response:
-    """Handle `GET /`, which clients send to check whether a server is running."""
-    return PlainTextResponse("cellama is running")
-
-
 ROUTES = (
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/ps", ps, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),
     Route("/api/version", version, methods=["GET"]),
-    Route("/", root, methods=["GET"]),
 )

@@ -115,7 +115,7 @@ def api_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
     """
     first_paths: dict[Any, str] = {}
     for route in routes:
-        if not isinstance(route, Route) or route.path == "/" or route.path.startswith((CONSOLE, OLLAMA)):
+        if not isinstance(route, Route) or route.path.startswith((CONSOLE, OLLAMA)):
             continue
         path = _CONVERTOR.sub(r"{\1}", route.path)
         first_path = first_paths.setdefault(route.endpoint, path)

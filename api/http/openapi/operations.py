@@ -16,9 +16,9 @@ from cellama.api.http.batches.endpoints import BATCHES, MAX_PAGE as MAX_BATCH_PA
 from cellama.api.http.batches.service import BATCH_PARAMETERS
 from cellama.api.http.files.endpoints import FILE_FIELDS, FILES, PAGE as FILE_PAGE
 from cellama.api.http.responses.endpoints import MAX_PAGE as MAX_ITEM_PAGE, ONE, PAGE as ITEM_PAGE
-from cellama.api.http.tokens import _CHAT_PARAMETERS, _DETOKENIZE_PARAMETERS, _TEXT_PARAMETERS
+from cellama.api.http.tokens import DETOKENIZED, TOKENIZED_CHAT, TOKENIZED_TEXT
 from cellama.api.openai import shapes as openai
-from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
+from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, OTHER_SERVERS, PARAMETERS, ParameterRule
 from cellama.api.openai.reranking import KNOWN as RERANK_PARAMETERS, RERANK
 from cellama.api.openai.responses import shapes as responses
 from cellama.api.openai.responses.parameters import (
@@ -29,6 +29,7 @@ from cellama.api.openai.responses.parameters import (
     RESPONSES,
     RULES,
 )
+from cellama.tasks.contract.kinds import Kind
 from cellama.tasks.contract.kinds.chat import CHAT as CHAT_KIND
 from cellama.tasks.contract.kinds.embed import EMBED
 from cellama.tasks.contract.kinds.generate import GENERATE
@@ -97,6 +98,12 @@ def _page(default: int, largest: int) -> dict[str, Any]:
     }
 
 
+def _rules(own: Mapping[str, ParameterRule], kind: Kind) -> Mapping[str, ParameterRule]:
+    """Return the rules of an endpoint and those for vLLM's and llama-server's parameters that its jobs have."""
+    names = kind.payload.model_fields
+    return {**{name: rule for name, rule in OTHER_SERVERS.items() if not rule.to or rule.to in names}, **own}
+
+
 _GENERATION = (*JOBS, "too_many_bytes")
 _COMMON_FAILURES_OF_OBJECTS = (*CALLER, "not_found")
 _EVENTS_OF_RESPONSES = Events(responses.ResponseEvent)
@@ -108,7 +115,10 @@ OPERATIONS: Mapping[str, Operation] = {
         answers=_json_or_events(openai.ChatCompletion, Events(openai.ChatCompletionChunk, has_end=True)),
         failures=_GENERATION,
         body=BodyTable(
-            own=openai.ChatParameters, kind=CHAT_KIND, rules=PARAMETERS[CHAT], required=("model", "messages")
+            own=openai.ChatParameters,
+            kind=CHAT_KIND,
+            rules=_rules(PARAMETERS[CHAT], CHAT_KIND),
+            required=("model", "messages"),
         ),
         is_idempotent=True,
         examples={
@@ -139,7 +149,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=BodyTable(
             own=openai.CompletionParameters,
             kind=GENERATE,
-            rules=PARAMETERS[COMPLETIONS],
+            rules=_rules(PARAMETERS[COMPLETIONS], GENERATE),
             required=("model", "prompt"),
         ),
         is_idempotent=True,
@@ -148,6 +158,20 @@ OPERATIONS: Mapping[str, Operation] = {
             "several": {**SHORT, "prompt": ["The fox", "The bee"], "logprobs": 1},
             "stream": {**SHORT, "prompt": "Once upon a time", "stream": True},
         },
+    ),
+    "POST /infill": Operation(
+        tag="Tokens",
+        summary="Generate the text between a prefix and a suffix",
+        answers=_json_or_events(shapes.Infill, Events(shapes.InfillPiece)),
+        failures=_GENERATION,
+        body=BodyTable(
+            own=shapes.InfillParameters,
+            kind=GENERATE,
+            rules=_rules(PARAMETERS[COMPLETIONS], GENERATE),
+            required=("input_prefix", "input_suffix"),
+        ),
+        is_idempotent=True,
+        examples={"middle": {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "max_tokens": 12}},
     ),
     f"POST {EMBEDDINGS}": Operation(
         tag="OpenAI",
@@ -168,7 +192,12 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Create a response",
         answers=_json_or_events(responses.ResponseObject, _EVENTS_OF_RESPONSES),
         failures=(*_GENERATION, "previous_response_not_found"),
-        body=BodyTable(own=responses.ResponseParameters, kind=CHAT_KIND, rules=RULES, required=("model", "input")),
+        body=BodyTable(
+            own=responses.ResponseParameters,
+            kind=CHAT_KIND,
+            rules=_rules(RULES, CHAT_KIND),
+            required=("model", "input"),
+        ),
         is_idempotent=True,
         examples={
             "question": {"model": "tiny", "input": "What is the capital of France?", "max_output_tokens": 12},
@@ -247,7 +276,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=BodyTable(
             own=anthropic.MessageParameters,
             kind=CHAT_KIND,
-            rules=ANTHROPIC_PARAMETERS,
+            rules=_rules(ANTHROPIC_PARAMETERS, CHAT_KIND),
             required=("model", "messages", "max_tokens"),
         ),
         errors="anthropic",
@@ -303,11 +332,11 @@ OPERATIONS: Mapping[str, Operation] = {
         failures=JOBS,
         body=(
             *(
-                BodyTable(own=shapes.TokenizeParameters, kind=TOKENIZE, names=_TEXT_PARAMETERS, required=(text,))
+                BodyTable(own=shapes.TokenizeParameters, kind=TOKENIZE, names=TOKENIZED_TEXT, required=(text,))
                 for text in ("content", "prompt")
             ),
             BodyTable(
-                own=shapes.TokenizeParameters, kind=APPLY_CHAT_TEMPLATE, names=_CHAT_PARAMETERS, required=("messages",)
+                own=shapes.TokenizeParameters, kind=APPLY_CHAT_TEMPLATE, names=TOKENIZED_CHAT, required=("messages",)
             ),
         ),
         is_idempotent=True,
@@ -318,9 +347,7 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Convert tokens into a text",
         answers=_json(shapes.DetokenizedText),
         failures=JOBS,
-        body=BodyTable(
-            own=shapes.TokenizeParameters, kind=DETOKENIZE, names=_DETOKENIZE_PARAMETERS, required=("tokens",)
-        ),
+        body=BodyTable(own=shapes.TokenizeParameters, kind=DETOKENIZE, names=DETOKENIZED, required=("tokens",)),
         is_idempotent=True,
         examples={"tokens": {"tokens": [72, 101]}},
     ),

@@ -9,7 +9,14 @@ from typing_extensions import TypedDict
 
 from cellama.api.http.batches.input_check import ENDPOINTS
 from cellama.api.http.files.service import MAX_LIFE_S, MIN_LIFE_S
-from cellama.api.openai.shapes import CLOSED, FilledString, InputUsage, RequestedTier
+from cellama.api.openai.shapes import (
+    CLOSED,
+    FilledString,
+    GenerationParameters,
+    InputUsage,
+    OtherServersParameters,
+    RequestedTier,
+)
 from cellama.config.settings import Capability
 from cellama.tasks.contract.shapes.parameters import ChatMessage, Tool
 
@@ -111,6 +118,48 @@ class DetokenizedText(TypedDict):
     content: str
     prompt: str
     model: str
+
+
+# Infill
+
+
+class InfillExtra(TypedDict):
+    """A file that the model can use as context."""
+
+    filename: NotRequired[str]
+    text: str
+
+
+class InfillParameters(GenerationParameters, OtherServersParameters, total=False):
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[InfillExtra]
+    prompt: str
+
+
+class Infill(TypedDict):
+    """The text between the prefix and the suffix, in llama-server's format."""
+
+    content: str
+    stop: Literal[True]
+    model: str
+    stop_type: Literal["limit", "eos", "word"]
+    stopping_word: str
+    truncated: Literal[False]
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+
+
+class StreamedInfill(TypedDict):
+    """A part of the text."""
+
+    content: str
+    tokens: list[int]
+    stop: Literal[False]
+
+
+InfillPiece = StreamedInfill | Infill
 
 
 # Reranking

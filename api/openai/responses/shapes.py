@@ -12,6 +12,7 @@ from cellama.api.openai.shapes import (
     CacheSalt,
     JsonObjectFormat,
     NumLogprobs,
+    OtherServersParameters,
     OutputLogprob,
     RefusalPart,
     RequestedTier,
@@ -124,7 +125,7 @@ class ResponseAllowedTools(TypedDict):
     tools: Annotated[list[ResponseNamedTool], Field(min_length=1)]
 
 
-class ResponseParameters(TypedDict, total=False):
+class ResponseParameters(OtherServersParameters, total=False):
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str
     previous_response_id: str

@@ -109,7 +109,7 @@ def raised_codes() -> Iterator[tuple[str, int, str]]:
             if (
                 isinstance(node, ast.Call)
                 and getattr(node.func, "id", "") == "ApiError"
-                and "console" not in file.parts
+                and not {"console", "ollama"} & set(file.parts)
             ):
                 codes = [one.value for one in node.keywords if one.arg == "code"]
                 if (

@@ -23,7 +23,7 @@ def test_parse_batch_returns_all_members_of_body() -> None:
     ("changed", "param"),
     [
         ({"input_file_id": 3}, "input_file_id"),
-        ({"endpoint": "/v1/responses"}, "endpoint"),
+        ({"endpoint": "/v1/messages"}, "endpoint"),
         ({"endpoint": ["/v1/embeddings"]}, "endpoint"),
         ({"completion_window": None}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
