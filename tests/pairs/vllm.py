@@ -52,6 +52,16 @@ DIFFERENCES = {
         "400 that names the parameter. Logits of a cached prefix are not kept",
         "`logprobs` of the generated tokens",
     ),
+    "unlimited_thinking": Difference(
+        "`thinking_token_budget: -1` doesn't limit the reasoning",
+        "400, because a budget is a number of tokens",
+        "leave the parameter out",
+    ),
+    "special_tokens": Difference(
+        "`/tokenize` adds special tokens to a chat with `add_special_tokens`",
+        "400, because the chat template already adds them",
+        "leave the parameter out",
+    ),
     "echo": Difference(
         "`echo` repeats the prompt, or the last message, before the answer",
         "400 that names the parameter, because the client already has the prompt",
@@ -398,7 +408,7 @@ COMPLETIONS = [
     ],
     Pair(
         "completion: structured_outputs, schema",
-        complete(structured_outputs={"json": CAR}, max_tokens=40),
+        complete(structured_outputs={"json": CAR}, max_tokens=40, ignore_eos=False),
         {"text": is_car},
     ),
     Pair("completion: empty prompt", complete(None, prompt_embeds=[]), {"error.message": str}, 400),
@@ -756,12 +766,18 @@ CHATS = [
         )
         for budget, expected, status in (
             (5, {"usage.completion_tokens": int}, 200),
-            (-1, {"usage.completion_tokens": int}, 200),
             (-2, rejected("thinking"), 400),
             (0.6, rejected("thinking"), 400),
             (10.5, rejected("thinking"), 400),
         )
     ],
+    Pair(
+        "chat: unlimited thinking_token_budget",
+        chat(SUM, thinking_token_budget=-1),
+        rejected("thinking_token_budget"),
+        400,
+        differs="unlimited_thinking",
+    ),
     Pair(
         "chat: thinking_token_budget limits the reasoning",
         chat(SUM, max_tokens=60, thinking_token_budget=5),
@@ -1368,14 +1384,21 @@ TOKENS = [
     ],
     *[
         Pair(
-            f"tokenize: chat, add_generation_prompt {generate}, add_special_tokens {special}, {name}",
-            native(
-                "/tokenize", messages=TURNS, tools=tools, add_generation_prompt=generate, add_special_tokens=special
-            ),
+            f"tokenize: chat, add_generation_prompt {generate}, {name}",
+            native("/tokenize", messages=TURNS, tools=tools, add_generation_prompt=generate, add_special_tokens=False),
             sized(),
         )
         for generate in (False, True)
-        for special in (False, True)
+        for name, tools in (("no tools", None), ("tools", [WEATHER]))
+    ],
+    *[
+        Pair(
+            f"tokenize: chat with special tokens, {name}",
+            native("/tokenize", messages=TURNS, tools=tools, add_special_tokens=True),
+            rejected("add_special_tokens"),
+            400,
+            differs="special_tokens",
+        )
         for name, tools in (("no tools", None), ("tools", [WEATHER]))
     ],
     *[

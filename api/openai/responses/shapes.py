@@ -369,7 +369,7 @@ class CompactedConversation(TypedDict):
     id: str
     object: Literal["response.compaction"]
     created_at: int
-    output: list[MessageItem | CompactionItem]
+    output: list[StoredInputItem | CompactionItem]
     usage: ResponseUsage
 
 

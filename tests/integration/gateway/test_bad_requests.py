@@ -80,7 +80,7 @@ def test_invalid_body_is_rejected_by_name(
     ("path", "body", "expected"),
     [
         ("completions", {"prompt": "a", "echo": True}, "answers do not repeat the prompt"),
-        ("completions", {"prompt": "a", "suffix": "b"}, "suffix is"),
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix: model"),
         ("completions", {"prompt": "a", "best_of": 3}, "use `n`"),
         ("completions", {"prompt": ["a"] * 129}, "the limit is 128"),
         ("completions", {"prompt": ["a", ""]}, "prompt is ''"),
