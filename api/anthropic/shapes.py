@@ -174,6 +174,31 @@ class AnthropicMessage(TypedDict):
     warnings: NotRequired[list[str]]
 
 
+class AnthropicModel(TypedDict):
+    """A model that accepts jobs."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    deprecated_at: None
+    retires_at: None
+    line: None
+    max_input_tokens: int | None
+    max_tokens: int | None
+    capabilities: None
+
+
+class AnthropicModelPage(TypedDict):
+    """A page of models."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class InputTokens(TypedDict):
     """The number of tokens of a prompt."""
 

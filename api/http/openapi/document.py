@@ -18,7 +18,7 @@ from cellama.api.http.parsing import MAX_KEY_CHARS
 from cellama.api.http.running import WARNINGS
 from cellama.tasks.contract.codes import CODES
 
-from .failures import RequestFailure, anthropic_example, description_of, failures_of, openai_example
+from .failures import ErrorStyle, RequestFailure, description_of, failures_of
 from .operations import OPERATIONS, Events, Operation
 from .schemas import Schemas
 from .shapes import ErrorBody
@@ -80,7 +80,8 @@ def gateway_document(routes: Iterable[BaseRoute], server: str = "/") -> dict[str
     tables don't describe.
     """
     schemas, paths = Schemas(), dict[str, dict[str, Any]]()
-    error_schemas = {"openai": schemas.of(ErrorBody), "anthropic": schemas.of(AnthropicError)}
+    error_types: Mapping[ErrorStyle, Any] = {"openai": ErrorBody, "anthropic": AnthropicError}
+    error_schemas = {style: schemas.of(error_type) for style, error_type in error_types.items()}
     for method, path, first_path in api_routes(routes):
         operation = OPERATIONS.get(f"{method} {first_path}")
         if operation is None:
@@ -137,21 +138,14 @@ def _add_links(paths: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _operation(
-    method: str, path: str, operation: Operation, schemas: Schemas, error_schemas: Mapping[str, Any]
+    method: str, path: str, operation: Operation, schemas: Schemas, error_schemas: Mapping[ErrorStyle, Any]
 ) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PARAMETER.findall(path)
     ]
-    parameters += [
-        {
-            "name": name,
-            "in": "query",
-            **({"description": schema["description"]} if "description" in schema else {}),
-            "schema": {key: value for key, value in schema.items() if key != "description"},
-        }
-        for name, schema in operation.query.items()
-    ]
+    parameters += [_parameter("query", name, schema) for name, schema in operation.query.items()]
+    parameters += [_parameter("header", name, schema) for name, schema in operation.headers.items()]
     if operation.is_idempotent:
         parameters.append(IDEMPOTENCY_KEY)
     body = _request_body(operation, schemas)
@@ -165,11 +159,22 @@ def _operation(
         **({"security": security} if operation.is_public else {}),
         "responses": {
             "200": _answer(operation, schemas, error_schemas),
+            **({"303": {"description": f"See Other: {operation.redirect}."}} if operation.redirect else {}),
             **{
-                str(status): _failure(status, failures, operation, error_schemas)
-                for status, failures in failures_of(operation.failures).items()
+                str(status): _failure(status, failures, error_schemas)
+                for status, failures in failures_of(operation.failures, operation.errors).items()
             },
         },
+    }
+
+
+def _parameter(place: str, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    about = {"description": schema["description"]} if "description" in schema else {}
+    return {
+        "name": name,
+        "in": place,
+        **about,
+        "schema": {key: value for key, value in schema.items() if key != "description"},
     }
 
 
@@ -198,26 +203,27 @@ def _form(names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _answer(operation: Operation, schemas: Schemas, error_schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(operation: Operation, schemas: Schemas, error_schemas: Mapping[ErrorStyle, Any]) -> dict[str, Any]:
     names = [REQUEST_ID]
     if operation.body or operation.form:
         names += [WARNINGS, *RATE_HEADER_NAMES]
     content: dict[str, Any] = {}
     for media_type, shape in operation.answers.items():
         if isinstance(shape, Events):
-            schema = _event(schemas.of(shape.data), error_schemas[operation.errors], has_end=shape.has_end)
+            errors = [error_schemas[style] for style in operation.errors]
+            schema = _event(schemas.of(shape.data), errors, has_end=shape.has_end)
             content[media_type] = {"schema": schema}
         else:
             content[media_type] = {} if shape is None else {"schema": schemas.of(shape)}
     return {"description": "OK", "headers": _headers(names), "content": content}
 
 
-def _event(data: dict[str, Any], error: dict[str, Any], *, has_end: bool) -> dict[str, Any]:
+def _event(data: dict[str, Any], errors: list[dict[str, Any]], *, has_end: bool) -> dict[str, Any]:
     """Return the schema of each event of a stream. A stream that fails has an error in its last event."""
     text = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [*data.get("anyOf", [data]), error]},
+        "contentSchema": {"anyOf": [*data.get("anyOf", [data]), *errors]},
     }
     return {
         "type": "object",
@@ -229,13 +235,11 @@ def _event(data: dict[str, Any], error: dict[str, Any], *, has_end: bool) -> dic
     }
 
 
-def _failure(
-    status: int, failures: list[RequestFailure], operation: Operation, error_schemas: Mapping[str, Any]
-) -> dict[str, Any]:
-    example = anthropic_example if operation.errors == "anthropic" else openai_example
+def _failure(status: int, failures: list[RequestFailure], error_schemas: Mapping[ErrorStyle, Any]) -> dict[str, Any]:
     names = [REQUEST_ID, *(["retry-after"] if status in RETRIED else [])]
-    examples = {one.code or "other": {"value": example(one)} for one in failures}
-    media_type = {"schema": error_schemas[operation.errors], "examples": examples}
+    kinds = [error_schemas[style] for style in dict.fromkeys(one.style for one in failures)]
+    examples = {f"{one.style}_{one.code or 'other'}": {"value": one.example} for one in failures}
+    media_type = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}, "examples": examples}
     return {
         "description": description_of(status, failures),
         "headers": _headers(names),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
-from cellama.api.anthropic.answers import error_object
+from cellama.api.anthropic.answers import OVERLOADED, error_object, status_for_clients
 from cellama.api.http.errors import GATEWAY_CODES, RENAMED_CODES, ApiError, status_of_code
 from cellama.tasks.contract.codes import CODES, Code
 
-CLIENT_CLOSED = 499  # nginx's status, which http.HTTPStatus doesn't have
+PHRASES = {499: "Client Closed Request", OVERLOADED: "Overloaded"}  # nginx's and Anthropic's own statuses
+ErrorStyle = Literal["openai", "anthropic"]
 NO_CODE = {  # errors without a code, by status
     400: "the request is invalid; the message names the parameter, its value and the remedy",
     401: "the token is missing or wrong",
@@ -44,14 +45,28 @@ class RequestFailure:
     status: int
     meaning: str
     code: str | None = None
+    style: ErrorStyle = "openai"
+
+    @property
+    def example(self) -> dict[str, Any]:
+        if self.style == "anthropic":
+            return error_object(self.status, self.meaning, "req_0123456789abcdef", self.code)
+        return ApiError(self.status, self.meaning, code=self.code).envelope
 
 
-def failures_of(reasons: Iterable[str | int]) -> dict[int, list[RequestFailure]]:
-    """Return the failures by status. A reason is an error code, or the status of an error without a code."""
+def failures_of(reasons: Iterable[str | int], styles: Iterable[ErrorStyle]) -> dict[int, list[RequestFailure]]:
+    """Return the failures by status, in each style.
+
+    A reason is an error code, or the status of an error without a code.
+    """
     found: dict[int, list[RequestFailure]] = {}
-    for reason in dict.fromkeys(reasons):
-        failure = RequestFailure(reason, NO_CODE[reason]) if isinstance(reason, int) else _failure_of_code(reason)
-        found.setdefault(failure.status, []).append(failure)
+    for style in styles:
+        for reason in dict.fromkeys(reasons):
+            failure = RequestFailure(reason, NO_CODE[reason]) if isinstance(reason, int) else _failure_of_code(reason)
+            if style == "anthropic":
+                status = status_for_clients(failure.status, failure.code)
+                failure = replace(failure, status=status, style=style)
+            found.setdefault(failure.status, []).append(failure)
     return dict(sorted(found.items()))
 
 
@@ -62,18 +77,10 @@ def _failure_of_code(code: str) -> RequestFailure:
 
 
 def phrase_of(status: int) -> str:
-    return "Client Closed Request" if status == CLIENT_CLOSED else HTTPStatus(status).phrase
+    return PHRASES.get(status) or HTTPStatus(status).phrase
 
 
 def description_of(status: int, failures: Iterable[RequestFailure]) -> str:
     """Return the description of a response, with the codes that it can have."""
-    reasons = [f"`{one.code}`: {one.meaning}." if one.code else f"{one.meaning}." for one in failures]
+    reasons = dict.fromkeys(f"`{one.code}`: {one.meaning}." if one.code else f"{one.meaning}." for one in failures)
     return "\n\n".join([phrase_of(status), *(f"- {reason}" for reason in reasons)])
-
-
-def openai_example(failure: RequestFailure) -> dict[str, Any]:
-    return ApiError(failure.status, failure.meaning, code=failure.code).envelope
-
-
-def anthropic_example(failure: RequestFailure) -> dict[str, Any]:
-    return error_object(failure.status, failure.meaning, "req_0123456789abcdef", failure.code)

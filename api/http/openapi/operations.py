@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from cellama.api.anthropic import shapes as anthropic
 from cellama.api.anthropic.parameters import COUNT_TOKENS, COUNTED, MESSAGES, PARAMETERS as ANTHROPIC_PARAMETERS
+from cellama.api.http.anthropic import VERSION
 from cellama.api.http.batches.endpoints import BATCHES, MAX_PAGE as MAX_BATCH_PAGE, PAGE as BATCH_PAGE
 from cellama.api.http.batches.service import BATCH_PARAMETERS
 from cellama.api.http.files.endpoints import FILE_FIELDS, FILES, PAGE as FILE_PAGE
+from cellama.api.http.models import MAX_PAGE as MAX_MODEL_PAGE, PAGE as MODEL_PAGE
 from cellama.api.http.responses.endpoints import MAX_PAGE as MAX_ITEM_PAGE, ONE, PAGE as ITEM_PAGE
 from cellama.api.http.tokens import DETOKENIZED, TOKENIZED_CHAT, TOKENIZED_TEXT
 from cellama.api.openai import shapes as openai
@@ -37,10 +39,9 @@ from cellama.tasks.contract.kinds.rerank import RERANK as RERANK_KIND
 from cellama.tasks.contract.kinds.tokens import APPLY_CHAT_TEMPLATE, DETOKENIZE, TOKENIZE
 
 from . import shapes
-from .failures import BODY, CALLER, CHANGE, CHARGED, JOBS
+from .failures import BODY, CALLER, CHANGE, CHARGED, JOBS, ErrorStyle
 from .schemas import BodyTable
 
-ErrorStyle = Literal["openai", "anthropic"]
 Examples = Mapping[str, Any]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER: dict[str, Any] = {
@@ -75,7 +76,9 @@ class Operation:
     body: BodyTable | tuple[BodyTable, ...] | None = None
     form: tuple[str, ...] = ()  # names of the fields of a form, instead of a JSON body
     query: Mapping[str, Any] = field(default_factory=dict)
-    errors: ErrorStyle = "openai"
+    headers: Mapping[str, Any] = field(default_factory=dict)
+    errors: tuple[ErrorStyle, ...] = ("openai",)
+    redirect: str = ""  # the reason for a redirect
     is_public: bool = False  # needs no API key
     is_idempotent: bool = False  # accepts the header Idempotency-Key
     examples: Examples = field(default_factory=dict)
@@ -104,6 +107,9 @@ def _rules(own: Mapping[str, ParameterRule], kind: Kind) -> Mapping[str, Paramet
     return {**{name: rule for name, rule in OTHER_SERVERS.items() if not rule.to or rule.to in names}, **own}
 
 
+_ANTHROPIC_VERSION = {
+    VERSION: {"type": "string", "description": "Anthropic's clients send it, and get answers in Anthropic's format."}
+}
 _GENERATION = (*JOBS, "too_many_bytes")
 _COMMON_FAILURES_OF_OBJECTS = (*CALLER, "not_found")
 _EVENTS_OF_RESPONSES = Events(responses.ResponseEvent)
@@ -279,7 +285,7 @@ OPERATIONS: Mapping[str, Operation] = {
             rules=_rules(ANTHROPIC_PARAMETERS, CHAT_KIND),
             required=("model", "messages", "max_tokens"),
         ),
-        errors="anthropic",
+        errors=("anthropic",),
         is_idempotent=True,
         examples={
             "question": {**SHORT, "messages": QUESTION},
@@ -307,7 +313,7 @@ OPERATIONS: Mapping[str, Operation] = {
             names=COUNTED,
             required=("model", "messages"),
         ),
-        errors="anthropic",
+        errors=("anthropic",),
         is_idempotent=True,
         examples={"question": {"model": "tiny", "messages": QUESTION}},
     ),
@@ -352,13 +358,28 @@ OPERATIONS: Mapping[str, Operation] = {
         examples={"tokens": {"tokens": [72, 101]}},
     ),
     "GET /v1/models": Operation(
-        tag="Models", summary="List the models", answers=_json(shapes.ModelList), failures=(*CALLER, 400)
+        tag="Models",
+        summary="List the models",
+        answers=_json(shapes.ModelList | anthropic.AnthropicModelPage),
+        failures=(*CALLER, 400),
+        query={
+            "limit": {
+                **_page(MODEL_PAGE, MAX_MODEL_PAGE)["limit"],
+                "description": "Number of models per page in Anthropic's format.",
+            },
+            "after_id": {"type": "string", "description": "Id of the model before the page, in Anthropic's format."},
+            "before_id": {"type": "string", "description": "Id of the model after the page, in Anthropic's format."},
+        },
+        headers=_ANTHROPIC_VERSION,
+        errors=("openai", "anthropic"),
     ),
     "GET /v1/models/{model}": Operation(
         tag="Models",
         summary="Retrieve a model",
-        answers=_json(shapes.ModelObject),
+        answers=_json(shapes.ModelObject | anthropic.AnthropicModel),
         failures=(*CALLER, 400, "model_not_found", "model_not_allowed", "no_worker"),
+        headers=_ANTHROPIC_VERSION,
+        errors=("openai", "anthropic"),
     ),
     f"POST {FILES}": Operation(
         tag="Files",
@@ -440,8 +461,9 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "GET /": Operation(
         tag="Operations",
-        summary="Name what the gateway serves",
-        answers=_json(shapes.Served),
+        summary="Read the paths of the APIs",
+        answers=_json(shapes.GatewayInfo),
+        redirect="a browser is redirected to the console",
         is_public=True,
     ),
     "GET /health": Operation(

@@ -59,10 +59,10 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
-class Served(TypedDict):
-    """Name the paths that the gateway serves. `console` is missing if the console is disabled."""
+class GatewayInfo(TypedDict):
+    """The paths below which the gateway serves its APIs. `console` is missing if the console is disabled."""
 
-    service: str
+    service: Literal["cellama"]
     openai: str
     anthropic: str
     health: str
