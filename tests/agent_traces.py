@@ -188,9 +188,9 @@ class Agent:
         return turn
 
     def post(self, path: str, body: Mapping[str, Any], **headers: str) -> Any:
-        told = self.gateway.post(path, json={"model": f"{self.prefix}-{self.family}", **body}, headers=headers)
-        assert told.status_code == 200, told.text
-        return told.json()
+        answer = self.gateway.post(path, json={"model": f"{self.prefix}-{self.family}", **body}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def first(self) -> list[dict[str, Any]]:
         return [{"role": "user", "content": self.question}]

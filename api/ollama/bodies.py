@@ -95,7 +95,7 @@ def check_keep_alive(value: Any) -> None:
 
 
 def unloads(keep_alive: Any) -> bool:
-    """Return whether a valid `keep_alive` asks to unload the model at once."""
+    """Return whether a valid `keep_alive` asks to unload the model immediately."""
     if isinstance(keep_alive, str):
         return not any(digit in keep_alive for digit in "123456789")
     return keep_alive is not None and keep_alive == 0

@@ -244,7 +244,7 @@ class TagReader(ReplyReader):
         return _State.CALLS
 
     def _read_calls(self) -> _State:
-        """Read enforced calls at once. Other calls are parsed at the end, because they may turn out to be text."""
+        """Read enforced calls immediately. Other calls are parsed at the end, because they may turn out to be text."""
         if self._format.has_bound_calls and self._format.tools is not None:
             if self._calls is None:
                 self._calls = CallStream(self._format.tools)

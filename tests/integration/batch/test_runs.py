@@ -50,7 +50,11 @@ def test_batch_run_completes_lines_of_all_kinds_and_reports_invalid_ones(
     found = {each.get("custom_id", each.get("id")): each for each in commands.results()}
     assert found["story"]["text"] == ", there was a"
     choice = found["chat"]["response"]["body"]["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "The capital of France is Paris.",
+        "refusal": None,
+    }
     assert len(found["vectors"]["embeddings"][0]) == 192
     told = {(each["line"], each["error"]["code"]) for each in commands.errors()}
     assert told == {(4, "invalid_request"), (5, "invalid_request"), (6, "prompt_too_long")}
