@@ -130,7 +130,7 @@ def test_invalid_lines_are_listed(http: httpx.Client) -> None:
 def test_pages_of_chats_runs_and_keys_are_accessible_and_fit_on_each_screen(
     gateway: GatewayProcess, http: httpx.Client, page: Page, worker: WorkerProcess, width: int, scheme: str
 ) -> None:
-    run = start_run(http, lines_of(*(request(number, max_tokens=2) for number in range(30)), request(30, top_k=-1)))
+    run = start_run(http, lines_of(*(request(number, max_tokens=2) for number in range(30)), request(30, top_k=-2)))
     wait_until(lambda: "Download errors" in http.get(run).text, "the end of the run")
     refused = start_run(http, lines_of(request(1), request(1)))
     with ConsoleChatter(gateway.url) as chatter:
