@@ -111,7 +111,7 @@ def test_dead_jobs_can_be_listed_and_requeued(start_worker: StartWorker, model: 
         assert again.id != job_id
         start_worker()
         assert again.result(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
-        with pytest.raises(UnknownJob, match="no dead job"):
+        with pytest.raises(UnknownJob, match="is not a dead job"):
             client.requeue_dead(job_id)
     assert redis_client.zscore(dead_key(), job_id) is None
 
