@@ -106,7 +106,7 @@ def test_invalid_call_is_rejected_before_queueing(
         ("generate", ["tiny", "Hi"], {"repeat_last_n": 10**18}, "invalid_request", "less than or equal to 1048576"),
         ("generate", ["tiny", "Hi"], {"dry_penalty_last_n": 2**31 - 1}, "invalid_request", "dry_penalty_last_n is"),
         ("generate", ["tinny", "Hi"], {}, "unknown_model", "model 'tinny' is not .* did you mean 'tiny'"),
-        ("generate", ["tiny", "word " * 3000], {}, "prompt_too_long", r"has \d+ tokens, .* length is 2047 tokens"),
+        ("generate", ["tiny", "word " * 3000], {}, "prompt_too_long", r"is too long: \d+ tokens > 2047 maximum"),
         ("generate", ["tiny", [5, 10**6]], {}, "invalid_request", "token ids outside the range 0 to 1023"),
         ("embed", ["tiny", ["word " * 3000]], {}, "prompt_too_long", "texts.0 has .* the limit of the model is 2048"),
         ("chat", ["tiny", HELLO], {"tool_choice": "required"}, "invalid_request", "no tools are given"),
