@@ -49,7 +49,7 @@ class FaultyBackend(FakeBackend):
     def new_sampler(self, params: Any, seed: int, history: Sequence[int], **options: Any) -> FaultySampler:
         self.fault("new_sampler", POISON in history)
         plain = super().new_sampler(params, seed, history, **options)
-        own = FaultySampler(self, plain.seed, plain.ban_end, plain.num_sampled)
+        own = FaultySampler(self, plain.seed, plain.min_tokens, plain.num_sampled)
         own.fault, own.poisoned = lambda place, what: self.fault(place, what), POISON in history
         return own
 

@@ -157,7 +157,7 @@ TestSchedulerMachine.settings = settings(max_examples=100 * EXAMPLES, stateful_s
 def test_scheduler_rejects_a_prompt_that_fits_into_no_slot() -> None:
     scheduler = new_scheduler()
     scheduler.enqueue(sequence(39), 0)
-    with pytest.raises(PromptTooLong, match=r"it has 40 tokens, but .* length is 39 tokens; .* raise ctx_per_slot"):
+    with pytest.raises(PromptTooLong, match=r"40 tokens > 39 maximum\. .* raise ctx_per_slot"):
         scheduler.enqueue(sequence(40), 0)
 
 
