@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,7 @@ class Turn(NamedTuple):
 
 
 @dataclass
-class Agent:
+class Agent(ABC):
     """A stateless client of one API in a conversation. `send` makes one request, and appends the reply."""
 
     gateway: GatewayProcess
@@ -195,11 +196,13 @@ class Agent:
     def first(self) -> list[dict[str, Any]]:
         return [{"role": "user", "content": self.question}]
 
+    @abstractmethod
     def send(self, temperature: float) -> Turn:
-        raise NotImplementedError
+        """Make the request of a turn."""
 
+    @abstractmethod
     def results(self, turn: Turn, text: str) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """Return the messages with the results of the calls in a turn."""
 
 
 class ChatAgent(Agent):

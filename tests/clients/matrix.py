@@ -153,6 +153,8 @@ def versions(folder: Path, environment: Environment) -> str:
 
 
 def main(names: Sequence[str]) -> int:
+    if unknown := [name for name in names if name not in ENVIRONMENTS]:
+        sys.exit(f"unknown environment {unknown[0]!r}; environments: {', '.join(ENVIRONMENTS)}")
     rows = []
     with tempfile.TemporaryDirectory() as name, RedisServer.start(Path(name), port=free_port()) as server:
         worker = WorkerProcess(Path(name), server.url, CELLAMA_REASONING_KEY="a secret")

@@ -24,7 +24,7 @@ from .schemas import Schemas
 from .shapes import ErrorBody
 
 CONSOLE = "/console"
-OLLAMA = "/api/"  # Ollama's API has a document of its own
+OLLAMA = "/api/"  # other projects document Ollama's API
 DESCRIPTION = """\
 The gateway implements OpenAI's and Anthropic's APIs. Each request becomes a job in the queue.
 
@@ -34,7 +34,7 @@ from its own machine without a key.
 An optional parameter may be null, which means that it is not set. If the media type of an answer is \
 `text/event-stream`, its schema describes each event.
 
-The pages of the console for browsers are not part of this document.
+Ollama's API below `/api/` and the pages of the console for browsers are not part of this document.
 """
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"apiKey": []}]
 METRICS_SECURITY: list[dict[str, list[str]]] = [{}, {"metricsToken": []}]
@@ -74,7 +74,7 @@ _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 def gateway_document(routes: Iterable[BaseRoute], server: str = "/") -> dict[str, Any]:
-    """Return the document for these routes, except the pages of the console.
+    """Return the document for these routes, except Ollama's API and the pages of the console.
 
     `server` is the URL below which the gateway is served. Raises LookupError for a route or a parameter that the
     tables don't describe.

@@ -1,8 +1,9 @@
-"""Test that each error class of a client library that a server can cause is raised by the gateway's errors.
+"""Test which class of a client library's errors each situation of the gateway raises.
 
-These classes can't be caused: 402, 412, 422, 431, 501, 502 and 504 are statuses that the gateway never sends, it has no
-content filter (`ContentFilterFinishReasonError`, `ContentPolicyViolationError`), and its bodies are valid
-(`APIResponseValidationError`).
+Timeouts of a body (408), cancelled jobs (499), plain 500s, answers that `max_tokens` cuts, and errors in the middle of
+a stream are not in the table. These classes can't be caused: 402, 412, 422, 431, 501, 502 and 504 are statuses that the
+gateway never sends, it has no content filter (`ContentFilterFinishReasonError`, `ContentPolicyViolationError`), and its
+bodies are valid (`APIResponseValidationError`).
 """
 
 from __future__ import annotations
