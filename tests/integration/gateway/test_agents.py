@@ -96,9 +96,9 @@ def test_edited_history_is_sent_to_the_model_as_edited(
         assert (text in shown) == (name == "content")  # the template omits the reasoning of earlier turns
         explained = queue.explain_cache(turn.job)
         assert (explained.cause, explained.message, explained.reused_tokens) == ("reply", 2, turn.cached)
-        explained = CliRunner().invoke(app, ["cache", "explain", turn.job])
-        assert f"{turn.cached} of {turn.prompt} prompt tokens were reused" in explained.stdout
-        assert "messages.2: the client changed the reply of the assistant" in explained.stdout
+        printed = CliRunner().invoke(app, ["cache", "explain", turn.job]).stdout
+        assert f"{turn.cached} of {turn.prompt} prompt tokens were reused" in printed
+        assert "messages.2: the client changed the reply of the assistant" in printed
         if name == "content":  # compared with the original conversation
             assert explained.difference is not None
             assert "burned" in str(explained.difference.prompt)
