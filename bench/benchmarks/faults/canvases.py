@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
@@ -278,9 +278,12 @@ class CanvasScenario:
         self._send(canvases)
         places = [(canvas.number, place) for canvas in canvases for place in range(len(canvas.jobs))]
         found = metas(self._service.redis, [job_id for canvas in canvases for job_id in canvas.jobs])
-        missing = [place for place, meta in zip(places, found, strict=True) if meta.get("status") != states.SUCCESS]
-        if missing or not all(_CanvasCheck(self._service.redis, canvases, {}, {}).has_run()):
-            raise RuntimeError(f"canvases did not complete in the undisturbed run: {missing or 'a step has not run'}")
+        missing: list[Any] = [
+            place for place, meta in zip(places, found, strict=True) if meta.get("status") != states.SUCCESS
+        ]
+        missing += _CanvasCheck(self._service.redis, canvases, {}, {}).missing_steps()
+        if missing:
+            raise RuntimeError(f"canvases did not complete in the undisturbed run; missing jobs and steps: {missing}")
         return dict(zip(places, reference_texts([meta["result"] for meta in found], SOURCE), strict=True))
 
     def _all_at_once(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
@@ -325,12 +328,13 @@ class CanvasScenario:
         redis = self._service.redis
         ids = [job_id for canvas in canvases for job_id in (*canvas.jobs, *canvas.failing)]
         results = [result for canvas in canvases for result in canvas.results]
-        expected = len(ids) * 2 + len(results) + sum(len(canvas.steps) for canvas in canvases)
+        num_steps = sum(len(canvas.steps) for canvas in canvases)
+        expected = len(ids) * 2 + len(results) + num_steps
 
         def num_seen() -> int:
             ended = of_jobs(redis, ids, "state").count(b"done")
             stored = sum(map(has_final_state, metas(redis, ids + results)))
-            return ended + stored + sum(_CanvasCheck(redis, canvases, {}, {}).has_run())
+            return ended + stored + num_steps - len(_CanvasCheck(redis, canvases, {}, {}).missing_steps())
 
         wait_until_quiet(num_seen, lambda num: num == expected and is_clean(redis, ids), QUIET_S)
 
@@ -375,9 +379,10 @@ class _CanvasCheck:
         self._runs = {name.decode(): int(count) for name, count in redis.hgetall(RUNS_KEY).items()}
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
-    def has_run(self) -> Iterable[bool]:
-        """Return, for each step, whether it ran at least the expected number of times."""
-        return [self._runs.get(name, 0) >= times for canvas in self._canvases for name, times in canvas.steps.items()]
+    def missing_steps(self) -> list[str]:
+        """Return the names of steps that ran less often than expected, each with the number of runs."""
+        steps = [step for canvas in self._canvases for step in canvas.steps.items()]
+        return [f"{name}: {ran} of {times}" for name, times in steps if (ran := self._runs.get(name, 0)) < times]
 
     def row(self) -> dict[str, Any]:
         ids = [job_id for canvas in self._canvases for job_id in (*canvas.jobs, *canvas.failing)]
