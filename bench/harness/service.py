@@ -34,7 +34,7 @@ from .pace import PACE_FILE, Paced, slowed
 from .skewed_clock import environment_of
 
 PATIENCE_S = 300.0
-POISON_TOKENS = 666  # a prompt with this number of tokens crashes the worker
+POISON_TOKENS = 666  # a prompt with this number of tokens crashes a worker with the FragileStrategy
 COUNTER_DIR = "BENCH_COUNTERS"  # environment variable of the worker
 _COUNT = struct.Struct("<q")  # number of tokens that a worker sampled
 
@@ -62,7 +62,14 @@ if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one
 
 
 class CountingStrategy(Paced):
-    """The Paced strategy for workers whose tokens are counted. A poison prompt (POISON_TOKENS) kills the worker."""
+    """The Paced strategy for workers whose tokens are counted: a worker imports this module to load it."""
+
+
+class FragileStrategy(CountingStrategy):
+    """A strategy that kills its worker when a prompt has POISON_TOKENS or more tokens left to compute.
+
+    The text of an earlier attempt is computed like a prompt, so the jobs beside the poison must be shorter than it.
+    """
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int

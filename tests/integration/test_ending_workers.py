@@ -137,7 +137,7 @@ def test_jobs_running_alongside_a_crashing_job_are_not_suspected_later(
         """
         tried = attempts()
         # On any machine, the job has no token for some seconds.
-        worker = start_worker(strategy=f"{service.__name__}:CountingStrategy", step_s=1.5, ready=False)
+        worker = start_worker(strategy=f"{service.__name__}:FragileStrategy", step_s=1.5, ready=False)
         wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
         if attempts() > tried:
             poison()

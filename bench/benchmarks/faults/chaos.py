@@ -18,7 +18,7 @@ from typing import Any
 from cellama.bench.harness.fatal_points import POINTS
 from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service
+from cellama.bench.harness.service import FragileStrategy, Service
 
 from . import expired
 from .canvases import ENDS, CanvasScenario
@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> Report:
 
 def _service(scenario: str, folder: Path) -> Service:
     model = {"id": "tiny", "source": SOURCE, "n_parallel": SLOTS, "threads": 1, "default": True}
+    if scenario == "poison":
+        model["batch_strategy"] = f"{FragileStrategy.__module__}:{FragileStrategy.__name__}"
     settings = expired.SETTINGS if scenario == "expired" else {}
     if scenario in ("outages", "refusals"):
         settings = {"lease_s": str(LEASE_S)}

@@ -71,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     model = {"id": MODEL, "source": str(args.model or TINY_PATH), "n_parallel": SLOTS, "threads": 1}
-    model |= {"batch_strategy": "adaptive"}  # not the counting strategy, which crashes on a prompt of POISON_TOKENS
     model |= {"cache_ram_bytes": 16 << 20}  # filled quickly, so later growth does not come from this cache
     with serving(model, settings=TTLS) as service:
         fuzz = _Fuzz(service, args)
