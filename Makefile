@@ -26,7 +26,7 @@ thorough: export TEST_EXAMPLES = 10
 thorough: export PYTEST_ADDOPTS = --timeout 3000
 thorough: test ## As `make test`, with ten times as many examples of the property tests
 
-# Each environment has its own Python: python3.11 to python3.14 are looked up in PATH.
+# Each environment has its own Python. Without it in PATH (python3.11 to python3.14), the tests' Python is used where possible.
 producers: $(VENV)/.dev ## Test the base package with the oldest and newest Celery, redis-py, Django and FastAPI
 	$(BIN)/python tests/producers/matrix.py $(ENVIRONMENTS)
 

@@ -32,10 +32,14 @@ DJANGO = ("django-redis", "django-celery-beat", "channels-redis")
 
 @dataclass(frozen=True)
 class Environment:
-    """A producer's virtual environment."""
+    """A producer's virtual environment.
+
+    If its Python is not in PATH, it gets the Python of the tests, or is skipped if `needs_this_python` is set.
+    """
 
     python: str
     packages: tuple[str, ...] = ()
+    needs_this_python: bool = False
 
 
 def oldest() -> tuple[str, ...]:
@@ -49,9 +53,9 @@ ENVIRONMENTS = {
     "celery-5.5": Environment("3.12", ("celery==5.5.*", "redis==5.2.*")),
     "celery-5.6": Environment("3.13", ("celery==5.6.*", "kombu==5.6.*", "redis==6.4.*")),
     "newest": Environment("3.13"),
-    "python-3.14": Environment("3.14"),
+    "python-3.14": Environment("3.14", needs_this_python=True),
     "django-5.2": Environment("3.11", ("django==5.2.*", *DJANGO)),
-    "django-6": Environment("3.12", ("django==6.*", *DJANGO)),
+    "django-6": Environment("3.12", ("django==6.*", *DJANGO), needs_this_python=True),
     "fastapi-0.122": Environment("3.11", ("fastapi==0.122.0", "httpx==0.28.*")),
     "fastapi": Environment("3.13", ("fastapi", "httpx==0.28.*")),
 }
@@ -62,7 +66,9 @@ def install(name: str, wheel: Path) -> str | None:
     environment = ENVIRONMENTS[name]
     interpreter = shutil.which(f"python{environment.python}")
     if interpreter is None or subprocess.run([interpreter, "-V"], capture_output=True, check=False).returncode:
-        return f"skipped: no python{environment.python} in PATH"
+        if environment.needs_this_python:
+            return f"skipped: no python{environment.python} in PATH"
+        interpreter = sys.executable
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     subprocess.run([interpreter, "-m", "venv", FOLDER / name], check=True)
     command = [python_of(name), "-m", "pip", "install", "--quiet", *NO_VERSION_CHECK, str(wheel), *environment.packages]
