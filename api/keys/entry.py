@@ -89,7 +89,7 @@ class KeyEntry(BaseModel):
     tenant: str = Field(description="owner; keys of the same tenant share cached prefixes, files and responses")
     name: str = Field(default="", max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", description="display name")
     models: Annotated[frozenset[str], Field(min_length=1)] | None = Field(
-        default=None, description="ids of the models that the key may use; default: all"
+        default=None, description="ids or aliases of the models that the key may use; default: all"
     )
     adapters: frozenset[str] | None = Field(
         default=None, description="names of the LoRA adapters that the key may use; []: none; default: all"

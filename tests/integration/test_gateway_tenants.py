@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,23 @@ def test_responses_have_rate_limit_headers_until_a_rate_limit_error(connect: Con
     assert 0 < int(headers["retry-after-ms"]) <= 60_000
     assert 0 < int(headers["retry-after"]) <= 60
     assert headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_anthropic_client_sees_its_own_rate_limit_headers(keyed: Keyed) -> None:
+    request: Any = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": STORY}]}
+    key = keyed.add(requests_per_minute=1, tokens_per_minute=5000)
+    with anthropic.Anthropic(base_url=keyed.process.url, api_key=key.text, max_retries=0) as client:
+        headers = client.messages.with_raw_response.create(**request).headers
+        with pytest.raises(anthropic.RateLimitError) as raised:
+            client.messages.create(**request)
+    assert headers["anthropic-ratelimit-tokens-limit"] == "5000"
+    assert 0 < int(headers["anthropic-ratelimit-tokens-remaining"]) < 5000
+    for found in (headers, raised.value.response.headers):
+        assert found["anthropic-ratelimit-requests-limit"] == "1"
+        assert found["anthropic-ratelimit-requests-remaining"] == "0"
+        resets_in = datetime.fromisoformat(found["anthropic-ratelimit-requests-reset"]) - datetime.now(UTC)
+        assert abs(resets_in) <= timedelta(seconds=61)
+    assert 0 < int(raised.value.response.headers["retry-after"]) <= 60
 
 
 def charged(redis: Redis, key: KeyText) -> int:

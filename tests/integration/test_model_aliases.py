@@ -17,6 +17,7 @@ from cellama.tasks import generate
 from ..conftest import PATIENCE_S
 from ..gateways import GatewayProcess
 from .conftest import GREEDY
+from .test_gateway_tenants import Keyed
 
 STORY = "Once upon a time"
 SENT: dict[str, Any] = {"max_tokens": 4, **GREEDY}
@@ -56,5 +57,31 @@ def test_alias_names_the_model_of_jobs_from_every_producer(
         assert {**listed[alias], "id": model} == listed[model]
         assert gateway.get(f"/v1/models/{alias}").json()["id"] == alias
         assert gateway.post("/v1/completions", json={**body, "model": "gpt-x"}).status_code == 404
+        tags = gateway.get("/api/tags").json()["models"]
+        assert f"{alias}:latest" in [entry["name"] for entry in tags]
+        for name in (alias, f"{alias}:latest"):
+            sent = {"model": name, "prompt": STORY, "raw": True, "stream": False, **SENT}
+            shown = gateway.post("/api/generate", json=sent).raise_for_status().json()
+            assert (shown["model"], shown["response"]) == (name, expected["text"])
     finally:
         gateway.stop()
+
+
+def test_key_for_a_model_or_its_alias_allows_both_names(
+    alias: str, model: str, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    keyed = Keyed(tmp_path, redis_server.url, CELLAMA_MODEL_ALIASES=f"{alias}={model}")
+    keyed.add()
+    try:
+        keyed.process.wait_ready()
+        for allowed in (alias, model):
+            headers = {"authorization": f"Bearer {keyed.add(models=[allowed]).text}"}
+            listed = keyed.process.get("/v1/models", headers=headers).json()["data"]
+            assert {entry["id"] for entry in listed} == {alias, model}
+            for name in (alias, model):
+                body = {"model": name, "prompt": STORY, **SENT}
+                assert keyed.process.post("/v1/completions", json=body, headers=headers).status_code == 200
+            body = {"model": "other", "prompt": STORY}
+            assert keyed.process.post("/v1/completions", json=body, headers=headers).status_code == 403
+    finally:
+        keyed.process.stop()

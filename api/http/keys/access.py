@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -29,8 +30,12 @@ JOBS_RETRY_S = 1.0  # the time at which one of a key's jobs ends is unknown
 OUTAGE_RETRY_S = 1.0  # for clients, while Redis is unreachable
 ANSWER_S = 2.0  # timeout for a reply of Redis, because clients would rather retry than wait longer
 _KEY_HELP = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` creates a key"
+_LIMITED = ("requests", "tokens")
 RATE_HEADER_NAMES = tuple(
-    f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+    name
+    for unit in _LIMITED
+    for part in ("limit", "remaining", "reset")
+    for name in (f"x-ratelimit-{part}-{unit}", f"anthropic-ratelimit-{unit}-{part}")
 )
 
 
@@ -49,8 +54,17 @@ class KeyAccess:
     without keys even if Redis loses its data.
     """
 
-    def __init__(self, redis: Redis, file: KeyFile | None = None, *, keyless: Access | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        file: KeyFile | None = None,
+        *,
+        keyless: Access | None = None,
+        model_aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create the access control. A key that names an alias of a model may use that model."""
         self._redis = redis
+        self._aliases = model_aliases or {}
         self._store = KeyStore(redis, file)
         self._limiter = Limiter(redis)
         self._keyless = keyless if file is None else None
@@ -74,7 +88,7 @@ class KeyAccess:
             _check_state(found)
             if found.is_use_due:
                 await self._uses.call(found)
-        return _owner(found.entry)
+        return self._owner(found.entry)
 
     async def owner_of(self, key_id: str, digest: str) -> KeyCaller | None:
         """Return the owner of a key that `authenticate` has accepted before.
@@ -87,7 +101,7 @@ class KeyAccess:
                 return None
             if found.is_use_due:
                 await self._uses.call(found)
-        return _owner(found.entry)
+        return self._owner(found.entry)
 
     async def admit(self, caller: Caller) -> Admission:
         """Charge the request to the caller's key. Raises ApiError (429) if a limit is reached."""
@@ -104,17 +118,17 @@ class KeyAccess:
     async def close(self) -> None:
         await self._redis.aclose()
 
-
-def _owner(entry: KeyEntry) -> KeyCaller:
-    return KeyCaller(
-        tenant=entry.tenant,
-        key_id=entry.id,
-        models=entry.models,
-        priority=entry.priority,
-        max_tokens=entry.tokens_per_minute,
-        adapters=entry.adapters,
-        entry=entry,
-    )
+    def _owner(self, entry: KeyEntry) -> KeyCaller:
+        models = entry.models
+        return KeyCaller(
+            tenant=entry.tenant,
+            key_id=entry.id,
+            models=None if models is None else frozenset(self._aliases.get(name, name) for name in models),
+            priority=entry.priority,
+            max_tokens=entry.tokens_per_minute,
+            adapters=entry.adapters,
+            entry=entry,
+        )
 
 
 @dataclass(slots=True)
@@ -204,17 +218,23 @@ def _redis_errors_as_503() -> Iterator[None]:
 
 
 def rate_headers(entry: KeyEntry, decision: LimitDecision) -> dict[str, str]:
-    """Return the `x-ratelimit-…` headers for each limit of the key."""
+    """Return OpenAI's and Anthropic's headers for each limit of the key.
+
+    OpenAI's `reset` is the time until the whole limit is available again, and Anthropic's `reset` is that moment.
+    """
     headers: dict[str, str] = {}
+    full_at = datetime.now(UTC) + timedelta(seconds=math.ceil(decision.empty_in_s))
     used = {
         "requests": (entry.requests_per_minute, decision.num_requests),
         "tokens": (entry.tokens_per_minute, decision.num_tokens),
     }
     for unit, (limit, num_used) in used.items():
         if limit is not None:
-            headers[f"x-ratelimit-limit-{unit}"] = str(limit)
-            headers[f"x-ratelimit-remaining-{unit}"] = str(max(0, limit - num_used))
+            values = {"limit": str(limit), "remaining": str(max(0, limit - num_used))}
+            for part, value in values.items():
+                headers[f"x-ratelimit-{part}-{unit}"] = headers[f"anthropic-ratelimit-{unit}-{part}"] = value
             headers[f"x-ratelimit-reset-{unit}"] = duration(decision.empty_in_s)
+            headers[f"anthropic-ratelimit-{unit}-reset"] = full_at.strftime("%Y-%m-%dT%H:%M:%SZ")
     return headers
 
 
@@ -243,11 +263,11 @@ def key_access(settings: Settings, host: str | None = None) -> KeyAccess:
     invalid, or if other machines can reach the host while no key exists.
     """
     file = None if settings.gateway_keys_file is None else KeyFile(settings.gateway_keys_file)
-    if host is None or is_loopback(host):
-        keyless = None if host is None else LoopbackOnly()
-        return KeyAccess(connect_keys(settings.redis_url), file, keyless=keyless)
-    asyncio.run(_check_keys(settings, file, host))
-    return KeyAccess(connect_keys(settings.redis_url), file)
+    keyless = LoopbackOnly() if host is not None and is_loopback(host) else None
+    if host is not None and keyless is None:
+        asyncio.run(_check_keys(settings, file, host))
+    redis = connect_keys(settings.redis_url)
+    return KeyAccess(redis, file, keyless=keyless, model_aliases=settings.model_aliases)
 
 
 async def _check_keys(settings: Settings, file: KeyFile | None, host: str) -> None:

@@ -16,34 +16,44 @@ import openai
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
 
-Failing = Mapping[str, Any]  # model, text, url, key, timeout and headers
+Failing = Mapping[str, Any]  # model, text, max_tokens, temperature, stream, url, key, timeout and headers
+PARAMETERS = ("model", "max_tokens", "temperature")
 
 
 def messages_of(failing: Failing) -> Any:
     return [{"role": "user", "content": failing["text"]}]
 
 
+def parameters_of(failing: Failing) -> dict[str, Any]:
+    return {name: failing[name] for name in PARAMETERS}
+
+
+def read(answer: Any, failing: Failing) -> Any:
+    """Return an answer after its stream has ended."""
+    return list(answer) if failing["stream"] else answer
+
+
 def call_openai(failing: Failing) -> Any:
     url = f"{failing['url']}/v1"
+    request = {**parameters_of(failing), "messages": messages_of(failing), "stream": failing["stream"]}
     with openai.OpenAI(base_url=url, api_key=failing["key"], max_retries=0, timeout=failing["timeout"]) as client:
-        return client.chat.completions.create(
-            model=failing["model"], messages=messages_of(failing), extra_headers=failing["headers"]
-        )
+        return read(client.chat.completions.create(**request, extra_headers=failing["headers"]), failing)
 
 
 def call_anthropic(failing: Failing) -> Any:
     options = {"base_url": failing["url"], "api_key": failing["key"], "timeout": failing["timeout"]}
+    request = {name: failing[name] for name in ("model", "max_tokens")} | {"messages": messages_of(failing)}
+    body = {"temperature": failing["temperature"]}  # the client's own parameter is deprecated
+    request |= {"stream": failing["stream"], "extra_headers": failing["headers"], "extra_body": body}
     with anthropic.Anthropic(max_retries=0, **options) as client:
-        return client.messages.create(
-            model=failing["model"], max_tokens=4, messages=messages_of(failing), extra_headers=failing["headers"]
-        )
+        return read(client.messages.create(**request), failing)
 
 
 def call_litellm(failing: Failing, provider: str, url: str) -> Any:
-    return litellm.completion(
-        model=f"{provider}/{failing['model']}",
+    request = {**parameters_of(failing), "model": f"{provider}/{failing['model']}", "stream": failing["stream"]}
+    answer = litellm.completion(
+        **request,
         messages=messages_of(failing),
-        max_tokens=4,
         api_base=url,
         api_key=failing["key"],
         timeout=failing["timeout"],
@@ -51,22 +61,21 @@ def call_litellm(failing: Failing, provider: str, url: str) -> Any:
         num_retries=0,
         max_retries=0,
     )
+    return read(answer, failing)
 
 
 def call_langchain_openai(failing: Failing) -> Any:
-    options = {name: failing[name] for name in ("model", "timeout")}
+    options = {**parameters_of(failing), "timeout": failing["timeout"], "api_key": failing["key"]}
     url, headers = f"{failing['url']}/v1", failing["headers"]
-    client = ChatOpenAI(base_url=url, api_key=failing["key"], max_retries=0, default_headers=headers, **options)
-    return client.invoke(failing["text"])
+    client = ChatOpenAI(base_url=url, max_retries=0, default_headers=headers, **options)
+    return list(client.stream(failing["text"])) if failing["stream"] else client.invoke(failing["text"])
 
 
 def call_langchain_anthropic(failing: Failing) -> Any:
-    options = {name: failing[name] for name in ("model", "timeout")}
+    options = {**parameters_of(failing), "timeout": failing["timeout"], "api_key": failing["key"]}
     url, headers = failing["url"], failing["headers"]
-    client = ChatAnthropic(
-        base_url=url, api_key=failing["key"], max_tokens=4, max_retries=0, default_headers=headers, **options
-    )
-    return client.invoke(failing["text"])
+    client = ChatAnthropic(base_url=url, max_retries=0, default_headers=headers, **options)
+    return list(client.stream(failing["text"])) if failing["stream"] else client.invoke(failing["text"])
 
 
 CLIENTS: Mapping[str, Callable[[Failing], Any]] = {

@@ -1,24 +1,29 @@
 """Test which class of a client library's errors each situation of the gateway raises.
 
-Timeouts of a body (408), cancelled jobs (499), plain 500s, answers that `max_tokens` cuts, and errors in the middle of
-a stream are not in the table. These classes can't be caused: 402, 412, 422, 431, 501, 502 and 504 are statuses that the
-gateway never sends, it has no content filter (`ContentFilterFinishReasonError`, `ContentPolicyViolationError`), and its
-bodies are valid (`APIResponseValidationError`).
+These classes can't be caused: 402, 412, 422, 431, 501, 502 and 504 are statuses that the gateway never sends, it has no
+content filter (`ContentFilterFinishReasonError`, `ContentPolicyViolationError`), and its bodies are valid
+(`APIResponseValidationError`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
+from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, free_port
+from cellama.bench.harness.scripted import PROCESSOR, SCRIPT_FILE, temperature_of, write_script
 
 from ...conftest import PATIENCE_S, WorkerProcess, clean_environment, empty_database, wait_until
 from ...gateways import GatewayProcess
@@ -29,6 +34,10 @@ from .conftest import CHAT
 DATABASE = 15
 MAX_BODY_BYTES = 100_000
 CLIENTS = list(raising_clients.CLIENTS)
+FAILING, ENDLESS = "failing", "endless"  # models
+FAILS_AT_ONCE, FAILS_LATER, REPEATED = 1, 2, 3  # scripted replies
+NO_TOKEN = 10**9  # allowing a token that the vocabulary lacks raises IndexError in the worker
+BODY = re.compile(rb"content-length: (\d+).*?\r\n\r\n(.*)", re.DOTALL | re.IGNORECASE)
 
 # The situation, and the exception of each client in the order of CLIENTS
 EXPECTED = {
@@ -104,6 +113,46 @@ EXPECTED = {
         "OpenAIAPIError",
         "AnthropicOverloadedError",
     ),
+    "slow body": (
+        "APIStatusError",
+        "RequestTimeoutError",
+        "Timeout",
+        "Timeout",
+        "APIStatusError",
+        "RequestTimeoutError",
+    ),
+    "cancelled job": (
+        "APIStatusError",
+        "ClientClosedRequestError",
+        "APIError",
+        "BadRequestError",
+        "APIStatusError",
+        "ClientClosedRequestError",
+    ),
+    "failed job": (
+        "InternalServerError",
+        "InternalServerError",
+        "InternalServerError",
+        "InternalServerError",
+        "OpenAIAPIError",
+        "AnthropicAPIError",
+    ),
+    "failed stream": (
+        "APIError",
+        "APIStatusError",
+        "MidStreamFallbackError",
+        "MidStreamFallbackError",
+        "APIError",
+        "APIStatusError",
+    ),
+    "cancelled stream": (
+        "APIError",
+        "APIStatusError",
+        "MidStreamFallbackError",
+        "MidStreamFallbackError",
+        "APIError",
+        "APIStatusError",
+    ),
     "no worker": (
         "InternalServerError",
         "ServiceUnavailableError",
@@ -142,24 +191,29 @@ def raised(
         )
         ending.callback(keyed.process.stop)
         empty = ending.enter_context(empty_database(redis_server, DATABASE))
-        unserved, full = (
+        unserved, full, hasty = (
             GatewayProcess(tmp_path_factory.mktemp(name), empty, **settings)
             for name, settings in (
                 ("unserved", {}),
                 ("full", {"CELLAMA_GATEWAY_MAX_REQUESTS": "1", "CELLAMA_GATEWAY_BODY_TIMEOUT_S": "600"}),
+                ("hasty", {"CELLAMA_GATEWAY_BODY_TIMEOUT_S": "1"}),
             )
         )
-        ending.callback(unserved.stop)
-        ending.callback(full.stop)
+        failing = ending.enter_context(failing_worker(tmp_path_factory.mktemp("failing"), redis_server.url))
         keyed.add()
         keyed.process.wait_ready()
-        unserved.wait_ready("/health")
-        full.wait_ready("/health")
+        for gateway in (unserved, full, hasty):
+            ending.callback(gateway.stop)
+            gateway.wait_ready("/health")
         ending.enter_context(held_request(full))
+        ending.enter_context(failing.slowed())
+        ending.enter_context(cancelling(ENDLESS))
         silent = ending.enter_context(socket.create_server((LOOPBACK, 0)))
         key = keyed.add().text
         used = uuid.uuid4().hex
         served = {"url": keyed.process.url, "key": key, "model": "tiny", "text": "Hi", "timeout": PATIENCE_S}
+        served |= {"max_tokens": 4, "temperature": 0, "stream": False, "headers": {}}
+        endless = {"model": ENDLESS, "max_tokens": 1900, "temperature": temperature_of(REPEATED)}
         with keyed.client(key) as client:
             assert client.chat.completions.create(**CHAT, extra_headers={"Idempotency-Key": used}).choices
         situations = {
@@ -172,11 +226,16 @@ def raised(
             "body too large": {"text": "x" * (MAX_BODY_BYTES + 1)},
             "rate limit": {"key": keyed.add(tokens_per_minute=1).text},
             "overload": {"url": full.url},
+            "slow body": {"url": ending.enter_context(incomplete_bodies(hasty))},
+            "cancelled job": endless,
+            "failed job": {"model": FAILING, "temperature": temperature_of(FAILS_AT_ONCE)},
+            "failed stream": {"model": FAILING, "temperature": temperature_of(FAILS_LATER), "stream": True},
+            "cancelled stream": {**endless, "stream": True},
             "no worker": {"url": unserved.url},
             "no answer": {"url": "http://{}:{}".format(*silent.getsockname()), "timeout": 1.0},
             "no server": {"url": f"http://{LOOPBACK}:{free_port()}"},
         }
-        requests = [{"headers": {}, **served, **situations[name]} for name in EXPECTED]
+        requests = [{**served, **situations[name]} for name in EXPECTED]
         done = subprocess.run(
             [sys.executable, raising_clients.__file__],
             cwd=tmp_path_factory.mktemp("clients"),
@@ -197,6 +256,65 @@ def held_request(gateway: GatewayProcess) -> socket.socket:
     connection.sendall(f"{head}content-length: 2\r\n\r\n".encode())
     wait_until(lambda: gateway.get("/v1/models").status_code == 503, "an overload")
     return connection
+
+
+@contextmanager
+def failing_worker(folder: Path, redis_url: str) -> Iterator[WorkerProcess]:
+    """Run a worker with a model whose requests fail at a scripted token, and with the same model for long replies."""
+    token = 300  # any ordinary token
+    replies = {FAILS_AT_ONCE: [NO_TOKEN], FAILS_LATER: [token, token, NO_TOKEN], REPEATED: [token] * 2000}
+    write_script(folder / "script.json", replies)
+    options = {"source": "bundled://tiny", "n_parallel": 1, "threads": 1, "logits_processors": [PROCESSOR]}
+    models = json.dumps([{"id": name, **options} for name in (FAILING, ENDLESS)])
+    script = {SCRIPT_FILE: str(folder / "script.json")}
+    worker = WorkerProcess(folder, redis_url, name="failing", CELLAMA_MODELS=models, **script)
+    try:
+        yield worker.wait_ready()
+    finally:
+        worker.stop()
+
+
+@contextmanager
+def cancelling(model: str) -> Iterator[None]:
+    """Cancel each job of a model after its first token, within the `with` block."""
+    ended = threading.Event()
+
+    def cancel() -> None:
+        with Client() as client:
+            while not ended.wait(0.02):
+                for job in client.jobs(model):
+                    next(event for event in client.stream(job.job_id) if event["type"] in ("token", "done", "error"))
+                    client.cancel(job.job_id)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def incomplete_bodies(gateway: GatewayProcess) -> Iterator[str]:
+    """Yield the URL of a proxy that sends each request without its last byte, and the answer unchanged."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            request = b""
+            while not (found := BODY.search(request)) or len(found[2]) < int(found[1]):
+                request += self.request.recv(65536)
+            with socket.create_connection((LOOPBACK, gateway.port)) as connection:
+                connection.sendall(request[:-1])
+                while part := connection.recv(65536):
+                    self.request.sendall(part)
+
+    with socketserver.ThreadingTCPServer((LOOPBACK, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield "http://{}:{}".format(*server.server_address)
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("client", CLIENTS)

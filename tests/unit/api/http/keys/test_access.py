@@ -179,14 +179,20 @@ def test_key_returns_403_for_other_models_and_adapters(run: Run) -> None:
     run(scenario)
 
 
-def test_rate_limit_headers_and_errors_have_openai_format(run: Run) -> None:
+def test_rate_limit_headers_and_errors_have_the_formats_of_clients(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         key, entry = await stored(redis, requests_per_minute=1, tokens_per_minute=100)
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
         admission = await access.admit(caller)
         await admission.reserve(40)
-        assert admission.headers == {
+        headers = dict(admission.headers)
+        for unit in ("requests", "tokens"):
+            reset_at = datetime.fromisoformat(headers.pop(f"anthropic-ratelimit-{unit}-reset"))
+            assert timedelta(0) < reset_at - datetime.now(UTC) <= timedelta(seconds=61)
+            for part in ("limit", "remaining"):
+                assert headers.pop(f"anthropic-ratelimit-{unit}-{part}") == headers[f"x-ratelimit-{part}-{unit}"]
+        assert headers == {
             "x-ratelimit-limit-requests": "1",
             "x-ratelimit-remaining-requests": "0",
             "x-ratelimit-reset-requests": "1m0s",
