@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cellama.api.openai.bodies import set_parameters, unmapped_parameters
-from cellama.api.openai.other_servers import put, set_effort
+from cellama.api.openai.other_servers import put, seed_of_job, set_effort
 from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
@@ -54,21 +54,24 @@ def parse_generate(body: Mapping[str, Any], *, has_template: bool) -> ParsedOlla
     """Parse the body of a request to /api/generate. Set `has_template` if the model has a chat template."""
     given = set_parameters(body, PARAMETERS[GENERATE])
     params, names = _params(given, GENERATE)
-    prompt, system = _text(given, "prompt"), _text(given, "system")
+    prompt, system, suffix = _text(given, "prompt"), _text(given, "system"), _text(given, "suffix")
     raw = given.get("raw", False)
     if not isinstance(raw, bool):
         raise InvalidJob(f"raw is {shorten(raw)}; it must be true or false")
-    if has_template and not raw:
+    params.pop("suffix", None)
+    if has_template and not raw and not suffix:
         turns = [{"role": "system", "content": system}] if system else []
         messages = [*turns, {"role": "user", "content": prompt}] if prompt else []
         return ParsedOllamaBody(kind="chat", content=messages, params=params, names=names)
-    reason = "raw is true" if raw else "the model has no chat template"
+    reason = "suffix is given" if suffix else "raw is true" if raw else "the model has no chat template"
     if system:
         raise InvalidJob(f"system is {shorten(system)}, but {reason}; put it into the prompt")
     if params.get("enable_thinking"):
         raise InvalidJob(f"think is {shorten(given['think'])}, but {reason}; leave it out")
     for name in ("enable_thinking", "template_args"):
         params.pop(name, None)
+    if suffix:
+        params["suffix"] = suffix
     return ParsedOllamaBody(kind="generate", content=prompt, params=params, names=names)
 
 
@@ -135,17 +138,23 @@ def _take_options(params: dict[str, Any], options: Any) -> dict[str, str]:
         if value is None or rule.handling == "ignored" or _is_default(option, value):
             continue
         name = rule.to or option
-        put(params, name, _converted(option, value), f"options.{option}")
+        converted = _converted(option, value)
+        if converted is None:  # a random seed
+            continue
+        put(params, name, converted, f"options.{option}")
         names[name] = f"options.{option}"
     return names
 
 
 def _is_default(option: str, value: Any) -> bool:
     """Return whether the value of an option means that the parameter of the job is not set."""
-    return type(value) is int and ((option == "num_predict" and value < 0) or (option == "seed" and value == -1))
+    return type(value) is int and option == "num_predict" and value < 0
 
 
 def _converted(option: str, value: Any) -> Any:
+    """Return the value of the parameter of the job, or None if the parameter must not be set."""
+    if type(value) is int and option == "seed":
+        return seed_of_job(value)
     if type(value) is int and value < 0:
         if option == "top_k":
             return 0

@@ -71,7 +71,11 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         ),
         "system": ParameterRule("mapped", "a system message; requires a chat template", "messages"),
         "raw": ParameterRule("mapped", "continues `prompt` without the chat template"),
-        "suffix": ParameterRule("rejected", "text can only be generated after a prompt", harmless=("",)),
+        "suffix": ParameterRule(
+            "mapped",
+            "the text after the gap to fill. The chat template is not used. Only for models with tokens to fill in the "
+            "middle of a text",
+        ),
         "template": ParameterRule(
             "rejected",
             "the model's own chat template is used; format the prompt yourself, and set `raw`",
@@ -112,7 +116,9 @@ OPTIONS: Mapping[str, ParameterRule] = {
         for name in ("temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty", "stop")
     },
     **{name: ParameterRule("unchanged") for name in ("frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta")},
-    "seed": ParameterRule("mapped", "-1 means a random seed", "seed"),
+    "seed": ParameterRule(
+        "mapped", "-1 means a random seed. Other negative seeds are mapped into the range of jobs", "seed"
+    ),
     "top_k": ParameterRule("mapped", "a negative number keeps all tokens, like 0", "top_k"),
     "repeat_last_n": ParameterRule("mapped", "-1 means the whole context", "repeat_last_n"),
     "num_ctx": ParameterRule("ignored", "`ctx_per_slot` in the settings of the model is the length of the context"),

@@ -77,7 +77,7 @@ def _value(name: str, value: Any) -> Any:
     if type(value) is not int:
         return value
     if name == "seed":
-        return _seed(value)
+        return seed_of_job(value)
     if value == -1 and name in _MAX_TOKENS:
         return UNLIMITED
     if value == -1 and name in _UNLIMITED_LOOK_BACK:
@@ -85,8 +85,8 @@ def _value(name: str, value: Any) -> Any:
     return 0 if value == -1 and name == "top_k" else value
 
 
-def _seed(value: int) -> int | None:
-    """Return a seed of the range that jobs have, or None for a random seed."""
+def seed_of_job(value: int) -> int | None:
+    """Return a seed of the range that jobs have, or None for a random seed. Raises InvalidJob."""
     if value in _RANDOM_SEEDS:
         return None
     if not -(2 ** (_SEED_BITS - 1)) <= value < 2 ** (_SEED_BITS - 1):

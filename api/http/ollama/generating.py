@@ -80,7 +80,7 @@ def parse_request(parsed: ParsedRequest, url: str, model: ModelView) -> OllamaRe
         names=body.names,
         is_stream=is_stream,
         form=AnswerForm(url, parsed.body["model"]),
-        prompt_tokens=tokens_of(body.content),
+        prompt_tokens=tokens_of(body.content, body.params.get("suffix", "")),
     )
 
 
@@ -97,7 +97,7 @@ async def generate(request: Request) -> Response:
 async def _answer(parsed: ParsedRequest, url: str) -> Response:
     model = await find_named(parsed.gateway, parsed.caller, parsed.body.get("model"))
     ollama_request = await parsed.read_by(parse_request, parsed, url, model)
-    if ollama_request.body_of_job.content:
+    if ollama_request.body_of_job.content or "suffix" in ollama_request.params:
         return await run_jobs(parsed, ollama_request)
     if unloads(parsed.body.get("keep_alive")):
         raise ApiError(

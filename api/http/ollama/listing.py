@@ -16,7 +16,7 @@ from .reading import find_named, read_body
 async def tags(request: Request) -> Response:
     """Handle `GET /api/tags`."""
     caller = await caller_of(request)
-    return JSONResponse({"models": list(map(listed, await gateway_of(request).models(caller)))})
+    return JSONResponse({"models": list(map(listed, await gateway_of(request).listed_models(caller)))})
 
 
 async def ps(request: Request) -> Response:

@@ -22,6 +22,6 @@ async def read_body(request: Request) -> ParsedRequest:
 async def find_named(gateway: Gateway, caller: Caller, name: object) -> ModelView:
     """Return the model with this name, or with this name without `:latest`. Raises the errors of `find_model`."""
     if isinstance(name, str) and name.endswith(LATEST):
-        ids = [view["id"] for view in await gateway.models(EVERY_MODEL)]
+        ids = [view["id"] for view in await gateway.listed_models(EVERY_MODEL)]
         name = name if name in ids else name.removesuffix(LATEST)
     return await gateway.find_model(caller, name)

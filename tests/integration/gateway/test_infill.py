@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ollama import Client as OllamaClient, ResponseError
 
 from cellama.api.client.client import Client
 from cellama.tasks.contract.errors import InvalidJob
@@ -54,6 +55,20 @@ def test_streamed_infill_has_the_same_text(gateway: GatewayProcess, filler: str)
     assert "".join(frame["content"] for frame in frames) == whole["content"]
     assert [frame["stop"] for frame in frames] == [False] * (len(frames) - 1) + [True]
     assert {**frames[-1], "content": whole["content"], "tokens_cached": 0} == {**whole, "tokens_cached": 0}
+
+
+def test_ollamas_client_fills_a_gap(gateway: GatewayProcess, filler: str) -> None:
+    options = {"temperature": 0, "num_predict": 6}
+    for prefix in ("Once upon", ""):
+        body = {"model": filler, "input_prefix": prefix, "input_suffix": "the end.", "n_predict": 6, "temperature": 0}
+        answer = gateway.post("/infill", json=body).raise_for_status().json()
+        with OllamaClient(host=gateway.url, timeout=PATIENCE_S) as client:
+            filled = client.generate(filler, prefix, suffix="the end.", options=options)
+            parts = client.generate(filler, prefix, suffix="the end.", options=options, stream=True)
+            assert (filled.response, filled.prompt_eval_count) == (answer["content"], answer["tokens_evaluated"])
+            assert "".join(part.response or "" for part in parts) == answer["content"]
+            with pytest.raises(ResponseError, match="has no tokens to fill in the middle"):
+                client.generate("tiny", prefix, suffix="the end.")
 
 
 @pytest.mark.parametrize(

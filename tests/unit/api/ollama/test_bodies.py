@@ -82,6 +82,8 @@ def test_empty_arguments_of_ollamas_client_have_no_effect(url: str) -> None:
 def test_special_values_of_options_are_converted() -> None:
     made = chat(options={"num_predict": -1, "seed": -1, "top_k": -1, "repeat_last_n": -1})
     assert made.params == {"top_k": 0, "repeat_last_n": limits.MAX_LOOK_BACK}
+    assert chat(options={"seed": 2**32 - 1}).params == {}
+    assert chat(options={"seed": -7}).params == {"seed": -7 % (limits.MAX_SEED + 1)}
     assert chat(format="json").params["json_schema"] == {"type": "object"}
     assert chat(think=False).params == {"enable_thinking": False}
 
@@ -95,6 +97,15 @@ def test_prompt_becomes_user_message_unless_it_is_raw() -> None:
         for more in ({"system": "Be kind"}, {"think": True}):
             with pytest.raises(InvalidJob, match=rf"^{next(iter(more))} is .*(raw is true|no chat template)"):
                 generate(**{**options, **more})
+
+
+def test_suffix_makes_a_completion_that_fills_the_gap() -> None:
+    for options in ({}, {"raw": True}, {"has_template": False}, {"prompt": ""}):
+        made = generate(**{"suffix": "the end.", **options})
+        assert (made.kind, made.content) == ("generate", options.get("prompt", "Hi"))
+        assert made.params == {"suffix": "the end."}
+    with pytest.raises(InvalidJob, match=r"^system is 'Be kind', but suffix is given"):
+        generate(suffix="the end.", system="Be kind")
 
 
 def test_empty_prompt_has_no_content() -> None:
