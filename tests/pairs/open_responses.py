@@ -24,7 +24,8 @@ RESPONSE: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("parallel_tool_calls", "store", "background"), FLAG),
     **dict.fromkeys(("output", "tools"), LIST),
     **dict.fromkeys(("completed_at", "max_output_tokens", "max_tool_calls"), (int, NULL)),
-    **dict.fromkeys(("previous_response_id", "instructions", "safety_identifier", "prompt_cache_key"), (str, NULL)),
+    **dict.fromkeys(("previous_response_id", "instructions", "user"), (str, NULL)),
+    **dict.fromkeys(("safety_identifier", "prompt_cache_key"), (str, NULL)),
     **dict.fromkeys(("incomplete_details", "error", "reasoning", "usage"), (dict, NULL)),
     "tool_choice": (str, dict),
     "text": OBJECT,
@@ -36,7 +37,7 @@ TOOL = {"type": TEXT, "name": TEXT, "description": (str, NULL), "parameters": (d
 ITEMS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "message": {"id": TEXT, "status": TEXT, "role": TEXT, "content": LIST},
     "function_call": {"id": TEXT, "call_id": TEXT, "name": TEXT, "arguments": TEXT, "status": TEXT},
-    "reasoning": {"id": TEXT, "summary": LIST},
+    "reasoning": {"id": TEXT, "summary": LIST, "content": LIST},
 }
 PARTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "output_text": {"text": TEXT, "annotations": LIST, "logprobs": LIST},
@@ -58,7 +59,12 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "response.reasoning_text.delta": {**_PART, "delta": TEXT},
     "response.reasoning_text.done": {**_PART, "text": TEXT},
     "response.function_call_arguments.delta": {"item_id": TEXT, "output_index": COUNT, "delta": TEXT},
-    "response.function_call_arguments.done": {"item_id": TEXT, "output_index": COUNT, "arguments": TEXT},
+    "response.function_call_arguments.done": {
+        "item_id": TEXT,
+        "output_index": COUNT,
+        "name": TEXT,
+        "arguments": TEXT,
+    },
 }
 
 
@@ -114,9 +120,9 @@ class Conforms:
 
 
 def conforms(*item_types: str, status: str = "completed", is_stream: bool = False) -> Expected:
-    """Expect a response that follows the schema, with items of these types."""
+    """Expect a response that follows the schema, with items of exactly these types and perhaps reasoning."""
     more = {"events": Conforms(wrong_in_events)} if is_stream else {}
-    types = {"final.output.*.type": lambda found: bool(found) and set(item_types) <= set(found)}
+    types = {"final.output.*.type": lambda found: {*found} - {"reasoning"} == {*item_types}}
     return {**more, "final": Conforms(wrong_in_response), **types, "final.status": status}
 
 
@@ -159,6 +165,11 @@ def has_all_of_call(events: list[Any]) -> bool:
     return is_whole and "function_call" in starts and "function_call" in ends
 
 
+def has_all_of_text(types: list[str]) -> bool:
+    parts = ("output_item.added", "output_text.delta", "output_text.done", "output_item.done")
+    return {f"response.{part}" for part in parts} <= {*types}
+
+
 DIFFERENCES = {
     "image-input": Difference(
         "`input_image` parts are described to the model",
@@ -189,7 +200,11 @@ TABLE = Table(
             Ask("/v1/responses", {**MODEL, "seed": 1, "input": [user("Say hello in exactly 3 words.")]}),
             conforms("message"),
         ),
-        Pair("streaming-response", ask([user("Count from 1 to 5.")], stream=True), conforms("message", is_stream=True)),
+        Pair(
+            "streaming-response",
+            ask([user("Count from 1 to 5.")], stream=True),
+            {**conforms("message", is_stream=True), "types": has_all_of_text},
+        ),
         Pair("system-prompt", ask([PIRATE, user("Say hello.")]), conforms("message")),
         Pair("tool-calling", ask(FRANCISCO, **CALL), conforms("function_call")),
         Pair("tool-calling-streaming", ask(FRANCISCO, **CALL, stream=True), conforms("function_call", is_stream=True)),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import gguf
 import httpx
 import pytest
+import schemathesis
 
+from cellama.api.http.app import API_ROUTES
+from cellama.api.http.openapi import gateway_document
 from cellama.api.keys.entry import KeyText
 from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.models.synthetic import write_model
@@ -18,7 +22,9 @@ from ...bert_model import BertShape
 from ...conftest import MODELS, PATIENCE_S, WorkerProcess, empty_database
 from ...gateways import GatewayProcess
 from ...pairs import Ask, Pair, Table, llama_server, open_responses, run, vllm
+from ...pairs.asks import rank
 from ..test_gateway_tenants import Keyed
+from .openapi_hooks import close_answers
 
 TABLES = {"llama-server": llama_server.TABLE, "vllm": vllm.TABLE, "open-responses": open_responses.TABLE}
 PAIRS = [pytest.param(pair, id=f"{name}-{pair.name}") for name, table in TABLES.items() for pair in table.pairs]
@@ -76,6 +82,20 @@ def _authorized(client: httpx.Client, kind: str, key: KeyText) -> httpx.Client:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pair_gets_the_expected_reply(clients: Clients, pair: Pair) -> None:
     assert run(clients, pair) == []
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/reranking", "/v2/rerank"])
+@pytest.mark.parametrize("options", [{}, {"return_documents": True, "top_n": 2}], ids=["scores", "documents"])
+def test_ranking_has_the_documented_form(clients: Clients, path: str, options: dict[str, Any]) -> None:
+    document = json.loads(json.dumps(gateway_document(API_ROUTES)))
+    close_answers(document)
+    ask = rank(path, documents=["w3 w4 w5", {"text": "w6"}, "w7 w8"], **options)
+    answer = clients(ask).post(path, json=ask.body)
+    assert answer.status_code == 200, answer.text
+    schemathesis.openapi.from_dict(document)[path]["POST"].validate_response(answer)
+    results = answer.json()["results"]
+    assert len(results) == options.get("top_n", 3)
+    assert all("document" in result for result in results) == options.get("return_documents", False)
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)

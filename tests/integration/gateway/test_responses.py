@@ -63,6 +63,16 @@ def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> No
     assert item.to_dict()["content"] == [{"type": "input_text", "text": REQUEST["input"]}]
 
 
+def test_response_shows_sampling_parameters_of_the_request_and_the_model(openai: OpenAI) -> None:
+    sent: Any = {"top_p": 0.5, "max_tool_calls": 3, "safety_identifier": "s", "prompt_cache_key": "p"}
+    more = {"presence_penalty": 0.25}  # not in OpenAI's API
+    answer = openai.responses.create(model="tiny", input="Hi", max_output_tokens=1, **sent, extra_body=more)
+    shown = answer.to_dict()
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tool_calls")
+    assert [shown[name] for name in names] == [0.8, 0.5, 0.25, 0.0, 3]
+    assert (shown["safety_identifier"], shown["prompt_cache_key"], shown["user"]) == ("s", "p", None)
+
+
 def test_counted_input_tokens_are_those_that_the_response_uses(openai: OpenAI) -> None:
     asked: Any = {"model": "tiny", "input": REQUEST["input"], "instructions": "Be brief", "tools": [FUNCTION]}
     counted = openai.responses.input_tokens.count(**asked)
