@@ -68,7 +68,7 @@ class CountingStrategy(Paced):
 class FragileStrategy(CountingStrategy):
     """A strategy that kills its worker when a prompt has POISON_TOKENS or more tokens left to compute.
 
-    The text of an earlier attempt is computed like a prompt, so the jobs beside the poison must be shorter than it.
+    The text of an earlier attempt is computed like a prompt, so the jobs alongside the poison must be shorter than it.
     """
 
     def build_batch(
