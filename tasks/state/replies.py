@@ -6,8 +6,9 @@ chat, its worker therefore stores the `finish_key` of the context under a digest
 continues the same conversation in the same cache scope continues this context (attempt/replay.py).
 
 The digest covers the meaning of each message. It ignores the reasoning, the whitespace around a reply, the ids of
-calls, and the order of keys and the spacing in their arguments. The reasoning is stored separately: a client may omit
-it, but can't change it.
+calls, and the order of keys and the spacing in their arguments. It also ignores arguments that are equal to the default
+in the schema of the tool, because Claude Code adds them to the calls that it sends back. The reasoning is stored
+separately: a client may omit it, but can't change it.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Conversation:
         `conditions` are everything else that contexts must have in common, such as the cache scope and the model.
         `options` and `tools` are the variables that the chat template receives.
         """
+        self._defaults = _defaults_of(tools)
         self._calls: dict[str, int] = {}
         self._num_calls = 0
         base = _digest_of([VERSION, *conditions])
@@ -194,7 +196,8 @@ class Conversation:
             if call.get("id") is not None:
                 self._calls[str(call["id"])] = self._num_calls
             self._num_calls += 1
-            calls.append([call["function"]["name"], _arguments_of(call["function"].get("arguments"))])
+            name, arguments = call["function"]["name"], _arguments_of(call["function"].get("arguments"))
+            calls.append([name, _without(self._defaults.get(name, {}), arguments)])
         return _digest_of(["assistant", content.strip(), calls])
 
 
@@ -218,6 +221,28 @@ def _arguments_of(arguments: Any) -> Any:
         return _plain(json.loads(arguments or "{}"))
     except (ValueError, RecursionError):
         return arguments.strip()
+
+
+def _defaults_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, bytes]]:
+    """Return digests of the default values of each function's arguments."""
+    defaults = dict[str, dict[str, bytes]]()
+    for tool in tools:
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        members = properties.items() if isinstance(properties, dict) else ()
+        defaults[function["name"]] = {
+            name: _digest_of(_plain(schema["default"]))
+            for name, schema in members
+            if isinstance(schema, dict) and "default" in schema
+        }
+    return defaults
+
+
+def _without(defaults: Mapping[str, bytes], arguments: Any) -> Any:
+    """Return arguments without those that are equal to their defaults."""
+    if not defaults or not isinstance(arguments, dict):
+        return arguments
+    return {name: value for name, value in arguments.items() if defaults.get(name) != _digest_of(value)}
 
 
 def _plain(value: Any) -> Any:

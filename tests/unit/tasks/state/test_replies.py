@@ -21,7 +21,8 @@ CALL: dict[str, Any] = {
 HEAD: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 REPLY: dict[str, Any] = {"role": "assistant", "content": "Well.", "reasoning": "Hm.", "tool_calls": [CALL]}
 RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "call00001", "content": "ok"}
-TOOLS = [{"type": "function", "function": {"name": "read"}}]
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "deep": {"type": "boolean", "default": False}}}
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}]
 
 
 def conversation(messages: list[dict[str, Any]], scope: str = "", tools: Any = TOOLS, **options: Any) -> Conversation:
@@ -49,6 +50,7 @@ SAME: dict[str, Callable[[Any], object]] = {
     "unchanged": lambda turns: None,
     "arguments in another order": arguments('{"line":1,"path":"a.py"}'),
     "a number as JavaScript writes it": arguments('{"path": "a.py", "line": 1.0}'),
+    "the default of an argument": arguments('{"path": "a.py", "line": 1, "deep": false}'),
     "an escaped letter": arguments('{"p\\u0061th": "a.py", "line": 1}'),
     "no reasoning": lambda turns: turns[2].pop("reasoning"),
     "space around the text": lambda turns: turns[2].update(content=" Well.\n"),
@@ -57,6 +59,7 @@ SAME: dict[str, Callable[[Any], object]] = {
 CHANGED: dict[str, tuple[Callable[[Any], object], str, int | None]] = {
     "text": (lambda turns: turns[2].update(content="Well!"), "reply", 2),
     "arguments": (arguments('{"path": "a.py", "line": 2}'), "reply", 2),
+    "not the default of an argument": (arguments('{"path": "a.py", "line": 1, "deep": 0}'), "reply", 2),
     "no calls": (lambda turns: turns[2].pop("tool_calls"), "reply", 2),
     "user": (lambda turns: turns[1].update(content="Ho"), "unknown", None),  # another conversation
     "system": (lambda turns: turns[0].update(content="Be long."), "system", 0),
