@@ -33,7 +33,8 @@ def convert(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dic
     converted = {name: _value(name, value) for name, value in given.items()}
     if converted.get("max_output_tokens") == -1:
         del converted["max_output_tokens"]
-    for name in [name for name in converted if name in OTHER_SERVERS and name not in rules]:
+    # In the order of the table: the switch in `chat_template_kwargs` precedes `reasoning_effort`.
+    for name in [name for name in OTHER_SERVERS if name in converted and name not in rules]:
         rule, value = OTHER_SERVERS[name], converted.pop(name)
         if rule.handling == "renamed":
             put(converted, rule.to, value, name)
@@ -58,14 +59,17 @@ def rejection(name: str, value: Any, rule: ParameterRule) -> InvalidJob:
 
 
 def set_effort(params: dict[str, Any], effort: Any, name: str = "reasoning_effort") -> None:
-    """Pass the reasoning effort to the chat template. The effort `none` disables thinking."""
+    """Pass the reasoning effort to the chat template.
+
+    The effort `none` disables thinking, and `low` and higher efforts enable it. With `minimal`, the template decides.
+    """
     if not isinstance(effort, str):
         raise InvalidJob(f"{name} is {shorten(effort)}; it must be a string such as none, low, medium or high")
     arguments = params.get("template_args", {})
     if isinstance(arguments, dict):  # else the payload reports the error
         params["template_args"] = {"reasoning_effort": effort, **arguments}
-    if effort == "none":
-        params.setdefault("enable_thinking", False)
+    if effort != "minimal":
+        params.setdefault("enable_thinking", effort != "none")
 
 
 def _value(name: str, value: Any) -> Any:

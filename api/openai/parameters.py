@@ -132,8 +132,8 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         ),
         "reasoning_effort": ParameterRule(
             "mapped",
-            "`none` disables thinking; the chat template receives every value, and a template without this variable "
-            "ignores it",
+            "`none` disables thinking, `minimal` leaves the decision to the chat template, and other values enable "
+            "thinking; the template also receives the value, and a template without this variable ignores it",
             "template_args",
         ),
         "verbosity": ParameterRule("ignored", "describe the length of answers in the system message instead"),

@@ -49,7 +49,14 @@ def chat(**body: Any) -> dict[str, Any]:
         ({"logit_bias": {"3": False}}, {"logit_bias": {"3": "-inf"}}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
         ({"chat_template_kwargs": {"a": 1, "b": 2}, "template_args": {"b": 3}}, {"template_args": {"a": 1, "b": 3}}),
-        ({"reasoning_effort": "low"}, {"template_args": TEMPLATE}),
+        ({"reasoning_effort": "low"}, {"template_args": TEMPLATE, "enable_thinking": True}),
+        ({"reasoning_effort": "minimal"}, {"template_args": {"reasoning_effort": "minimal"}}),
+        ({"reasoning_effort": "none"}, {"template_args": {"reasoning_effort": "none"}, "enable_thinking": False}),
+        ({"reasoning_effort": "low", "enable_thinking": False}, {"template_args": TEMPLATE, "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"template_args": TEMPLATE, "enable_thinking": False},
+        ),
         ({"guided_json": OBJECT}, {"json_schema": OBJECT, "strict_schema": False}),
         ({"guided_json": '{"type": "object"}'}, {"json_schema": '{"type": "object"}', "strict_schema": False}),
         ({"structured_outputs": {"json_object": True}}, {"json_schema": OBJECT, "strict_schema": False}),
@@ -131,7 +138,7 @@ def test_messages_and_responses_convert_the_same_parameters() -> None:
     assert {name: message[name] for name in expected} == expected
     assert message["max_tokens"] == UNLIMITED
     assert params_of({"input": "Hi", "max_output_tokens": -1, **given}) == expected
-    assert params_of({"input": "Hi", "reasoning_effort": "low"}) == {"template_args": TEMPLATE}
+    assert params_of({"input": "Hi", "reasoning_effort": "low"}) == {"template_args": TEMPLATE, "enable_thinking": True}
     with pytest.raises(InvalidJob, match="n_predict is 3: use `max_output_tokens`"):
         params_of({"input": "Hi", "n_predict": 3})
 
