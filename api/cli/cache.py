@@ -102,11 +102,12 @@ def cache_clear_command(
 
 
 def cache_explain_command(
-    job_id: Annotated[str, typer.Argument(help="Id of a finished job.")], json: JsonOption = False
+    job_id: Annotated[str, typer.Argument(help="Id of a finished job, or of an answer of the gateway.")],
+    json: JsonOption = False,
 ) -> None:
     """Show how much of a job's prompt was reused, and what differs from the earlier turns of its conversation.
 
-    Example:  cellama cache explain 5f0c…
+    Example:  cellama cache explain msg_5f0c…
     """
     with Client() as client:
         found = client.explain_cache(job_id)

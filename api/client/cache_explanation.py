@@ -11,12 +11,16 @@ from redis import Redis
 
 from cellama.tasks.contract.errors import JobError, UnknownJob
 from cellama.tasks.contract.events import EVENT_FIELD, DoneEvent, ReplayCause, ReplayFields, StartedEvent
-from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.keys import journal_key, response_key
+from cellama.tasks.contract.kinds.chat import TASK_CHAT
+from cellama.tasks.contract.names import job_id_of_key
 from cellama.tasks.state.contexts import read_context
 
 NUM_SHOWN = 24  # tokens to show before and after the first difference, about two lines
 NUM_LOST = 64  # tokens; smaller parts of a common prefix are not reused because copying them takes as long
 TTL_S = 3600  # seconds that contexts are kept after they were explained
+_RESPONSE = "resp_"  # ids of responses, whose records contain the job id
+_ANSWERS = ("msg_", "chatcmpl-")  # ids of other answers of the gateway: a prefix and the job id
 
 REASONS: dict[ReplayCause, str] = {
     "options": "a variable of the chat template changed, such as enable_thinking",
@@ -68,7 +72,8 @@ TextOf = Callable[[str, list[int]], str]  # returns the text of tokens of a mode
 
 
 def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
-    """Explain a job that has ended. Raises UnknownJob."""
+    """Explain a job that has ended, which is named by its id or by the id of its answer. Raises UnknownJob."""
+    job_id = _job_of(redis, job_id)
     started, done = _ends_of(redis, job_id)
     usage, replay = done["usage"], started.get("replay", ReplayFields())
     cause, message = replay.get("cause"), replay.get("message")
@@ -96,6 +101,17 @@ def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
         difference=difference,
         reasons=tuple(reasons),
     )
+
+
+def _job_of(redis: Redis, named: str) -> str:
+    """Return the id of a job that is named by its id or by the id of an answer of the gateway.
+
+    A response that was not stored is only found if its request had neither an API key nor a `cache_salt`.
+    """
+    if named.startswith(_RESPONSE):
+        record: Any = redis.get(response_key(named))
+        return job_id_of_key(TASK_CHAT, "", named) if record is None else str(json.loads(record)["job_id"])
+    return next((named.removeprefix(prefix) for prefix in _ANSWERS if named.startswith(prefix)), named)
 
 
 def _ends_of(redis: Redis, job_id: str) -> tuple[StartedEvent, DoneEvent]:

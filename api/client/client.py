@@ -684,6 +684,7 @@ class Client:
     def explain_cache(self, job_id: str) -> CacheExplanation:
         """Return how much of a finished job's prompt was reused, and why it was not more.
 
+        `job_id` may also be the id of an answer of the gateway, such as `resp_…`, `msg_…` or `chatcmpl-…`.
         The explanation is available for `event_ttl_s` after the end of the job. Raises UnknownJob.
         """
         with reaching_redis(self._url):

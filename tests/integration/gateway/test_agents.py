@@ -107,6 +107,17 @@ def test_edited_history_is_sent_to_the_model_as_edited(
 
 
 @pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize(("api", "prefix"), [("chat", "chatcmpl-"), ("messages", "msg_"), ("responses", "resp_")])
+def test_reuse_is_explained_for_the_id_of_an_answer(
+    gateway: GatewayProcess, queue: Client, api: str, prefix: str
+) -> None:
+    agent = AGENTS[api](gateway, "agent", "hermes", keeps_reasoning=False, question=f"Which answer of {api}?")
+    turn = run(agent, range(2))
+    explained = queue.explain_cache(prefix + turn.job)
+    assert (explained.prompt_tokens, explained.reused_tokens) == (turn.prompt, turn.cached)
+
+
+@pytest.mark.usefixtures("agents")
 def test_branches_and_retries_share_what_they_have_in_common(gateway: GatewayProcess) -> None:
     agent = AGENTS["messages"](gateway, "agent", "hermes", keeps_reasoning=False, question="Branch!")
     first = run(agent, range(3))
