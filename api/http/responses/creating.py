@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -21,6 +22,7 @@ from cellama.api.openai.responses.events import ResponseEvents
 from cellama.api.openai.responses.items import items_of, messages_of
 from cellama.api.openai.responses.parameters import RULES
 from cellama.api.openai.responses.record import ResponseRecord
+from cellama.config.logging import event_logger
 from cellama.tasks.contract.errors import InvalidJob, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.kinds.chat import TASK_CHAT
@@ -29,6 +31,8 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 from .reading import Events, ResponseStatus, error_frame, frames, status_of
 from .store import ResponseStore, digest_of, new_id
+
+log = event_logger(__name__)
 
 MAX_TURNS = 200  # maximum responses to build a conversation from, because each takes two round trips to Redis
 _CONTEXT_PARAMETERS = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
@@ -255,12 +259,19 @@ async def answer(parsed: ParsedRequest) -> Response:
     """Create a response, and return the HTTP answer to the POST. Raises ApiError, JobError and ClientDisconnect."""
     records = ResponseStore(parsed.gateway)
     new = await unless_disconnected(parsed.request, _parse_for_model(parsed, records))
+    for warning in new.record.shown.get("warnings", ()):
+        _log_once(warning)
     names = callers_names(RULES, parsed.body)
     async with RunningJobs(parsed, new.record.model, new.tier, names=names) as running:
         record = await unless_disconnected(parsed.request, _submit(running, new, records))
         if new.is_stream:
             return await _stream(running, record)
         return running.answer(await unless_disconnected(parsed.request, _object(running, record)))
+
+
+@functools.lru_cache(maxsize=64)  # agents send the same tools with every request
+def _log_once(warning: str) -> None:
+    log.warning("part of the request ignored", detail=warning)
 
 
 async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> NewResponse:

@@ -19,6 +19,7 @@ from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.payloads import CONSTRAINTS
 
 from .parameters import INCLUDABLE, RULES
+from .tools import functions_of, named_function, shown_tools, warnings_of_tools
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's limits: members, characters, characters
 _LOGPROBS, _ENCRYPTED = INCLUDABLE
@@ -48,8 +49,9 @@ def response_fields(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     `defaults` are the model's defaults of sampling parameters.
     """
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
-    parallel = body.get("parallel_tool_calls")
+    parallel, warnings = body.get("parallel_tool_calls"), warnings_of_tools(body)
     return {
+        **({"warnings": warnings} if warnings else {}),
         "instructions": instructions_of(body),
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": _count(body, "max_tool_calls"),
@@ -59,7 +61,7 @@ def response_fields(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [_tool_field(tool) for tool in _functions(body)],
+        "tools": shown_tools(body),
         "top_logprobs": body.get("top_logprobs") or 0,
         "truncation": "disabled",
         **{name: _text(body, name) for name in _ECHOED},
@@ -176,19 +178,15 @@ def _take_reasoning(params: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
-    functions, choice = _functions(given), given.get("tool_choice")
+    functions, choice = functions_of(given), given.get("tool_choice")
     if functions:
-        names = ("name", "description", "parameters", "strict")
-        params["tools"] = [
-            {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-            for tool in functions
-        ]
+        params["tools"] = functions
     if isinstance(choice, str):
         params["tool_choice"] = choice
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allow(params, choice, choice, lambda tool: tool)
+        allow(params, choice, choice, named_function)
     elif isinstance(choice, dict) and choice.get("type") == "function":
-        params["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        params["tool_choice"] = {"type": "function", "function": named_function(choice)}
     elif choice is not None:
         raise InvalidJob(
             f"tool_choice is {shorten(choice)}; it must be auto, none, required, or an object of type function with a "
@@ -196,19 +194,6 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
         )
     if not functions and params.get("tool_choice") in ("auto", "none"):
         del params["tool_choice"]  # it applies to tools that were ignored
-
-
-def _functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools of type function. Other tools are ignored, because clients can do without them."""
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidJob(f"tools is {shorten(tools)}; it must be a list of objects")
-    return [tool for tool in tools if tool.get("type") == "function"]
-
-
-def _tool_field(tool: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", **{name: tool.get(name) for name in names}}
 
 
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any]) -> None:

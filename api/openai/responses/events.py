@@ -16,6 +16,7 @@ from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.tasks.contract.codes import message_for_clients
 
 from .record import ResponseRecord
+from .tools import names_of
 
 _REASONS = {"length": "max_output_tokens", "timeout": "max_output_tokens"}  # a response that timed out is cut off
 _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
@@ -27,7 +28,10 @@ class ResponseEvents:
     def __init__(self, record: ResponseRecord) -> None:
         self._record = record
         self._output = OutputItems(
-            record.id.removeprefix("resp_"), record.params.get("logprobs") is not None, record.shows_signatures
+            record.id.removeprefix("resp_"),
+            record.params.get("logprobs") is not None,
+            record.shows_signatures,
+            names_of(record.shown.get("tools", [])),
         )
         self._next_number = 0
         self._calls = CallProgress()
@@ -88,7 +92,10 @@ class ResponseEvents:
         )
         if status == "completed" and not self._output.has_answer:
             yield from self._output.empty_message()
-        self._end = {"usage": usage_of(event["usage"], self._reasoning_tokens), **warnings_of([event])}
+        self._end = {
+            "usage": usage_of(event["usage"], self._reasoning_tokens),
+            **warnings_of([self._record.shown, event]),
+        }
         if reason in _REASONS:
             self._end["incomplete_details"] = {"reason": _REASONS[reason]}
         if status == "completed":
@@ -159,7 +166,7 @@ class _Open:
     item_id: str
     index: int  # among the items
     call_id: str = ""
-    name: str = ""  # of the function that is called
+    called: Mapping[str, str] = field(default_factory=dict)  # name of the function, and its namespace if it has one
     texts: list[str] = field(default_factory=list)  # pieces of the text, or of the arguments
     logprobs: list[Any] = field(default_factory=list)
 
@@ -171,6 +178,7 @@ class OutputItems:
     response_id: str
     with_logprobs: bool = False
     with_signatures: bool = False
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of functions in namespaces
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: _Open | None = None
 
@@ -203,7 +211,7 @@ class OutputItems:
             yield {
                 "type": "response.function_call_arguments.done",
                 **_place(opened),
-                "name": opened.name,
+                "name": opened.called["name"],
                 "arguments": text,
             }
             yield from self._done(opened.index, _item(opened, status, []))
@@ -231,8 +239,9 @@ class OutputItems:
         for delta in deltas:
             if "id" in delta:
                 yield from self.close()
+                called = self.names.get(delta["name"], {"name": delta["name"]})
                 self._open = _Open(
-                    "function_call", self._item_id("fc"), len(self.items), call_id=delta["id"], name=delta["name"]
+                    "function_call", self._item_id("fc"), len(self.items), call_id=delta["id"], called=called
                 )
                 item = _item(self._open, "in_progress", [])
                 yield {"type": "response.output_item.added", "output_index": self._open.index, "item": item}
@@ -278,7 +287,7 @@ def _item(opened: _Open, status: str, content: list[Any]) -> dict[str, Any]:
             "type": "function_call",
             "status": status,
             "call_id": opened.call_id,
-            "name": opened.name,
+            **opened.called,
             "arguments": "".join(opened.texts),
         }
     common = {"id": opened.item_id, "type": opened.kind, "status": status, "content": content}

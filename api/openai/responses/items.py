@@ -11,6 +11,8 @@ from typing import Any
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_text, shorten
 
+from .tools import function_name
+
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _UNSUPPORTED = ("input_image", "input_file", "input_audio")
@@ -76,7 +78,9 @@ def _read_message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _text(where, item, name) for name in ("call_id", "name", "arguments")} | {"status": "completed"}
+    namespace = {} if item.get("namespace") is None else {"namespace": _text(where, item, "namespace")}
+    members = {name: _text(where, item, name) for name in ("call_id", "name", "arguments")}
+    return {**members, **namespace, "status": "completed"}
 
 
 def _read_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +205,7 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
     if item["type"] == "message":
         turn["content"] = turn.get("content", "") + _joined(item)
     elif item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": function_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif item["content"]:
         turn["reasoning"] = _joined(item)

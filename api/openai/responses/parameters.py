@@ -27,7 +27,11 @@ RULES: Mapping[str, ParameterRule] = {
     "instructions": ParameterRule("mapped", "a system message, for this response only"),
     "previous_response_id": ParameterRule("mapped", "continues the context of that response", "parent_key"),
     "max_output_tokens": ParameterRule("renamed", "default: the rest of the context", "max_tokens"),
-    "tools": ParameterRule("mapped", "tools of type `function`; other tools are skipped"),
+    "tools": ParameterRule(
+        "mapped",
+        "tools of type `function` and `namespace`, whose functions the model sees as `NAMESPACE__NAME`; other tools "
+        "are skipped and listed in `warnings`",
+    ),
     "tool_choice": ParameterRule(
         "mapped", "`auto`, `none`, `required`, `allowed_tools`, or a function that the model must call"
     ),
@@ -37,7 +41,7 @@ RULES: Mapping[str, ParameterRule] = {
     ),
     "reasoning": ParameterRule(
         "mapped",
-        "the chat template receives `effort` (`none` disables thinking); other members are ignored",
+        "`effort` works like `reasoning_effort` of chats; other members are ignored",
         "template_args",
     ),
     "top_logprobs": ParameterRule("mapped", "number of alternatives per token, at most 20", "logprobs"),

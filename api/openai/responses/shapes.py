@@ -53,6 +53,7 @@ class InputFunctionCall(TypedDict):
     id: NotRequired[str]
     call_id: str
     name: str
+    namespace: NotRequired[str | None]
     arguments: str
 
 
@@ -94,7 +95,7 @@ class ResponseTextOptions(TypedDict, total=False):
 
 
 class ReasoningOptions(TypedDict, total=False):
-    """The effort for the chat template. `none` disables thinking."""
+    """The effort for the chat template. `none` disables thinking, and `low` and higher efforts enable it."""
 
     effort: str | None
     summary: str | None
@@ -110,11 +111,21 @@ class ResponseFunctionTool(TypedDict):
     strict: NotRequired[bool | None]
 
 
+class ResponseNamespaceTool(TypedDict):
+    """Functions with a common namespace."""
+
+    type: Literal["namespace"]
+    name: str
+    description: NotRequired[str | None]
+    tools: list[ResponseFunctionTool]
+
+
 class ResponseNamedTool(TypedDict):
     """A tool, named by its function."""
 
     type: Literal["function"]
     name: str
+    namespace: NotRequired[str]
 
 
 class ResponseAllowedTools(TypedDict):
@@ -129,7 +140,7 @@ class ResponseParameters(OtherServersParameters, total=False):
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str
     previous_response_id: str
-    tools: list[ResponseFunctionTool]
+    tools: list[ResponseFunctionTool | ResponseNamespaceTool]
     tool_choice: Literal["auto", "none", "required"] | ResponseNamedTool | ResponseAllowedTools
     text: ResponseTextOptions
     reasoning: ReasoningOptions
@@ -192,6 +203,7 @@ class FunctionCallItem(TypedDict):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
@@ -224,6 +236,7 @@ class StoredInputItem(TypedDict):
     content: NotRequired[list[StoredPart]]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
     output: NotRequired[str]
     summary: NotRequired[list[Any]]
@@ -298,6 +311,15 @@ class ReportedTool(TypedDict):
     strict: bool | None
 
 
+class ReportedNamespace(TypedDict):
+    """A namespace of the request, with its functions."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None
+    tools: list[ReportedTool]
+
+
 class ResponseObject(TypedDict):
     """A response, with the values of its request."""
 
@@ -323,7 +345,7 @@ class ResponseObject(TypedDict):
     temperature: float | None
     text: ReportedText
     tool_choice: str | dict[str, Any]
-    tools: list[ReportedTool]
+    tools: list[ReportedTool | ReportedNamespace]
     top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"]

@@ -290,6 +290,22 @@ def test_tool_is_called_and_its_result_is_used(openai: OpenAI) -> None:
     assert sent.status in ("completed", "incomplete")
 
 
+def test_function_in_a_namespace_is_called(openai: OpenAI) -> None:
+    tools: Any = [{"type": "namespace", "name": "sky", "description": "The sky", "tools": [FUNCTION]}]
+    forced: Any = {"type": "function", "namespace": "sky", "name": "get_weather"}
+    arguments: Any = {**REQUEST, "input": "Weather in Paris?", "tools": tools, "max_output_tokens": 80}
+    first = openai.responses.create(**arguments, tool_choice=forced)
+    call: Any = first.output[-1]
+    assert (call.type, call.name, call.namespace) == ("function_call", "get_weather", "sky")
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    more = openai.responses.create(**{**arguments, "input": output}, previous_response_id=first.id)
+    turns: Any = [{"role": "user", "content": "Weather in Paris?"}, call.to_dict(), *output]
+    sent = openai.responses.create(**{**arguments, "input": turns})
+    assert more.usage is not None
+    assert sent.usage is not None
+    assert more.usage.input_tokens == sent.usage.input_tokens
+
+
 def test_call_truncated_by_max_output_tokens_is_incomplete(openai: OpenAI) -> None:
     named = [{"type": "function", "name": "get_weather"}]
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": named}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args
 
 import pytest
@@ -44,6 +45,24 @@ def test_events_are_numbered_and_valid_for_openai_client(name: str, background: 
         if event["type"] != "response.cancelled":  # OpenAI's client has no class for it
             assert OPENAIS.validate_python(event).type == event["type"]
     Response.model_validate(response)
+
+
+@pytest.mark.parametrize("name", ["calls", "call in pieces"])
+def test_calls_of_functions_in_namespaces_have_both_names(name: str) -> None:
+    tools = [{"type": "namespace", "name": "n", "description": "N", "tools": [{"type": "function", "name": "f"}]}]
+    journal = json.loads(json.dumps(JOURNALS[name]).replace('"name": "f"', '"name": "n__f"'))
+    received, response = fold(journal, record(body={"tools": tools}))
+    (first, *_) = [item for item in response["output"] if item["type"] == "function_call"]
+    assert (first["name"], first["namespace"]) == ("f", "n")
+    assert response["tools"][0]["tools"][0]["name"] == "f"
+    for event in received:
+        assert OPENAIS.validate_python(event).type == event["type"]
+
+
+def test_warnings_of_skipped_tools_precede_those_of_the_job() -> None:
+    _, response = fold(JOURNALS["warned"], record(body={"tools": [{"type": "web_search"}]}))
+    assert response["warnings"][0].startswith("tools: 1 of type 'web_search' skipped")
+    assert response["warnings"][1:] == ["a"]
 
 
 @pytest.mark.parametrize("name", JOURNALS)

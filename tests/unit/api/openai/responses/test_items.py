@@ -10,6 +10,7 @@ import pytest
 
 from cellama.api.openai.responses.bodies import includes_signatures, params_of, response_fields
 from cellama.api.openai.responses.items import items_of, messages_of
+from cellama.api.openai.responses.tools import function_name
 from cellama.config import limits
 from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.errors import InvalidJob
@@ -149,6 +150,42 @@ def test_schema_may_be_as_deep_as_in_other_jobs() -> None:
         parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **made, "json_schema": deeper})
 
 
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Sub-agents",
+    "tools": [{**FUNCTION, "name": "close"}, {"type": "custom", "name": "c"}],
+}
+
+
+def test_functions_in_namespaces_are_offered_under_joined_names() -> None:
+    body = {"tools": [FUNCTION, NAMESPACE, {"type": "web_search"}, {"type": "web_search"}]}
+    assert [tool["function"]["name"] for tool in params_of(body)["tools"]] == ["f", "agents__close"]
+    fields = response_fields(body, {})
+    assert [tool["name"] for tool in fields["tools"]] == ["f", "agents"]
+    assert [tool["name"] for tool in fields["tools"][1]["tools"]] == ["close"]
+    assert [warning[:30] for warning in fields["warnings"]] == [
+        "tools: 2 of type 'web_search' ",
+        "tools: 1 of type 'custom' skip",
+    ]
+    assert "warnings" not in response_fields({"tools": [FUNCTION, {**NAMESPACE, "tools": []}]}, {})
+
+
+def test_calls_in_namespaces_are_sent_back_under_joined_names() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "close", "namespace": "agents", "arguments": "{}"}
+    question = {"role": "user", "content": "Close it"}
+    assert items_of([question, call], ID)[1]["namespace"] == "agents"
+    assert messages([question, call])[1]["tool_calls"][0]["function"]["name"] == "agents__close"
+
+
+def test_long_names_of_functions_in_namespaces_are_shortened() -> None:
+    first, second = (function_name("n" * 40, f"{'f' * 40}{i}") for i in range(2))
+    assert len(first) == len(second) == 64
+    assert first != second
+    tools = [{**NAMESPACE, "tools": [{**FUNCTION, "name": "f" * 60}]}]
+    parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **params_of({"tools": tools})})
+
+
 def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
     assert params_of({"tools": [{"type": "web_search"}], "tool_choice": "auto"}) == {}
 
@@ -176,6 +213,9 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
         ({"text": {"format": {"type": "json_object"}}, "grammar": "root ::= x"}, "leave one out"),
         ({"reasoning": {"effort": 3}}, "its effort must be"),
         ({"tools": [7]}, "tools is [7]"),
+        ({"tools": [{**NAMESPACE, "name": ""}]}, "tools[0].name is ''"),
+        ({"tools": [FUNCTION, {**NAMESPACE, "tools": [7]}]}, "tools[1].tools is [7]"),
+        ({"tools": [{**NAMESPACE, "tools": [NAMESPACE]}]}, "tools[0].tools contains a namespace"),
         ({"tool_choice": {"type": "custom"}}, "or of type allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
