@@ -1,15 +1,20 @@
-"""Measure how much of each turn Claude Code and Codex CLI compute again, also after a worker was killed.
+"""Measure how much of each turn Claude Code and Codex CLI compute again, without and with reasoning.
 
-Both programs are installed with npm and run unmodified on a task of several turns with tools. The bundled model is too
-small for the task, so its replies are given (bench/models/scripted_replies.py). Everything else is as usual: the
-template, the tokens, the KV cache and its reuse. Before one of the turns the worker is killed, and another one starts.
+Both programs are installed with npm and run unmodified, with all of their tools, on a task of several turns. The
+bundled model is too small for the task, so its replies are given (bench/models/scripted_replies.py). Everything else is
+as usual: the template, the tokens, the KV cache and its reuse. Before one of the turns the worker is killed with
+SIGKILL, and another one starts. By default, the model has only one layer, because the first prompt of Claude Code has
+more than 40,000 tokens of the bundled vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -18,68 +23,89 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import free_port
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, serving
 from cellama.bench.models.scripted_replies import PROCESSOR, REPLIES_FILE, ScriptedReply
+from cellama.bench.models.templated import write_shallow
 from cellama.bench.peers.gateway_process import gateway
 from cellama.bench.peers.recorder import Exchange, Recorder, recording
-from cellama.engine.bundled import TINY_PATH
 
-MODEL = "tiny"
-CONTEXT_TOKENS = 60_000  # the first prompt of Claude Code has more than 40,000 tokens of the bundled model
+MODEL = "bundled, one layer"
+MODEL_ID = "tiny"
+CONTEXT_TOKENS = 80_000  # the conversation of Claude Code, and a quarter that replay leaves for the answer
 PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex"}
 TASK = "Write a program that prints the squares from 1 to 12, check it, and report the sum."
-TIMEOUT_S = 900.0  # for a whole task, and for an installation
+TIMEOUT_S = 1800.0  # for a whole task, and for an installation
 PAUSE_S = 3.0  # between a turn and the kill, as if a tool ran; an idle worker writes states to disk
 REUSED = "lowest share of the previous turn that is reused, in %"
-AFTER_KILL = "the same for the turn after the kill"
+AFTER_KILL = "the same for the turns after a kill"
 TARGET = ">= 97"
+NUM_SHOWN = 300  # characters of an answer or an error
+ON_OFF = ("off", "on")
 
 Call = tuple[str, dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agents", nargs="+", choices=list(AGENTS), default=list(AGENTS))
-    parser.add_argument("--programs", type=Path, help="directory with node_modules (default: a new one)")
-    parser.add_argument("--kill-before", type=int, default=7, help="turn before which the worker is killed, or 0")
+    parser.add_argument("--reasoning", nargs="+", choices=ON_OFF, default=list(ON_OFF))
+    parser.add_argument("--programs", help="directory with node_modules (default: install the packages with npm)")
+    parser.add_argument(
+        "--kill-before",
+        nargs="*",
+        type=int,
+        default=[7],
+        metavar="TURN",
+        help="turns before which the worker is killed",
+    )
+    parser.add_argument("--without-replay", action="store_true", help="let the chat template render earlier replies")
 
 
 @dataclass(frozen=True)
 class AgentTurn:
-    """The usage of one turn. `reused` is the cached share of the previous turn's prompt and reply, in percent."""
+    """The usage of one turn.
+
+    `reused` is the cached share of the previous turn's prompt and reply, in percent. `broken_by` is the reason why the
+    prompt does not continue the previous turn, from `cellama cache explain`.
+    """
 
     agent: str
+    reasoning: str
     turn: int
     prompt_tokens: int
     cached_tokens: int
     reply_tokens: int
     reused: float | None
+    tier: str  # of the KV state: device, ram or disk
+    broken_by: str
 
 
 @dataclass(frozen=True)
 class CodingAgent:
     """How to run an agent: its command, its environment, and the calls that the model makes."""
 
-    argv: Callable[[str], Sequence[str]]  # of a gateway's URL
-    environment: Callable[[str, Path], Mapping[str, str]]  # of a gateway's URL and of a scratch directory
+    argv: Callable[[str, bool, str], Sequence[str]]  # of a gateway's URL, whether the model reasons, and the task
+    environment: Callable[[str, bool, Path], Mapping[str, str]]  # the third argument is a scratch directory
     calls: Callable[[Path], Sequence[Call]]  # of the directory in which it works
 
 
-def _claude_argv(url: str) -> list[str]:
-    return ["claude", "-p", TASK, "--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions"]
+def _claude_argv(url: str, reasons: bool, task: str) -> list[str]:
+    return ["claude", "-p", task, "--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions"]
 
 
-def _claude_environment(url: str, home: Path) -> dict[str, str]:
+def _claude_environment(url: str, reasons: bool, home: Path) -> dict[str, str]:
     return {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "none",
-        "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+        "ANTHROPIC_MODEL": MODEL_ID,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL_ID,
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4000",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CONFIG_DIR": str(home),
         "IS_SANDBOX": "1",
+        **({} if reasons else {"MAX_THINKING_TOKENS": "0"}),
     }
 
 
@@ -103,21 +129,22 @@ def _claude_calls(folder: Path) -> list[Call]:
     ]
 
 
-def _codex_argv(url: str) -> list[str]:
+def _codex_argv(url: str, reasons: bool, task: str) -> list[str]:
     provider = "model_providers.cellama"
     settings = {
         "model_provider": "cellama",
-        "model": MODEL,
+        "model": MODEL_ID,
         f"{provider}.name": "cellama",
         f"{provider}.base_url": f"{url}/v1",
         f"{provider}.wire_api": "responses",
         f"{provider}.env_key": "CELLAMA_API_KEY",
+        "model_reasoning_effort": "high" if reasons else "none",
     }
     given = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
-    return ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *given, TASK]
+    return ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *given, task]
 
 
-def _codex_environment(url: str, home: Path) -> dict[str, str]:
+def _codex_environment(url: str, reasons: bool, home: Path) -> dict[str, str]:
     return {"CODEX_HOME": str(home), "CELLAMA_API_KEY": "none"}
 
 
@@ -145,56 +172,158 @@ AGENTS = {
 
 
 def run(args: argparse.Namespace) -> Report:
-    turns, wrong = list[AgentTurn](), list[str]()
-    ratios: dict[str, float] = {}
+    turns, wrong, caveats, ratios = list[AgentTurn](), list[str](), list[str](), dict[str, float]()
     with tempfile.TemporaryDirectory() as name:
-        programs = (args.programs or _installed(Path(name), args.agents)) / "node_modules" / ".bin"
-        for agent in args.agents:
-            exchanges, problems = _run_agent(agent, programs, args.kill_before)
-            of_agent = _turns(agent, exchanges)
-            turns += of_agent
-            wrong += problems + [
-                f"{agent}: {one.method} {one.path}: {one.status}: {one.answer[:300]}"
-                for one in exchanges
-                if one.status >= 400 and one.path != "/"
-            ]
-            ratios |= _ratios(agent, of_agent, args.kill_before)
-    return Report([asdict(turn) for turn in turns], ratios, dict.fromkeys(ratios, TARGET), wrong=wrong)
+        folder = Path(name)
+        programs = Path(args.programs) if args.programs else folder
+        source = args.model or folder / "shallow.gguf"
+        if not args.model:
+            write_shallow(source)
+        with Runs(folder, source, programs / "node_modules" / ".bin", replays=not args.without_replay) as runs:
+            for agent in args.agents:
+                problem = "" if args.programs else _install(folder, agent)
+                version = problem or _version(runs.programs / agent)
+                if problem or not version:
+                    wrong.append(f"{agent} was not measured: {problem or f'{runs.programs / agent} does not start'}")
+                    continue
+                caveats.append(f"{agent}: {version}")
+                for reasoning in args.reasoning:
+                    own, problems, rejected = runs.run(agent, reasoning, args.kill_before)
+                    turns += own
+                    wrong += problems
+                    caveats += rejected
+                    ratios |= _ratios(f"{agent}, reasoning {reasoning}", own, args.kill_before)
+    targets = {} if args.without_replay else dict.fromkeys(ratios, TARGET)
+    return Report([asdict(turn) for turn in turns], ratios, targets, caveats=caveats, wrong=wrong)
 
 
-def _installed(folder: Path, agents: Sequence[str]) -> Path:
+def _install(folder: Path, agent: str) -> str:
+    """Install an agent with npm, and return why that failed, or an empty text."""
+    if shutil.which("npm") is None:
+        return "npm is not in PATH; install Node.js, or pass --programs"
     (folder / "package.json").write_text("{}")
-    argv = ["npm", "install", "--no-audit", "--no-fund", *(PACKAGES[agent] for agent in agents)]
-    subprocess.run(argv, cwd=folder, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
-    return folder
+    npm = functools.partial(subprocess.run, cwd=folder, check=True, timeout=TIMEOUT_S, capture_output=True, text=True)
+    try:
+        # Without a version, npm prefers old versions that support the installed Node.js, but the programs are native.
+        version = npm(["npm", "view", PACKAGES[agent], "version"]).stdout.strip()
+        npm(["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error", f"{PACKAGES[agent]}@{version}"])
+    except subprocess.CalledProcessError as error:
+        return f"npm can't install {PACKAGES[agent]}: {error.stderr.strip()[:NUM_SHOWN]}"
+    except subprocess.TimeoutExpired:
+        return f"npm has not installed {PACKAGES[agent]} within {TIMEOUT_S:g} s"
+    return ""
 
 
-def _run_agent(name: str, programs: Path, kill_before: int) -> tuple[list[Exchange], list[str]]:
-    """Run the task, and return all requests of the agent and what went wrong."""
-    agent = AGENTS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        work, home, states = (Path(folder) / part for part in ("work", "home", "states"))
-        for directory in (work, home, states):
+def _version(program: Path) -> str:
+    """Return the version that a program prints, or an empty text if it does not start."""
+    try:
+        return subprocess.run(
+            [program, "--version"], check=True, timeout=60, capture_output=True, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+class Runs:
+    """A service with a gateway, in which agents run one after the other. Use it as a context manager.
+
+    All runs share one directory, so that an agent's instructions are computed once.
+    """
+
+    def __init__(self, folder: Path, source: Path, programs: Path, *, replays: bool) -> None:
+        self.programs = programs
+        self._work, self._home, self._states = (folder / part for part in ("work", "home", "states"))
+        self._replies = folder / "replies.json"
+        self._model = {"id": MODEL_ID, "source": str(source), "ctx_per_slot": CONTEXT_TOKENS, "n_parallel": 2}
+        # The default strategy, because that of `Service` only serves to count tokens.
+        self._model |= {"logits_processors": [PROCESSOR], "cache_dir": str(self._states), "batch_strategy": "adaptive"}
+        self._settings = {"replay_replies": str(replays).lower()}
+        self._port = free_port()
+        self._stack = contextlib.ExitStack()
+        self._num_runs = 0
+
+    def __enter__(self) -> Runs:
+        os.environ[REPLIES_FILE] = str(self._replies)
+        self._states.mkdir()
+        self._service = self._stack.enter_context(serving(self._model, settings=self._settings))
+        self._stack.enter_context(gateway(self._port))
+        self._client = self._stack.enter_context(Client())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(
+        self, name: str, reasoning: str, kill_before: Sequence[int]
+    ) -> tuple[list[AgentTurn], list[str], list[str]]:
+        """Run the task. Return its turns, its problems, and the errors after which the agent sent other requests."""
+        agent, label = AGENTS[name], f"{name}, reasoning {reasoning}"
+        for directory in (self._work, self._home):
+            shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
-        replies = Path(folder) / "replies.json"
-        calls = agent.calls(work)
-        replies.write_text(json.dumps([asdict(reply) for reply in _replies(calls)]))
-        os.environ[REPLIES_FILE] = str(replies)
-        model = {"id": MODEL, "source": str(TINY_PATH), "ctx_per_slot": CONTEXT_TOKENS, "n_parallel": 2}
-        # The strategy of `Service` kills the worker at long prompts.
-        model |= {"logits_processors": [PROCESSOR], "cache_dir": str(states), "batch_strategy": "adaptive"}
-        port = free_port()
-        with serving(model) as service, gateway(port), recording(port, lambda _: None) as recorder:
-            recorder.before = kill = _KillOnce(service, recorder, kill_before)
-            outcome = _run_program(agent, programs, recorder.url, work, home)
+        calls = agent.calls(self._work)
+        self._replies.write_text(json.dumps([asdict(reply) for reply in _replies(calls)]))
+        self._num_runs += 1
+        with recording(self._port, lambda _: None) as recorder:
+            recorder.before = killer = _Killer(self._service, recorder, kill_before)
+            outcome = self._run_program(agent, recorder.url, reasoning == "on")
             exchanges = list(recorder.exchanges)
-    num_turns = len(_of_turns(exchanges))
-    problems = [f"{name}: {outcome}"] if outcome else []
-    if num_turns != len(calls) + 1:
-        problems.append(f"{name}: {num_turns} turns instead of {len(calls) + 1}")
-    if kill_before and not kill.has_killed:
-        problems.append(f"{name}: the worker was not killed")
-    return exchanges, problems
+        turns = self._turns(name, reasoning, exchanges)
+        problems = [outcome] if outcome else []
+        rejected = [
+            f"{label}: rejected with {one.status}: {one.answer.partition('request_id')[0][:NUM_SHOWN]}"
+            for one in exchanges
+            if one.status >= 400 and one.path != "/"
+        ]
+        if len(turns) != len(calls) + 1:
+            problems.append(f"{len(turns)} turns instead of {len(calls) + 1}")
+        if killer.left:
+            problems.append(f"the worker was not killed before turn {min(killer.left)}")
+        return turns, [f"{label}: {problem}" for problem in problems], list(dict.fromkeys(rejected))
+
+    def _run_program(self, agent: CodingAgent, url: str, reasons: bool) -> str:
+        """Run the program until it exits, and return its problem, or an empty text."""
+        # Each run has another task, so that it shares only the agent's instructions with the runs before it.
+        argv = list(agent.argv(url, reasons, f"{TASK} This is run {self._num_runs}."))
+        argv[0] = str(self.programs / argv[0])
+        apart = {key: value for key, value in os.environ.items() if not key.startswith(("CELLAMA_", "PYTHON"))}
+        try:
+            done = subprocess.run(
+                argv,
+                cwd=self._work,
+                env={**apart, **agent.environment(url, reasons, self._home)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"still running after {TIMEOUT_S:g} s"
+        if done.returncode or "650" not in done.stdout:
+            return f"exit code {done.returncode}: {done.stdout[-NUM_SHOWN:]} {done.stderr[-NUM_SHOWN:]}"
+        return ""
+
+    def _turns(self, agent: str, reasoning: str, exchanges: Sequence[Exchange]) -> list[AgentTurn]:
+        turns: list[AgentTurn] = []
+        for number, exchange in enumerate(_of_turns(exchanges), 1):
+            prompt, cached, reply = _usage(exchange)
+            explained = self._client.explain_cache(_answer_id(exchange))
+            reused = 100 * cached / (turns[-1].prompt_tokens + turns[-1].reply_tokens) if turns else None
+            place = "" if explained.difference is None else f"token {explained.difference.token}: "
+            turns.append(
+                AgentTurn(
+                    agent,
+                    reasoning,
+                    number,
+                    prompt_tokens=prompt,
+                    cached_tokens=cached,
+                    reply_tokens=reply,
+                    reused=reused,
+                    tier=explained.tier or "",
+                    broken_by=(place + "; ".join(explained.reasons)) if turns and explained.reasons else "",
+                )
+            )
+        return turns
 
 
 def _replies(calls: Sequence[Call]) -> list[ScriptedReply]:
@@ -202,39 +331,23 @@ def _replies(calls: Sequence[Call]) -> list[ScriptedReply]:
     for number, (name, arguments) in enumerate(calls):
         call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         said = f"Step {number + 1} of the task.\n" * (number % 2)
-        replies.append(ScriptedReply(f"I call {name} next.", f"{said}<tool_call>\n{call}\n</tool_call>"))
+        reasoning = f"The files are as I expected, so I call {name} in step {number + 1}."
+        replies.append(ScriptedReply(reasoning, f"{said}<tool_call>\n{call}\n</tool_call>"))
     return [*replies, ScriptedReply("All steps are done.", "The sum of the squares is 650.")]
 
 
-def _run_program(agent: CodingAgent, programs: Path, url: str, work: Path, home: Path) -> str:
-    """Run the program until it exits, and return its problem, or an empty text."""
-    argv = list(agent.argv(url))
-    argv[0] = str(programs / argv[0])
-    apart = {key: value for key, value in os.environ.items() if not key.startswith(("CELLAMA_", "PYTHON"))}
-    environment = {**apart, **agent.environment(url, home)}
-    try:
-        done = subprocess.run(
-            argv, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return f"still running after {TIMEOUT_S:g} s"
-    if done.returncode or "650" not in done.stdout:
-        return f"exit code {done.returncode}: {done.stdout[-600:]} {done.stderr[-600:]}"
-    return ""
+class _Killer:
+    """Kills the worker before turns are passed on, and starts another one. Agents send one turn at a time."""
 
-
-class _KillOnce:
-    """Kills the worker before a turn is passed on, and starts another one. Agents send one turn at a time."""
-
-    def __init__(self, service: Service, recorder: Recorder, turn: int) -> None:
-        self._service, self._recorder, self._turn = service, recorder, turn
-        self.has_killed = False
+    def __init__(self, service: Service, recorder: Recorder, turns: Sequence[int]) -> None:
+        self.left = set(turns)
+        self._service, self._recorder = service, recorder
 
     def __call__(self, body: dict[str, Any]) -> None:
-        num_done = len(_of_turns(self._recorder.exchanges))
-        if self.has_killed or not body.get("tools") or num_done + 1 != self._turn:
+        turn = len(_of_turns(self._recorder.exchanges)) + 1
+        if not body.get("tools") or turn not in self.left:
             return
-        self.has_killed = True
+        self.left.remove(turn)
         time.sleep(PAUSE_S)
         [name] = self._service.processes
         self._service.kill(name)
@@ -247,28 +360,31 @@ def _of_turns(exchanges: Sequence[Exchange]) -> list[Exchange]:
     return [one for one in exchanges if one.status == 200 and one.body.get("tools") and one.method == "POST"]
 
 
-def _turns(agent: str, exchanges: Sequence[Exchange]) -> list[AgentTurn]:
-    turns: list[AgentTurn] = []
-    for number, exchange in enumerate(_of_turns(exchanges), 1):
-        prompt, cached, reply = _usage(exchange)
-        reused = 100 * cached / (turns[-1].prompt_tokens + turns[-1].reply_tokens) if turns else None
-        turns.append(AgentTurn(agent, number, prompt, cached, reply, reused))
-    return turns
+def _parts(exchange: Exchange) -> list[dict[str, Any]]:
+    """Return the messages and responses of the answer's events, and the events themselves."""
+    return [part for event in exchange.events for part in (event, event.get("message"), event.get("response")) if part]
+
+
+def _answer_id(exchange: Exchange) -> str:
+    ids = (str(part.get("id")) for part in _parts(exchange))
+    return next(each for each in ids if each.startswith(("msg_", "resp_")))
 
 
 def _usage(exchange: Exchange) -> tuple[int, int, int]:
     """Return the tokens of the prompt, those of them that were cached, and the tokens of the reply."""
     usage: dict[str, Any] = {}
-    for event in exchange.events:
-        for place in (event, event.get("message"), event.get("response")):
-            usage |= (place or {}).get("usage") or {}
+    for part in _parts(exchange):
+        usage |= part.get("usage") or {}
     if "cache_read_input_tokens" in usage:
         cached = usage["cache_read_input_tokens"]
         return usage["input_tokens"] + cached, cached, usage["output_tokens"]
     return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
 
 
-def _ratios(agent: str, turns: Sequence[AgentTurn], kill_before: int) -> dict[str, float]:
-    shares = {turn.turn: turn.reused for turn in turns if turn.reused is not None}
-    after = {f"{agent}: {AFTER_KILL}": shares.pop(kill_before)} if kill_before in shares else {}
-    return ({f"{agent}: {REUSED}": min(shares.values())} if shares else {}) | after
+def _ratios(label: str, turns: Sequence[AgentTurn], kill_before: Sequence[int]) -> dict[str, float]:
+    ratios = {}
+    for name, after_kill in ((REUSED, False), (AFTER_KILL, True)):
+        shares = [turn.reused for turn in turns if turn.reused is not None and (turn.turn in kill_before) == after_kill]
+        if shares:
+            ratios[f"{label}: {name}"] = min(shares)
+    return ratios
