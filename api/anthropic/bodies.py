@@ -14,6 +14,7 @@ from cellama.tasks.contract.json_values import shorten
 from .conversation import messages_of
 from .parameters import COUNTED, PARAMETERS
 
+_HIDING = ("omitted", "updates")  # values of thinking.display that hide reasoning; models here write no updates
 _ANTHROPIC_NAMES = {  # parameter of the job → Anthropic's name
     "stop": "stop_sequences",
     "json_schema": "output_config.format.schema",
@@ -52,7 +53,7 @@ def parse_body(body: Mapping[str, Any]) -> ParsedBody:
     if "json_schema" in mapped:
         unmapped.setdefault("strict_schema", False)
     _check_duplicates(unmapped, mapped)
-    return ParsedBody(_messages(given), unmapped | mapped, thinking.get("display") != "omitted")
+    return ParsedBody(_messages(given), unmapped | mapped, thinking.get("display") not in _HIDING)
 
 
 def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
@@ -116,8 +117,10 @@ def _thinks(thinking: Any) -> bool:
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidJob(f"thinking is {shorten(thinking)}; its type must be enabled, adaptive or disabled")
-    if thinking.get("display") not in (None, "summarized", "omitted"):
-        raise InvalidJob(f"thinking.display is {shorten(thinking['display'])}; it must be summarized or omitted")
+    if thinking.get("display") not in (None, "summarized", *_HIDING):
+        raise InvalidJob(
+            f"thinking.display is {shorten(thinking['display'])}; it must be summarized, omitted or updates"
+        )
     return bool(kind != "disabled")
 
 

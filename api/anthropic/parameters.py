@@ -32,8 +32,8 @@ PARAMETERS: Mapping[str, ParameterRule] = {
     "tool_choice": ParameterRule("mapped", "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`", "tool_choice"),
     "thinking": ParameterRule(
         "mapped",
-        "`enabled` with `budget_tokens`, `adaptive`, `disabled` (default). `display: omitted` leaves reasoning and "
-        "its signature empty",
+        "`enabled` with `budget_tokens`, `adaptive`, `disabled` (default). `display: omitted` and `updates` leave "
+        "reasoning and its signature empty",
         "enable_thinking",
     ),
     "output_config": ParameterRule(

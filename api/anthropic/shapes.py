@@ -89,7 +89,7 @@ class Thinking(TypedDict):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: NotRequired[int]
-    display: NotRequired[Literal["summarized", "omitted"] | None]
+    display: NotRequired[Literal["summarized", "omitted", "updates"] | None]
 
 
 class OutputSchema(TypedDict):

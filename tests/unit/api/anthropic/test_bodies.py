@@ -72,7 +72,8 @@ def test_thinking_is_disabled_by_default() -> None:
     assert order(thinking={"type": "adaptive"}).params["enable_thinking"] is True
     assert order(enable_thinking=True).params["enable_thinking"] is True
     assert order(thinking={"type": "adaptive"}).shows_reasoning
-    assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_reasoning
+    for display, is_shown in (("omitted", False), ("updates", False), ("summarized", True)):
+        assert order(thinking={"type": "adaptive", "display": display}).shows_reasoning == is_shown
 
 
 def test_rejected_parameters_are_accepted_with_their_default_values() -> None:
