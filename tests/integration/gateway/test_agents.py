@@ -49,7 +49,9 @@ def run(agent: Agent, turns: range, before: Turn | None = None) -> Turn:
         turn = agent.turn(i)
         check_turn(agent.family, i, turn)
         if before is not None:
-            assert turn.cached >= MIN_REUSED * (before.prompt + before.completion), f"turn {i} after {before}: {turn}"
+            reused = turn.cached / (before.prompt + before.completion)
+            print(f"{agent.family}, turn {i}: {reused:.4f} of the previous turn reused")
+            assert reused >= MIN_REUSED, f"turn {i} after {before}: {turn}"
         before = turn
     assert before is not None
     return before
