@@ -130,6 +130,11 @@ BENCHMARKS = {
         "validity of texts sampled under the schemas of the JSON-Schema-Test-Suite",
         "--outputs 2",
     ),
+    "agentic_traces": Benchmark(
+        "service",
+        "tokens of each turn that are computed again in agentic sessions of AIPerf",
+        "--sessions 1 --turns 6",
+    ),
     "coding_agents": Benchmark(
         "service",
         "tokens of each turn that Claude Code and Codex CLI compute again, also after a worker was killed",

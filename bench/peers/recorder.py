@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,11 +26,12 @@ Before = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its answer. `body` is empty unless it is a JSON object."""
+    """A request and its answer. `body` is empty unless it is a JSON object. Names in `headers` are lower case."""
 
     method: str
     path: str
     body: dict[str, Any]
+    headers: Mapping[str, str]  # of the request
     status: int
     answer: str
 
@@ -39,6 +40,23 @@ class Exchange:
         """The JSON objects of the answer: those of a stream of server-sent events, or the answer itself."""
         lines = [line.removeprefix("data: ") for line in self.answer.splitlines() if line.startswith("data: {")]
         return [json.loads(line) for line in lines or [self.answer] if line.startswith("{")]
+
+    @property
+    def usage(self) -> tuple[int, int, int]:
+        """The tokens of the prompt, those of them that were cached, and the tokens of the reply, in any API's format.
+
+        Raises KeyError if the answer has no usage.
+        """
+        usage: dict[str, Any] = {}
+        for event in self.events:
+            for place in (event, event.get("message"), event.get("response")):
+                usage |= (place or {}).get("usage") or {}
+        if "cache_read_input_tokens" in usage:  # Anthropic's API
+            cached = usage["cache_read_input_tokens"]
+            return usage["input_tokens"] + cached, cached, usage["output_tokens"]
+        if "input_tokens" in usage:  # responses
+            return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
 
 
 class Recorder(ThreadingHTTPServer):
@@ -76,7 +94,8 @@ class _Passing(BaseHTTPRequestHandler):
                 with contextlib.suppress(ConnectionError):  # the client has what it needs
                     self.wfile.write(part)
         text = answer.decode(errors="replace")
-        self.server.exchanges.append(Exchange(self.command, self.path, body, response.status, text))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.exchanges.append(Exchange(self.command, self.path, body, headers, response.status, text))
 
     do_GET = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815 (names of the standard library)
 

@@ -306,7 +306,7 @@ class Runs:
     def _turns(self, agent: str, reasoning: str, exchanges: Sequence[Exchange]) -> list[AgentTurn]:
         turns: list[AgentTurn] = []
         for number, exchange in enumerate(_of_turns(exchanges), 1):
-            prompt, cached, reply = _usage(exchange)
+            prompt, cached, reply = exchange.usage
             explained = self._client.explain_cache(_answer_id(exchange))
             reused = 100 * cached / (turns[-1].prompt_tokens + turns[-1].reply_tokens) if turns else None
             place = "" if explained.difference is None else f"token {explained.difference.token}: "
@@ -368,17 +368,6 @@ def _parts(exchange: Exchange) -> list[dict[str, Any]]:
 def _answer_id(exchange: Exchange) -> str:
     ids = (str(part.get("id")) for part in _parts(exchange))
     return next(each for each in ids if each.startswith(("msg_", "resp_")))
-
-
-def _usage(exchange: Exchange) -> tuple[int, int, int]:
-    """Return the tokens of the prompt, those of them that were cached, and the tokens of the reply."""
-    usage: dict[str, Any] = {}
-    for part in _parts(exchange):
-        usage |= part.get("usage") or {}
-    if "cache_read_input_tokens" in usage:
-        cached = usage["cache_read_input_tokens"]
-        return usage["input_tokens"] + cached, cached, usage["output_tokens"]
-    return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
 
 
 def _ratios(label: str, turns: Sequence[AgentTurn], kill_before: Sequence[int]) -> dict[str, float]:

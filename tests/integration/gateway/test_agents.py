@@ -35,11 +35,13 @@ def start_agents(folder: Path, redis_url: str, name: str, prefix: str, *families
 
 
 @pytest.fixture(scope="module")
-def agents(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A worker with a model for each family."""
-    process = start_agents(
-        tmp_path_factory.mktemp("agents"), redis_server.url, "all", "agent", *(FAMILIES if EXAMPLES > 1 else SHORT)
-    )
+def agents(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[WorkerProcess]:
+    """A worker with a model for each family of the selected tests, and for those of `make test`."""
+    selected = {item.callspec.params.get("family") for item in request.session.items if hasattr(item, "callspec")}
+    families = [name for name in FAMILIES if name in selected or name in SHORT]
+    process = start_agents(tmp_path_factory.mktemp("agents"), redis_server.url, "all", "agent", *families)
     yield process.wait_ready()
     assert process.stop() == 0, process.log()
 
