@@ -23,6 +23,7 @@ from cellama.tasks.contract.keys import (
     leases_key,
     missing_key,
     running_key,
+    shortages_key,
 )
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
 from cellama.tasks.estimates.position import (
@@ -184,15 +185,16 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
     pipeline.zcount(due_key(), "-inf", now)
     pipeline.zrange(due_key(), 0, 0, withscores=True)
     pipeline.zcard(missing_key())
+    pipeline.hvals(shortages_key())
     pipeline.zcard(dead_key())
     found: list[Any] = pipeline.execute()
-    leases, overdue, first_lease, due, first_due, missing, dead = found
+    leases, overdue, first_lease, due, first_due, missing, shortages, dead = found
     figures.add("cellama_ledger_leases", leases)
     figures.add("cellama_ledger_leases_overdue", overdue)
     figures.add("cellama_ledger_leases_overdue_seconds", _late(first_lease, now))
     figures.add("cellama_ledger_due", due)
     figures.add("cellama_ledger_due_seconds", _late(first_due, now))
-    figures.add("cellama_ledger_missing", missing)
+    figures.add("cellama_ledger_missing", missing + sum(map(int, shortages)))
     figures.add("cellama_dead_jobs", dead)
 
 

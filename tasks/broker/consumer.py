@@ -129,8 +129,9 @@ class QueueReader:
     BRPOP returns a message from the first list that is not empty. Kombu moves the queue of the last message to the end
     of its cycle, so models take turns. Within a model, more urgent lists come first.
 
-    When Redis replies to a BRPOP (`_read`), a script takes the message in the ledger, together with a page of further
-    messages (`_take`). Then kombu delivers each message: it records the message in `LedgerQoS`, and calls Celery's
+    When Redis replies to a BRPOP (`_read`), a script takes a job in the ledger, together with a page of further jobs
+    (`_take`). The message in the reply is only a ticket: it stands for the next job of its list, which may be another
+    one. Then kombu delivers the message of each job: it records the message in `LedgerQoS`, and calls Celery's
     consumer.
     """
 
@@ -237,41 +238,45 @@ class QueueReader:
         can't be delivered, its lease expires, and the reaper queues it again. Raises queue.Empty and RedisError.
         """
         key, payload = read_brpop(self.channel)
-        queue = self._queue_of(key)
         page: list[Fetched] = []
         with _dropping_malformed_messages():
             message = _decode_message(payload)
             headers = message["headers"]
-            headers.pop(TOKEN_HEADER, None)
-            if headers.get("id") is not None and SUBMITTED_AT_HEADER in headers:  # else from plain Celery
-                taken, page = self._take(str(headers["id"]), queue)
-                _add_token(headers, taken)
-            deliver(self.channel, message, queue)
+            if headers.get("id") is not None and SUBMITTED_AT_HEADER in headers:
+                page = self._take(key, str(headers["id"]))
+            else:  # from plain Celery
+                headers.pop(TOKEN_HEADER, None)
+                deliver(self.channel, message, self._queue_of(key))
         for fetched in page:
             with _dropping_malformed_messages():
-                message = _decode_message(fetched.payload)
+                message = _decode_message(fetched.payload or payload)
                 _add_token(message["headers"], fetched.taken)
                 deliver(self.channel, message, self._queue_of(fetched.key))
 
     def _queue_of(self, key: str) -> str:
         return key.rsplit(self.channel.sep, 1)[0]
 
-    def _take(self, job_id: str, queue: str) -> tuple[Taken, list[Fetched]]:
-        """Take a message that Redis has already removed from its list, and a page of further messages.
+    def _take(self, key: str, ticket_id: str) -> list[Fetched]:
+        """Take the job that a ticket stands for, and a page of further jobs.
 
-        The script is retried while Redis is unreachable or temporarily refuses it, for example because Redis is full.
-        In the meantime, the event loop waits. Raises RedisError if Redis refuses the script permanently, or if the
-        worker stops. In these cases, the reaper finds the message later.
+        Redis has already removed the ticket from the list `key`. The script is retried while Redis is unreachable or
+        temporarily refuses it, for example because Redis is full. In the meantime, the event loop waits. Raises
+        RedisError if Redis refuses the script permanently, or if the worker stops. In these cases, the reaper pushes
+        another ticket later.
         """
-        token = new_run()
+        token, is_repeated = new_run(), False
+        limits = self._page_limits(self._queue_of(key))
         with redis_waits.of("the consumer") as waits:
             while True:
                 try:
-                    return self._ledger.take(job_id, self._lease_s, self._page_limits(queue), token)
+                    return self._ledger.take(
+                        key, ticket_id, self._lease_s, limits, token=token, is_repeated=is_repeated
+                    )
                 except RedisError as error:
                     if not (is_passing(error) and self.waits_for_redis):
                         raise
                     waits(error)
+                is_repeated = True
                 maybe_shutdown()
                 time.sleep(TAKE_RETRY_S)
 

@@ -21,7 +21,7 @@ from kombu import Connection
 from kombu.pidbox import Mailbox
 from redis import Redis
 
-from cellama.tasks.contract.keys import cancel_key, leases_key, queues_key, waiting_key
+from cellama.tasks.contract.keys import backlog_key, cancel_key, leases_key, queues_key, waiting_key
 from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
 
@@ -102,7 +102,9 @@ def purge_queue(app: Celery, queue: str) -> int:
     ledger, revoked = Ledger(redis), app.backend.value_around_id(TaskRevokedError("cancelled"), states.REVOKED)
     num_ended = 0
     for priority in PRIORITIES:
-        num_remaining: Any = redis.llen(queue_key(queue, priority))
+        key = queue_key(queue, priority)
+        counts: Any = [redis.llen(key), redis.zcard(backlog_key(key))]
+        num_remaining = max(counts)
         while num_remaining > 0:
             page = ledger.purge_page(queue, priority, PURGE_PAGE, revoked, app.backend.expires)
             num_ended += page.num_ended + sum(_end_purged(app, ledger, message) for message in page.others)

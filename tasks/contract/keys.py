@@ -10,11 +10,13 @@ Jobs:
 `cellama:reply:{digest}` (string): The `finish_key` of a chat's reply (tasks/state/replies.py). TTL of a result.
 `cellama:latest:{digest}` (string): The last `finish_key` of a conversation, for explanations. TTL of a result.
 `cellama:waiting:{queue}` (sorted set): Jobs without a slot, in the order of `waiting_score`.
+`cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in the order of their submission.
+`cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
 `cellama:delayed` (sorted set): Jobs that wait for their ETA and whose message no worker holds, by ETA.
 `cellama:due` (sorted set): Jobs that the reaper must check, by time, for a timeout or for an end that Celery lacks.
-`cellama:missing` (sorted set): Jobs that are neither in a queue nor on a worker, by the time of detection.
+`cellama:missing` (sorted set): Running jobs that no worker holds, by the time of detection.
 `cellama:queues` (set): Queues that have or had jobs.
 `cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. TTL of 30 days.
 `cellama:strays` (sorted set): Messages of plain Celery in queues that no worker reads, by the time of their detection.
@@ -105,6 +107,10 @@ def due_key() -> str:
 
 def missing_key() -> str:
     return f"{key_prefix()}:missing"
+
+
+def shortages_key() -> str:
+    return f"{key_prefix()}:shortages"
 
 
 def last_restore_key() -> str:
@@ -282,6 +288,10 @@ def console_chats_key(owner: str) -> str:
 
 def waiting_key(queue: str) -> str:
     return f"{key_prefix()}:waiting:{queue}"
+
+
+def backlog_key(list_key: str) -> str:
+    return f"{key_prefix()}:backlog:{list_key}"
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:

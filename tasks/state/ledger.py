@@ -228,7 +228,7 @@ def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: flo
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A message that a worker has taken. Its token proves this to the ledger, and is empty if taking it failed."""
+    """A message that a worker has taken. Its token proves this to the ledger, and is empty if the job has no entry."""
 
     job_id: str
     token: str
@@ -237,11 +237,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A message that was taken in a page together with another message. `key` is the key of its list."""
+    """A message that was taken. `key` is the key of its list."""
 
     key: str
-    payload: bytes
-    taken: Taken  # with an empty job id, because the id is in the message
+    payload: bytes  # empty if it is the ticket itself
+    taken: Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,25 +456,34 @@ class Ledger:
         return redis_time(self._redis)
 
     def take(
-        self, job_id: str, lease_s: float, limits: PageLimits = (), token: str | None = None
-    ) -> tuple[Taken, list[Fetched]]:
-        """Hold a job's message for `lease_s`, and take a page of further messages within the `limits`.
+        self,
+        key: str,
+        ticket_id: str,
+        lease_s: float,
+        limits: PageLimits = (),
+        *,
+        token: str | None = None,
+        is_repeated: bool = False,
+    ) -> list[Fetched]:
+        """Hold the job that a ticket stands for, and a page of further jobs within the `limits`, for `lease_s`.
 
-        The token of a message is empty if this worker does not hold it, because the job has ended or another worker
-        holds a copy. If the first call may not have reached Redis, repeat it with the same `token`.
+        The ticket is a message of cellama with this job id that was popped from the list `key`. The first job is the
+        next one of this list. If no job waits, the list has no job of this ticket. If the ticket's own job has no
+        entry, the ticket stands for itself, and the token is empty. If the first call may not have reached Redis,
+        repeat it with the same `token` and `is_repeated`.
         """
         token = token or new_run()
-        keys, args = [job_key(job_id)], [job_id, token, lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
+        keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
         for num_messages, lists in limits:
             keys += lists
             args += [num_messages, len(lists)]
-        verdict, waited, *page = run_script(self._redis, "take", keys, args)
+        reply = run_script(self._redis, "take", keys, args)
         fetched = []
-        for start in range(0, len(page), 5):
-            key, message, page_token, page_verdict, page_waited = page[start : start + 5]
-            taken = _taken("", page_token.decode(), page_verdict, page_waited)
-            fetched.append(Fetched(key.decode(), message, taken))
-        return _taken(job_id, token, verdict, waited), fetched
+        for start in range(0, len(reply), 5):
+            list_key, job_id, message, own_token, waited = reply[start : start + 5]
+            taken = Taken(job_id.decode(), own_token.decode(), float(waited) if waited else None)
+            fetched.append(Fetched(list_key.decode(), message, taken))
+        return fetched
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
         """Renew the leases of messages. Return the messages that this worker no longer holds."""
@@ -489,12 +498,12 @@ class Ledger:
         run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S, SETTLE_S])
 
     def requeue(self, taken: Taken) -> None:
-        """Return a message to the head of its queue, if this worker still holds it."""
+        """Return a message to its queue, if this worker still holds it."""
         keys = [job_key(taken.job_id), cancel_key(taken.job_id)]
         run_script(self._redis, "requeue", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """Keep a message away from all workers for `seconds`. Then `restore` returns it to the head of its queue."""
+        """Keep a message away from all workers for `seconds`. Then `restore` returns it to its queue."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
@@ -590,7 +599,7 @@ class Ledger:
     def purge_page(
         self, queue: str, priority: int, max_messages: int, revoked: tuple[bytes, bytes], expires_s: int | None
     ) -> Purged:
-        """Cancel up to `max_messages` jobs whose messages wait in the queue. Jobs that a worker holds are not affected.
+        """Cancel up to `max_messages` jobs that wait in the queue. Jobs that a worker holds are not affected.
 
         `revoked` is the value that Celery stores, split into the parts before and after the job's id. The value expires
         after `expires_s` seconds, or never if `expires_s` is None.
@@ -660,10 +669,6 @@ class Ledger:
         keys = [job_key(job_id), job_key(new_id), stored[1].decode()]
         done = run_script(self._redis, "requeue_dead", keys, [job_id, new_id, json.dumps(message)])
         return new_id if done else None
-
-
-def _taken(job_id: str, token: str, verdict: bytes, waited: bytes) -> Taken:
-    return Taken(job_id, token if verdict == b"held" else "", float(waited) if waited else None)
 
 
 def _parts(stored: CeleryState | None) -> tuple[bytes, int | str]:

@@ -26,6 +26,7 @@ from cellama.tasks.contract.keys import (
     MAX_WEBHOOK_EVENTS,
     PRIORITY_WEIGHT,
     announcement_key,
+    backlog_key,
     cancel_key,
     chord_key,
     dead_key,
@@ -40,6 +41,7 @@ from cellama.tasks.contract.keys import (
     result_key,
     running_key,
     served_key,
+    shortages_key,
     waiting_key,
     webhook_events_key,
 )
@@ -113,6 +115,7 @@ def _constants() -> dict[str, str | float]:
     """Return the constants for all scripts: prefixes of keys, keys, names of message headers, and limits."""
     return {
         "WAITING": waiting_key(""),
+        "BACKLOG": backlog_key(""),
         "JOB": job_key(""),
         "CANCEL": cancel_key(""),
         "RESULT": result_key(""),
@@ -126,6 +129,7 @@ def _constants() -> dict[str, str | float]:
         "DUE": due_key(),
         "LEASES": leases_key(),
         "MISSING": missing_key(),
+        "SHORTAGES": shortages_key(),
         "SERVED": served_key(),
         "DEAD": dead_key(),
         "ENDED": ended_key(),

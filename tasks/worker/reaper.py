@@ -2,18 +2,17 @@
 
 Each worker has a reaper thread, and the reapers of several workers may run concurrently. A reaper handles four cases:
 
-1. A lease has expired because its worker has crashed or is frozen. The message returns to the head of its queue.
+1. A lease has expired because its worker has crashed or is frozen. The message returns to its queue.
 
-2. The ETA of a job has passed. The message returns to the head of its queue.
+2. The ETA of a job has passed. The message returns to its queue.
 
 3. A job is due. Its timeout has passed while no worker runs it, or it has ended but Celery has not received its end or
    the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle the
    same job.
 
-4. A message is lost because its worker was killed between two commands. The ledger still has the job, but no worker
-   holds it, and it is not at its place in the queue. Queues are first in, first out, except for messages that returned
-   to the head, so it is enough to read the head. A job that is missing for a whole period is queued again. A lock
-   in Redis assigns this search to one reaper per period.
+4. A ticket is lost because its worker was killed between two commands. Then a list has fewer tickets than its backlog
+   has jobs, and the reaper pushes the tickets that were already missing a period ago. A running job is lost if no
+   worker holds it for a whole period. It is queued again. A lock in Redis assigns this search to one reaper per period.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ from cellama.tasks.state.scripts import run_script
 
 log = event_logger(__name__)
 
-SETTLED_S = 5.0  # minimum age in seconds of a missing job; a younger one may be on its way into its queue
-HEADS = 500  # messages read at the head of a queue; the first one that was never delivered is usually among the first
 PAGE = 1000  # jobs per command, during which Redis serves no other client
 DUE_PAGE = 50  # jobs that a reaper claims together; ending each takes a few commands
 RUNS_PER_LEASE = 4  # so that a message is recovered within 1.25 times its lease
@@ -180,29 +177,29 @@ class Reaper:
             self._store(job_id, Ending(event, result))
             self._ledger.settle(job_id)
 
-    # Jobs whose messages are missing
+    # Lost tickets and jobs
 
     def find_missing(self) -> int:
-        """Requeue the missing jobs that were already missing one period ago, and return their number."""
-        suspects = dict.fromkeys(self._running_without_lease(), running_key())
+        """Push lost tickets, and requeue running jobs that were already lost one period ago. Return their number."""
+        num_found, suspects = 0, {raw.decode() for raw in self._redis.zrange(missing_key(), 0, -1)}
+        number_of_check = int(self._ledger.now() / max(1.0, self._lease_s))
         for queue in self._busy_queues():
+            found: Any = run_script(self._redis, "restore_backlog", [waiting_key(queue)], [number_of_check, PAGE])
+            suspects |= {raw.decode() for raw in found}
             for priority in PRIORITIES:
-                suspects |= dict.fromkeys(self._not_in_queue(queue, priority), waiting_key(queue))
-        self._clear(suspects)
-        lost = [job_id for job_id, listed_in in suspects.items() if self._requeue_if_lost(job_id, listed_in)]
+                num_tickets = run_script(self._redis, "add_tickets", [queue_key(queue, priority)], [PAGE])
+                if num_tickets:
+                    log.warning("tickets pushed", queue=queue, num_tickets=num_tickets, detail="they were lost")
+                num_found += num_tickets
+        suspects |= set(self._running_without_lease())
+        lost = [job_id for job_id in suspects if self._requeue_if_lost(job_id)]
         for job_id in lost:
             log.warning("job requeued", job_id=job_id, detail="its message was lost")
-        return len(lost)
+        return num_found + len(lost)
 
-    def _requeue_if_lost(self, job_id: str, listed_in: str) -> bool:
+    def _requeue_if_lost(self, job_id: str) -> bool:
         keys = [job_key(job_id), cancel_key(job_id)]
-        return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * MISSING_SHARE, listed_in]))
-
-    def _clear(self, suspects: dict[str, str]) -> None:
-        """Forget jobs that were missing but have been found."""
-        missing: Any = self._redis.zrange(missing_key(), 0, -1)
-        if found := [raw for raw in missing if raw.decode() not in suspects]:
-            self._redis.zrem(missing_key(), *found)
+        return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * MISSING_SHARE]))
 
     def _busy_queues(self) -> list[str]:
         """Return the queues with waiting jobs or messages, and remove all other queues from the set of queues."""
@@ -217,17 +214,6 @@ class Reaper:
             if not is_busy:
                 run_script(self._redis, "forget_queue", keys[queue], [queue])
         return [queue for queue, is_busy in are_busy.items() if is_busy]
-
-    def _not_in_queue(self, queue: str, priority: int) -> Iterator[str]:
-        """Yield the waiting jobs that no worker holds and that are not at their place in the queue."""
-        keys = [queue_key(queue, priority), waiting_key(queue)]
-        after: bytes = b""
-        while True:
-            last, *found = run_script(self._redis, "suspects", keys, [priority, SETTLED_S, HEADS, PAGE, after])
-            yield from (raw.decode() for raw in found)
-            if last in (b"", after):
-                return
-            after = last
 
     def _running_without_lease(self) -> Iterator[str]:
         running: Any = self._redis.zrange(running_key(), 0, -1)

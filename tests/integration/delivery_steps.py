@@ -114,12 +114,9 @@ class Delivery:
         worker = self.workers[number % 3]
         if worker.frozen or (message := self.redis.rpop(LIST)) is None:
             return
-        job_id = json.loads(message)["headers"]["id"]
-        taken, page = self.ledger.take(job_id, LEASE_S, [(3, [LIST])] if number % 2 else ())
-        worker.held[job_id] = Held(taken)
-        for fetched in page:
-            job_id = json.loads(fetched.payload)["headers"]["id"]
-            worker.held[job_id] = Held(Taken(job_id, fetched.taken.token))
+        ticket_id = json.loads(message)["headers"]["id"]
+        for fetched in self.ledger.take(LIST, ticket_id, LEASE_S, [(3, [LIST])] if number % 2 else ()):
+            worker.held[fetched.taken.job_id] = Held(fetched.taken)
 
     def begin(self, number: int) -> None:
         worker = self.workers[number % 3]

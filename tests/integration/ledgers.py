@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Attempt, Entry, Ledger, Message, Submission, Taken, TaskCall, new_run
 
@@ -43,8 +43,11 @@ def submit(ledger: Ledger, queue: str, **options: Any) -> str:
 
 
 def take(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> Taken:
-    """Take a job's message in the ledger, as a worker does."""
-    return ledger.take(job_id, lease_s)[0]
+    """Take a job that is the next one of its list, as a worker that has popped its ticket does."""
+    key: Any = ledger._redis.hget(job_key(job_id), "list")
+    (fetched,) = ledger.take(key.decode(), job_id, lease_s)
+    assert (fetched.taken.job_id, fetched.payload) == (job_id, b"")
+    return fetched.taken
 
 
 def begin(ledger: Ledger, job_id: str, **options: Any) -> Attempt:
@@ -62,7 +65,7 @@ def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0)
 
 
 def ids_in(redis: Any, queue: str, priority: int = PRIORITY_INTERACTIVE) -> list[str]:
-    """Return the ids of the jobs whose messages are in a queue, the next one first."""
+    """Return the ids in the tickets of a queue, the next one first."""
     messages = redis.lrange(queue_key(queue, priority), 0, -1)
     return [json.loads(message)["headers"]["id"] for message in reversed(messages)]
 

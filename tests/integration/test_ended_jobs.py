@@ -23,7 +23,7 @@ from cellama.tasks.state.ledger import Ending, Entry, Ledger, Taken
 from cellama.tasks.worker.reaper import Reaper
 
 from ..conftest import wait_until
-from .ledgers import LEASE_S, begin
+from .ledgers import LEASE_S, begin, take
 
 RESULT: dict[str, Any] = {"text": "x", "model": "m", "finish_reason": "stop", "stop_sequence": None, "usage": {}}
 
@@ -43,7 +43,7 @@ def end(redis: Redis, unserved: str, job_id: str, event: events.TerminalEvent, r
     """Take the message, run the job and write its end, as a worker does."""
     ledger = Ledger(redis)
     redis.rpop(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE))
-    taken = ledger.take(job_id, LEASE_S)[0]
+    taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     assert attempt.verdict == "run"
     ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 0, **event}, result=result)])

@@ -20,6 +20,7 @@ from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
+from .ledgers import take
 
 HOUR_S = 3600
 
@@ -38,7 +39,7 @@ def worker(tmp_path: Path, redis_server: RedisServer, model: str) -> Iterator[Wo
 def test_message_with_an_eta_is_delivered_when_it_is_due(redis_client: Redis, model: str) -> None:
     job = generate.delay(model, "Once", **GREEDY)
     ledger, waiting = Ledger(redis_client), waiting_key(queue_name(model))
-    taken = ledger.take(job.id, 5)[0]
+    taken = take(ledger, job.id, 5)
     ledger.set_aside(taken, HOUR_S)
     assert not redis_client.exists(waiting)
     assert position_of(redis_client, job.id).state == "waiting"

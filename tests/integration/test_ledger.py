@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from redis import Redis
 
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
+    backlog_key,
     due_key,
     events_channel,
     job_key,
@@ -20,7 +21,7 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
-from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.ledger import PAGE_MESSAGE_BYTES, Ledger
 
 from ..conftest import PATIENCE_S
 from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, submission, submit, take, write
@@ -80,13 +81,59 @@ def test_only_the_holder_of_the_message_can_begin(ledger: Ledger, job_id: str, q
     assert ids_in(redis_client, queue) == [job_id] * 2  # one from `submit`, which was not popped, one from `requeue`
 
 
-def test_copy_of_a_held_message_is_not_taken(ledger: Ledger, job_id: str) -> None:
+def test_ticket_is_dropped_when_no_job_waits(ledger: Ledger, job_id: str, queue: str) -> None:
     first = take(ledger, job_id)
-    copy = take(ledger, job_id)
-    assert copy.token == ""
+    assert ledger.take(queue_key(queue, PRIORITY_INTERACTIVE), job_id, LEASE_S) == []
     assert begin(ledger, job_id, token=first.token).verdict == "run"
-    ledger.release(copy)
     assert ledger.renew([first], LEASE_S) == []
+
+
+def test_ticket_stands_for_the_oldest_job_that_no_worker_holds(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    first, second, third = (submission(queue) for _ in range(3))
+    ledger.submit([first, second, third])
+    key = queue_key(queue, PRIORITY_INTERACTIVE)
+    taken = []
+    for ticket in (third, first):
+        redis_client.lrem(key, 1, ticket.message.payload)
+        taken += ledger.take(key, ticket.job_id, LEASE_S)
+    assert [(each.taken.job_id, each.payload.decode()) for each in taken] == [
+        (first.job_id, first.message.payload),
+        (second.job_id, second.message.payload),
+    ]
+    ledger.requeue(taken[0].taken)
+    assert ids_in(redis_client, queue) == [first.job_id, second.job_id]
+    taken = ledger.take(key, first.job_id, LEASE_S) + ledger.take(key, second.job_id, LEASE_S)
+    assert [each.taken.job_id for each in taken] == [first.job_id, third.job_id]
+
+
+def test_take_that_is_repeated_returns_the_same_jobs(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    jobs = [submit(ledger, queue) for _ in range(20)]
+    key = queue_key(queue, PRIORITY_INTERACTIVE)
+    redis_client.rpop(key)
+    page = ledger.take(key, jobs[0], LEASE_S, [(2, [key])], token="t")
+    again = ledger.take(key, jobs[0], LEASE_S, [(2, [key])], token="t", is_repeated=True)
+    assert [each.taken.job_id for each in page] == jobs[:3]
+    assert sorted((each.taken.job_id, each.taken.token) for each in again) == sorted(
+        (each.taken.job_id, each.taken.token) for each in page
+    )
+    assert ids_in(redis_client, queue) == jobs[3:]
+    assert ledger.take(key, jobs[3], LEASE_S, token="never arrived", is_repeated=True)[0].taken.job_id == jobs[3]
+
+
+def test_job_of_a_version_without_backlogs_is_taken(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    first, second = (submit(ledger, queue) for _ in range(2))
+    key = queue_key(queue, PRIORITY_INTERACTIVE)
+    redis_client.delete(backlog_key(key))
+    assert [take(ledger, job_id).job_id for job_id in (second, first)] == [second, first]
+    assert ledger.take(key, first, LEASE_S) == []
+
+
+def test_job_that_a_version_without_backlogs_holds_is_not_taken(
+    ledger: Ledger, queue: str, redis_client: Redis
+) -> None:
+    first, second = (submit(ledger, queue) for _ in range(2))
+    redis_client.hset(job_key(first), "holder", "a worker")
+    assert take(ledger, second).job_id == second
 
 
 def test_returned_job_is_the_next_one_in_its_queue(
@@ -103,12 +150,14 @@ def test_returned_job_is_the_next_one_in_its_queue(
     assert (ledger.state(job_id), ledger.num_ahead(job_id)) == ("handed_back", 0)
 
 
-def test_message_of_an_expired_job_does_not_start_a_new_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_message_of_an_expired_job_does_not_start_a_new_job(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
     ledger.cancel(job_id, running=True)
     redis_client.delete(job_key(job_id))  # the entry has expired, and the message is still in a long queue
-    taken = take(ledger, job_id)
-    assert taken.token == ""
-    assert begin(ledger, job_id, token=taken.token).verdict == "gone"
+    (fetched,) = ledger.take(queue_key(queue, PRIORITY_INTERACTIVE), job_id, LEASE_S)
+    assert (fetched.payload, fetched.taken.token, fetched.taken.waited_s) == (b"", "", None)
+    assert begin(ledger, job_id, token="").verdict == "gone"
 
 
 def test_message_rejected_by_celery_is_not_requeued(
@@ -117,8 +166,7 @@ def test_message_rejected_by_celery_is_not_requeued(
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     ledger.release(take(ledger, job_id))
     assert redis_client.zscore(due_key(), job_id)  # the reaper ends it unless something else does
-    ledger.requeue(take(ledger, job_id))
-    assert ids_in(redis_client, queue) == []
+    assert ledger.take(queue_key(queue, PRIORITY_INTERACTIVE), job_id, LEASE_S) == []
     assert ledger.cancel(job_id, running=True)
 
 
@@ -145,12 +193,11 @@ def test_events_are_published_per_database(ledger: Ledger, job_id: str, queue: s
     assert channels == [events_channel(job_id, 1)] * 2 + [events_channel(job_id, 0)] * 2
 
 
-def test_take_returns_the_age_of_the_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_take_returns_the_age_of_the_job(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     earlier = float(redis_client.hget(job_key(job_id), "submitted_at") or 0) - 50  # type: ignore[arg-type]
     redis_client.hset(job_key(job_id), "submitted_at", earlier)
-    for _ in range(2):  # the second time it is a copy
-        assert 50 <= (take(ledger, job_id).waited_s or 0) < 50 + PATIENCE_S
-    assert take(ledger, str(uuid.uuid4())).waited_s is None
+    redis_client.delete(backlog_key(queue_key(queue, PRIORITY_INTERACTIVE)))  # its order has the other time
+    assert 50 <= (take(ledger, job_id).waited_s or 0) < 50 + PATIENCE_S
 
 
 def test_event_with_half_a_surrogate_pair_is_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
@@ -181,28 +228,44 @@ def test_rank_depends_on_priority_then_time(ledger: Ledger, queue: str, redis_cl
     assert [ledger.num_ahead(job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
-def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, queue: str) -> None:
+def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     jobs = [submit(ledger, queue) for _ in range(17)]
-    # BRPOP has returned job 0.
-    taken, page = ledger.take(jobs[0], LEASE_S, [(9, [queue_key(queue, 0), queue_key(queue, 3)])])
-    assert [json.loads(fetched.payload)["headers"]["id"] for fetched in page] == jobs[:3]
-    assert page[0].taken.token == ""  # another worker already holds this message
-    assert len({taken.token, *(fetched.taken.token for fetched in page)}) == 4
+    key = queue_key(queue, 3)
+    redis_client.rpop(key)
+    page = ledger.take(key, jobs[0], LEASE_S, [(9, [queue_key(queue, 0), key])])
+    assert [fetched.taken.job_id for fetched in page] == jobs[:3]
+    assert [json.loads(fetched.payload)["headers"]["id"] for fetched in page[1:]] == jobs[1:3]
+    assert len({fetched.taken.token for fetched in page}) == 3
     assert begin(ledger, jobs[1], token=page[1].taken.token).verdict == "run"
     assert begin(ledger, jobs[2], token=page[1].taken.token).verdict == "superseded"
-    assert len(ledger.take(jobs[3], LEASE_S, [(1, [queue_key(queue, 3)])])[1]) == 1
+    redis_client.rpop(key)
+    assert len(ledger.take(key, jobs[3], LEASE_S, [(1, [key])])) == 2
 
 
-@pytest.mark.parametrize("mark", ["cellama_weight", None])
-def test_take_stops_before_a_message_that_needs_inspection(
-    ledger: Ledger, queue: str, redis_client: Redis, mark: str | None
+@pytest.mark.parametrize("needs", ["capacity", "memory", "adoption"])
+def test_page_ends_before_a_message_that_is_taken_alone(
+    ledger: Ledger, queue: str, redis_client: Redis, needs: str
 ) -> None:
-    first, *others = [submission(queue) for _ in range(3)]
+    first, second, third = [submission(queue) for _ in range(3)]
+    message = json.loads(second.message.payload)
+    if needs == "capacity":
+        message["headers"]["cellama_weight"] = 2
+    elif needs == "memory":
+        message["body"] = "x" * PAGE_MESSAGE_BYTES
+    else:
+        message["headers"] = {"id": second.job_id}
+    payload, key = json.dumps(message), queue_key(queue, 3)
+    alone = replace(second, message=replace(second.message, payload=payload))
     ledger.submit([first])
-    of_others = [json.loads(job.message.payload) for job in others]
-    for message in of_others:
-        message["headers"] = {"id": "x", mark: 1} if mark else {"id": "x"}
-        redis_client.lpush(queue_key(queue, 3), json.dumps(message))
-    page = ledger.take(first.job_id, LEASE_S, [(9, [queue_key(queue, 3)])])[1]
-    assert len(page) == 1  # its own message, which this test did not pop
-    assert redis_client.llen(queue_key(queue, 3)) == 2
+    if needs == "adoption":
+        redis_client.lpush(key, payload)
+    else:
+        ledger.submit([alone])
+    ledger.submit([third])
+    redis_client.rpop(key)
+    assert [each.taken.job_id for each in ledger.take(key, first.job_id, LEASE_S, [(9, [key])])] == [first.job_id]
+    assert redis_client.llen(key) == 2
+    if needs == "capacity":
+        redis_client.rpop(key)
+        page = ledger.take(key, third.job_id, LEASE_S, [(9, [key])])
+        assert [each.taken.job_id for each in page] == [second.job_id]

@@ -85,10 +85,11 @@ def test_user_header_is_not_mistaken_for_a_job_id(
     stored["headers"] = {**header, **stored["headers"], **header}
     changed = json.dumps(stored)
     ledger.submit([first, type(second)(second.job_id, second.call, type(second.message)(second.message.key, changed))])
-    redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
-    _, page = ledger.take(first.job_id, LEASE_S, [(8, [queue_key(queue, PRIORITY_INTERACTIVE)])])
-    assert len(page) == 1
-    assert redis_client.hget(job_key(second.job_id), "holder") == page[0].taken.token.encode()
+    key = queue_key(queue, PRIORITY_INTERACTIVE)
+    redis_client.rpop(key)
+    _, page = ledger.take(key, first.job_id, LEASE_S, [(8, [key])])
+    assert page.taken.job_id == second.job_id
+    assert redis_client.hget(job_key(second.job_id), "holder") == page.taken.token.encode()
     assert not redis_client.exists(job_key("another"))
 
 
@@ -98,7 +99,8 @@ def test_cancelled_job_leaves_neither_a_message_nor_a_queue_entry(
     first, second, third = (submit(ledger, queue) for _ in range(3))
     assert ledger.cancel(second, running=True)
     ledger.settle(second)
-    assert ids_in(redis_client, queue) == [first, third]
+    assert redis_client.llen(queue_key(queue, PRIORITY_INTERACTIVE)) == 2
+    assert [take(ledger, job_id).job_id for job_id in (first, third)] == [first, third]
     assert redis_client.hmget(job_key(second), "message", "result") == [None, None]
     assert redis_client.ttl(job_key(second)) > 0
 

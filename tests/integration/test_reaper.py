@@ -12,6 +12,7 @@ from redis import Redis
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
+    backlog_key,
     due_key,
     job_key,
     journal_key,
@@ -21,17 +22,17 @@ from cellama.tasks.contract.keys import (
     queues_key,
     reaper_key,
     running_key,
+    shortages_key,
     waiting_key,
 )
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.ledger import Ending, Ledger
-from cellama.tasks.worker.reaper import SETTLED_S, Reaper
+from cellama.tasks.worker.reaper import PAGE, Reaper
 
 from ..conftest import empty_database, wait_until
 from .ledgers import begin, ids_in, submission, submit, take, write
 
 LEASE_S = 60  # no lease ends, nor is a look too late, while a test runs
-OLD_S = 3 * SETTLED_S
 QUEUE = "cellama:queue:m"
 
 
@@ -47,12 +48,10 @@ class World:
     def another_reaper(self) -> Reaper:
         return Reaper(self.redis, self.ledger, lambda *end: self.stored.append(end), LEASE_S)
 
-    def job(self, *, age_s: float = 0.0, message: bool = True, **options: Any) -> str:
-        """A job that was submitted some time ago; without a message, Redis lost it."""
+    def job(self, *, ticket: bool = True, **options: Any) -> str:
+        """Submit a job. Without a ticket, Redis lost it."""
         job_id = submit(self.ledger, QUEUE, **options)
-        self.redis.zincrby(waiting_key(QUEUE), -age_s, job_id)
-        self.redis.hincrbyfloat(job_key(job_id), "submitted_at", -age_s)
-        if not message:
+        if not ticket:
             self.redis.lpop(queue_key(QUEUE, options.get("priority", 3)))
         return job_id
 
@@ -79,8 +78,8 @@ def world(redis_server: RedisServer) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_unheld_job_older_than_the_head_of_its_queue_is_lost(world: World, others: int) -> None:
-    lost = world.job(age_s=OLD_S, message=False)
+def test_lost_ticket_is_pushed_again(world: World, others: int) -> None:
+    lost = world.job(ticket=False)
     rest = [world.job() for _ in range(others)]
     world.look(times=1)
     assert world.waiting() == rest
@@ -88,40 +87,51 @@ def test_unheld_job_older_than_the_head_of_its_queue_is_lost(world: World, other
     assert world.waiting() == [lost, *rest]
 
 
-def test_queued_held_and_recent_jobs_are_not_lost(world: World) -> None:
-    rest = [world.job(age_s=age_s) for age_s in (OLD_S, OLD_S / 2, 0.0)]
-    world.job(age_s=-OLD_S, message=False)  # young, however long the looks take
-    take(world.ledger, world.job(age_s=OLD_S, message=False, priority=9))
+def test_tickets_in_use_and_tickets_of_held_jobs_are_not_lost(world: World) -> None:
+    rest = [world.job() for _ in range(3)]
+    take(world.ledger, world.job(ticket=False, priority=9))
+    world.look(times=3)
+    in_use = world.job(ticket=False, priority=9)
+    world.look(times=1)
+    take(world.ledger, in_use)
     world.look(times=3)
     assert world.waiting() == rest
+    assert not world.redis.exists(queue_key(QUEUE, 9), shortages_key())
 
 
-def test_lost_job_is_found_behind_returned_jobs(world: World) -> None:
-    for age_s in (4 * OLD_S, 3 * OLD_S):
-        back = world.job(age_s=age_s, message=False)
-        world.ledger.requeue(take(world.ledger, back))
-    lost = world.job(age_s=OLD_S, message=False)
+def test_job_that_is_missing_in_its_backlog_is_added(world: World) -> None:
+    jobs = [world.job() for _ in range(3)]
+    world.redis.delete(backlog_key(queue_key(QUEUE, 3)), queue_key(QUEUE, 3))
+    take_of_previous = {"holder": "a worker of a version without backlogs"}
+    world.redis.hset(job_key(jobs[1]), mapping=take_of_previous)
+    world.look(times=3)
+    assert world.waiting() == [jobs[0], jobs[2]]
+
+
+def test_lost_ticket_is_pushed_alongside_returned_jobs(world: World) -> None:
+    for back in [take(world.ledger, world.job(ticket=False)) for _ in range(2)]:
+        world.ledger.requeue(back)
+    world.job(ticket=False)
     world.job()
     world.look()
-    assert world.waiting()[0] == lost
     assert len(world.waiting()) == 4
 
 
 def test_started_job_of_a_dead_worker_is_queued_again_once(world: World) -> None:
-    job_id = world.job(age_s=OLD_S, message=False)
+    job_id = world.job(ticket=False)
     taken = take(world.ledger, job_id, lease_s=0)
     write(world.ledger, begin(world.ledger, job_id, token=taken.token), events.started("m", 1, "w", 1))
     world.redis.delete(last_restore_key())
     world.look(times=6)  # the first finds that nobody has looked lately, and waits another half of a lease
     assert world.waiting() == []
-    world.redis.zadd("cellama:leases", {job_id: 1})
+    world.redis.zadd(leases_key(), {job_id: 1})
     world.look(times=6)
     assert world.waiting() == [job_id]
     assert (world.ledger.state(job_id), world.ledger.num_ahead(job_id)) == ("handed_back", 0)
 
 
 def test_job_without_worker_and_message_is_lost(world: World) -> None:
-    job_id = world.job(message=False)
+    job_id = world.job(ticket=False)
     write(world.ledger, begin(world.ledger, job_id), events.started("m", 1, "w", 1))
     world.look()
     assert world.waiting() == [job_id]
@@ -129,22 +139,22 @@ def test_job_without_worker_and_message_is_lost(world: World) -> None:
 
 def test_lost_job_is_found_by_any_set_of_workers(world: World) -> None:
     """A hundred workers: nobody looks twice in a row, and each lost job is found with the second look."""
-    lost = {world.job(age_s=OLD_S, message=False) for _ in range(20)}
+    lost = [world.job(ticket=False) for _ in range(20)]
     workers = [world.another_reaper() for _ in range(100)]
     for reaper in workers[:2]:
         world.look(times=1, reaper=reaper)
-    assert set(world.waiting()) == lost
+    assert world.waiting() == lost
     for reaper in workers[2:]:
         world.look(times=1, reaper=reaper)
-    assert sorted(world.waiting()) == sorted(lost)
+    assert world.waiting() == lost
 
 
 def test_one_of_many_workers_performs_a_duty_per_period(world: World) -> None:
-    world.job(age_s=OLD_S, message=False)
+    world.job(ticket=False)
     for reaper in [world.another_reaper() for _ in range(5)]:
         reaper.run_once()
     assert world.redis.exists(reaper_key("missing"))
-    assert world.redis.zcard(missing_key()) == 1
+    assert world.redis.hvals(shortages_key()) == [b"1"]
     assert world.waiting() == []
 
 
@@ -162,40 +172,35 @@ def check_cost_of_a_look(world: World) -> None:
         jobs = [submission(QUEUE) for _ in range(num_jobs)]
         for start in range(0, num_jobs, 100):
             world.ledger.submit(jobs[start : start + 100])
-        for job in jobs:
-            world.redis.zincrby(waiting_key(QUEUE), -OLD_S, job.job_id)
-            world.redis.hincrbyfloat(job_key(job.job_id), "submitted_at", -OLD_S)
         world.look(times=1)  # so that Redis knows the scripts
         before = num_calls()
         world.look(times=1)
         return num_calls() - before
 
-    assert num_commands(10) == num_commands(3000)
+    assert num_commands(PAGE) == num_commands(2 * PAGE)  # in two parts
     assert world.redis.zcard(missing_key()) == 0
 
 
-def test_messages_of_finished_jobs_are_removed_from_a_long_unserved_queue(world: World) -> None:
-    jobs = [submission(QUEUE) for _ in range(2100)]  # too many to search for each message
+def test_tickets_of_finished_jobs_are_removed_from_a_long_unserved_queue(world: World) -> None:
+    jobs = [submission(QUEUE) for _ in range(2100)]
     for start in range(0, len(jobs), 100):
         world.ledger.submit(jobs[start : start + 100])
     for job in jobs[:60]:
         assert world.ledger.cancel(job.job_id, running=True)
         world.ledger.settle(job.job_id)
-    assert len(world.waiting()) == len(jobs)
-    world.look(times=1)
-    assert world.waiting() == [job.job_id for job in jobs[60:]]
+    assert len(world.waiting()) == len(jobs) - 60
 
 
 def test_lost_job_is_found_behind_a_thousand_held_jobs(world: World) -> None:
     for _ in range(1001):
-        take(world.ledger, world.job(age_s=2 * OLD_S, message=False))
-    lost = world.job(age_s=OLD_S, message=False)
+        take(world.ledger, world.job(ticket=False))
+    lost = world.job(ticket=False)
     world.look()
     assert world.waiting() == [lost]
 
 
 def test_indexed_job_without_an_entry_is_removed_from_the_index(world: World) -> None:
-    job_id = world.job(age_s=OLD_S, message=False, timeout_s=0.001)
+    job_id = world.job(ticket=False, timeout_s=0.001)
     world.redis.zadd(running_key(), {"other": 1})
     world.redis.delete(job_key(job_id))  # a Redis that evicts
     world.look()
@@ -206,7 +211,7 @@ def test_indexed_job_without_an_entry_is_removed_from_the_index(world: World) ->
 
 
 def test_message_without_an_entry_is_left_for_a_worker_to_reject(world: World) -> None:
-    job_id = world.job(age_s=OLD_S)
+    job_id = world.job()
     world.redis.delete(job_key(job_id))  # a Redis that evicts, or a plain producer that sends headers of ours
     world.look()
     assert world.waiting() == [job_id]
@@ -214,9 +219,9 @@ def test_message_without_an_entry_is_left_for_a_worker_to_reject(world: World) -
 
 def test_timeouts_end_waiting_jobs_and_leave_running_ones(world: World) -> None:
     tasks = ("generate", "chat", "embed", "rerank", "tokenize")
-    late = {task: world.job(timeout_s=0.001, task=f"cellama.{task}") for task in tasks}
     running = world.job(timeout_s=0.001)
     begin(world.ledger, running, token=take(world.ledger, running).token)
+    late = {task: world.job(timeout_s=0.001, task=f"cellama.{task}") for task in tasks}
     wait_until(lambda: world.look(times=1) or len(world.stored) == len(late), "the ends of late jobs")
     ends = dict(world.stored)
     results = {task: ends[job_id].result or ends[job_id].event["code"] for task, job_id in late.items()}

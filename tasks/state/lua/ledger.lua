@@ -3,8 +3,8 @@
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
--- JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
--- SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
+-- BACKLOG, JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
+-- SHORTAGES, SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
 -- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
@@ -16,6 +16,87 @@ local function id_of(message)
   end
   if at == 0 then return string.match(message, '.*"properties": *{.-"correlation_id": *"([^"]+)"') end
   return string.match(message, '"correlation_id": ?"([^"]+)"', at)
+end
+
+-- Tickets and backlogs
+--
+-- A message of cellama in a Redis list is a ticket: it stands for any job that waits in this list. A worker that pops a ticket
+-- gets the next job of the list's backlog, whose message is in its entry. The ticket of that job remains in the list, and later
+-- stands for another job. So the length of a list is the number of its waiting jobs, and the order of the list has no effect.
+-- A backlog has the jobs that no worker holds. Messages of plain Celery are not tickets.
+
+-- Returns the job id in a ticket, or nil if the message is not a ticket.
+local function ticket_id(message)
+  return string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) and id_of(message) or nil
+end
+
+-- Returns the member of a job in the backlog of its list. The order of the members is that of their submission.
+local PLACE = 17 -- characters before the id
+local function place(id, submitted_at)
+  return string.format('%0' .. PLACE .. '.6f', submitted_at) .. id
+end
+
+-- Adds a job to the backlog of its list. The caller pushes a ticket.
+local function add_to_backlog(id, list, submitted_at)
+  redis.call('ZADD', BACKLOG .. list, 0, place(id, submitted_at))
+end
+
+-- Removes a job from the backlog of its list. Returns whether the job was there.
+local function leave_backlog(id, list, submitted_at)
+  return redis.call('ZREM', BACKLOG .. list, place(id, submitted_at)) == 1
+end
+
+-- Returns whether a worker can take this job: it has neither ended nor started, no worker holds it, and Celery has not refused it.
+local function can_be_taken(id)
+  local state, holder, refused = unpack(redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused'), 1, 3)
+  return (state == 'queued' or state == 'handed_back') and not holder and not refused
+end
+
+-- Adds a job to its backlog if a worker can take it. It is missing there if a worker of a version without backlogs has queued it
+-- or returned it, or if a purge has removed it and could not end it. Returns whether the job was added.
+local function restore_to_backlog(id)
+  local list, submitted_at = unpack(redis.call('HMGET', JOB .. id, 'list', 'submitted_at'), 1, 2)
+  if not list or redis.call('ZSCORE', BACKLOG .. list, place(id, submitted_at)) then return false end
+  if not can_be_taken(id) or redis.call('ZSCORE', DELAYED, id) then return false end
+  if redis.call('HSTRLEN', JOB .. id, 'message') == 0 then return false end -- a step of a canvas that ends without running
+  add_to_backlog(id, list, submitted_at)
+  return true
+end
+
+-- Returns the id of the next job of a list, or nil if no job waits. A job that a worker of a version without backlogs has taken
+-- or ended is removed from the backlog.
+local MAX_STALE = 1000 -- jobs, which takes a few milliseconds
+local function next_job(list)
+  for _ = 1, MAX_STALE do
+    local member = redis.call('ZRANGE', BACKLOG .. list, 0, 0)[1]
+    if not member then return nil end
+    local id = string.sub(member, PLACE + 1)
+    if can_be_taken(id) then return id end
+    redis.call('ZREM', BACKLOG .. list, member)
+  end
+end
+
+-- Returns the id of the job that a ticket with the id `own` stands for, or nil if no job waits. A ticket whose own job has no entry
+-- stands for this job, because the worker reports the error to its sender.
+local function job_of_ticket(list, own)
+  if redis.call('EXISTS', JOB .. own) == 0 then return own end
+  restore_to_backlog(own)
+  return next_job(list)
+end
+
+-- Pushes the message of a job as a ticket, which is the next one to be popped.
+local function return_ticket(list, message)
+  redis.call('RPUSH', list, message)
+end
+
+-- Removes one ticket from a list, because a job has left the backlog without being taken. If the next message is not a ticket, a
+-- ticket remains, which `take` drops when no job waits. A large message is searched, because it uses much memory.
+local LARGE_MESSAGE = 65536 -- bytes
+local function drop_ticket(id, list)
+  if redis.call('HSTRLEN', JOB .. id, 'message') >= LARGE_MESSAGE
+     and redis.call('LREM', list, -1, redis.call('HGET', JOB .. id, 'message')) == 1 then return end
+  local message = redis.call('LINDEX', list, -1)
+  if message and ticket_id(message) then redis.call('RPOP', list) end
 end
 
 -- Adds a job without a slot to the waiting jobs of its queue.
@@ -33,22 +114,12 @@ local function add_entry(job, id, task, queue, list, priority, timeout, message,
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
 end
 
--- Lets a worker hold the message of a job, unless the verdict is not 'held'. Returns the verdict, and the seconds since the
--- job was submitted or ''.
-local function hold(job, id, token, lease)
-  local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at')
-  local state, holder = found[1], found[2]
-  if not state then return 'gone', '' end -- an unfinished job always has an entry
-  local waited = stamp(math.max(0, clock() - tonumber(found[3])))
-  if state == 'done' then return 'done', waited end
-  if holder and holder ~= token then
-    local ends_at = redis.call('ZSCORE', LEASES, id)
-    if ends_at and tonumber(ends_at) > clock() then return 'copy', waited end
-  end
-  redis.call('HSET', job, 'holder', token)
-  redis.call('ZADD', LEASES, stamp(clock() + lease), id)
+-- Lets a worker hold the message of a job that waits in a list.
+local function hold(id, list, token, lease_s)
+  leave_backlog(id, list, redis.call('HGET', JOB .. id, 'submitted_at'))
+  redis.call('HSET', JOB .. id, 'holder', token)
+  redis.call('ZADD', LEASES, stamp(clock() + lease_s), id)
   redis.call('ZREM', MISSING, id)
-  return 'held', waited
 end
 
 -- Releases the message of a job, so that no worker holds it.
@@ -57,7 +128,7 @@ local function drop_holder(job, id)
   redis.call('ZREM', LEASES, id)
 end
 
--- Releases the message of a job and returns it to the head of its queue. If the job has ended, the message is not returned, and
+-- Releases the message of a job and returns it to its queue. If the job has ended, the message is not returned, and
 -- the reaper completes the missing steps for Celery. Returns whether the message was returned.
 local function requeue(job, cancel, id)
   drop_holder(job, id)
@@ -66,8 +137,8 @@ local function requeue(job, cancel, id)
   local state, message = found[1], found[6]
   if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
   if not message or state == 'done' or found[7] then return false end
-  redis.call('RPUSH', found[3], message)
-  redis.call('HSET', job, 'returned', 1)
+  return_ticket(found[3], message)
+  add_to_backlog(id, found[3], found[5])
   if state == 'running' then
     redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 1)
     redis.call('ZREM', RUNNING, id)
@@ -129,20 +200,14 @@ local function append_event(options, job, id, seq, data)
 end
 
 local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
-local SHORT_LIST = 2000 -- messages; a search takes less than a millisecond
-local LARGE_MESSAGE = 65536 -- bytes; many messages of this size would use up the memory
 
 -- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. `settle` must follow.
 local function end_job(options, job, id, run, is_dead, event)
-  local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'message', 'holder')
-  local queue, digest, list, message, holder = unpack(found, 1, 5)
+  local queue, digest, list, submitted_at = unpack(redis.call('HMGET', job, 'queue', 'digest', 'list', 'submitted_at'), 1, 4)
   redis.call('ZREM', WAITING .. queue, id)
   redis.call('ZREM', RUNNING, id)
-  local was_delayed = redis.call('ZREM', DELAYED, id) == 1
-  if run == '' and message and message ~= '' and not holder and not was_delayed then
-    -- Otherwise the message would use memory until a worker or the reaper takes it. In a long list the search takes too long.
-    if #message >= LARGE_MESSAGE or redis.call('LLEN', list) <= SHORT_LIST then redis.call('LREM', list, -1, message) end
-  end
+  redis.call('ZREM', DELAYED, id)
+  if leave_backlog(id, list, submitted_at) then drop_ticket(id, list) end
   local keep_s = options.event_ttl_s
   if is_dead then
     keep_s = options.dead_ttl_s
@@ -193,7 +258,10 @@ for i = 1, num_jobs do
     if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
     if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
     if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
-    if message ~= '' then redis.call('LPUSH', list, message) end
+    if message ~= '' then
+      add_to_backlog(id, list, submitted_at)
+      redis.call('LPUSH', list, message)
+    end
     for event = first_event, at - 2, 2 do
       num_subscribers = math.max(num_subscribers, redis.call('PUBLISH', ARGV[event], ARGV[event+1]))
     end
@@ -218,36 +286,48 @@ end
 return state or ''
 
 --@ purge
--- Cancels a page of jobs whose messages wait in a list. Jobs that a worker holds are not changed.
--- KEYS: list, waiting jobs of its queue. ARGV: the options, maximum number of messages, JSON of the end after its `seq`, the
+-- Cancels a page of jobs that wait in a list, and removes as many tickets. Jobs that a worker holds are not changed.
+-- KEYS: list, waiting jobs of its queue. ARGV: the options, maximum number of jobs, JSON of the end after its `seq`, the
 -- parts before and after the job's id of the value that Celery stores, its TTL in seconds or ''.
--- Returns the number of removed messages, the number of ended jobs, and the messages of jobs that must be ended one by one,
--- because they belong to a group or chain, have events, or were sent by plain Celery.
+-- Returns the number of removed jobs and messages, the number of ended jobs, and the messages of jobs that must be ended one by
+-- one, because they belong to a group or chain, have events, or were sent by plain Celery.
 local options = write_options()
-local max_messages, data, before_id, after_id, expires = unpack(ARGV, NUM_OPTIONS + 1, NUM_OPTIONS + 5)
-local messages = redis.call('RPOP', KEYS[1], max_messages) or {}
-local num_ended, others = 0, {}
-for _, message in ipairs(messages) do
-  local id = id_of(message)
-  local job = JOB .. (id or '')
-  local found = redis.call('HMGET', job, 'state', 'next_seq')
-  local is_ours = string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true)
-  local has_family = string.find(message, '"group": "', 1, true) or string.find(message, '"parent_id": "', 1, true)
-  if found[1] == 'queued' and found[2] == '0' and is_ours and not has_family then
-    local event = append_event(options, job, id, 0, data)
-    end_job(options, job, id, 'purge', false, event)
-    local value = before_id .. id .. after_id
-    if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
-    redis.call('PUBLISH', RESULT .. id, value)
-    settle(job, id)
-    num_ended = num_ended + 1
-  elseif not is_ours or found[1] == 'queued' or found[1] == 'handed_back' then
-    others[#others+1] = message
+local list, waiting = unpack(KEYS)
+local max_jobs, data, before_id, after_id, expires = unpack(ARGV, NUM_OPTIONS + 1, NUM_OPTIONS + 5)
+local num_removed, num_ended, others = 0, 0, {}
+while num_removed < tonumber(max_jobs) do
+  local popped = redis.call('RPOP', list)
+  local own = popped and ticket_id(popped)
+  local id
+  if own then id = job_of_ticket(list, own) elseif not popped then id = next_job(list) end
+  if not popped and not id then break end
+  num_removed = num_removed + 1
+  if popped and not own then
+    others[#others+1] = popped
   elseif id then
-    redis.call('ZREM', KEYS[2], id) -- Redis has evicted the entry, or a worker holds a copy of the message
+    local job = JOB .. id
+    local state, next_seq, message, submitted_at = unpack(redis.call('HMGET', job, 'state', 'next_seq', 'message', 'submitted_at'), 1, 4)
+    local has_family = message and (string.find(message, '"group": "', 1, true) or string.find(message, '"parent_id": "', 1, true))
+    local was_sent_by_cellama = message and ticket_id(message)
+    if not state then
+      redis.call('ZREM', waiting, id) -- Redis has evicted the entry
+    else
+      leave_backlog(id, list, submitted_at)
+      if state == 'queued' and next_seq == '0' and was_sent_by_cellama and not has_family then
+        local event = append_event(options, job, id, 0, data)
+        end_job(options, job, id, 'purge', false, event)
+        local value = before_id .. id .. after_id
+        if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
+        redis.call('PUBLISH', RESULT .. id, value)
+        settle(job, id)
+        num_ended = num_ended + 1
+      else
+        others[#others+1] = message
+      end
+    end
   end
 end
-return {#messages, num_ended, others}
+return {num_removed, num_ended, others}
 
 --@ requeue_dead
 -- Queues a dead-letter job again as a new job.
@@ -256,8 +336,10 @@ local job, new_job, list = unpack(KEYS)
 local id, new_id, message = unpack(ARGV)
 if redis.call('ZREM', DEAD, id) == 0 then return 0 end
 local task, queue, priority, tenant = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority', 'tenant'), 1, 4)
-add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, clock())
+local now = clock()
+add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, now)
 if tenant then redis.call('HSET', new_job, 'tenant', tenant) end
+add_to_backlog(new_id, list, now)
 redis.call('LPUSH', list, message)
 redis.call('HDEL', job, 'message')
 return 1
@@ -301,33 +383,64 @@ if redis.call('EXISTS', unpack(KEYS)) == 0 then redis.call('SREM', QUEUES, ARGV[
 return 1
 
 --@ take
--- Lets a worker hold the message that it has popped from a list, and a page of further messages for which it has capacity.
--- KEYS: entry, then the lists of each model in the order in which to read them.
--- ARGV: id, token, lease in seconds, divisor of the length of a list that limits a page, maximum bytes of a message in a page;
--- then for each model: its capacity, its number of lists.
--- Returns verdict, and seconds since the job was submitted or ''; then for each message of the page: its list, the message, its
--- token (the token of this call and a number), verdict and seconds.
-local id, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local reply = {hold(KEYS[1], id, token, lease_s)}
+-- Lets a worker hold the job that its ticket stands for, and a page of further jobs for which it has capacity.
+-- KEYS: list of the ticket, then the lists of each model in the order in which to read them.
+-- ARGV: id in the ticket, token, 1 if this call repeats one that may have failed, lease in seconds, divisor of the length of a
+-- list that limits a page, maximum bytes of a message in a page; then for each model: its capacity, its number of lists.
+-- Returns for each job: its list, its id, its message or '' if it is the ticket, its token (the token of this call and a number),
+-- and the seconds since it was submitted. If no entry exists for a ticket, its token and seconds are ''.
+local own, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local reply = {}
+local function add(list, id, message, held_with)
+  local submitted_at = redis.call('HGET', JOB .. id, 'submitted_at')
+  local waited = submitted_at and stamp(math.max(0, clock() - tonumber(submitted_at))) or ''
+  for _, value in ipairs({list, id, message, held_with, waited}) do reply[#reply+1] = value end
+end
+
+if ARGV[3] == '1' then -- the reply of a call that arrived was lost
+  for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+    local holder, list, message = unpack(redis.call('HMGET', JOB .. id, 'holder', 'list', 'message'), 1, 3)
+    if holder and message and string.sub(holder, 1, #token) == token then add(list, id, message, holder) end
+  end
+  if #reply > 0 then return reply end
+end
+
+local function take(list, id, message, is_ticket)
+  local held_with = token .. '.' .. #reply
+  hold(id, list, held_with, lease_s)
+  add(list, id, is_ticket and '' or message, held_with)
+end
+
+local id = job_of_ticket(KEYS[1], own)
+local message = id and redis.call('HGET', JOB .. id, 'message')
+if id and message then
+  take(KEYS[1], id, message, id == own)
+elseif id == own then
+  add(KEYS[1], id, '', '')
+end
+local function is_heavy(text) return string.find(text, '"' .. WEIGHT_HEADER .. '"', 1, true) end
+if message and is_heavy(message) then return reply end
 local first = 2 -- list of the next model
-for at = 6, #ARGV, 2 do
+for at = 7, #ARGV, 2 do
   local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
   for i = first, first + num_lists - 1 do
     local list = KEYS[i]
     local num_left = capacity > 0 and math.ceil(redis.call('LLEN', list) / divisor) or 0
     while capacity > 0 and num_left > 0 do
-      local message = redis.call('LINDEX', list, -1)
-      local of = #message <= max_bytes and id_of(message)
-      -- messages of plain Celery, and messages that weigh more than one job, are taken alone
-      if not of or not string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) or string.find(message, '"' .. WEIGHT_HEADER .. '"', 1, true) then
-        capacity = 0
+      local ticket = redis.call('LINDEX', list, -1)
+      local own = ticket_id(ticket)
+      local id = own and job_of_ticket(list, own)
+      local message = id and redis.call('HSTRLEN', JOB .. id, 'message') <= max_bytes and redis.call('HGET', JOB .. id, 'message')
+      if own and not id then -- no job waits
+        redis.call('RPOP', list)
+      elseif not message or is_heavy(message) then
+        capacity = 0 -- messages of plain Celery, tickets without an entry, large jobs, and jobs that weigh more are taken alone
       else
         redis.call('RPOP', list)
-        local own = token .. '.' .. (#reply - 2)
-        local verdict, waited = hold(JOB .. of, of, own, lease_s)
-        for _, value in ipairs({list, message, own, verdict, waited}) do reply[#reply+1] = value end
-        capacity, num_left = capacity - 1, num_left - 1
+        take(list, id, message, false)
+        capacity = capacity - 1
       end
+      num_left = num_left - 1
     end
   end
   first = first + num_lists
@@ -380,7 +493,7 @@ end
 return 1
 
 --@ requeue
--- Returns a message to the head of its queue, if this worker holds it.
+-- Returns a message to its queue, if this worker holds it.
 -- KEYS: entry, cancel. ARGV: id, token. Returns 1 if the worker held the message.
 local job, cancel = unpack(KEYS)
 local id, token = unpack(ARGV)
@@ -389,7 +502,7 @@ requeue(job, cancel, id)
 return 1
 
 --@ set_aside
--- Keeps the message of a job away from all workers until its ETA. Then `restore` returns it to the head of its queue.
+-- Keeps the message of a job away from all workers until its ETA. Then `restore` returns it to its queue.
 -- KEYS: entry. ARGV: id, token, seconds until the ETA. Returns 0 if the worker does not hold the message.
 local job = KEYS[1]
 local id, token, wait_s = unpack(ARGV)
@@ -616,66 +729,58 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', DUE, '-inf', stamp(clock()), 'LI
 end
 return claimed
 
---@ suspects
--- Finds the jobs of a queue and priority whose message may be lost. No worker holds it, and it is missing before the first
--- message that was never delivered, where the order of the queue requires it. The cost does not depend on the number of jobs.
--- Messages at the head are removed if their job has ended. A message without an entry stays, because a worker reports the error
--- to its sender.
--- KEYS: list of messages, waiting jobs. ARGV: priority, seconds after which the order of the queue applies to a job, maximum
--- number of messages at the head, maximum number of jobs, score of the job to continue with or ''.
--- Returns the score of the last checked job if there may be more jobs or else '', then the ids.
-local list, waiting = unpack(KEYS)
-local priority, settled_s, max_heads, max_jobs, after = unpack(ARGV)
-priority, settled_s, max_heads, max_jobs = tonumber(priority), tonumber(settled_s), tonumber(max_heads), tonumber(max_jobs)
-local MAX_REMOVED = 2000 -- messages, which takes a few milliseconds
-
-for _ = 1, MAX_REMOVED do
-  local message = redis.call('LINDEX', list, -1)
-  local id = message and id_of(message)
-  if not id or not string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) then break end
-  local found = redis.call('HMGET', JOB .. id, 'state', 'settled')
-  if not found[1] or not found[2] then break end
-  redis.call('RPOP', list)
-  redis.call('ZREM', waiting, id)
-end
-
-local low, high = priority * WEIGHT, priority * WEIGHT + clock() - settled_s
-if #redis.call('ZRANGEBYSCORE', waiting, stamp(low), stamp(high), 'LIMIT', 0, 1) == 0 then return {''} end
-local at_head, first, at = {}, nil, 1
-while not first do
-  local message = redis.call('LINDEX', list, -at)
-  if not message then break end
-  if at > max_heads then return {''} end -- too many messages were returned to the head
-  local id = id_of(message)
-  if id then
-    at_head[id] = true
-    local found = redis.call('HMGET', JOB .. id, 'submitted_at', 'returned')
-    if found[1] and not found[2] then first = tonumber(found[1]) end
+--@ add_tickets
+-- Pushes the tickets that a list lacks because Redis or a worker has lost them. A worker that has just popped a ticket may not have
+-- used it yet, so only as many tickets are pushed as were already missing at the last call. Messages of plain Celery count as
+-- tickets here, but they never wait long, because a worker that pops one does not need capacity for it.
+-- KEYS: list. ARGV: maximum number of tickets. Returns the number of pushed tickets.
+local list, max_tickets = KEYS[1], tonumber(ARGV[1])
+local missing = redis.call('ZCARD', BACKLOG .. list) - redis.call('LLEN', list)
+local num_pushed = math.min(missing, tonumber(redis.call('HGET', SHORTAGES, list) or 0))
+if num_pushed > 0 then
+  local members = redis.call('ZRANGE', BACKLOG .. list, 0, math.min(num_pushed, max_tickets) - 1)
+  num_pushed = 0
+  for i = #members, 1, -1 do
+    local message = redis.call('HGET', JOB .. string.sub(members[i], PLACE + 1), 'message')
+    if message then
+      return_ticket(list, message)
+      num_pushed = num_pushed + 1
+    else
+      redis.call('ZREM', BACKLOG .. list, members[i]) -- the entry was evicted or deleted
+    end
   end
-  at = at + 1
+  missing = missing - #members
 end
-if first then high = math.min(high, priority * WEIGHT + first - settled_s) end
-local from = after == '' and stamp(low) or after
-local old = redis.call('ZRANGEBYSCORE', waiting, from, stamp(high), 'WITHSCORES', 'LIMIT', 0, max_jobs)
-local found = {#old == 2 * max_jobs and old[#old] or ''}
-for i = 1, #old, 2 do
-  if not at_head[old[i]] and not redis.call('ZSCORE', LEASES, old[i]) then found[#found+1] = old[i] end
+if missing > 0 then redis.call('HSET', SHORTAGES, list, missing) else redis.call('HDEL', SHORTAGES, list) end
+return math.max(0, num_pushed)
+
+--@ restore_backlog
+-- Checks a part of the waiting jobs of a queue, and adds a job to its backlog if it is missing there although a worker can take it
+-- (`restore_to_backlog`). A job without an entry is removed from the waiting jobs.
+-- KEYS: waiting jobs. ARGV: number of this check, maximum number of jobs. Consecutive checks look at consecutive parts.
+-- Returns the jobs that have started and that no worker holds.
+local waiting, max_jobs = KEYS[1], tonumber(ARGV[2])
+local num_parts = math.max(1, math.ceil(redis.call('ZCARD', waiting) / max_jobs))
+local first, lost = (tonumber(ARGV[1]) % num_parts) * max_jobs, {}
+for _, id in ipairs(redis.call('ZRANGE', waiting, first, first + max_jobs - 1)) do
+  local state, holder = unpack(redis.call('HMGET', JOB .. id, 'state', 'holder'), 1, 2)
+  if not state then redis.call('ZREM', waiting, id) end
+  if state == 'running' and not holder then lost[#lost+1] = id end
+  restore_to_backlog(id)
 end
-return found
+return lost
 
 --@ missing
--- Queues a job again if its message was neither in its queue nor held for a whole period, because Redis has lost it.
--- KEYS: entry, cancel. ARGV: id, period in seconds, the key of the set that contains the job. Returns 1 if it was queued again.
+-- Queues a running job again if no worker has held its message for a whole period, because Redis has lost it.
+-- KEYS: entry, cancel. ARGV: id, period in seconds. Returns 1 if it was queued again.
 local job, cancel = unpack(KEYS)
-local id, period_s, set = unpack(ARGV)
+local id, period_s = unpack(ARGV)
 local now, state = clock(), redis.call('HGET', job, 'state')
-if not state or state == 'done' then -- ended, evicted or deleted: nothing to queue again
-  redis.call('ZREM', set, id)
-  redis.call('ZREM', RUNNING, id)
+if not state or state == 'done' then redis.call('ZREM', RUNNING, id) end -- the entry was evicted or deleted
+if state ~= 'running' or redis.call('ZSCORE', LEASES, id) then
   redis.call('ZREM', MISSING, id)
   return 0
 end
-if redis.call('ZSCORE', LEASES, id) then return 0 end
 local since = redis.call('ZSCORE', MISSING, id)
 if not since then
   redis.call('ZADD', MISSING, stamp(now), id)

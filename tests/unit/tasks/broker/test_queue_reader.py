@@ -84,15 +84,15 @@ def channel() -> Channel:
 
 
 class TakingLedger:
-    """A ledger that lets the worker take each message, and records the limits of pages."""
+    """A ledger that returns the job of each ticket and a page, and records the limits of pages."""
 
     def __init__(self) -> None:
         self.page: list[Fetched] = []
         self.limits: list[PageLimits] = []
 
-    def take(self, job_id: str, lease_s: float, limits: PageLimits, token: str) -> tuple[Taken, list[Fetched]]:
+    def take(self, key: str, ticket_id: str, lease_s: float, limits: PageLimits, **options: Any) -> list[Fetched]:
         self.limits.append(limits)
-        return Taken(job_id, f"token of {job_id}"), self.page
+        return [Fetched(key, b"", Taken(ticket_id, f"token of {ticket_id}")), *self.page]
 
 
 @pytest.fixture
