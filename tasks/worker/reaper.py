@@ -181,7 +181,8 @@ class Reaper:
 
     def find_missing(self) -> int:
         """Push lost tickets, and requeue running jobs that were already lost one period ago. Return their number."""
-        num_found, suspects = 0, {raw.decode() for raw in self._redis.zrange(missing_key(), 0, -1)}
+        missing: Any = self._redis.zrange(missing_key(), 0, -1)
+        num_found, suspects = 0, {raw.decode() for raw in missing}
         number_of_check = int(self._ledger.now() / max(1.0, self._lease_s))
         for queue in self._busy_queues():
             found: Any = run_script(self._redis, "restore_backlog", [waiting_key(queue)], [number_of_check, PAGE])

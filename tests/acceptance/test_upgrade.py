@@ -19,6 +19,7 @@ from redis import Redis
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.keys import job_key
+from cellama.tasks.contract.names import PRIORITY_BULK, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import MODELS, PATIENCE_S, WorkerProcess, clean_environment, empty_database, wait_until
@@ -170,6 +171,36 @@ def test_running_jobs_of_a_killed_worker_resume_on_a_worker_of_the_other_version
             check_whole(read(redis, job.id), text)
             assert redis.hget(job_key(job.id), "attempt") == b"2"
     assert 0 < second.engine_now()["generated_tokens"] < len(jobs) * RESUMED["max_tokens"]
+
+
+@pytest.mark.parametrize("killed", VERSIONS)
+def test_workers_of_both_versions_share_a_queue_and_lose_no_job(
+    installation: Installation, redis: Redis, killed: str
+) -> None:
+    """A worker of one version uses the ticket of a job that a worker of the other version has taken."""
+    workers = {version: installation.worker(version).wait_ready() for version in VERSIONS}
+    producer = installation.start("previous", "-c", PRODUCER, "tiny", str(PATIENCE_S))
+    list_key = queue_key(queue_name("tiny"), PRIORITY_BULK)
+    with Client(installation.url) as client, workers["this"].slowed(), workers["previous"].slowed():
+        jobs = [
+            client.generate("tiny", f"A fox {i}", priority=PRIORITY_BULK, max_tokens=12, temperature=0)
+            for i in range(60)
+        ]
+        job_keys = [job_key(job.id) for job in jobs]
+        for version in VERSIONS:
+            started = f"{version}{list(VERSIONS).index(version)}"
+            wait_until(
+                lambda name=started: any(name.encode() in (redis.hget(key, "worker") or b"") for key in job_keys),
+                f"a job on {started}",
+            )
+        assert client.cancel(jobs[-1].id)
+        assert redis.llen(list_key)
+        workers[killed].process.kill()
+    assert {job.result(PATIENCE_S)["finish_reason"] for job in jobs[:-1]} == {"length"}
+    line_of(producer)
+    line_of(producer)
+    assert producer.wait(PATIENCE_S) == 0
+    wait_until(lambda: not redis.exists(list_key), "the list to be empty")
 
 
 def test_bulk_run_of_the_previous_command_is_resumed_by_this_one(installation: Installation, tmp_path: Path) -> None:
