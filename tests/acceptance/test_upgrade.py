@@ -193,7 +193,7 @@ def test_workers_of_both_versions_share_a_queue_and_lose_no_job(
                 lambda name=started: any(name.encode() in (redis.hget(key, "worker") or b"") for key in job_keys),
                 f"a job on {started}",
             )
-        assert client.cancel(jobs[-1].id)
+        client.cancel(jobs[-1].id)
         assert redis.llen(list_key)
         workers[killed].process.kill()
     assert {job.result(PATIENCE_S)["finish_reason"] for job in jobs[:-1]} == {"length"}
