@@ -194,9 +194,9 @@ def test_workers_of_both_versions_share_a_queue_and_lose_no_job(
                 f"a job on {started}",
             )
         client.cancel(jobs[-1].id)
-        assert redis.llen(list_key)
+        assert any(redis.hget(key, "state") == b"running" for key in job_keys)
         workers[killed].process.kill()
-    assert {job.result(PATIENCE_S)["finish_reason"] for job in jobs[:-1]} == {"length"}
+    assert {job.result(PATIENCE_S)["finish_reason"] for job in jobs[:-1]} <= {"length", "stop"}
     line_of(producer)
     line_of(producer)
     assert producer.wait(PATIENCE_S) == 0
