@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cellama.api.machine.redis_server import RedisServer, die_with, free_port
 from cellama.api.machine.supervisor import worker_argv
 from cellama.config import get_settings
@@ -301,6 +303,19 @@ def serving(
         service.wait_ready()
         yield service
     os.environ.pop("CELLAMA_MODELS", None)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds that a process, its threads and its running children have used."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def redis_cpu_s(redis: Any) -> float:
+    """Return the processor seconds that Redis has used, in microseconds' resolution."""
+    used = redis.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:

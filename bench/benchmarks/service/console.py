@@ -2,6 +2,10 @@
 
 The pages are the overview, the list of jobs, and the page of a running job with its live output. They are requested as
 often as their scripts request them in a browser. Rounds with and without pages alternate.
+
+Rates vary by more than one percent between rounds. Therefore, the benchmark also measures the processor time of the
+gateway and of Redis, which depends little on other work of the machine. The share of the machine's processor time that
+they use while the pages are open, minus their share while the pages are closed, is what the console takes from workers.
 """
 
 from __future__ import annotations
@@ -11,19 +15,24 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
 from cellama.api.machine.redis_server import free_port
-from cellama.bench.harness.engines import model_path, random_prompts
+from cellama.bench.harness.engines import CORES, model_path, random_prompts
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import serving
+from cellama.bench.harness.service import Service, cpu_s, redis_cpu_s, serving
 from cellama.bench.peers.gateway_process import gateway
 
 OVERVIEW_S = 3.0  # seconds between two requests of the overview (overview.html)
 JOBS_S = 5.0  # seconds between two requests of the list of jobs (jobs.html)
+DETAILS_S = 5.0  # seconds between two requests of the details of a job that has not ended (job.js)
 KEPT = "rate with the console open / closed"
+KEPT_BY_CPU = "rate kept, from processor time"
+KEPT_IF_STALLED = "rate kept, if every step waits for the gateway and Redis"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of a job")
     parser.add_argument("--new", type=int, default=128, help="tokens that a job generates")
     parser.add_argument("--rounds", type=int, default=8, help="number of rounds with the console, and without it")
+
+
+CAVEATS = (
+    "Client, console, gateway, worker and Redis share the cores, so the rates are an upper limit of the cost.",
+    "Processor time omits the benchmark's own requests, which browsers send from other machines, and the worker, which "
+    "does the same work in both cases.",
+)
 
 
 class OpenConsole:
@@ -43,10 +59,10 @@ class OpenConsole:
         self.errors: list[Exception] = []
         self._base = f"http://127.0.0.1:{port}/console"
         self._job_id = job_id
-        self._closed = threading.Event()
+        self._closed, self._job_ended = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(task,), daemon=True)
-            for task in (self._overview, self._jobs, self._follow)
+            for task in (self._overview, self._jobs, self._follow, self._details)
         ]
 
     def __enter__(self) -> OpenConsole:
@@ -87,7 +103,25 @@ class OpenConsole:
             for line in stream:
                 self.num_events += line.startswith(b"data:")
                 if self._closed.is_set():
-                    return
+                    break
+        self._job_ended.set()
+
+    def _details(self) -> None:
+        while not self._job_ended.wait(DETAILS_S):
+            self._get(f"/jobs/{self._job_id}/details")
+
+
+@dataclass(frozen=True)
+class ConsoleRound:
+    """A round: its tokens per second, and the processor seconds that the gateway and Redis used per second."""
+
+    rate: float
+    gateway_share: float
+    redis_share: float
+
+    @property
+    def share(self) -> float:
+        return self.gateway_share + self.redis_share
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -95,54 +129,69 @@ def run(args: argparse.Namespace) -> Report:
     port = free_port()
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
-    with serving(model), gateway(port):
-        _round(args, contextlib.nullcontext)  # warm-up
+    found: dict[bool, list[ConsoleRound]] = {False: [], True: []}
+    with serving(model) as service, gateway(port) as process:
+        measure = partial(_round, args, service, process.pid)
+        measure(contextlib.nullcontext)  # warm-up
         for number in range(args.rounds):
             for is_open in (False, True) if number % 2 else (True, False):
-                row, errors = _measured(args, port, is_open=is_open)
-                rows.append({"round": number, **row})
-                wrong += errors
-    closed, opened = ([row["tokens/s"] for row in rows if row["console"] == state] for state in ("closed", "open"))
-    of_rounds = [after / before for before, after in zip(closed, opened, strict=True)]
-    ratios = {
+                consoles: list[OpenConsole] = []
+                one = measure(partial(_opened, port, consoles) if is_open else contextlib.nullcontext)
+                found[is_open].append(one)
+                rows.append({"round": number, **_row(one, consoles)})
+                wrong += [f"the console failed: {error!r}" for console in consoles for error in console.errors]
+    return Report(rows, _ratios(found[False], found[True]), {KEPT: ">= 0.99", KEPT_BY_CPU: ">= 0.99"}, CAVEATS, wrong)
+
+
+@contextlib.contextmanager
+def _opened(port: int, consoles: list[OpenConsole], job_id: str) -> Iterator[None]:
+    with OpenConsole(port, job_id) as console:
+        consoles.append(console)
+        yield
+
+
+def _row(one: ConsoleRound, consoles: Sequence[OpenConsole]) -> dict[str, Any]:
+    return {
+        "console": "open" if consoles else "closed",
+        "tokens/s": one.rate,
+        "gateway CPU ms/s": one.gateway_share * 1e3,
+        "Redis CPU ms/s": one.redis_share * 1e3,
+        "answers": sum(console.num_answers for console in consoles),
+        "events": sum(console.num_events for console in consoles),
+    }
+
+
+def _ratios(closed: Sequence[ConsoleRound], opened: Sequence[ConsoleRound]) -> dict[str, float]:
+    of_rounds = [after.rate / before.rate for before, after in zip(closed, opened, strict=True)]
+    added = median(after.share - before.share for before, after in zip(closed, opened, strict=True))
+    return {
         KEPT: median(of_rounds),
         "lowest ratio of a round": min(of_rounds),
         "highest ratio of a round": max(of_rounds),
+        KEPT_BY_CPU: 1 - added / CORES,
+        KEPT_IF_STALLED: 1 - added,
     }
-    caveats = ["Client, console, gateway, worker and Redis share the cores, so this is an upper limit of the cost."]
-    return Report(rows, ratios, {KEPT: ">= 0.99"}, caveats, wrong)
 
 
-def _measured(args: argparse.Namespace, port: int, *, is_open: bool) -> tuple[dict[str, Any], list[str]]:
-    consoles: list[OpenConsole] = []
-
-    @contextlib.contextmanager
-    def console(job_id: str) -> Iterator[None]:
-        with OpenConsole(port, job_id) as opened:
-            consoles.append(opened)
-            yield
-
-    rate = _round(args, console if is_open else contextlib.nullcontext)
-    row = {
-        "console": "open" if is_open else "closed",
-        "tokens/s": rate,
-        "answers": sum(opened.num_answers for opened in consoles),
-        "events": sum(opened.num_events for opened in consoles),
-    }
-    return row, [f"the console failed: {error!r}" for opened in consoles for error in opened.errors]
-
-
-def _round(args: argparse.Namespace, console: Callable[[str], contextlib.AbstractContextManager[Any]]) -> float:
-    """Return the tokens per second of a round. The first job is the one that the console follows."""
+def _round(
+    args: argparse.Namespace,
+    service: Service,
+    gateway_pid: int,
+    console: Callable[[str], contextlib.AbstractContextManager[Any]],
+) -> ConsoleRound:
+    """Measure a round. The first job is the one that the console follows."""
     from cellama.tasks import generate
 
     prompts: Sequence[Any] = random_prompts(args.jobs, args.prompt)
     params: Any = {"max_tokens": args.new, "temperature": 0, "ignore_eos": True, "stream": True}
+    before = cpu_s(gateway_pid), redis_cpu_s(service.redis)
     started = time.monotonic()
     jobs = [generate.delay("bench", prompt, **params) for prompt in prompts]
     with console(jobs[0].id):
         for job in jobs:
             job.get(timeout=600)
         duration_s = time.monotonic() - started
+    after = cpu_s(gateway_pid), redis_cpu_s(service.redis)
     num_tokens: int = len(jobs) * args.new
-    return num_tokens / duration_s
+    shares = [(end - start) / duration_s for start, end in zip(before, after, strict=True)]
+    return ConsoleRound(num_tokens / duration_s, *shares)

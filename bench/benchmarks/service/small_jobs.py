@@ -17,11 +17,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import psutil
-
 from cellama.api import Client
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service, serving, wait_until
+from cellama.bench.harness.service import Service, cpu_s, redis_cpu_s, serving, wait_until
 from cellama.bench.peers.noop import Submit, noop_worker
 from cellama.tasks import GenerateParams
 
@@ -120,7 +118,7 @@ def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
     os.kill(way.pid, signal.SIGSTOP)
     try:
         ids = way.queue([TEXT.format(number) for number in range(num_jobs)])
-        before, redis_before = _cpu_s(way.pid), _redis_cpu_s(redis)
+        before, redis_before = cpu_s(way.pid), redis_cpu_s(redis)
         started = time.monotonic()
     finally:
         os.kill(way.pid, signal.SIGCONT)
@@ -131,7 +129,7 @@ def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
     seconds = time.monotonic() - started
     time.sleep(0.3)  # acks and events that come after the last result
     each = 1e3 / num_jobs
-    return num_jobs / seconds, (_cpu_s(way.pid) - before) * each, (_redis_cpu_s(redis) - redis_before) * each
+    return num_jobs / seconds, (cpu_s(way.pid) - before) * each, (redis_cpu_s(redis) - redis_before) * each
 
 
 def _unfinished(redis: Any, ids: list[str]) -> list[str]:
@@ -143,17 +141,6 @@ def _unfinished(redis: Any, ids: list[str]) -> list[str]:
     if b"FAILURE" in b"".join(states):
         raise RuntimeError(f"a job failed: {states}")
     return [job_id for job_id, state in zip(ids, states, strict=False) if b"SUCCESS" not in state] + ids[LOOK:]
-
-
-def _cpu_s(pid: int) -> float:
-    process = psutil.Process(pid)
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return float(sum(each.user + each.system for each in times))
-
-
-def _redis_cpu_s(redis: Any) -> float:
-    used = redis.info("cpu")
-    return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
 
 def _row(found: Sequence[tuple[float, float, float]]) -> dict[str, float]:
