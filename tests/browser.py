@@ -44,6 +44,7 @@ class Page:
         browser.pages[self._session] = self
         for domain in ("Page", "Network", "Runtime"):
             self.call(f"{domain}.enable")
+        self._emulate_focus(True)  # otherwise, the next page that is opened would hide this one
 
     def call(self, method: str, params: dict[str, Any] | None = None) -> Any:
         return self._browser.call(method, params, self._session)
@@ -91,6 +92,20 @@ class Page:
         self.run(axe_source() + "; 0")
         found = self.run("axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))")
         return [f"{rule}: {element}" for rule, element in found]
+
+    def hide(self) -> None:
+        """Open another tab in front of the page."""
+        self._emulate_focus(False)
+        Page(self._browser)
+        wait_until(lambda: self.run("document.hidden"), "a hidden page")
+
+    def bring_to_front(self) -> None:
+        """Show the page again after `hide`."""
+        self.call("Page.bringToFront")
+        wait_until(lambda: not self.run("document.hidden"), "a visible page")
+
+    def _emulate_focus(self, enabled: bool) -> None:
+        self.call("Emulation.setFocusEmulationEnabled", {"enabled": enabled})
 
     def screenshot(self, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,11 @@ from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.estimates.position import Position
-from cellama.tasks.state.job_list import FILTER_STATES, FoundJobs, JobFilter, find_jobs
+from cellama.tasks.state.job_list import FILTER_STATES, FoundJob, FoundJobs, JobFilter, find_jobs
 from cellama.tasks.state.job_record import JobRecord, read_job, read_output
 from cellama.tasks.state.reader import MAX_AFTER
 
-from .rendering import duration_text, page
+from .rendering import age_text, duration_text, fragment, page
 from .session import base_of, console_caller, visible_tenant
 from .visible import visible
 
@@ -56,13 +56,15 @@ class TimelineEntry:
 async def jobs(request: Request) -> Response:
     """Handle `GET /console/jobs`."""
     caller = await console_caller(request)
-    return page(request, "jobs.html", **await _list(request, caller))
+    models = [model for model in (await gateway_of(request).stats())["classes"] if caller.may_use_model(model)]
+    found = await _list(request, caller)
+    return page(request, "jobs.html", states=FILTER_STATES, kinds=KIND_NAMES, models=models, **found)
 
 
 async def job_rows(request: Request) -> Response:
     """Handle `GET /console/jobs/list`, the table that is updated while the visitor types and every few seconds."""
     caller = await console_caller(request)
-    return page(request, "_jobs.html", **await _list(request, caller))
+    return fragment(request, "_jobs.html", **await _list(request, caller))
 
 
 async def _list(request: Request, caller: Caller) -> dict[str, Any]:
@@ -82,18 +84,20 @@ async def _list(request: Request, caller: Caller) -> dict[str, Any]:
     fields = {"state": wanted.state, "model": wanted.model, "kind": wanted.kind, "id": wanted.text}
     filters = {name: text for name, text in fields.items() if text}
     return {
-        "jobs": found.jobs,
+        "rows": [_row(job, seconds_of(now)) for job in found.jobs],
         "unlisted": record.job_id if record is not None and _may_see(caller, record) else None,
-        "now": seconds_of(now),
         "filters": fields,
         "has_filters": bool(filters),
         "after": after,
         "next_query": urlencode({**filters, "after": found.after}) if found.after else "",
         "first_query": urlencode(filters),
-        "states": FILTER_STATES,
-        "kinds": KIND_NAMES,
-        "models": [model for model in (await gateway.stats())["classes"] if caller.may_use_model(model)],
     }
+
+
+def _row(job: FoundJob, now: float) -> dict[str, Any]:
+    """Return a job with the ages that its row shows. `now` is in Unix seconds, by Redis' clock."""
+    since = None if not job.changed_at else age_text(now - job.changed_at)
+    return {"job": job, "submitted": age_text(now - job.submitted_at), "since": since}
 
 
 async def _found(gateway: Gateway, wanted: JobFilter, after: str) -> FoundJobs:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cellama.api.client.registry_views import LEAST_URGENT, ClassStats, Stats
+from cellama.api.client.registry_views import ClassStats, Stats
 from cellama.api.http.auth import Caller
 from cellama.api.http.gateway import Gateway, gateway_of
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -18,7 +18,7 @@ from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import WorkerModel
 from cellama.tasks.state.registry import WorkerEntry
 
-from .rendering import page
+from .rendering import age_text, bytes_text, count_text, duration_text, fragment, page
 from .session import console_caller, is_admin
 
 STALE_S = 4.0  # two heartbeats: a worker that is silent for longer hangs or has lost Redis
@@ -33,20 +33,30 @@ async def overview(request: Request) -> Response:
 async def figures(request: Request) -> Response:
     """Handle `GET /console/overview`, the part of the page that is updated every few seconds."""
     caller = await console_caller(request)
-    return page(request, "_overview.html", **await _context(gateway_of(request), caller))
+    return fragment(request, "_overview.html", **await _context(gateway_of(request), caller))
 
 
 async def _context(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """Return what the visitor may see. Only administrators see numbers of jobs, workers and Redis."""
+    """Return what the visitor may see, as text. Only administrators see numbers of jobs, workers and Redis."""
     stats, workers = await gateway.stats(), await gateway.workers()
     return {
         "models": _models(stats, workers, caller),
         "class_names": tuple(CLASSES),
-        "totals": stats["totals"],
-        "num_waiting": sum(stats["waiting"].values()),
+        "totals": _totals(stats) if is_admin(caller) else {},
         "workers": [_worker(worker) for worker in workers] if is_admin(caller) else [],
         "num_workers": len(workers),
         "redis": await _redis(gateway) if is_admin(caller) else None,
+    }
+
+
+def _totals(stats: Stats) -> dict[str, str]:
+    totals = stats["totals"]
+    return {
+        "waiting": count_text(sum(stats["waiting"].values())),
+        "busy": str(totals["slots_busy"]),
+        "slots": str(totals["slots_total"]),
+        "generated": count_text(totals["generation_rate"]),
+        "prefilled": count_text(totals["prompt_rate"]),
     }
 
 
@@ -67,14 +77,20 @@ def _models(stats: Stats, workers: Sequence[WorkerEntry], caller: Caller) -> lis
                 "name": "default model" if is_default_queue else model_id,
                 "status": "unserved" if is_unserved or not entries else _status(entries),
                 "slots": None if is_default_queue else _slots(entries),
-                "classes": classes,
-                "eta_s": classes[LEAST_URGENT]["eta_s"],
-                "rate": None if is_default_queue else _rate(entries),
-                "num_workers": len(entries),
+                "classes": [_class(classes[name]) for name in CLASSES],
+                "rate": count_text(None if is_default_queue else _rate(entries)),
                 "errors": _errors(workers, model_id) if is_admin(caller) else [],
             }
         )
     return sorted(rows, key=lambda row: (row["status"] != "unserved", row["id"] == DEFAULT_MODEL, row["id"]))
+
+
+def _class(found: ClassStats) -> dict[str, str]:
+    return {
+        "waiting": count_text(found["waiting"]),
+        "oldest": duration_text(found["oldest_s"] if found["waiting"] else None),
+        "wait": "none" if found["eta_s"] == 0 else duration_text(found["eta_s"]),
+    }
 
 
 def _serves(entry: WorkerModel, model_id: str) -> bool:
@@ -123,13 +139,12 @@ def _worker(worker: WorkerEntry) -> dict[str, Any]:
         "host": worker.host,
         "pool": worker.pool,
         "version": worker.cellama,
-        "age_s": worker.age_s,
-        "is_late": worker.age_s > STALE_S,
+        "late": age_text(worker.age_s) if worker.age_s > STALE_S else "",
         "slots": (worker.totals["slots_busy"], worker.totals["slots_total"]),
         "num_running": worker.totals["requests_running"],
         "num_waiting": worker.totals["requests_waiting"],
-        "rate": worker.totals["generation_rate"],
-        "uptime_s": max(0.0, worker.at - worker.started_at),
+        "rate": count_text(worker.totals["generation_rate"]),
+        "uptime": duration_text(max(0.0, worker.at - worker.started_at)),
         "models": [(entry["id"], entry["status"]) for entry in worker.models],
     }
 
@@ -141,15 +156,16 @@ async def _redis(gateway: Gateway) -> dict[str, Any] | None:
             facts: Any = await gateway.redis.info()
     except RedisRefused:
         return None
+    max_bytes = int(facts.get("maxmemory", 0))
     policy = str(facts.get("maxmemory_policy", ""))
     return {
         "name": "Valkey" if "valkey_version" in facts else "Redis",
         "version": facts.get("valkey_version") or facts.get("redis_version"),
-        "used_bytes": int(facts.get("used_memory", 0)),
-        "max_bytes": int(facts.get("maxmemory", 0)),
+        "used": bytes_text(int(facts.get("used_memory", 0))),
+        "limit": bytes_text(max_bytes) if max_bytes else "",
         "num_clients": int(facts.get("connected_clients", 0)),
-        "uptime_s": float(facts.get("uptime_in_seconds", 0)),
-        "may_evict": policy not in ("", "noeviction") and int(facts.get("maxmemory", 0)) > 0,
+        "uptime": duration_text(float(facts.get("uptime_in_seconds", 0))),
+        "may_evict": policy not in ("", "noeviction") and max_bytes > 0,
         "policy": policy,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,6 +75,19 @@ def page(
     return Response(text, status, {**SECURITY_HEADERS, **(headers or {})}, media_type="text/html")
 
 
+def fragment(request: Request, template: str, **context: Any) -> Response:
+    """Render a part of a page that the browser requests repeatedly, or return 304 if it shows the same as before.
+
+    The ETag is a digest of the context, so an unchanged fragment isn't rendered. Therefore, the context must contain
+    what is shown, such as "3 min ago", instead of numbers that always change.
+    """
+    shown = repr((template, base_of(request), is_admin(request.state.console_caller), context))
+    etag = f'"{hashlib.blake2b(shown.encode(), digest_size=16).hexdigest()}"'
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers={**SECURITY_HEADERS, "etag": etag})
+    return page(request, template, headers={"etag": etag}, **context)
+
+
 def _is_current(request: Request, path: str) -> bool:
     current = request.url.path.rstrip("/")
     return current == path or (path != base_of(request) and current.startswith(f"{path}/"))
@@ -139,6 +153,14 @@ def duration_text(seconds: float | None) -> str:
             rest = total % unit_s // part_s
             return f"{total // unit_s} {unit}" + (f" {rest} {part}" if rest else "")
     raise AssertionError("unreachable")
+
+
+def age_text(seconds: float) -> str:
+    """Return an age in one unit, so that it rarely changes: "12 s ago", "3 min ago", "2 h ago" or "4 d ago"."""
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def precise_text(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,59 @@ def test_stream_and_overview_resume_after_a_restart_of_the_gateway(
         wait_until(lambda: overview.run("document.getElementById('connection').hidden"), "the end of the notice")
     finally:
         gateway.stop()
+
+
+def test_hidden_page_does_not_poll_and_is_updated_when_it_is_shown(
+    page: Page, gateway: GatewayProcess, queue: Client, unserved: str
+) -> None:
+    page.open(f"{gateway.url}/console/jobs?model={unserved}")
+    page.run("window.polls = 0, document.addEventListener('htmx:before:request', () => window.polls++), 0")
+    every = "document.querySelector('[hx-trigger]').dispatchEvent(new CustomEvent('every')), window.polls"
+    assert page.run(every) == 1
+    page.hide()
+    job = queue.generate(unserved, "Hello", wait=True)
+    try:
+        assert page.run(every) == 1
+        assert job.id not in text_of(page)
+        page.bring_to_front()
+        wait_until(lambda: job.id in text_of(page), "the new job")
+    finally:
+        job.cancel()
+
+
+def test_page_does_not_receive_a_list_again_that_has_not_changed(
+    page: Page, gateway: GatewayProcess, queue: Client, unserved: str
+) -> None:
+    page.open(f"{gateway.url}/console/jobs?model={unserved}")
+    page.run(
+        "window.statuses = [], document.addEventListener('htmx:after:request', "
+        "(event) => window.statuses.push(event.detail.ctx.response.status)), 0"
+    )
+    wait_until(lambda: page.run("window.statuses.includes(304)"), "an unchanged list")
+    assert page.run("window.statuses[0]") == 200
+    assert "No job matches" in text_of(page)
+    job = queue.generate(unserved, "Hello", wait=True)
+    try:
+        wait_until(lambda: job.id in text_of(page), "the new job")
+    finally:
+        job.cancel()
+
+
+def test_hidden_page_of_a_job_closes_its_stream_and_resumes_it_when_it_is_shown(
+    page: Page, gateway: GatewayProcess, queue: Client, worker: WorkerProcess
+) -> None:
+    with worker.slowed(0.3):
+        job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 40})
+        page.open(f"{gateway.url}/console/jobs/{job.id}")
+        wait_until(lambda: len(text_of(page, "pre.text")) > 20, "the first words")
+        page.hide()
+        last_seq = page.run("lastSeq")
+        assert len(list(islice(queue.stream(job.id, last_seq), 4))) == 4
+        assert queue.position(job.id).state == "running"
+        assert page.run("[lastSeq, source.readyState]") == [last_seq, 2]  # closed
+        page.bring_to_front()
+    wait_until(lambda: text_of(page, "#stream-state") == "finished", "the end")
+    assert page.run("document.querySelector('pre.text').textContent") == job.result(PATIENCE_S)["text"]
 
 
 @pytest.mark.parametrize("is_live", [True, False])

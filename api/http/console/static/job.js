@@ -1,7 +1,7 @@
 // The page of a job: appends live events to the output, and updates the details while the job waits or runs.
 "use strict";
 
-const DETAILS_MS = 2000; // between two updates of the details
+const DETAILS_MS = 5000; // between two updates of the details, which also follow the start and the end of the job
 const RETRY_MS = 2000; // after the gateway has closed a stream, for example because it restarts
 const MAX_RETRIES = 30;
 
@@ -10,13 +10,15 @@ const output = document.getElementById("output");
 const streamState = document.getElementById("stream-state");
 let lastSeq = output ? Number(output.dataset.after) : -1;
 let numRetries = 0;
+let source = null;
+let isLive = Boolean(output && "live" in output.dataset);
 
 function refresh() {
   htmx.trigger(details, "refresh");
 }
 
 setInterval(() => {
-  if (details.querySelector("[data-open]")) refresh();
+  if (!document.hidden && details.querySelector("[data-open]")) refresh();
 }, DETAILS_MS);
 
 // Returns the element for the text or the reasoning of a completion. All text is inserted as text, never as HTML.
@@ -45,11 +47,14 @@ function show(event) {
 }
 
 function follow() {
-  const source = new EventSource(`${output.dataset.url}?after=${lastSeq}`);
+  source?.close();
+  if (!isLive || document.hidden) return;
+  source = new EventSource(`${output.dataset.url}?after=${lastSeq}`);
   source.onopen = () => { streamState.textContent = "live"; };
   source.onmessage = (message) => {
     const event = JSON.parse(message.data);
     if (event.type === "lost") {
+      isLive = false;
       source.close();
       streamState.textContent = event.message;
       return;
@@ -60,6 +65,7 @@ function follow() {
     show(event);
     if (event.type === "started") refresh();
     if (event.is_last) {
+      isLive = false;
       source.close();
       streamState.textContent = "finished";
       refresh();
@@ -73,4 +79,10 @@ function follow() {
   };
 }
 
-if (output && "live" in output.dataset) follow();
+// A hidden page closes its stream, and resumes after the last event when it is shown.
+document.addEventListener("visibilitychange", () => {
+  follow();
+  if (!document.hidden && details.querySelector("[data-open]")) refresh();
+});
+
+follow();
