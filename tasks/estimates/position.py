@@ -256,9 +256,13 @@ def running_jobs(redis: Redis) -> list[ListedJob]:
 
 def _waiting(redis: Redis, queue: str, ahead: int) -> list[ListedJob]:
     """Return the first `ahead` jobs of a queue, or an even sample of up to MAX_AHEAD of them."""
+    if not ahead:
+        return []
+    step = -(-ahead // MAX_AHEAD)
+    ranks = [(0, ahead - 1)] if step == 1 else [(rank, rank) for rank in range(0, ahead, step)]
     pipeline = redis.pipeline(transaction=False)
-    for rank in range(0, ahead, max(1, -(-ahead // MAX_AHEAD))):
-        pipeline.zrange(waiting_key(queue), rank, rank)
+    for first, last in ranks:
+        pipeline.zrange(waiting_key(queue), first, last)
     ids = [raw.decode() for found in pipeline.execute() for raw in found]
     return [replace(job, worker="") for _, job in _jobs(redis, ids)]
 
@@ -317,8 +321,13 @@ def eta_by_class(
 
     The value is None if no worker serves the model, or while the duration of similar jobs is unknown.
     """
-    ahead, etas = 0, {}
+    ahead = 0
+    eta_s: float | None = None
+    etas: dict[str, float | None] = {}
     for name, priorities in CLASSES.items():
         ahead += waiting[name].num_jobs
-        etas[name] = estimate(redis, workers, running, queue_name(model), ahead, priorities[-1]).eta_s
+        # A new job of a class without jobs waits as long as one of the class before, so no job is read twice.
+        if not etas or waiting[name].num_jobs or any(job.priority in priorities for job in running):
+            eta_s = estimate(redis, workers, running, queue_name(model), ahead, priorities[-1]).eta_s
+        etas[name] = eta_s
     return etas
