@@ -27,7 +27,7 @@ from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, cpu_s, redis_cpu_s, serving
 from cellama.bench.peers.gateway_process import gateway
 
-OVERVIEW_S = 3.0  # seconds between two requests of the overview (overview.html)
+OVERVIEW_S = 5.0  # seconds between two requests of the overview (overview.html)
 JOBS_S = 5.0  # seconds between two requests of the list of jobs (jobs.html)
 DETAILS_S = 5.0  # seconds between two requests of the details of a job that has not ended (job.js)
 KEPT = "rate with the console open / closed"
