@@ -28,6 +28,8 @@ MAX_JSON_CHARS = 100_000  # template_args, or a tool's parameters, as JSON
 MAX_TEMPLATE_CHARS = 100_000  # per chat_template; the longest templates of known models have 20,000
 MAX_JSON_DEPTH = 64  # nesting of the same values; the recursion limits of Python and Jinja are close to 1000
 
+MAX_FAIRNESS_WEIGHT = 1e6  # so that services stay exact
+
 # Sampling
 MAX_TEMPERATURE = 1000.0  # with a higher temperature all tokens are equally likely
 MAX_SIGMA = 1000.0  # standard deviations; far fewer keep every token

@@ -223,6 +223,17 @@ class Settings(BaseSettings):
     look_ahead: int = Field(
         default=4, ge=0, description="Number of jobs per model that a worker holds beyond the jobs in its slots."
     )
+    fairness_weights: dict[str, Annotated[float, Field(gt=0, le=limits.MAX_FAIRNESS_WEIGHT)]] = Field(
+        default={},
+        description="Weights of fairness keys (docs/fair-share.md), as JSON. The default weight is 1. All workers must "
+        "use the same value.",
+    )
+    prefill_cost: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Cost of a computed prompt token relative to a generated token, for fair shares.",
+    )
     default_timeout_s: int = Field(
         default=3600,
         ge=0,

@@ -47,6 +47,7 @@ from cellama.tasks.connection.kombu_internals import (
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisFull, RedisRefused, RedisUnreachable
+from cellama.tasks.contract.fairness import FAIRNESS_KEY_HEADER, check_fairness_key, is_fairness_key
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.kinds import Kind
 from cellama.tasks.contract.names import (
@@ -105,7 +106,8 @@ class JobTask(Task):  # type: ignore[misc]
 
         With `idempotency_key`, a second call with the same key returns the job of the first call for as long as its
         result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). A key
-        that was used with different parameters is refused. Raises InvalidJob, RedisFull or RedisUnreachable. An
+        that was used with different parameters is refused. `fairness_key` names the tenant for which the job runs
+        (docs/fair-share.md), by default the `cache_scope`. Raises InvalidJob, RedisFull or RedisUnreachable. An
         invalid step of a canvas does not raise, but fails on its own. After RedisUnreachable, a call with
         `task_id=error.job_id` queues the job unless the first call already did.
         """
@@ -226,6 +228,7 @@ class JobTask(Task):  # type: ignore[misc]
         job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
         scope = options.pop("idempotency_scope", getattr(job, "cache_scope", ""))
+        fairness_key = options.pop("fairness_key", None)
         settle_options(self.app, options, job.model, job.priority if "priority" in kwargs else None)
         if options["priority"] is None:
             options["priority"] = job.priority
@@ -237,7 +240,9 @@ class JobTask(Task):  # type: ignore[misc]
             shown = {name: value for name, value in kwargs.items() if name not in {*self.kind.positional, *PROMPTS}}
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
-        call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
+        if fairness_key is None:
+            fairness_key = headers.get(FAIRNESS_KEY_HEADER)
+        call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay, fairness_key)
         payload_json = _payload_json(call, settings.max_payload_bytes)
         digest = "" if key is None else call.digest(self.kind.positional)
         fits_template = options.keys() == TEMPLATE_OPTIONS and not headers
@@ -269,7 +274,14 @@ class JobTask(Task):  # type: ignore[misc]
         amqp.send_task_message(producer, self.name, message, retry=False, **sent)
 
     def _call(
-        self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any], delay: float = 0.0
+        self,
+        args: Any,
+        kwargs: Any,
+        queue: str,
+        priority: int,
+        headers: dict[str, Any],
+        delay: float = 0.0,
+        fairness_key: Any = None,
     ) -> TaskCall:
         timeout_s = timeout_of(kwargs or {}, priority)
         due_s = None if timeout_s is None else timeout_s + delay
@@ -282,12 +294,15 @@ class JobTask(Task):  # type: ignore[misc]
             timeout_s=due_s,
             headers=headers,
             delay_s=delay,
+            given_fairness_key=None if fairness_key is None else check_fairness_key(fairness_key),
         )
 
-    def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> TaskCall:
-        """Return the call in a message from plain Celery, without checking it."""
+    def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any], fairness_key: Any) -> TaskCall:
+        """Return the call in a message from plain Celery, without checking it. An invalid fairness key is ignored."""
         priority = plain_priority(kwargs, delivery.get("priority"))
-        return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
+        queue = plain_queue(kwargs, args, str(delivery.get("routing_key")))
+        key = fairness_key if is_fairness_key(fairness_key) else None
+        return self._call(args, kwargs, queue, priority, {}, fairness_key=key)
 
     def _payload_in_worker(self, args: Any, kwargs: Any) -> Any:
         """Return the payload of the job that runs here.

@@ -29,6 +29,7 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 from cellama.config.logging import event_logger
 from cellama.tasks.contract.events import done
+from cellama.tasks.contract.fairness import FAIRNESS_KEY_HEADER
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER, WEIGHT_HEADER, queue_key
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger, Message, Submission, Taken, TaskCall
@@ -212,7 +213,8 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
     """
     args, kwargs, _ = message.payload
     given = message.properties.get("priority")
-    call: TaskCall = task.call_of_plain(args, kwargs, {**message.delivery_info, "priority": given})
+    delivery, fairness_key = {**message.delivery_info, "priority": given}, message.headers.get(FAIRNESS_KEY_HEADER)
+    call: TaskCall = task.call_of_plain(args, kwargs, delivery, fairness_key)
     adopted = Message(queue_key(call.queue, call.priority), _adopted_payload(message, call.priority, ledger.now()))
     ledger.submit([Submission(message.headers["id"], call, adopted)])
 

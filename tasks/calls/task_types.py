@@ -59,6 +59,7 @@ class CallOptions(TypedDict, total=False):
 
     idempotency_key: str | None
     idempotency_scope: str
+    fairness_key: str | None
     task_id: str | None
     queue: object  # a name or a kombu.Queue
     priority: int | None

@@ -11,6 +11,10 @@ Jobs:
 `cellama:latest:{digest}` (string): The last `finish_key` of a conversation, for explanations. TTL of a result.
 `cellama:waiting:{queue}` (sorted set): Jobs without a slot, in the order of `waiting_score`.
 `cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in the order of their submission.
+`cellama:shares:{list}\\0{node}` (sorted set): Children of a node of fairness keys with jobs in a backlog, by service.
+`cellama:idle:{list}\\0{node}` (sorted set): Children of this node without such jobs, by service. TTL of a day.
+`cellama:costs:{list}` (hash): Mean cost of a unit of work by fairness key and kind of job. TTL of a day.
+`cellama:weights` (hash): Weights of fairness keys.
 `cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
@@ -292,6 +296,22 @@ def waiting_key(queue: str) -> str:
 
 def backlog_key(list_key: str) -> str:
     return f"{key_prefix()}:backlog:{list_key}"
+
+
+def shares_key(list_key: str) -> str:
+    return f"{key_prefix()}:shares:{list_key}"
+
+
+def idle_key(list_key: str) -> str:
+    return f"{key_prefix()}:idle:{list_key}"
+
+
+def costs_key(list_key: str) -> str:
+    return f"{key_prefix()}:costs:{list_key}"
+
+
+def weights_key() -> str:
+    return f"{key_prefix()}:weights"
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:

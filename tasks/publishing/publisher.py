@@ -35,6 +35,7 @@ from cellama.tasks.contract.events import (
     is_terminal,
     numbered,
 )
+from cellama.tasks.contract.fairness import cost_of
 from cellama.tasks.middleware import Middlewares
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.ledger import Attempt, Contexts, Entry, Ledger
@@ -100,6 +101,7 @@ class AttemptStream:
     closed: bool = False  # whether further events are dropped
     failure: JobFailed | None = None  # error of an event that could not be written; later events are ignored
     _next_seq: int = field(init=False)
+    _cost_of_lines: float = 0.0  # in tokens (contract/fairness.py)
     _celery_result: Result | None = None  # result that is stored for Celery with the last event
     _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # by index of the completion
 
@@ -136,6 +138,9 @@ class AttemptStream:
 
     def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
         """Add the next number to an event, and return its entry. If encoding fails, the number remains unused."""
+        if event["type"] == "line":
+            outcome: Any = event
+            self._cost_of_lines += cost_of(outcome.get("result", {}).get("usage", {}))
         stored = self.celery_end.stored(result) if result is not None and self.celery_end is not None else None
         entry = Entry(
             job_id=self.attempt.job_id,
@@ -145,6 +150,7 @@ class AttemptStream:
             stored=stored,
             token="" if stored is None or self.celery_end is None else self.celery_end.token,
             contexts=contexts,
+            cost_of_lines=self._cost_of_lines,
         )
         if stored is not None:
             self._celery_result = result

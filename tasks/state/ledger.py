@@ -23,6 +23,7 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.connection.connections import database_of, redis_time
 from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.events import EVENT_CLASSES, EVENT_FIELD, Event, EventClass, TerminalEvent, done, numbered
+from cellama.tasks.contract.fairness import cost_of, fairness_key_of
 from cellama.tasks.contract.json_values import encode
 from cellama.tasks.contract.keys import (
     cancel_key,
@@ -160,6 +161,7 @@ class TaskCall:
     timeout_s: float | None = None
     headers: dict[str, Any] = field(default_factory=dict)
     delay_s: float = 0.0  # until the job may start
+    given_fairness_key: str | None = None  # None if the call sets no key
 
     @property
     def work(self) -> JobWork:
@@ -170,6 +172,11 @@ class TaskCall:
     def tenant(self) -> str:
         """The tenant whose request makes the job, or "" if this is unknown."""
         return tenant_of(self.task, self.args, self.kwargs)
+
+    @property
+    def fairness_key(self) -> str:
+        """The key by which workers are shared between waiting jobs: the one that the call sets, or else the tenant."""
+        return fairness_key_of(self.tenant) if self.given_fairness_key is None else self.given_fairness_key
 
     def digest(self, positional: Sequence[str]) -> str:
         """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""
@@ -222,7 +229,7 @@ def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: flo
         timeout = "" if call.timeout_s is None else call.timeout_s
         args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
         parts = [part for event in message.events for part in event]
-        args += [call.work.text, call.tenant, message.payload, len(message.events), *parts]
+        args += [call.work.text, call.tenant, call.fairness_key, message.payload, len(message.events), *parts]
     return keys, args
 
 
@@ -330,6 +337,7 @@ class Entry:
     stored: CeleryState | None = None  # state of a successful job, if the script stores the result for Celery
     token: str = ""  # token of the message that the script releases, together with `stored`
     contexts: Contexts = ()  # stored with the end of a job
+    cost_of_lines: float = 0.0  # of a part of a bulk run, in tokens (contract/fairness.py)
     event_json: bytes = field(init=False, repr=False)
     result_json: bytes = field(init=False, repr=False)  # empty without a result
 
@@ -362,9 +370,15 @@ class Entry:
         if self.event_class == "terminal":
             stored, expires_s = (self.stored.value, self.stored.expires_s or "") if self.stored else (b"", "")
             is_dead = self.event.get("code") == DEAD
-            values += [int(is_dead), self.result_json, stored, expires_s, self.token, len(self.contexts)]
+            values += [int(is_dead), self.result_json, stored, expires_s, self.token, self.cost, len(self.contexts)]
             values += [part for context in self.contexts for part in context]
         return values
+
+    @property
+    def cost(self) -> float | str:
+        """The cost of a job that ends with this event, in tokens, or "" if the event does not report the usage."""
+        usage: Any = self.event.get("usage")
+        return cost_of(usage) + self.cost_of_lines if usage else ""
 
     @property
     def event_class(self) -> EventClass:
@@ -388,6 +402,7 @@ class Ledger:
         settings = settings or get_settings()
         self._redis = redis
         self._run_begin: RunScript = Gathered(redis).run if gathers else partial(run_script, redis)
+        self._weights = json.dumps(settings.fairness_weights)
         self._database = database_of(redis)
         self._result_ttl_s = settings.result_ttl_s
         self._event_ttl_s = settings.event_ttl_s
@@ -473,7 +488,7 @@ class Ledger:
         repeat it with the same `token` and `is_repeated`.
         """
         token = token or new_run()
-        keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
+        keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES, self._weights]
         for num_messages, lists in limits:
             keys += lists
             args += [num_messages, len(lists)]

@@ -29,10 +29,12 @@ from cellama.tasks.contract.keys import (
     backlog_key,
     cancel_key,
     chord_key,
+    costs_key,
     dead_key,
     delayed_key,
     due_key,
     ended_key,
+    idle_key,
     job_key,
     journal_key,
     leases_key,
@@ -41,9 +43,11 @@ from cellama.tasks.contract.keys import (
     result_key,
     running_key,
     served_key,
+    shares_key,
     shortages_key,
     waiting_key,
     webhook_events_key,
+    weights_key,
 )
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER, key_prefix
 
@@ -116,6 +120,10 @@ def _constants() -> dict[str, str | float]:
     return {
         "WAITING": waiting_key(""),
         "BACKLOG": backlog_key(""),
+        "SHARES": shares_key(""),
+        "IDLE": idle_key(""),
+        "COSTS": costs_key(""),
+        "WEIGHTS": weights_key(),
         "JOB": job_key(""),
         "CANCEL": cancel_key(""),
         "RESULT": result_key(""),
@@ -142,17 +150,27 @@ def _constants() -> dict[str, str | float]:
 
 
 def source(name: str) -> str:
-    """Return the source of a script: the constants, the shared functions, and the part of ledger.lua after its mark."""
-    constants = "".join(f"local {constant} = {value!r}\n" for constant, value in _constants().items())
+    """Return the source of a script: the part of ledger.lua after its mark, and the definitions that it uses.
+
+    Redis runs the definitions again in each call, so others are omitted.
+    """
+    constants = {constant: f"local {constant} = {value!r}\n" for constant, value in _constants().items()}
     shared, scripts = _parts()
-    return constants + shared + scripts[name]
+    text = scripts[name]
+    for defined, definition in reversed([*constants.items(), *shared]):  # a definition uses only earlier ones
+        if re.search(rf"\b{defined}\b", text):
+            text = definition + text
+    return text
 
 
 @functools.cache
-def _parts() -> tuple[str, dict[str, str]]:
-    """Return the shared functions in ledger.lua, and the scripts by name. Each script follows a mark `--@ name`."""
+def _parts() -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Return the shared definitions in ledger.lua with their names, and the scripts, which follow marks `--@ name`."""
     shared, *rest = re.split(r"^--@ (\w+)\n", lua_source(__package__, "ledger"), flags=re.MULTILINE)
-    return shared, dict(zip(rest[::2], rest[1::2], strict=True))
+    _, *found = re.split(
+        r"^(?=local (?:function )?(\w+))", re.sub(r"^--.*\n", "", shared, flags=re.MULTILINE), flags=re.MULTILINE
+    )
+    return list(zip(found[::2], found[1::2], strict=True)), dict(zip(rest[::2], rest[1::2], strict=True))
 
 
 @dataclass(eq=False, slots=True)

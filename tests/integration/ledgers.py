@@ -25,13 +25,23 @@ def submission(
     timeout_s: float | None = None,
     task: str = "cellama.generate",
     digest: str = "",
+    fairness_key: str | None = None,
+    max_tokens: int = 256,
 ) -> Submission:
     """Return a job with a message in kombu's format."""
     job_id = job_id or str(uuid.uuid4())
     properties = {"correlation_id": job_id, "priority": priority, "delivery_tag": str(uuid.uuid4())}
     headers = {"id": job_id, "task": task, SUBMITTED_AT_HEADER: 1.0}
     payload = json.dumps({"body": "W10=", "headers": headers, "properties": properties})
-    call = TaskCall(task=task, args=["tiny", "Hi"], queue=queue, priority=priority, timeout_s=timeout_s)
+    call = TaskCall(
+        task=task,
+        args=["tiny", "Hi"],
+        kwargs={"max_tokens": max_tokens},
+        queue=queue,
+        priority=priority,
+        timeout_s=timeout_s,
+        given_fairness_key=fairness_key,
+    )
     return Submission(job_id, call, Message(queue_key(queue, priority), payload), digest)
 
 

@@ -3,8 +3,9 @@
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
--- BACKLOG, JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING,
--- SHORTAGES, SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
+-- BACKLOG, SHARES, IDLE, COSTS, JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED,
+-- DUE, LEASES, MISSING, SHORTAGES, WEIGHTS, SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names
+-- of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
 -- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
@@ -30,58 +31,224 @@ local function ticket_id(message)
   return string.find(message, '"' .. SUBMITTED_AT_HEADER .. '"', 1, true) and id_of(message) or nil
 end
 
--- Returns the member of a job in the backlog of its list. The order of the members is that of their submission.
-local PLACE = 17 -- characters before the id
-local function place(id, submitted_at)
-  return string.format('%0' .. PLACE .. '.6f', submitted_at) .. id
+-- Fair shares
+--
+-- The next job of a list belongs to the fairness key with the least service. Keys form a tree: `org/team` is below `org`, and the
+-- choice starts at the root, whose name is ''. At each node, it continues with the child with the least service per weight. The
+-- child `{node}/` is a leaf, and stands for the jobs whose key is the node itself. The next job is the oldest one of the leaf.
+-- SHARES contains the children with jobs in the backlog, by service per weight. IDLE contains the other children in the same way,
+-- and as member '' the service of the last child that left SHARES empty. This is VTC (arXiv 2401.00588) with a tree.
+
+local function children(node, list) return SHARES .. list .. '\0' .. node end
+local function idle_children(node, list) return IDLE .. list .. '\0' .. node end
+
+-- Returns the pairs of node and child from the root to the leaf of a key.
+local function levels_of(key)
+  local levels, node = {}, ''
+  for name in string.gmatch(key, '[^/]+') do
+    local child = node == '' and name or node .. '/' .. name
+    levels[#levels+1] = {node, child}
+    node = child
+  end
+  levels[#levels+1] = {node, node .. '/'}
+  return levels
+end
+
+-- Adds a key to the tree, because it has a job in the backlog. A child that returns gets at least the least service of the others,
+-- so that it can't catch up on the time when it had no jobs.
+local function activate(key, list)
+  local levels = levels_of(key)
+  for i = #levels, 1, -1 do
+    local node, child = unpack(levels[i])
+    local active, idle = children(node, list), idle_children(node, list)
+    if redis.call('ZSCORE', active, child) then return end
+    local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')[2] or redis.call('ZSCORE', idle, '')
+    local own = redis.call('ZSCORE', idle, child)
+    redis.call('ZADD', active, math.max(tonumber(least or 0), tonumber(own or least or 0)), child)
+    if own then redis.call('ZREM', idle, child) end
+  end
+end
+
+-- Removes a key from the tree, because it has no job in the backlog.
+local MAX_IDLE = 10000 -- children whose service is remembered, which take about 1 MB for each node
+local IDLE_S = 86400
+local function deactivate(key, list)
+  local levels = levels_of(key)
+  for i = #levels, 1, -1 do
+    local node, child = unpack(levels[i])
+    local active, idle = children(node, list), idle_children(node, list)
+    local service = redis.call('ZSCORE', active, child)
+    if not service then return end
+    redis.call('ZREM', active, child)
+    redis.call('ZADD', idle, service, child)
+    redis.call('ZREMRANGEBYRANK', idle, 0, -MAX_IDLE - 1)
+    redis.call('EXPIRE', idle, IDLE_S)
+    if redis.call('EXISTS', active) == 1 then return end
+    redis.call('ZADD', idle, service, '')
+  end
+end
+
+-- Returns the key that is served next, or nil if the list has no jobs.
+local function next_key(list)
+  local node = ''
+  while true do
+    local child = redis.call('ZRANGE', children(node, list), 0, 0)[1]
+    if not child then return nil end
+    if string.sub(child, -1) == '/' then return string.sub(child, 1, -2) end
+    node = child
+  end
+end
+
+-- Adds service in tokens to all levels of a key. `weights` has the weight of each level.
+local function add_service(key, list, tokens, weights)
+  for i, level in ipairs(levels_of(key)) do
+    local node, child = unpack(level)
+    for _, set in ipairs({children(node, list), idle_children(node, list)}) do
+      if redis.call('ZSCORE', set, child) then redis.call('ZINCRBY', set, tokens / (tonumber(weights[i]) or 1), child) end
+    end
+  end
+end
+
+-- Returns the expected cost of a job in tokens, from its work and the mean cost of such work for this key, or else for the list.
+local function expected_cost(work, key, list)
+  local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
+  if not kind then return 1 end
+  local of_key, of_list = unpack(redis.call('HMGET', COSTS .. list, key .. '\0' .. kind, '/\0' .. kind), 1, 2)
+  return tonumber(num_units) * tonumber(of_key or of_list or 1)
+end
+
+-- Includes the cost of a job in the mean cost of such work for its key and for its list.
+local MAX_COSTS = 20000
+local function learn_cost(id, key, list, cost)
+  local kind, num_units = string.match(redis.call('HGET', JOB .. id, 'work') or '', '^(%S+) (%d+)')
+  if not kind then return end
+  local costs, of_unit = COSTS .. list, cost / tonumber(num_units)
+  for _, field in ipairs({key .. '\0' .. kind, '/\0' .. kind}) do
+    local before = redis.call('HGET', costs, field)
+    if before or redis.call('HLEN', costs) < MAX_COSTS then
+      redis.call('HSET', costs, field, string.format('%.6g', before and 0.8 * tonumber(before) + 0.2 * of_unit or of_unit))
+    end
+  end
+  redis.call('EXPIRE', costs, IDLE_S)
+end
+
+-- Charges the key of a job in the backlog that a worker takes. `given_weights` are those of the worker's settings. Returns the
+-- charge for the entry: the tokens, and the weight of each level.
+local function charge(key, list, work, given_weights)
+  local tokens, levels, names = expected_cost(work, key, list), levels_of(key), {}
+  for i, level in ipairs(levels) do names[i] = i < #levels and level[2] or '' end -- the weight of '' is that of jobs without a key
+  local weights = redis.call('HMGET', WEIGHTS, unpack(names))
+  local charged = {string.format('%.6g', tokens)}
+  for i, level in ipairs(levels) do
+    local weight = (i < #levels or i == 1) and tonumber(weights[i] or given_weights[names[i]]) or 1
+    redis.call('ZINCRBY', children(level[1], list), tokens / weight, level[2])
+    charged[#charged+1] = string.format('%.6g', weight)
+  end
+  return table.concat(charged, ' ')
+end
+
+-- Replaces the charge of a job with its cost in tokens.
+local function correct_charge(id, cost)
+  local charged, list, key = unpack(redis.call('HMGET', JOB .. id, 'charged', 'list', 'fairness_key'), 1, 3)
+  if not charged then return end
+  local weights = {}
+  for value in string.gmatch(charged, '%S+') do weights[#weights+1] = tonumber(value) end
+  local tokens = table.remove(weights, 1)
+  add_service(key or '', list, cost - tokens, weights)
+  redis.call('HDEL', JOB .. id, 'charged')
+  if cost > 0 then learn_cost(id, key or '', list, cost) end
+end
+
+-- Backlogs
+--
+-- The members of a backlog consist of the fairness key, the time of submission and the id of a job, so that their order is that of
+-- the keys, then that of the submissions.
+
+local PLACE = 17 -- characters of the time
+
+-- Returns the list of a job, its member in the backlog of this list, and its key. Returns nil if the job has no entry.
+local function place_of(id)
+  local list, submitted_at, key = unpack(redis.call('HMGET', JOB .. id, 'list', 'submitted_at', 'fairness_key'), 1, 3)
+  if not list then return nil end
+  return list, (key or '') .. '\0' .. string.format('%0' .. PLACE .. '.6f', submitted_at) .. id, key or ''
+end
+
+-- Returns the id in a member of a backlog.
+local function id_in(member)
+  return string.sub(member, string.find(member, '\0', 1, true) + PLACE + 1)
+end
+
+-- Returns the first member of a key in the backlog of a list, or nil if it has no jobs.
+local function first_of_key(key, list)
+  local member = redis.call('ZRANGEBYLEX', BACKLOG .. list, '[' .. key .. '\0', '+', 'LIMIT', 0, 1)[1]
+  return member and string.sub(member, 1, #key + 1) == key .. '\0' and member or nil
 end
 
 -- Adds a job to the backlog of its list. The caller pushes a ticket.
-local function add_to_backlog(id, list, submitted_at)
-  redis.call('ZADD', BACKLOG .. list, 0, place(id, submitted_at))
+local function add_to_backlog(id)
+  local list, member, key = place_of(id)
+  redis.call('ZADD', BACKLOG .. list, 0, member)
+  activate(key, list)
+end
+
+-- Removes a member from a backlog. Returns whether it was there.
+local function remove_from_backlog(list, member, key)
+  if redis.call('ZREM', BACKLOG .. list, member) == 0 then return false end
+  if not first_of_key(key, list) then deactivate(key, list) end
+  return true
 end
 
 -- Removes a job from the backlog of its list. Returns whether the job was there.
-local function leave_backlog(id, list, submitted_at)
-  return redis.call('ZREM', BACKLOG .. list, place(id, submitted_at)) == 1
+local function leave_backlog(id)
+  local list, member, key = place_of(id)
+  return list and remove_from_backlog(list, member, key)
 end
 
--- Returns whether a worker can take this job: it has neither ended nor started, no worker holds it, and Celery has not refused it.
+-- Returns whether a worker can take this job, its time of submission and its work. A job can be taken if it has neither ended nor
+-- started, no worker holds it, and Celery has not refused it.
 local function can_be_taken(id)
-  local state, holder, refused = unpack(redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused'), 1, 3)
-  return (state == 'queued' or state == 'handed_back') and not holder and not refused
+  local found = redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work')
+  local state, holder, refused = unpack(found, 1, 3)
+  return (state == 'queued' or state == 'handed_back') and not holder and not refused, found[4], found[5]
 end
 
 -- Adds a job to its backlog if a worker can take it. It is missing there if a worker of a version without backlogs has queued it
 -- or returned it, or if a purge has removed it and could not end it. Returns whether the job was added.
 local function restore_to_backlog(id)
-  local list, submitted_at = unpack(redis.call('HMGET', JOB .. id, 'list', 'submitted_at'), 1, 2)
-  if not list or redis.call('ZSCORE', BACKLOG .. list, place(id, submitted_at)) then return false end
+  local list, member = place_of(id)
+  if not list or redis.call('ZSCORE', BACKLOG .. list, member) then return false end
   if not can_be_taken(id) or redis.call('ZSCORE', DELAYED, id) then return false end
   if redis.call('HSTRLEN', JOB .. id, 'message') == 0 then return false end -- a step of a canvas that ends without running
-  add_to_backlog(id, list, submitted_at)
+  add_to_backlog(id)
   return true
 end
 
--- Returns the id of the next job of a list, or nil if no job waits. A job that a worker of a version without backlogs has taken
--- or ended is removed from the backlog.
+-- Returns the next job of a list, or nil if no job waits. A job that a worker of a version without backlogs has taken or ended is
+-- removed from the backlog.
 local MAX_STALE = 1000 -- jobs, which takes a few milliseconds
 local function next_job(list)
   for _ = 1, MAX_STALE do
-    local member = redis.call('ZRANGE', BACKLOG .. list, 0, 0)[1]
-    if not member then return nil end
-    local id = string.sub(member, PLACE + 1)
-    if can_be_taken(id) then return id end
-    redis.call('ZREM', BACKLOG .. list, member)
+    local key = next_key(list)
+    if not key then return nil end
+    local member = first_of_key(key, list)
+    if not member then
+      deactivate(key, list)
+    else
+      local id = id_in(member)
+      local is_free, submitted_at, work = can_be_taken(id)
+      if is_free then return {id = id, list = list, member = member, key = key, submitted_at = submitted_at, work = work} end
+      remove_from_backlog(list, member, key)
+    end
   end
 end
 
--- Returns the id of the job that a ticket with the id `own` stands for, or nil if no job waits. A ticket whose own job has no entry
--- stands for this job, because the worker reports the error to its sender.
+-- Returns the job that a ticket with the id `own` stands for, or nil if no job waits. A ticket whose own job has no entry stands for
+-- this job, because the worker reports the error to its sender. Such a job has only an id.
 local function job_of_ticket(list, own)
-  if redis.call('EXISTS', JOB .. own) == 0 then return own end
-  restore_to_backlog(own)
-  return next_job(list)
+  local job = next_job(list)
+  if job and job.id == own then return job end
+  if redis.call('EXISTS', JOB .. own) == 0 then return {id = own} end
+  return restore_to_backlog(own) and next_job(list) or job
 end
 
 -- Pushes the message of a job as a ticket, which is the next one to be popped.
@@ -114,12 +281,12 @@ local function add_entry(job, id, task, queue, list, priority, timeout, message,
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
 end
 
--- Lets a worker hold the message of a job that waits in a list.
-local function hold(id, list, token, lease_s)
-  leave_backlog(id, list, redis.call('HGET', JOB .. id, 'submitted_at'))
-  redis.call('HSET', JOB .. id, 'holder', token)
-  redis.call('ZADD', LEASES, stamp(clock() + lease_s), id)
-  redis.call('ZREM', MISSING, id)
+-- Lets a worker hold the message of a job that waits in a list, and charges its key.
+local function hold(job, token, lease_s, given_weights)
+  local charged = charge(job.key, job.list, job.work, given_weights)
+  remove_from_backlog(job.list, job.member, job.key)
+  redis.call('HSET', JOB .. job.id, 'holder', token, 'charged', charged)
+  redis.call('ZADD', LEASES, stamp(clock() + lease_s), job.id)
 end
 
 -- Releases the message of a job, so that no worker holds it.
@@ -132,17 +299,18 @@ end
 -- the reaper completes the missing steps for Celery. Returns whether the message was returned.
 local function requeue(job, cancel, id)
   drop_holder(job, id)
+  correct_charge(id, 0)
   redis.call('ZREM', DELAYED, id)
   local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled')
   local state, message = found[1], found[6]
   if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
   if not message or state == 'done' or found[7] then return false end
   return_ticket(found[3], message)
-  add_to_backlog(id, found[3], found[5])
   if state == 'running' then
     redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 1)
     redis.call('ZREM', RUNNING, id)
   end
+  add_to_backlog(id)
   wait_in_queue(id, found[2], tonumber(found[4]), tonumber(found[5]))
   if redis.call('EXISTS', cancel) == 1 then redis.call('ZADD', DUE, stamp(clock()), id) end
   return true
@@ -201,13 +369,15 @@ end
 
 local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
 
--- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. `settle` must follow.
-local function end_job(options, job, id, run, is_dead, event)
-  local queue, digest, list, submitted_at = unpack(redis.call('HMGET', job, 'queue', 'digest', 'list', 'submitted_at'), 1, 4)
+-- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. `cost` in tokens is '' if it is
+-- unknown. `settle` must follow.
+local function end_job(options, job, id, run, is_dead, event, cost)
+  local queue, digest, list = unpack(redis.call('HMGET', job, 'queue', 'digest', 'list'), 1, 3)
   redis.call('ZREM', WAITING .. queue, id)
   redis.call('ZREM', RUNNING, id)
   redis.call('ZREM', DELAYED, id)
-  if leave_backlog(id, list, submitted_at) then drop_ticket(id, list) end
+  if leave_backlog(id) then drop_ticket(id, list) end
+  if cost ~= '' then correct_charge(id, tonumber(cost)) end
   local keep_s = options.event_ttl_s
   if is_dead then
     keep_s = options.dead_ttl_s
@@ -234,18 +404,18 @@ end
 -- Writes the entries of jobs and pushes their messages, all or none. A job that already has an entry is not changed.
 -- KEYS: entry and list of each job.
 -- ARGV: seconds between two jobs, number of jobs in later calls; then for each job: id, task, queue, priority, timeout or '',
--- delay, digest of its payload if it has an idempotency key or '', work, tenant or '', message, number of events, and for each event
--- its topic and text.
+-- delay, digest of its payload if it has an idempotency key or '', work, tenant or '', fairness key, message, number of events, and
+-- for each event its topic and text.
 -- Returns for each job 1 (new), 0 (exists) or -1 (exists with another digest). Also returns how many subscribers received an
 -- event, or -1 if there was no event.
 local step_s, num_following = tonumber(ARGV[1]), tonumber(ARGV[2])
-local NUM_VALUES = 11
+local NUM_VALUES = 12
 local num_jobs, now, verdicts, num_subscribers = #KEYS / 2, clock(), {}, -1
 local at = 3
 for i = 1, num_jobs do
   local job, list = KEYS[2*i-1], KEYS[2*i]
   local id, task, queue, priority, timeout, delay = unpack(ARGV, at, at + 5)
-  local digest, work, tenant, message, num_events = unpack(ARGV, at + 6, at + NUM_VALUES - 1)
+  local digest, work, tenant, fairness_key, message, num_events = unpack(ARGV, at + 6, at + NUM_VALUES - 1)
   local first_event = at + NUM_VALUES
   at = first_event + 2 * num_events
   if redis.call('EXISTS', job) == 1 then
@@ -258,8 +428,9 @@ for i = 1, num_jobs do
     if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
     if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
     if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+    if fairness_key ~= '' then redis.call('HSET', job, 'fairness_key', fairness_key) end
     if message ~= '' then
-      add_to_backlog(id, list, submitted_at)
+      add_to_backlog(id)
       redis.call('LPUSH', list, message)
     end
     for event = first_event, at - 2, 2 do
@@ -298,24 +469,24 @@ local num_removed, num_ended, others = 0, 0, {}
 while num_removed < tonumber(max_jobs) do
   local popped = redis.call('RPOP', list)
   local own = popped and ticket_id(popped)
-  local id
-  if own then id = job_of_ticket(list, own) elseif not popped then id = next_job(list) end
-  if not popped and not id then break end
+  local found
+  if own then found = job_of_ticket(list, own) elseif not popped then found = next_job(list) end
+  if not popped and not found then break end
   num_removed = num_removed + 1
   if popped and not own then
     others[#others+1] = popped
-  elseif id then
-    local job = JOB .. id
-    local state, next_seq, message, submitted_at = unpack(redis.call('HMGET', job, 'state', 'next_seq', 'message', 'submitted_at'), 1, 4)
+  elseif found then
+    local id, job = found.id, JOB .. found.id
+    local state, next_seq, message = unpack(redis.call('HMGET', job, 'state', 'next_seq', 'message'), 1, 3)
     local has_family = message and (string.find(message, '"group": "', 1, true) or string.find(message, '"parent_id": "', 1, true))
     local was_sent_by_cellama = message and ticket_id(message)
     if not state then
       redis.call('ZREM', waiting, id) -- Redis has evicted the entry
     else
-      leave_backlog(id, list, submitted_at)
+      leave_backlog(id)
       if state == 'queued' and next_seq == '0' and was_sent_by_cellama and not has_family then
         local event = append_event(options, job, id, 0, data)
-        end_job(options, job, id, 'purge', false, event)
+        end_job(options, job, id, 'purge', false, event, '')
         local value = before_id .. id .. after_id
         if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
         redis.call('PUBLISH', RESULT .. id, value)
@@ -335,11 +506,13 @@ return {num_removed, num_ended, others}
 local job, new_job, list = unpack(KEYS)
 local id, new_id, message = unpack(ARGV)
 if redis.call('ZREM', DEAD, id) == 0 then return 0 end
-local task, queue, priority, tenant = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority', 'tenant'), 1, 4)
-local now = clock()
-add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, now)
-if tenant then redis.call('HSET', new_job, 'tenant', tenant) end
-add_to_backlog(new_id, list, now)
+local task, queue, priority = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority'), 1, 3)
+add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, clock())
+for _, field in ipairs({'tenant', 'fairness_key', 'work'}) do
+  local value = redis.call('HGET', job, field)
+  if value then redis.call('HSET', new_job, field, value) end
+end
+add_to_backlog(new_id)
 redis.call('LPUSH', list, message)
 redis.call('HDEL', job, 'message')
 return 1
@@ -386,42 +559,43 @@ return 1
 -- Lets a worker hold the job that its ticket stands for, and a page of further jobs for which it has capacity.
 -- KEYS: list of the ticket, then the lists of each model in the order in which to read them.
 -- ARGV: id in the ticket, token, 1 if this call repeats one that may have failed, lease in seconds, divisor of the length of a
--- list that limits a page, maximum bytes of a message in a page; then for each model: its capacity, its number of lists.
+-- list that limits a page, maximum bytes of a message in a page, JSON of weights by fairness key; then for each model: its capacity,
+-- its number of lists.
 -- Returns for each job: its list, its id, its message or '' if it is the ticket, its token (the token of this call and a number),
 -- and the seconds since it was submitted. If no entry exists for a ticket, its token and seconds are ''.
 local own, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local reply = {}
-local function add(list, id, message, held_with)
-  local submitted_at = redis.call('HGET', JOB .. id, 'submitted_at')
+local given_weights, reply = cjson.decode(ARGV[7]), {}
+local function add(list, id, message, held_with, submitted_at)
   local waited = submitted_at and stamp(math.max(0, clock() - tonumber(submitted_at))) or ''
   for _, value in ipairs({list, id, message, held_with, waited}) do reply[#reply+1] = value end
 end
 
 if ARGV[3] == '1' then -- the reply of a call that arrived was lost
   for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
-    local holder, list, message = unpack(redis.call('HMGET', JOB .. id, 'holder', 'list', 'message'), 1, 3)
-    if holder and message and string.sub(holder, 1, #token) == token then add(list, id, message, holder) end
+    local found = redis.call('HMGET', JOB .. id, 'holder', 'list', 'message', 'submitted_at')
+    local holder, list, message, submitted_at = unpack(found, 1, 4)
+    if holder and message and string.sub(holder, 1, #token) == token then add(list, id, message, holder, submitted_at) end
   end
   if #reply > 0 then return reply end
 end
 
-local function take(list, id, message, is_ticket)
+local function take(job, message)
   local held_with = token .. '.' .. #reply
-  hold(id, list, held_with, lease_s)
-  add(list, id, is_ticket and '' or message, held_with)
+  hold(job, held_with, lease_s, given_weights)
+  add(job.list, job.id, message, held_with, job.submitted_at)
 end
 
-local id = job_of_ticket(KEYS[1], own)
-local message = id and redis.call('HGET', JOB .. id, 'message')
-if id and message then
-  take(KEYS[1], id, message, id == own)
-elseif id == own then
-  add(KEYS[1], id, '', '')
+local job = job_of_ticket(KEYS[1], own)
+local message = job and job.list and redis.call('HGET', JOB .. job.id, 'message')
+if message then
+  take(job, job.id == own and '' or message)
+elseif job then
+  add(KEYS[1], own, '', '')
 end
 local function is_heavy(text) return string.find(text, '"' .. WEIGHT_HEADER .. '"', 1, true) end
 if message and is_heavy(message) then return reply end
 local first = 2 -- list of the next model
-for at = 7, #ARGV, 2 do
+for at = 8, #ARGV, 2 do
   local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
   for i = first, first + num_lists - 1 do
     local list = KEYS[i]
@@ -429,15 +603,16 @@ for at = 7, #ARGV, 2 do
     while capacity > 0 and num_left > 0 do
       local ticket = redis.call('LINDEX', list, -1)
       local own = ticket_id(ticket)
-      local id = own and job_of_ticket(list, own)
-      local message = id and redis.call('HSTRLEN', JOB .. id, 'message') <= max_bytes and redis.call('HGET', JOB .. id, 'message')
-      if own and not id then -- no job waits
+      local job = own and job_of_ticket(list, own)
+      local entry = job and job.list and JOB .. job.id
+      local message = entry and redis.call('HSTRLEN', entry, 'message') <= max_bytes and redis.call('HGET', entry, 'message')
+      if own and not job then -- no job waits
         redis.call('RPOP', list)
       elseif not message or is_heavy(message) then
         capacity = 0 -- messages of plain Celery, tickets without an entry, large jobs, and jobs that weigh more are taken alone
       else
         redis.call('RPOP', list)
-        take(list, id, message, false)
+        take(job, message)
         capacity = capacity - 1
       end
       num_left = num_left - 1
@@ -509,6 +684,7 @@ local id, token, wait_s = unpack(ARGV)
 local holder, queue = unpack(redis.call('HMGET', job, 'holder', 'queue'), 1, 2)
 if holder ~= token then return 0 end
 drop_holder(job, id)
+correct_charge(id, 0)
 redis.call('ZADD', DELAYED, stamp(clock() + wait_s), id)
 redis.call('ZREM', WAITING .. queue, id)
 return 1
@@ -588,7 +764,7 @@ return {verdict, attempt, failures, waited, before, now, next_seq}
 
 --@ write
 -- Writes events to journals and publishes them, each only if its run is the current run of its job.
--- ARGV: the options, then five values for each event. A terminal event has six more values, and key and value of each context,
+-- ARGV: the options, then five values for each event. A terminal event has seven more values, and key and value of each context,
 -- which expires as late as a result. `class` determines the effect of an event (EVENT_CLASSES in contract/events.py). `data` is
 -- the JSON after the `seq`.
 -- `stored` is the value that Celery stores for a job that succeeds. With it, this script completes the job: Celery has the
@@ -600,11 +776,11 @@ local superseded, gaps, at, i = {}, {}, NUM_OPTIONS + 1, -1
 while at <= #ARGV do
   local id, run, class, seq, data = unpack(ARGV, at, at + 4)
   at, i = at + 5, i + 1
-  local is_dead, result, stored, expires, token, first_context
+  local is_dead, result, stored, expires, token, cost, first_context
   if class == 'terminal' then
     local num_contexts
-    is_dead, result, stored, expires, token, num_contexts = unpack(ARGV, at, at + 5)
-    first_context = at + 6
+    is_dead, result, stored, expires, token, cost, num_contexts = unpack(ARGV, at, at + 6)
+    first_context = at + 7
     at = first_context + 2 * num_contexts
   end
   local job = JOB .. id
@@ -626,7 +802,7 @@ while at <= #ARGV do
   elseif seq == next_seq then -- else the event was written before
     local event = append_event(options, job, id, seq, data)
     if class == 'terminal' then
-      end_job(options, job, id, run, is_dead == '1', event)
+      end_job(options, job, id, run, is_dead == '1', event, cost)
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
       end
@@ -741,7 +917,7 @@ if num_pushed > 0 then
   local members = redis.call('ZRANGE', BACKLOG .. list, 0, math.min(num_pushed, max_tickets) - 1)
   num_pushed = 0
   for i = #members, 1, -1 do
-    local message = redis.call('HGET', JOB .. string.sub(members[i], PLACE + 1), 'message')
+    local message = redis.call('HGET', JOB .. id_in(members[i]), 'message')
     if message then
       return_ticket(list, message)
       num_pushed = num_pushed + 1

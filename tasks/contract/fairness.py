@@ -1,0 +1,49 @@
+"""Fairness keys, and the cost of jobs in tokens (docs/fair-share.md).
+
+Waiting jobs with the same queue and priority share the workers by fairness key. A key has levels that are separated by
+slashes, such as `org/team/user`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from cellama.config import get_settings
+
+from .errors import InvalidJob
+
+MAX_KEY_BYTES = 64
+FAIRNESS_KEY_HEADER = "fairness_key"  # header of a message from plain Celery
+
+
+def is_fairness_key(key: object) -> bool:
+    """Return whether a value is a valid fairness key. The empty key is valid."""
+    return (
+        isinstance(key, str)
+        and key.isprintable()
+        and len(key.encode(errors="replace")) <= MAX_KEY_BYTES
+        and (not key or all(key.split("/")))
+    )
+
+
+def check_fairness_key(key: object) -> str:
+    """Return a fairness key that a call sets. Raises InvalidJob."""
+    if not isinstance(key, str) or not is_fairness_key(key):
+        raise InvalidJob(
+            f"fairness_key: {key!r} is not valid; give up to {MAX_KEY_BYTES} bytes of printable text, with a slash "
+            "between two levels, such as org/team/user"
+        )
+    return key
+
+
+def fairness_key_of(name: str) -> str:
+    """Return the fairness key of a tenant. A name that is not a valid key is replaced with its digest."""
+    return name if is_fairness_key(name) else hashlib.sha256(name.encode(errors="replace")).hexdigest()
+
+
+def cost_of(usage: Mapping[str, Any]) -> float:
+    """Return the cost of computed tokens, in generated tokens. Tokens from the cache are free."""
+    num_computed = max(0, usage.get("prompt_tokens", 0) - usage.get("cached_tokens", 0))
+    return float(usage.get("completion_tokens", 0) + get_settings().prefill_cost * num_computed)
