@@ -30,6 +30,7 @@ from . import (
     services,
     status,
     submitting,
+    tenants,
     webhooks,
 )
 from .help import HelpfulCommand, group_of_commands
@@ -71,6 +72,7 @@ _GROUPS = {
     "queue": "Purge the queue of a model. `cellama status` shows all queues.",
     "dead": "List and requeue dead jobs, whose workers crashed repeatedly.",
     "keys": "Create, list and revoke API keys of the gateway.",
+    "tenants": "List tenants with waiting jobs, and set the weights of their shares.",
     "webhooks": "Manage endpoints that are notified when batches and responses finish.",
     "cache": "Manage KV states on disk, in the `cache_dir` of this machine's workers, and explain what a job reused.",
 }
@@ -114,6 +116,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "keys create": keys.keys_create_command,
     "keys list": keys.keys_list_command,
     "keys revoke": keys.keys_revoke_command,
+    "tenants list": tenants.tenants_list_command,
+    "tenants set-weight": tenants.tenants_set_weight_command,
     "webhooks create": webhooks.webhooks_create_command,
     "webhooks list": webhooks.webhooks_list_command,
     "webhooks delete": webhooks.webhooks_delete_command,

@@ -1,0 +1,66 @@
+"""Read the service of tenants, and set their weights (docs/fair-share.md). All functions can raise RedisError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from cellama.config import get_settings
+from cellama.tasks.contract.keys import backlog_key, queues_key, shares_key, weights_key
+from cellama.tasks.contract.names import PRIORITIES, queue_key
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingShare:
+    """The waiting jobs of a fairness key in a queue, and the service of the key in tokens per weight.
+
+    The next job of a level is that of the key with the least service. Services of different levels, queues and
+    priorities can't be compared.
+    """
+
+    queue: str
+    priority: int
+    key: str
+    num_waiting: int
+    service: float
+
+
+def set_weight(redis: Redis, key: str, weight: float | None) -> None:
+    """Set the weight of a fairness key for all workers, or return to the one in the settings if it is None."""
+    if weight is None:
+        redis.hdel(weights_key(), key)
+    else:
+        redis.hset(weights_key(), key, repr(weight))
+
+
+def weights(redis: Redis) -> dict[str, float]:
+    """Return the weights that differ from 1: those of this machine's settings, replaced by those in Redis."""
+    stored: Any = redis.hgetall(weights_key())
+    return {**get_settings().fairness_weights, **{key.decode(): float(weight) for key, weight in stored.items()}}
+
+
+def waiting_shares(redis: Redis) -> list[WaitingShare]:
+    """Return the fairness keys that have waiting jobs, by queue, priority and key."""
+    queues: Any = redis.smembers(queues_key())
+    shares: list[WaitingShare] = []
+    for queue in sorted(raw.decode() for raw in queues):
+        for priority in PRIORITIES:
+            list_key = queue_key(queue, priority)
+            for key, service in sorted(_leaves(redis, list_key, "")):
+                num_waiting: Any = redis.zlexcount(backlog_key(list_key), f"[{key}\0", f"({key}\1")
+                shares.append(WaitingShare(queue, priority, key, num_waiting, service))
+    return shares
+
+
+def _leaves(redis: Redis, list_key: str, node: str) -> Iterator[tuple[str, float]]:
+    """Yield the keys below a node, each with the service of its highest level below this node."""
+    children: Any = redis.zrange(f"{shares_key(list_key)}\0{node}", 0, -1, withscores=True)
+    for raw, service in children:
+        child = raw.decode()
+        if child.endswith("/"):
+            yield child[:-1], service
+        else:
+            yield from _leaves(redis, list_key, child)
