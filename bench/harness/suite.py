@@ -85,6 +85,11 @@ BENCHMARKS = {
         "rate of queueing jobs: one by one, from threads, in bulk, and with plain Celery",
         "--jobs 500 --rounds 1",
     ),
+    "shares": Benchmark(
+        "service",
+        "time to choose the next job of many tenants, and how evenly they are served",
+        "--jobs 500 --tenants 10 --takes 100",
+    ),
     "small_jobs": Benchmark(
         "service",
         "very small jobs, against no-op tasks of plain Celery",
