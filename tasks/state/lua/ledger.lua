@@ -377,7 +377,7 @@ local function end_job(options, job, id, run, is_dead, event, cost)
   redis.call('ZREM', RUNNING, id)
   redis.call('ZREM', DELAYED, id)
   if leave_backlog(id) then drop_ticket(id, list) end
-  if cost ~= '' then correct_charge(id, tonumber(cost)) end
+  if cost ~= '' then correct_charge(id, tonumber(cost)) else redis.call('HDEL', job, 'charged') end
   local keep_s = options.event_ttl_s
   if is_dead then
     keep_s = options.dead_ttl_s
