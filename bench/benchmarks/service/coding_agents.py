@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from cellama.bench.peers.recorder import Exchange, Recorder, recording
 
 MODEL = "bundled, one layer"
 MODEL_ID = "tiny"
+SHALLOW = "shallow.gguf"
 CONTEXT_TOKENS = 80_000  # the conversation of Claude Code, and a quarter that replay leaves for the answer
 PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex"}
 TASK = "Write a program that prints the squares from 1 to 12, check it, and report the sum."
@@ -175,24 +177,26 @@ def run(args: argparse.Namespace) -> Report:
     turns, wrong, caveats, ratios = list[AgentTurn](), list[str](), list[str](), dict[str, float]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        programs = Path(args.programs) if args.programs else folder
-        source = args.model or folder / "shallow.gguf"
+        programs = (Path(args.programs) if args.programs else folder) / "node_modules" / ".bin"
+        versions = dict[str, str]()
+        for agent in args.agents:
+            problem = "" if args.programs else _install(folder, agent)
+            versions[agent] = "" if problem else _version(programs / agent)
+            if not versions[agent]:
+                wrong.append(f"{agent} was not measured: {problem or f'{programs / agent} does not start'}")
+        available = [agent for agent in args.agents if versions[agent]]
+        if not available:
+            return Report([], wrong=wrong)
+        caveats += [f"{agent}: {versions[agent]}" for agent in available]
         if not args.model:
-            write_shallow(source)
-        with Runs(folder, source, programs / "node_modules" / ".bin", replays=not args.without_replay) as runs:
-            for agent in args.agents:
-                problem = "" if args.programs else _install(folder, agent)
-                version = problem or _version(runs.programs / agent)
-                if problem or not version:
-                    wrong.append(f"{agent} was not measured: {problem or f'{runs.programs / agent} does not start'}")
-                    continue
-                caveats.append(f"{agent}: {version}")
-                for reasoning in args.reasoning:
-                    own, problems, rejected = runs.run(agent, reasoning, args.kill_before)
-                    turns += own
-                    wrong += problems
-                    caveats += rejected
-                    ratios |= _ratios(f"{agent}, reasoning {reasoning}", own, args.kill_before)
+            write_shallow(folder / SHALLOW)
+        with Runs(folder, args.model or folder / SHALLOW, programs, replays=not args.without_replay) as runs:
+            for agent, reasoning in itertools.product(available, args.reasoning):
+                own, problems, rejected = runs.run(agent, reasoning, args.kill_before)
+                turns += own
+                wrong += problems
+                caveats += rejected
+                ratios |= _ratios(f"{agent}, reasoning {reasoning}", own, args.kill_before)
     targets = {} if args.without_replay else dict.fromkeys(ratios, TARGET)
     return Report([asdict(turn) for turn in turns], ratios, targets, caveats=caveats, wrong=wrong)
 
@@ -201,7 +205,8 @@ def _install(folder: Path, agent: str) -> str:
     """Install an agent with npm, and return why that failed, or an empty text."""
     if shutil.which("npm") is None:
         return "npm is not in PATH; install Node.js, or pass --programs"
-    (folder / "package.json").write_text("{}")
+    if not (folder / "package.json").exists():  # npm removes packages that this file doesn't name
+        (folder / "package.json").write_text("{}")
     npm = functools.partial(subprocess.run, cwd=folder, check=True, timeout=TIMEOUT_S, capture_output=True, text=True)
     try:
         # Without a version, npm prefers old versions that support the installed Node.js, but the programs are native.
