@@ -77,7 +77,8 @@ def test_gateway_returns_only_what_the_document_describes(
     hooks = {"SCHEMATHESIS_HOOKS": openapi_hooks.__file__, openapi_hooks.FILE_ID: uploaded.json()["id"]}
     run = subprocess.run(argv, cwd=tmp_path, env=clean_environment(**hooks), capture_output=True, text=True)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert run.returncode == 0, [*report["errors"], run.stdout]
+    print(run.stdout)  # pytest shortens long texts in assertions
+    assert run.returncode == 0, report["errors"]
     assert report["operations"]["tested"] == sum(map(len, DOCUMENT["paths"].values())) - 1  # without its own URL
     assert report["test_cases"]["generated"] > 200
     assert report["test_cases"]["without_checks"] == report["test_cases"]["errored"] == 0
