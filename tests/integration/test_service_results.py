@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,6 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, apply_chat_template, chat, detokenize, embed, generate, tokenize
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 
 from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, clean_environment, wait_until
 from .conftest import GREEDY
@@ -273,13 +272,15 @@ def test_pending_results_print_nothing_when_the_program_exits(redis_server: Redi
     assert (done.returncode, done.stdout, done.stderr) == (0, "too late\n", "")
 
 
-def test_timings_are_measured_from_submission(redis_client: Redis, events_of: EventsOf) -> None:
+def test_timings_are_measured_from_submission(worker: WorkerProcess, redis_client: Redis, events_of: EventsOf) -> None:
     def queued_long_ago(**params: Any) -> Any:
-        elsewhere = f"nobody-{uuid.uuid4().hex[:8]}"
-        job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, **params}, queue=elsewhere)
-        redis_client.hincrbyfloat(job_key(job.id), "submitted_at", -100)
-        lists = [queue_key(queue, PRIORITY_INTERACTIVE) for queue in (elsewhere, queue_name("tiny"))]
-        assert redis_client.rpoplpush(*lists)  # from now on, a worker serves its queue
+        worker.process.send_signal(signal.SIGSTOP)
+        try:
+            job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, **params})
+            assert redis_client.hget(job_key(job.id), "state") == b"queued"
+            redis_client.hincrbyfloat(job_key(job.id), "submitted_at", -100)
+        finally:
+            worker.process.send_signal(signal.SIGCONT)
         return job
 
     assert 100_000 <= queued_long_ago().get(timeout=PATIENCE_S)["timings"]["queue_ms"] < 200_000
