@@ -39,9 +39,10 @@ class Costs:
 
     def of(self, chunks: Sequence[Chunk]) -> float:
         """Return the duration of a decode call in seconds."""
-        return sum(self._of_pass(length, rows) for length, rows in passes_of(chunks)) / 1e3
+        return sum(self.of_pass(length, rows) for length, rows in passes_of(chunks)) / 1e3
 
-    def _of_pass(self, length: int, rows: int) -> float:
+    def of_pass(self, length: int, rows: int) -> float:
+        """Return the duration in milliseconds of a pass of `rows` chunks with `length` tokens each."""
         if length > 1:
             return self.pass_ms + self.prompt_row_ms * length * rows
         if not self.decode_ms:

@@ -90,6 +90,11 @@ BENCHMARKS = {
         "time to choose the next job of many tenants, and how evenly they are served",
         "--jobs 500 --tenants 10 --takes 100",
     ),
+    "fleet": Benchmark(
+        "service",
+        "simulated workers with the real scripts: differences of service between tenants, against VTC's bound",
+        "--runs 20",
+    ),
     "small_jobs": Benchmark(
         "service",
         "very small jobs, against no-op tasks of plain Celery",
