@@ -49,18 +49,18 @@ def waiting_shares(redis: Redis) -> list[WaitingShare]:
     for queue in sorted(raw.decode() for raw in queues):
         for priority in PRIORITIES:
             list_key = queue_key(queue, priority)
-            for key, service in sorted(_leaves(redis, list_key, "")):
+            for key, service in sorted(_keys_below(redis, list_key, "")):
                 num_waiting: Any = redis.zlexcount(backlog_key(list_key), f"[{key}\0", f"({key}\1")
                 shares.append(WaitingShare(queue, priority, key, num_waiting, service))
     return shares
 
 
-def _leaves(redis: Redis, list_key: str, node: str) -> Iterator[tuple[str, float]]:
-    """Yield the keys below a node, each with the service of its highest level below this node."""
+def _keys_below(redis: Redis, list_key: str, node: str) -> Iterator[tuple[str, float]]:
+    """Yield the fairness keys below a node, each with its service."""
     children: Any = redis.zrange(f"{shares_key(list_key)}\0{node}", 0, -1, withscores=True)
     for raw, service in children:
         child = raw.decode()
         if child.endswith("/"):
-            yield child[:-1], service
+            yield from _keys_below(redis, list_key, child)
         else:
-            yield from _leaves(redis, list_key, child)
+            yield child, service

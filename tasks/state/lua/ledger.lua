@@ -33,79 +33,106 @@ end
 
 -- Fair shares
 --
--- The next job of a list belongs to the fairness key with the least service. Keys form a tree: `org/team` is below `org`, and the
--- choice starts at the root, whose name is ''. At each node, it continues with the child with the least service per weight. The
--- child `{node}/` is a leaf, and stands for the jobs whose key is the node itself. The next job is the oldest one of the leaf.
--- SHARES contains the children with jobs in the backlog, by service per weight. IDLE contains the other children in the same way,
--- and as member '' the service of the last child that left SHARES empty. This is VTC (arXiv 2401.00588) with a tree.
+-- The next job of a list belongs to the fairness key with the least service. Keys form a tree: below the root '' are keys such as
+-- `acme`, and nodes such as `org/`, whose keys and nodes start with `org/`. The jobs of the key `org` itself belong to a child of
+-- `org/`, if this node exists. From the root, the choice continues with the child with the least service per weight, until it is a
+-- key. SHARES contains the children with jobs in the backlog, by service per weight. IDLE contains the names of the other children,
+-- without the last slash, in the same way. Its member '/' has the service of the last child that left SHARES empty. This is VTC
+-- (arXiv 2401.00588) with a tree.
 
 local function children(node, list) return SHARES .. list .. '\0' .. node end
 local function idle_children(node, list) return IDLE .. list .. '\0' .. node end
 
--- Returns the pairs of node and child from the root to the leaf of a key.
+-- Returns the names of the levels of a key, such as `org` and `org/team` for `org/team`. The empty key has one level.
 local function levels_of(key)
-  local levels, node = {}, ''
-  for name in string.gmatch(key, '[^/]+') do
-    local child = node == '' and name or node .. '/' .. name
-    levels[#levels+1] = {node, child}
-    node = child
-  end
-  levels[#levels+1] = {node, node .. '/'}
+  local levels = {}
+  for at in string.gmatch(key .. '/', '()/') do levels[#levels+1] = string.sub(key, 1, at - 1) end
   return levels
 end
 
--- Adds a key to the tree, because it has a job in the backlog. A child that returns gets at least the least service of the others,
--- so that it can't catch up on the time when it had no jobs.
+-- Adds a child to a node. A child that returns gets at least the least service of the others, so that it can't catch up on the time
+-- when it had no jobs.
+local function add_child(node, name, child, list)
+  local active, idle = children(node, list), idle_children(node, list)
+  local own, last = unpack(redis.call('ZMSCORE', idle, name, '/'), 1, 2)
+  local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')[2] or last or 0
+  redis.call('ZADD', active, math.max(tonumber(least), tonumber(own or least)), child)
+  if own then redis.call('ZREM', idle, name) end
+end
+
+-- Adds a key to the tree, because it has a job in the backlog.
 local function activate(key, list)
-  local levels = levels_of(key)
-  for i = #levels, 1, -1 do
-    local node, child = unpack(levels[i])
-    local active, idle = children(node, list), idle_children(node, list)
-    if redis.call('ZSCORE', active, child) then return end
-    local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')[2] or redis.call('ZSCORE', idle, '')
-    local own = redis.call('ZSCORE', idle, child)
-    redis.call('ZADD', active, math.max(tonumber(least or 0), tonumber(own or least or 0)), child)
-    if own then redis.call('ZREM', idle, child) end
+  local node, levels = '', levels_of(key)
+  for i, name in ipairs(levels) do
+    local active, inner = children(node, list), name .. '/'
+    local of_key, of_node = unpack(redis.call('ZMSCORE', active, name, inner), 1, 2)
+    if i == #levels and not of_node then
+      if not of_key then add_child(node, name, name, list) end
+      return
+    elseif of_key then -- the key becomes a node, with its jobs as a child
+      redis.call('ZREM', active, name)
+      redis.call('ZADD', active, of_key, inner)
+      add_child(inner, name, name, list)
+    elseif not of_node then
+      add_child(node, name, inner, list)
+    end
+    node = inner
   end
+  if not redis.call('ZSCORE', children(node, list), key) then add_child(node, key, key, list) end
 end
 
 -- Removes a key from the tree, because it has no job in the backlog.
 local MAX_IDLE = 10000 -- children whose service is remembered, which take about 1 MB for each node
 local IDLE_S = 86400
 local function deactivate(key, list)
-  local levels = levels_of(key)
-  for i = #levels, 1, -1 do
-    local node, child = unpack(levels[i])
+  local levels, child = levels_of(key), key
+  for i = #levels + 1, 1, -1 do
+    local node = i > 1 and levels[i-1] .. '/' or ''
     local active, idle = children(node, list), idle_children(node, list)
     local service = redis.call('ZSCORE', active, child)
-    if not service then return end
-    redis.call('ZREM', active, child)
-    redis.call('ZADD', idle, service, child)
-    redis.call('ZREMRANGEBYRANK', idle, 0, -MAX_IDLE - 1)
-    redis.call('EXPIRE', idle, IDLE_S)
-    if redis.call('EXISTS', active) == 1 then return end
-    redis.call('ZADD', idle, service, '')
+    if service then
+      redis.call('ZREM', active, child)
+      redis.call('ZADD', idle, service, levels[i] or key)
+      redis.call('ZREMRANGEBYRANK', idle, 0, -MAX_IDLE - 1)
+      redis.call('EXPIRE', idle, IDLE_S)
+      if redis.call('EXISTS', active) == 1 then return end
+      redis.call('ZADD', idle, service, '/')
+      child = node
+    elseif i <= #levels then -- else the key has no node
+      return
+    end
   end
 end
 
--- Returns the key that is served next, or nil if the list has no jobs.
+-- Returns the key that is served next, and its path: pairs of a node and its child. Returns nil if the list has no jobs.
 local function next_key(list)
-  local node = ''
+  local node, path = '', {}
   while true do
     local child = redis.call('ZRANGE', children(node, list), 0, 0)[1]
-    if not child then return nil end
-    if string.sub(child, -1) == '/' then return string.sub(child, 1, -2) end
-    node = child
+    if child then
+      path[#path+1] = {node, child}
+      if string.sub(child, -1) ~= '/' then return child, path end
+      node = child
+    elseif node == '' then
+      return nil
+    else -- Redis has evicted the children of this node
+      redis.call('ZREM', children(path[#path][1], list), node)
+      node, path = '', {}
+    end
   end
 end
 
 -- Adds service in tokens to all levels of a key. `weights` has the weight of each level.
 local function add_service(key, list, tokens, weights)
-  for i, level in ipairs(levels_of(key)) do
-    local node, child = unpack(level)
-    for _, set in ipairs({children(node, list), idle_children(node, list)}) do
-      if redis.call('ZSCORE', set, child) then redis.call('ZINCRBY', set, tokens / (tonumber(weights[i]) or 1), child) end
+  local levels, node = levels_of(key), ''
+  levels[#levels+1] = key -- as a child of its own node
+  for i, name in ipairs(levels) do
+    local active, inner, added = children(node, list), name .. '/', tokens / (weights[i] or 1)
+    if redis.call('ZADD', active, 'XX', 'INCR', added, name) then return end
+    if not redis.call('ZADD', active, 'XX', 'INCR', added, inner) then
+      redis.call('ZADD', idle_children(node, list), 'XX', 'INCR', added, name)
     end
+    node = inner
   end
 end
 
@@ -132,17 +159,17 @@ local function learn_cost(id, key, list, cost)
   redis.call('EXPIRE', costs, IDLE_S)
 end
 
--- Charges the key of a job in the backlog that a worker takes. `given_weights` are those of the worker's settings. Returns the
--- charge for the entry: the tokens, and the weight of each level.
-local function charge(key, list, work, given_weights)
-  local tokens, levels, names = expected_cost(work, key, list), levels_of(key), {}
-  for i, level in ipairs(levels) do names[i] = i < #levels and level[2] or '' end -- the weight of '' is that of jobs without a key
-  local weights = redis.call('HMGET', WEIGHTS, unpack(names))
-  local charged = {string.format('%.6g', tokens)}
+-- Charges the key of a job that a worker takes. `given_weights` are those of the worker's settings. Returns the charge for the entry:
+-- the tokens, and the weight of each level.
+local function charge(job, given_weights)
+  local tokens, levels = expected_cost(job.work, job.key, job.list), levels_of(job.key)
+  local weights, charged = redis.call('HMGET', WEIGHTS, unpack(levels)), {string.format('%.6g', tokens)}
   for i, level in ipairs(levels) do
-    local weight = (i < #levels or i == 1) and tonumber(weights[i] or given_weights[names[i]]) or 1
-    redis.call('ZINCRBY', children(level[1], list), tokens / weight, level[2])
-    charged[#charged+1] = string.format('%.6g', weight)
+    weights[i] = tonumber(weights[i] or given_weights[level] or 1)
+    charged[i+1] = string.format('%.6g', weights[i])
+  end
+  for i, step in ipairs(job.path) do
+    redis.call('ZINCRBY', children(step[1], job.list), tokens / (weights[i] or 1), step[2])
   end
   return table.concat(charged, ' ')
 end
@@ -165,12 +192,8 @@ end
 -- the keys, then that of the submissions.
 
 local PLACE = 17 -- characters of the time
-
--- Returns the list of a job, its member in the backlog of this list, and its key. Returns nil if the job has no entry.
-local function place_of(id)
-  local list, submitted_at, key = unpack(redis.call('HMGET', JOB .. id, 'list', 'submitted_at', 'fairness_key'), 1, 3)
-  if not list then return nil end
-  return list, (key or '') .. '\0' .. string.format('%0' .. PLACE .. '.6f', submitted_at) .. id, key or ''
+local function member_of(id, key, submitted_at)
+  return key .. '\0' .. string.format('%0' .. PLACE .. '.6f', submitted_at) .. id
 end
 
 -- Returns the id in a member of a backlog.
@@ -178,48 +201,47 @@ local function id_in(member)
   return string.sub(member, string.find(member, '\0', 1, true) + PLACE + 1)
 end
 
--- Returns the first member of a key in the backlog of a list, or nil if it has no jobs.
+-- Returns the first members of a key in the backlog of a list, at most two.
 local function first_of_key(key, list)
-  local member = redis.call('ZRANGEBYLEX', BACKLOG .. list, '[' .. key .. '\0', '+', 'LIMIT', 0, 1)[1]
-  return member and string.sub(member, 1, #key + 1) == key .. '\0' and member or nil
+  return redis.call('ZRANGEBYLEX', BACKLOG .. list, '[' .. key .. '\0', '(' .. key .. '\1', 'LIMIT', 0, 2)
 end
 
 -- Adds a job to the backlog of its list. The caller pushes a ticket.
-local function add_to_backlog(id)
-  local list, member, key = place_of(id)
-  redis.call('ZADD', BACKLOG .. list, 0, member)
+local function add_to_backlog(id, list, key, submitted_at)
+  redis.call('ZADD', BACKLOG .. list, 0, member_of(id, key, submitted_at))
   activate(key, list)
-end
-
--- Removes a member from a backlog. Returns whether it was there.
-local function remove_from_backlog(list, member, key)
-  if redis.call('ZREM', BACKLOG .. list, member) == 0 then return false end
-  if not first_of_key(key, list) then deactivate(key, list) end
-  return true
 end
 
 -- Removes a job from the backlog of its list. Returns whether the job was there.
 local function leave_backlog(id)
-  local list, member, key = place_of(id)
-  return list and remove_from_backlog(list, member, key)
+  local list, submitted_at, key = unpack(redis.call('HMGET', JOB .. id, 'list', 'submitted_at', 'fairness_key'), 1, 3)
+  key = key or ''
+  if not list or redis.call('ZREM', BACKLOG .. list, member_of(id, key, submitted_at)) == 0 then return false end
+  if #first_of_key(key, list) == 0 then deactivate(key, list) end
+  return true
 end
 
--- Returns whether a worker can take this job, its time of submission and its work. A job can be taken if it has neither ended nor
--- started, no worker holds it, and Celery has not refused it.
-local function can_be_taken(id)
-  local found = redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work')
-  local state, holder, refused = unpack(found, 1, 3)
-  return (state == 'queued' or state == 'handed_back') and not holder and not refused, found[4], found[5]
+-- Returns whether a worker can take a job, given these fields of its entry: it has neither ended nor started, no worker holds it,
+-- and Celery has not refused it.
+local function can_be_taken(state, holder, refused)
+  return (state == 'queued' or state == 'handed_back') and not holder and not refused
 end
 
 -- Adds a job to its backlog if a worker can take it. It is missing there if a worker of a version without backlogs has queued it
--- or returned it, or if a purge has removed it and could not end it. Returns whether the job was added.
-local function restore_to_backlog(id)
-  local list, member = place_of(id)
-  if not list or redis.call('ZSCORE', BACKLOG .. list, member) then return false end
-  if not can_be_taken(id) or redis.call('ZSCORE', DELAYED, id) then return false end
+-- or returned it, or if a purge has removed it and could not end it. With `repairs`, its key is added to the tree if it is missing
+-- there, because Redis has evicted a part of the tree. Returns whether the job was added, or nil if it has no entry.
+local function restore_to_backlog(id, repairs)
+  local found = redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'list', 'submitted_at', 'fairness_key')
+  local list, submitted_at, key = found[4], found[5], found[6] or ''
+  if not found[1] then return nil end
+  if not list or not can_be_taken(unpack(found, 1, 3)) then return false end
+  if redis.call('ZSCORE', BACKLOG .. list, member_of(id, key, submitted_at)) then
+    if repairs then activate(key, list) end
+    return false
+  end
+  if redis.call('ZSCORE', DELAYED, id) then return false end
   if redis.call('HSTRLEN', JOB .. id, 'message') == 0 then return false end -- a step of a canvas that ends without running
-  add_to_backlog(id)
+  add_to_backlog(id, list, key, submitted_at)
   return true
 end
 
@@ -228,17 +250,17 @@ end
 local MAX_STALE = 1000 -- jobs, which takes a few milliseconds
 local function next_job(list)
   for _ = 1, MAX_STALE do
-    local key = next_key(list)
+    local key, path = next_key(list)
     if not key then return nil end
-    local member = first_of_key(key, list)
-    if not member then
-      deactivate(key, list)
-    else
-      local id = id_in(member)
-      local is_free, submitted_at, work = can_be_taken(id)
-      if is_free then return {id = id, list = list, member = member, key = key, submitted_at = submitted_at, work = work} end
-      remove_from_backlog(list, member, key)
+    local members = first_of_key(key, list)
+    local id = members[1] and id_in(members[1])
+    local found = id and redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work', 'message')
+    if found and can_be_taken(unpack(found, 1, 3)) and found[6] then
+      return {id = id, list = list, key = key, path = path, member = members[1], is_last = not members[2], submitted_at = found[4],
+              work = found[5], message = found[6]}
     end
+    if id then redis.call('ZREM', BACKLOG .. list, members[1]) end
+    if not members[2] then deactivate(key, list) end
   end
 end
 
@@ -247,8 +269,9 @@ end
 local function job_of_ticket(list, own)
   local job = next_job(list)
   if job and job.id == own then return job end
-  if redis.call('EXISTS', JOB .. own) == 0 then return {id = own} end
-  return restore_to_backlog(own) and next_job(list) or job
+  local is_restored = restore_to_backlog(own, not job)
+  if is_restored == nil then return {id = own} end
+  return (is_restored or not job) and next_job(list) or job
 end
 
 -- Pushes the message of a job as a ticket, which is the next one to be popped.
@@ -281,12 +304,13 @@ local function add_entry(job, id, task, queue, list, priority, timeout, message,
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
 end
 
--- Lets a worker hold the message of a job that waits in a list, and charges its key.
-local function hold(job, token, lease_s, given_weights)
-  local charged = charge(job.key, job.list, job.work, given_weights)
-  remove_from_backlog(job.list, job.member, job.key)
+-- Lets a worker hold a job of a backlog until its lease ends, and charges its key.
+local function hold(job, token, lease_ends_at, given_weights)
+  local charged = charge(job, given_weights)
+  redis.call('ZREM', BACKLOG .. job.list, job.member)
+  if job.is_last then deactivate(job.key, job.list) end
   redis.call('HSET', JOB .. job.id, 'holder', token, 'charged', charged)
-  redis.call('ZADD', LEASES, stamp(clock() + lease_s), job.id)
+  redis.call('ZADD', LEASES, lease_ends_at, job.id)
 end
 
 -- Releases the message of a job, so that no worker holds it.
@@ -301,7 +325,8 @@ local function requeue(job, cancel, id)
   drop_holder(job, id)
   correct_charge(id, 0)
   redis.call('ZREM', DELAYED, id)
-  local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled')
+  local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled',
+                           'fairness_key')
   local state, message = found[1], found[6]
   if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
   if not message or state == 'done' or found[7] then return false end
@@ -310,7 +335,7 @@ local function requeue(job, cancel, id)
     redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 1)
     redis.call('ZREM', RUNNING, id)
   end
-  add_to_backlog(id)
+  add_to_backlog(id, found[3], found[9] or '', found[5])
   wait_in_queue(id, found[2], tonumber(found[4]), tonumber(found[5]))
   if redis.call('EXISTS', cancel) == 1 then redis.call('ZADD', DUE, stamp(clock()), id) end
   return true
@@ -430,7 +455,7 @@ for i = 1, num_jobs do
     if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
     if fairness_key ~= '' then redis.call('HSET', job, 'fairness_key', fairness_key) end
     if message ~= '' then
-      add_to_backlog(id)
+      add_to_backlog(id, list, fairness_key, submitted_at)
       redis.call('LPUSH', list, message)
     end
     for event = first_event, at - 2, 2 do
@@ -507,12 +532,13 @@ local job, new_job, list = unpack(KEYS)
 local id, new_id, message = unpack(ARGV)
 if redis.call('ZREM', DEAD, id) == 0 then return 0 end
 local task, queue, priority = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority'), 1, 3)
-add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, clock())
+local now = clock()
+add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, now)
 for _, field in ipairs({'tenant', 'fairness_key', 'work'}) do
   local value = redis.call('HGET', job, field)
   if value then redis.call('HSET', new_job, field, value) end
 end
-add_to_backlog(new_id)
+add_to_backlog(new_id, list, redis.call('HGET', job, 'fairness_key') or '', now)
 redis.call('LPUSH', list, message)
 redis.call('HDEL', job, 'message')
 return 1
@@ -564,9 +590,9 @@ return 1
 -- Returns for each job: its list, its id, its message or '' if it is the ticket, its token (the token of this call and a number),
 -- and the seconds since it was submitted. If no entry exists for a ticket, its token and seconds are ''.
 local own, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local given_weights, reply = cjson.decode(ARGV[7]), {}
+local given_weights, now, reply = cjson.decode(ARGV[7]), clock(), {}
 local function add(list, id, message, held_with, submitted_at)
-  local waited = submitted_at and stamp(math.max(0, clock() - tonumber(submitted_at))) or ''
+  local waited = submitted_at and stamp(math.max(0, now - tonumber(submitted_at))) or ''
   for _, value in ipairs({list, id, message, held_with, waited}) do reply[#reply+1] = value end
 end
 
@@ -581,19 +607,18 @@ end
 
 local function take(job, message)
   local held_with = token .. '.' .. #reply
-  hold(job, held_with, lease_s, given_weights)
+  hold(job, held_with, stamp(now + lease_s), given_weights)
   add(job.list, job.id, message, held_with, job.submitted_at)
 end
+local function is_heavy(text) return string.find(text, '"' .. WEIGHT_HEADER .. '"', 1, true) end
 
 local job = job_of_ticket(KEYS[1], own)
-local message = job and job.list and redis.call('HGET', JOB .. job.id, 'message')
-if message then
-  take(job, job.id == own and '' or message)
+if job and job.message then
+  take(job, job.id == own and '' or job.message)
+  if is_heavy(job.message) then return reply end
 elseif job then
   add(KEYS[1], own, '', '')
 end
-local function is_heavy(text) return string.find(text, '"' .. WEIGHT_HEADER .. '"', 1, true) end
-if message and is_heavy(message) then return reply end
 local first = 2 -- list of the next model
 for at = 8, #ARGV, 2 do
   local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
@@ -601,14 +626,12 @@ for at = 8, #ARGV, 2 do
     local list = KEYS[i]
     local num_left = capacity > 0 and math.ceil(redis.call('LLEN', list) / divisor) or 0
     while capacity > 0 and num_left > 0 do
-      local ticket = redis.call('LINDEX', list, -1)
-      local own = ticket_id(ticket)
+      local own = ticket_id(redis.call('LINDEX', list, -1))
       local job = own and job_of_ticket(list, own)
-      local entry = job and job.list and JOB .. job.id
-      local message = entry and redis.call('HSTRLEN', entry, 'message') <= max_bytes and redis.call('HGET', entry, 'message')
+      local message = job and job.message
       if own and not job then -- no job waits
         redis.call('RPOP', list)
-      elseif not message or is_heavy(message) then
+      elseif not message or #message > max_bytes or is_heavy(message) then
         capacity = 0 -- messages of plain Celery, tickets without an entry, large jobs, and jobs that weigh more are taken alone
       else
         redis.call('RPOP', list)
@@ -942,7 +965,7 @@ for _, id in ipairs(redis.call('ZRANGE', waiting, first, first + max_jobs - 1)) 
   local state, holder = unpack(redis.call('HMGET', JOB .. id, 'state', 'holder'), 1, 2)
   if not state then redis.call('ZREM', waiting, id) end
   if state == 'running' and not holder then lost[#lost+1] = id end
-  restore_to_backlog(id)
+  restore_to_backlog(id, true)
 end
 return lost
 
