@@ -48,7 +48,7 @@ from .models.memory_admission import devices, vram_info
 from .models.model import Model, Tokenizer, wanted_text
 from .models.sources import HubOptions
 from .options import EngineOptions
-from .request import Request, Resumed, SamplingParams, TokenLogprob, sampling_of
+from .request import Request, Resumed, SamplingParams, Share, TokenLogprob, sampling_of
 from .sampling.processors import LogitsProcessor, SequenceStart
 from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
 from .system.core_sharing import CoreSharing, Peer
@@ -113,6 +113,7 @@ __all__ = [
     "Resumed",
     "SamplingParams",
     "SequenceStart",
+    "Share",
     "Started",
     "StepCounts",
     "StepStats",

@@ -249,6 +249,24 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The share of the slots that a request counts towards. Raises InvalidRequest.
+
+    Waiting requests with the same priority take turns by key, so that each key gets the same number of computed tokens
+    per weight. Slashes in a key separate levels.
+    """
+
+    key: str = ""
+    weights: tuple[float, ...] = ()  # of the levels of the key; 1 for levels without a weight
+    prefill_cost: float = 0.1  # cost of a prompt token relative to a generated token
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.key, str), "share.key", self.key, "text")
+        check(all(is_real(w) and w > 0 for w in self.weights), "share.weights", self.weights, "numbers above 0")
+        check(len(self.weights) <= self.key.count("/") + 2, "share.weights", self.weights, "one number for each level")
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request to generate text: a prompt as token ids, and how to continue it. Raises InvalidRequest."""
 
@@ -262,6 +280,7 @@ class Request:
     ignore_eos: bool = False
     timeout_s: float | None = None  # seconds from submission
     priority: int = DEFAULT_PRIORITY  # 0 is the most urgent, 9 the least
+    share: Share = Share()  # requests with the same priority share the slots by its key
     stream: bool = True  # False: no Text events, only Started and Finished
     mode: Mode | None = None  # how the caller gets the text, for telemetry; None = according to `stream`
     return_tokens: bool = False  # add `context_tokens` to the completion

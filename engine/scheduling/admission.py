@@ -11,8 +11,10 @@ from cellama.engine.errors import QueueFull
 from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvcache.manager import KvCache, Placement
 from cellama.engine.kvcache.prefix import PrefixIndex
+from cellama.engine.request import INTERACTIVE_PRIORITY, Request
 
 from .sequence import Sequence, SlotTable, State
+from .shares import FairShares
 from .slot_layout import adjacent_slot, by_nearness
 from .strategies import yields_slot_despite_age
 
@@ -67,15 +69,19 @@ class _Heap:
 
 
 class WaitingQueue:
-    """Orders waiting sequences by priority and waiting time, so that none waits forever, and tracks all deadlines."""
+    """Orders waiting sequences by priority and waiting time, so that none waits forever, and tracks all deadlines.
 
-    def __init__(self, max_waiting: int = 0) -> None:
+    Within a priority, the next sequence is the oldest one of the fairness key with the least service.
+    """
+
+    def __init__(self, shares: FairShares, max_waiting: int = 0) -> None:
         """Create a queue. `max_waiting` limits the requests that can't have a slot now. 0 means no limit."""
         self.num_waiting = 0
+        self._shares = shares
         self._num_requests = 0  # requests whose first sequence waits, which means that all of their sequences wait
         self._max_waiting = max_waiting
         self._arrivals = itertools.count()
-        self._heaps = {True: _Heap(), False: _Heap()}  # interactive and bulk sequences
+        self._heaps: dict[int, dict[str, _Heap]] = {}  # sequences by priority and fairness key; none is empty
         self._deadlines = _Heap()
         self._prompts: PrefixIndex[Sequence] = PrefixIndex()
 
@@ -95,20 +101,21 @@ class WaitingQueue:
         # Ageing without a clock: all waiting sequences age equally, so their order at arrival stays right.
         sequence.rank = now + AGEING_S * sequence.request.priority
         sequence.order = next(self._arrivals)
-        self._start_waiting(sequence)
+        self._start_waiting(sequence, is_new=True)
         if sequence.deadline is not None:
             self._deadlines.push(sequence.deadline, sequence)
 
     def add_preempted(self, sequence: Sequence, now: float) -> None:
         """Add a sequence that has lost its slot. Its time in the slot doesn't count as waiting time."""
         sequence.rank = rank_if_preempted(sequence, now)
-        self._start_waiting(sequence)
+        self._start_waiting(sequence, is_new=False)
 
-    def _start_waiting(self, sequence: Sequence) -> None:
+    def _start_waiting(self, sequence: Sequence, *, is_new: bool) -> None:
         tokens = sequence.tokens if sequence.num_output else sequence.request.prompt  # the prompt is not copied
         self._prompts.insert(sequence, tokens, sequence.scope)
         self.num_waiting += 1
         self._num_requests += sequence.index == 0
+        self._shares.start_waiting(sequence, is_new=is_new)
         self.requeue(sequence)
 
     def pop(self, *, interactive: bool = False) -> Sequence | None:
@@ -116,20 +123,45 @@ class WaitingQueue:
 
         The sequence counts as waiting until `remove` is called.
         """
-        heap = self._heaps[True] if interactive else min(self._heaps.values(), key=lambda heap: heap.first)
-        return heap.pop()
+        heaps = [
+            self._next_heap(priority) for priority in self._heaps if priority <= INTERACTIVE_PRIORITY or not interactive
+        ]
+        if not heaps:
+            return None
+        sequence = min(heaps, key=lambda heap: heap.first).pop()
+        assert sequence is not None  # no heap is empty
+        self._drop_if_empty(sequence.request)
+        return sequence
+
+    def _next_heap(self, priority: int) -> _Heap:
+        """Return the sequences of the fairness key that is served next within a priority."""
+        heaps = self._heaps[priority]
+        if len(heaps) == 1:
+            return next(iter(heaps.values()))
+        return min(heaps.items(), key=lambda item: (self._shares.of(priority, item[0]), item[1].first))[1]
+
+    def _drop_if_empty(self, request: Request) -> None:
+        heaps = self._heaps.get(request.priority, {})
+        if request.share.key in heaps and not heaps[request.share.key]:
+            del heaps[request.share.key]
+            if not heaps:
+                del self._heaps[request.priority]
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a popped sequence back at its previous rank, unless it has finished."""
         if sequence.state is State.WAITING:
-            self._heaps[sequence.request.is_interactive].push(sequence.rank, sequence)
+            heaps = self._heaps.setdefault(sequence.request.priority, {})
+            heaps.setdefault(sequence.request.share.key, _Heap()).push(sequence.rank, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a waiting sequence that has received a slot or finished."""
         self.num_waiting -= 1
         self._num_requests -= sequence.index == 0
         self._prompts.remove(sequence)
-        self._heaps[sequence.request.is_interactive].discard(sequence)
+        self._shares.stop_waiting(sequence)
+        if (heap := self._heaps.get(sequence.request.priority, {}).get(sequence.request.share.key)) is not None:
+            heap.discard(sequence)
+            self._drop_if_empty(sequence.request)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget the deadline of a finished sequence."""
@@ -150,7 +182,12 @@ class WaitingQueue:
 
     def waiting(self) -> list[Sequence]:
         """Return all waiting sequences in arbitrary order."""
-        return [sequence for heap in self._heaps.values() for sequence in heap]
+        return [sequence for heaps in self._heaps.values() for heap in heaps.values() for sequence in heap]
+
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether sequences with the same priority and different fairness keys wait."""
+        return any(len(heaps) > 1 for heaps in self._heaps.values())
 
 
 def rank_if_preempted(sequence: Sequence, now: float) -> float:
@@ -164,9 +201,10 @@ class SlotFinder:
     It keeps interactive sequences together, so that llama.cpp decodes them in one pass (docs/adr/011).
     """
 
-    def __init__(self, cache: KvCache, slots: SlotTable) -> None:
+    def __init__(self, cache: KvCache, slots: SlotTable, shares: FairShares) -> None:
         self._cache = cache
         self._slots = slots
+        self._shares = shares
         self.disk: DiskTier | None = None
 
     def await_prefix(self, sequence: Sequence, now: float) -> bool:
@@ -252,12 +290,29 @@ class SlotFinder:
         return self._cheapest_first(younger, sequence) + older
 
     def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
-        """Sort victims by urgency, the least urgent first, and then by age, or by nearness if states are saved."""
+        """Sort victims by urgency and service, and then by age, or by nearness if states are saved.
+
+        The least urgent one is first, and then one of the fairness key with the most service.
+        """
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
-            return sorted(victims, key=preemption_key, reverse=True)
+            return self.preemption_order(victims)
         slots = [victim.slot for victim in victims if victim.slot is not None]
         order = {slot: index for index, slot in enumerate(by_nearness(slots, self._slots_like(sequence)))}
-        return sorted(victims, key=lambda victim: (-victim.request.priority, order[victim.slot or 0]))
+        services = self._shares.services(victims)
+        victims = sorted(victims, key=lambda victim: order[victim.slot or 0])
+        return sorted(victims, key=lambda victim: (victim.request.priority, services[victim]), reverse=True)
+
+    def preemption_order(self, running: list[Sequence]) -> list[Sequence]:
+        """Sort running sequences in the order in which they lose their slots.
+
+        The least urgent one is first, then one of the fairness key with the most service, and then the youngest.
+        """
+        services = self._shares.services(running)
+        return sorted(
+            running,
+            key=lambda s: (s.request.priority, services[s], s.admitted_at or 0.0, s.order),
+            reverse=True,
+        )
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
         """Return the number of cells that the sequence and all running sequences except the victims need."""
@@ -270,11 +325,6 @@ class SlotFinder:
 
 def _will_compute(sequence: Sequence, length: int) -> bool:
     return sequence.state is State.PREFILLING and sequence.num_computed < length
-
-
-def preemption_key(sequence: Sequence) -> tuple[int, float, int]:
-    """Return a sort key. The sequence with the largest key, the least urgent or youngest, loses its slot first."""
-    return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
 
 
 class CutPlanner:

@@ -14,9 +14,10 @@ from cellama.engine.backend import Chunk, KvMemory
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Placement
 
-from .admission import CutPlanner, SlotFinder, WaitingQueue, preemption_key
+from .admission import CutPlanner, SlotFinder, WaitingQueue
 from .decode_costs import DecodeCosts
 from .sequence import Sequence, SlotTable, SlotWork, State, work_of
+from .shares import FairShares
 from .slot_layout import SlotLayout, pass_rows_of
 from .strategies import Guarded, SlotView, Strategy, prefill_order
 
@@ -113,10 +114,11 @@ class Scheduler:
         self.limits = limits
         self.strategy = Guarded(strategy)
         self.slots = SlotTable(memory.n_slots)
-        self.queue = WaitingQueue(limits.max_queue)
+        self.shares = FairShares(self.slots)
+        self.queue = WaitingQueue(self.shares, limits.max_queue)
         self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
         self._rotation = AdapterRotation()
-        self.finder = SlotFinder(self.cache, self.slots)
+        self.finder = SlotFinder(self.cache, self.slots, self.shares)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
         self.costs = DecodeCosts()
         self.layout = SlotLayout(self.cache, self.slots, self.costs, limits.budget)
@@ -143,10 +145,12 @@ class Scheduler:
     def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
         """Give slots to waiting sequences, the most urgent first, each with the longest prefix that can be reused.
 
-        A sequence is skipped while another one computes a prefix that it can reuse. A running sequence loses its slot
-        to a more urgent one. If admitting a sequence raises an unexpected exception, the sequence is passed to
-        `on_failure`, which releases it.
+        Equally urgent sequences take turns by fairness key. A sequence is skipped while another one computes a prefix
+        that it can reuse. A running sequence loses its slot to a more urgent one. If admitting a sequence raises an
+        unexpected exception, the sequence is passed to `on_failure`, which releases it.
         """
+        if self.queue.has_several_keys:
+            self.shares.charge_running()
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
         is_full = False  # then only interactive sequences can still get a slot, by preempting a bulk sequence
@@ -189,6 +193,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Take the slot from a sequence, which then waits again. Its cells are saved if the quota allows that."""
+        self.shares.charge(sequence, is_leaving=True)
         slot = self.slots.release(sequence)
         self.cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
         self.cache.clear(slot)
@@ -211,10 +216,12 @@ class Scheduler:
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.cache_tier = tier if sequence.num_cached else None
         sequence.placed_at, sequence.num_output_placed = now, sequence.num_output
+        sequence.num_reused, sequence.charged = sequence.num_computed, 0.0
         sequence.state, sequence.waits_for = State.PREFILLING, None
         self.slots.assign(placement.slot, sequence)
         self._rotation.add(sequence.adapters, sequence.request.is_interactive, now)
         self.queue.remove(sequence)
+        self.shares.charge(sequence)
 
     # The batch of a step
 
@@ -241,7 +248,7 @@ class Scheduler:
         running = self.slots.running
         if len(running) < 2:
             return False
-        self.preempt(max(running, key=preemption_key), now)
+        self.preempt(self.finder.preemption_order(running)[0], now)
         return True
 
     def _build_batch(self, now: float, only: int | None) -> list[SlotWork]:
@@ -311,6 +318,7 @@ class Scheduler:
             self.cache.forget_scope(sequence.scope)
         if sequence.slot is None:
             return
+        self.shares.charge(sequence, is_leaving=True)
         slot = self.slots.release(sequence)
         self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:

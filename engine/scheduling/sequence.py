@@ -74,6 +74,8 @@ class Sequence:
     admitted_at: float | None = None  # time at which it first got a slot
     placed_at: float | None = None  # time at which it last got a slot
     num_output_placed: int = 0  # number of output tokens at that time
+    num_reused: int = 0  # leading tokens that it reused at that time
+    charged: float = 0.0  # cost of its tokens since that time that its fairness key was charged (shares.py)
     first_token_at: float | None = None
     last_token_at: float | None = None
     texts: list[str] = field(default_factory=list)
@@ -124,6 +126,18 @@ class Sequence:
     def deadline(self) -> float | None:
         timeout_s = self.request.timeout_s
         return None if timeout_s is None else self.submitted_at + timeout_s
+
+    def take_uncharged(self, *, is_leaving: bool = False) -> float:
+        """Return the cost in generated tokens that was added since the last call.
+
+        A sequence that gets a slot costs its whole prefill, of which one that is `is_leaving` the slot costs only the
+        part that was computed.
+        """
+        num_known = self.num_prompt + self.num_output_placed
+        num_prefilled = (min(self.num_computed, num_known) if is_leaving else num_known) - self.num_reused
+        cost = self.num_output - self.num_output_placed + self.request.share.prefill_cost * max(0, num_prefilled)
+        before, self.charged = self.charged, cost
+        return cost - before
 
     def truncate(self, num_tokens: int) -> None:
         """Record that the slot has at most this many tokens of the sequence, so the others must be computed again."""

@@ -83,7 +83,7 @@ from cellama.tasks.state.registry import live_workers, llguidance_version, recen
 from cellama.tasks.worker.signing import conversation_of
 
 from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
-from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, prefill_of, request_of
+from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, prefill_of, request_of, share_of
 from .replay import ChatReplay
 from .vectors import embed, rerank, wait_for
 
@@ -470,6 +470,7 @@ class JobAttempt:
             sampling=provenance.sampling,
             mode="stream" if getattr(job, "stream", False) else "generate",
             priority=SUSPECT_PRIORITY if self._attempt.num_failures > 1 else job.priority,
+            share=share_of(self._attempt),
         )
         if (key := job.parent_key) is not None:
             find_parent = partial(parent_tokens, self._runtime, model, key, job.cache_scope, adapters)

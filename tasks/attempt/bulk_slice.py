@@ -24,7 +24,7 @@ from cellama.tasks.publishing.publisher import LINE_MARK, AttemptStream
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.history import Past, Provenance
 
-from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, request_of
+from .engine_request import RequestExtras, has_seed, is_constrained, parent_tokens, request_of, share_of
 from .vectors import ranking_of, submit_documents, submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class ChunkRun:
         self._context = context
         self._stream = stream
         self._run_id = stream.attempt.run_id
+        self._share = share_of(stream.attempt)
         self._past = past
         self._provenance = provenance
         self._runtime = runtime
@@ -150,6 +151,7 @@ class ChunkRun:
             seed=None if has_seed(job, self._provenance.sampling) else self._seed_of(index),
             mode="generate",
             priority=job.priority,
+            share=self._share,
             resume=resume_of(self._past, job.n, index),
             parent=() if key is None else self._retry_redis(find_parent),
         )

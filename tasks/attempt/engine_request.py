@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cellama.config import get_settings
 from cellama.engine import (
     ChatOptions,
     ChatPrompt,
@@ -16,6 +17,7 @@ from cellama.engine import (
     Request,
     Resumed,
     SamplingParams,
+    Share,
     UnknownKey,
     sampling_of,
     wanted_text,
@@ -28,6 +30,7 @@ from cellama.tasks.contract.payloads import CONSTRAINTS
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.state.contexts import KeptContext, keep_context, read_context
 from cellama.tasks.state.history import Choice
+from cellama.tasks.state.ledger import Attempt
 from cellama.tasks.worker.signing import Signer, conversation_of
 
 if TYPE_CHECKING:
@@ -46,10 +49,16 @@ class RequestExtras:
     adapters: Choice  # adapters of the model, or those that the job chooses
     sampling: Mapping[str, object]  # defaults of the model when the job started
     mode: Mode
+    share: Share
     seed: int | None = None  # replaces the job's seed unless it is None
     resume: tuple[Resumed, ...] = ()  # tokens of earlier attempts
     parent: tuple[int, ...] = ()  # tokens of a context that the prompt follows: of `parent_key`, or of a reply
     num_replayed: int = 0  # first messages of a chat that `parent` contains
+
+
+def share_of(attempt: Attempt) -> Share:
+    """Return the share of the slots that the requests of an attempt count towards."""
+    return Share(attempt.fairness_key, attempt.fairness_weights, get_settings().prefill_cost)
 
 
 def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
@@ -62,6 +71,7 @@ def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
         cache_scope=job.cache_scope,
         timeout_s=job.timeout,
         priority=extras.priority,
+        share=extras.share,
         submitted_at=extras.submitted_at,
         mode=extras.mode,
     )
@@ -113,6 +123,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, 
         return_tokens=job.return_tokens,
         timeout_s=job.timeout,
         priority=extras.priority,
+        share=extras.share,
         submitted_at=extras.submitted_at,
         mode=extras.mode,
         reply=prompt.reply,

@@ -292,6 +292,8 @@ class Attempt:
     waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
     next_seq: int = 0  # the seq of its first event
     before: tuple[Earlier, ...] = field(default=(), compare=False)  # earlier attempts, the previous one last
+    fairness_key: str = field(default="", compare=False)
+    fairness_weights: tuple[float, ...] = field(default=(), compare=False)  # of the levels of the key
 
     @property
     def run_id(self) -> str:
@@ -567,8 +569,14 @@ class Ledger:
         )
         if not more:
             return attempt
-        before, now, next_seq = more
-        return replace(attempt, before=earlier_of(before, now), next_seq=int(next_seq))
+        before, now, next_seq, fairness_key, charge = more
+        return replace(
+            attempt,
+            before=earlier_of(before, now),
+            next_seq=int(next_seq),
+            fairness_key=fairness_key.decode(),
+            fairness_weights=tuple(float(weight) for weight in charge.split()[1:]),
+        )
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Write events to the journals of their jobs and publish them, in order.

@@ -744,7 +744,8 @@ return {requeue_all(LEASES), num_delayed}
 -- KEYS: entry, cancel, Celery's result. ARGV: run, worker, maximum number of failures, 1 if the attempt runs alone, token ('any'
 -- is not checked), value that Celery stores or '', its TTL in seconds or ''.
 -- Returns verdict, number of the attempt, failures, and seconds since the job was submitted or since it may run. If the attempt
--- has started, also returns the earlier attempts that were not reported, the time, and the `seq` of its first event.
+-- has started, also returns the earlier attempts that were not reported, the time, the `seq` of its first event, its fairness key,
+-- and its charge or ''.
 local job, cancel, result = unpack(KEYS)
 local run, worker, max_failures, alone, token, stored, expires = unpack(ARGV)
 local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at', 'failures', 'run', 'delay', 'began_at',
@@ -775,7 +776,7 @@ if last_run ~= run then -- else this call repeats one whose reply was lost
 end
 redis.call('HSET', job, 'state', 'running', 'run', run, 'worker', worker)
 if stored ~= '' then store_state(result, stored, expires) end
-local counts = redis.call('HMGET', job, 'attempt', 'failures', 'before', 'next_seq')
+local counts = redis.call('HMGET', job, 'attempt', 'failures', 'before', 'next_seq', 'fairness_key', 'charged')
 local attempt, failures, before, next_seq = tonumber(counts[1]), tonumber(counts[2]), counts[3] or '', tonumber(counts[4] or 0)
 local verdict = 'run'
 if redis.call('EXISTS', cancel) == 1 then
@@ -783,7 +784,7 @@ if redis.call('EXISTS', cancel) == 1 then
 elseif failures > tonumber(max_failures) then
   verdict = 'dead'
 end
-return {verdict, attempt, failures, waited, before, now, next_seq}
+return {verdict, attempt, failures, waited, before, now, next_seq, counts[5] or '', counts[6] or ''}
 
 --@ write
 -- Writes events to journals and publishes them, each only if its run is the current run of its job.

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cellama import engine
-from cellama.engine import EngineOptions, Pulse, Request
+from cellama.engine import EngineOptions, Pulse, Request, Share
 from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.core.engine_core import MAX_COMMANDS_PER_STEP, Command, EngineCore
 from cellama.engine.core.requests import Handle
@@ -116,7 +116,7 @@ def operations(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("params", [{}, {"cache_prompt": False}, {"timeout_s": 1e6}, {"n": 2}])
+@pytest.mark.parametrize("params", [{}, {"cache_prompt": False}, {"timeout_s": 1e6}, {"n": 2}, {"share": Share("a/b")}])
 def test_cost_of_a_step_does_not_grow_with_waiting_requests(shares: bool, params: dict[str, Any]) -> None:
     costs = []
     for number in (FEW, MANY):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cellama.engine import PromptTooLong, QueueFull, Request
+from cellama.engine import PromptTooLong, QueueFull, Request, Share
 from cellama.engine.core.telemetry import timings_of
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.scheduler import Limits
@@ -73,7 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, lengths: list[int], priority: int, family: int) -> None:
         for length in lengths:
             tokens = (family, *range(1, length))  # prompts of a family share prefixes
-            request = Request("r", tokens, priority=priority, cache_prompt=length % 8 != 0)
+            share = Share(("", "a", "a/b")[length % 3])
+            request = Request("r", tokens, priority=priority, cache_prompt=length % 8 != 0, share=share)
             new = Sequence(request, seed=0, submitted_at=self.now, tokens=list(tokens))
             self.scheduler.enqueue(new, self.now)
             self.alive.append(new)
@@ -137,6 +140,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.cache.cells.used == backend.num_used() <= backend.n_cells
         for s in held:  # the reused tokens equal those that would have been computed
             assert [cell.token for cell in backend.cells[s.slot or 0]] == s.tokens[: s.num_computed]
+
+    @invariant()
+    def shares_count_waiting_sequences(self) -> None:
+        if hasattr(self, "scheduler"):
+            waiting = Counter((s.request.priority, f"{s.request.share.key}/") for s in self.scheduler.queue.waiting())
+            bands = self.scheduler.shares._bands.items()
+            assert waiting == {
+                (priority, f"{key}/"): num
+                for priority, band in bands
+                for key in ("", "a", "a/b")
+                if (num := band.num_waiting[f"{key}/"])
+            }
+            assert all(s.charged == 0 for s in self.alive if s.admitted_at is None)
 
     @invariant()
     def saved_states_keep_to_the_quota(self) -> None:
@@ -213,9 +229,9 @@ def test_finished_sequences_are_forgotten_before_their_deadlines() -> None:
         ended = sequence(timeout_s=10**6, priority=index % 10)
         scheduler.enqueue(ended, 0)
         scheduler.release(ended)
-    for heap in (*scheduler.queue._heaps.values(), scheduler.queue._deadlines):
-        assert list(heap) == []
-        assert len(heap._entries) < 50
+    assert scheduler.queue._heaps == {}
+    assert list(scheduler.queue._deadlines) == []
+    assert len(scheduler.queue._deadlines._entries) < 50
     patient = sequence(timeout_s=1)
     scheduler.enqueue(patient, 0)
     assert scheduler.queue.waiting() == [patient]

@@ -1,0 +1,111 @@
+"""Fair shares: the service that fairness keys have received from the slots, as in the queues (docs/fair-share.md).
+
+Keys form a tree. A node is a level of a key, such as `org/team`, and the leaf `{key}/` stands for the requests of the
+key itself. Among children of a node, the one with the least service per weight is the next. Service is counted for each
+priority on its own, in tokens that were computed. The rules are those of VTC (arXiv 2401.00588).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import lru_cache
+from itertools import chain, repeat
+
+from .sequence import Sequence, SlotTable
+
+MAX_IDLE_NODES = 2000  # nodes whose service is remembered while none of their sequences waits: about 300 kB
+
+Service = tuple[float, ...]  # of each level of a key, from the root, in tokens per weight
+
+
+@lru_cache(maxsize=10_000)
+def _levels_of(key: str) -> tuple[tuple[str, str], ...]:
+    """Return the node and its parent for each level of a key, from the root."""
+    names = key.split("/") if key else []
+    nodes = ["", *("/".join(names[:end]) for end in range(1, len(names) + 1)), f"{key}/"]
+    return tuple(zip(nodes[1:], nodes, strict=False))
+
+
+class _Band:
+    """The service of the nodes within a priority."""
+
+    def __init__(self) -> None:
+        self.service: defaultdict[str, float] = defaultdict(float)
+        self.num_waiting: Counter[str] = Counter()  # waiting sequences below each node
+        self._children: defaultdict[str, set[str]] = defaultdict(set)  # of each node: those with waiting sequences
+        self._last: dict[str, str] = {}  # of each node: the last child that had waiting sequences
+
+    def start_waiting(self, key: str, *, is_new: bool) -> None:
+        """Count a waiting sequence. With a new one, a node that returns is lifted to the least service of the others.
+
+        So a node can't catch up on the time when it had no waiting sequences.
+        """
+        for node, parent in _levels_of(key):
+            if not self.num_waiting[node]:
+                others = self._children[parent] or {self._last.get(parent, node)}
+                if is_new:
+                    self.service[node] = max(self.service[node], min(self.service[other] for other in others))
+                self._children[parent].add(node)
+            self.num_waiting[node] += 1
+
+    def stop_waiting(self, key: str) -> None:
+        """Count a sequence that no longer waits."""
+        for node, parent in _levels_of(key):
+            self.num_waiting[node] -= 1
+            if not self.num_waiting[node]:
+                del self.num_waiting[node]
+                self._last[parent] = node
+                self._children[parent].discard(node)
+        if len(self.service) > 2 * MAX_IDLE_NODES + len(self.num_waiting):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget idle nodes with the least service, because they would be lifted when they return."""
+        idle = sorted(self.service.keys() - self.num_waiting.keys(), key=self.service.__getitem__)
+        for node in idle[:-MAX_IDLE_NODES]:
+            del self.service[node]
+        self._last = {node: last for node, last in self._last.items() if last in self.service}
+        self._children = defaultdict(set, {node: children for node, children in self._children.items() if children})
+
+
+class FairShares:
+    """Counts the service of all fairness keys. The scheduler and its parts share one object."""
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._bands: defaultdict[int, _Band] = defaultdict(_Band)
+
+    def start_waiting(self, sequence: Sequence, *, is_new: bool) -> None:
+        """Record that a sequence waits for a slot. `is_new` is false if it has lost its slot."""
+        band, key = self._bands[sequence.request.priority], sequence.request.share.key
+        if is_new and not band.num_waiting[f"{key}/"] and any(s.request.share.key != key for s in self._slots.running):
+            self.charge_running()
+        band.start_waiting(key, is_new=is_new)
+
+    def stop_waiting(self, sequence: Sequence) -> None:
+        """Record that a sequence has received a slot or finished."""
+        self._bands[sequence.request.priority].stop_waiting(sequence.request.share.key)
+
+    def charge(self, sequence: Sequence, *, is_leaving: bool = False) -> None:
+        """Charge the tokens of a sequence with a slot since it was last charged. It may be leaving the slot."""
+        share, tokens = sequence.request.share, sequence.take_uncharged(is_leaving=is_leaving)
+        service = self._bands[sequence.request.priority].service
+        for (node, _), weight in zip(_levels_of(share.key), chain(share.weights, repeat(1.0)), strict=False):
+            service[node] += tokens / weight
+
+    def charge_running(self) -> None:
+        """Charge the tokens of all sequences that have a slot. Only needed before services are compared."""
+        for sequence in self._slots.running:
+            self.charge(sequence)
+
+    def of(self, priority: int, key: str) -> Service:
+        """Return the service of a key, such that the least value is that of the key to serve next."""
+        service = self._bands[priority].service
+        return tuple([service.get(node, 0.0) for node, _ in _levels_of(key)])
+
+    def services(self, running: list[Sequence]) -> dict[Sequence, Service]:
+        """Return the service of the key of each of these sequences, or () for each if they all have the same key."""
+        if len({s.request.share.key for s in running}) < 2:
+            return dict.fromkeys(running, ())
+        self.charge_running()
+        return {s: self.of(s.request.priority, s.request.share.key) for s in running}
