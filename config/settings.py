@@ -228,6 +228,20 @@ class Settings(BaseSettings):
         description="Weights of fairness keys (docs/fair-share.md), as JSON. The default weight is 1. All workers must "
         "use the same value.",
     )
+    fairness_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default={},
+        description="Largest numbers of jobs that all workers hold at the same time, by fairness key, as JSON. The "
+        "default is unlimited. All workers must use the same value.",
+    )
+    model_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default={},
+        description="The same limits by model, as JSON.",
+    )
+    over_limit: Literal["wait", "reject"] = Field(
+        default="wait",
+        description="What happens to jobs above one of these limits: they wait, or producers reject them. With reject, "
+        "jobs that wait for a worker count as well.",
+    )
     prefill_cost: float = Field(
         default=0.1,
         ge=0,

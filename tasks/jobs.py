@@ -46,7 +46,7 @@ from cellama.tasks.connection.kombu_internals import (
 )
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.all_kinds import KINDS, Result
-from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisFull, RedisRefused, RedisUnreachable
+from cellama.tasks.contract.errors import InvalidJob, JobFailed, LimitReached, RedisFull, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.fairness import FAIRNESS_KEY_HEADER, check_fairness_key, is_fairness_key
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.kinds import Kind
@@ -128,6 +128,11 @@ class JobTask(Task):  # type: ignore[misc]
             return self._retrying(lambda: self._queue(job), policy)
         return self._queue(job)
 
+    @property
+    def _ledger(self) -> Ledger:
+        """The ledger for submissions. Workers reject no job, because it is the next step of a canvas."""
+        return Ledger(self.backend.client, rejects=self.app.runtime is None)
+
     def _queue(self, job: Checked) -> AsyncResult:
         results: list[AsyncResult] = []
 
@@ -138,7 +143,7 @@ class JobTask(Task):  # type: ignore[misc]
             )
 
         with reaching_redis(self.app.redis_url, job.job_id):
-            list(enqueue(self.app, Ledger(self.backend.client), [job], publish, self._template_key(is_bulk=False)))
+            list(enqueue(self.app, self._ledger, [job], publish, self._template_key(is_bulk=False)))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
         return results[0] if results else self.AsyncResult(job.job_id)  # made from a template; `get` subscribes later
@@ -147,7 +152,7 @@ class JobTask(Task):  # type: ignore[misc]
         """Queue the job, and retry according to Celery's `retry_policy`. A retry never queues the job a second time."""
         given = {**self.app.conf.task_publish_retry_policy, **(policy or {})}
         waits = {name: given[name] for name in ("max_retries", *_INTERVALS) if given.get(name) is not None}
-        return retry_over_time(queue, (RedisUnreachable, RedisFull), **waits)
+        return retry_over_time(queue, (RedisUnreachable, RedisFull, LimitReached), **waits)
 
     def apply(self, *_: Any, **__: Any) -> Any:
         raise InvalidJob(IN_WORKERS_ONLY)
@@ -213,9 +218,7 @@ class JobTask(Task):  # type: ignore[misc]
         num_queued = 0
         try:
             with reaching_redis(self.app.redis_url):
-                for _ in enqueue(
-                    self.app, Ledger(self.backend.client), jobs, self._publish, self._template_key(is_bulk=True)
-                ):
+                for _ in enqueue(self.app, self._ledger, jobs, self._publish, self._template_key(is_bulk=True)):
                     num_queued += 1
         except (RedisUnreachable, RedisRefused) as error:
             queued = f"the first {num_queued} of {len(jobs)} jobs are queued, and up to {PAGE_JOBS} more may be queued"

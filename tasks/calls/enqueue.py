@@ -23,16 +23,18 @@ from typing import Any, NamedTuple
 from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Connection, Exchange, Producer, Queue
+from redis.exceptions import ResponseError
 
 from cellama.config import get_settings, limits
 from cellama.tasks.connection.kombu_internals import publish_into
-from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.errors import InvalidJob, LimitReached
 from cellama.tasks.contract.names import (
     BULK_PRIORITIES,
     PRIORITIES,
     PRIORITY_INTERACTIVE,
     SUBMITTED_AT_HEADER,
     is_model_queue,
+    model_of,
     queue_name,
 )
 from cellama.tasks.state.ledger import Ledger, Message, Submission, TaskCall
@@ -457,8 +459,8 @@ def enqueue(
     events of a page, only the first job of each later page has an event, until a program receives one. With
     `template_key`, messages are made from templates.
 
-    Raises RedisError, and InvalidJob if an idempotency key belongs to another job. The jobs that were yielded before
-    the error are queued, and the jobs of the next page may be queued.
+    Raises RedisError, LimitReached, and InvalidJob if an idempotency key belongs to another job. The jobs that were
+    yielded before the error are queued, and the jobs of the next page may be queued.
     """
     before: list[Submission] = []
     sent: SentScript | None = None
@@ -466,14 +468,17 @@ def enqueue(
         with sending([job.options for job in jobs]), _Messages(app, ledger, publish, template_key) as messages:
             for page, num_following in _pages(jobs, messages):
                 if sent is not None:
-                    replies, num_listeners = sent.reply()
+                    with _rejecting():
+                        replies, num_listeners = sent.reply()
                     messages.has_listeners = num_listeners != 0
                     yield from _are_new(before, replies)
                     sent = None
                 if num_following:
                     before, sent = page, ledger.send(page, num_following)
                 else:
-                    yield from _are_new(page, ledger.submit(page))
+                    with _rejecting():
+                        replies = ledger.submit(page)
+                    yield from _are_new(page, replies)
     finally:
         if sent is not None:
             sent.close()
@@ -499,6 +504,22 @@ def _are_new(page: Sequence[Submission], replies: Sequence[int]) -> Iterator[boo
                 "parameters; use another key, or read the result of that job"
             )
         yield bool(reply)
+
+
+@contextlib.contextmanager
+def _rejecting() -> Iterator[None]:
+    """Raise LimitReached if the script `submit` has rejected jobs because of a limit."""
+    try:
+        yield
+    except ResponseError as error:
+        if not str(error).startswith("OVERLIMIT "):
+            raise
+        _, num_jobs, limit, name = str(error).split(" ", 3)
+        setting, key = ("model_limits", model_of(name[1:])) if name.startswith("/") else ("fairness_limits", name)
+        raise LimitReached(
+            f"{setting}: with this call, {key!r} would have {num_jobs} jobs that wait or run, and its limit is "
+            f"{limit}; retry later, or raise the limit"
+        ) from None
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -75,6 +75,7 @@ CODES: dict[str, Code] = {
         Code("result_ignored", "the job was queued with `ignore_result`, so it has no result", 409),
         Code("stream_trimmed", "the requested events have expired", 410),
         Code("queue_full", "the engine's waiting queue is at its limit", 429, retryable=True),
+        Code("limit_reached", "the tenant or the model has as many jobs as its limit allows", 429, retryable=True),
         Code("cancelled", "the job was cancelled", 499),
         Code(
             "dead", "each of several workers crashed while it ran the job; `cellama dead requeue` queues it again", 500

@@ -1,6 +1,7 @@
 """The errors that callers receive. All of them are subclasses of `JobError`.
 
 `InvalidJob`: The call is not valid, and nothing was queued.
+`LimitReached`: The tenant or the model has as many jobs as its limit allows, and nothing was queued.
 `JobFailed`: The job failed.
 `JobCancelled`: The job was cancelled.
 `JobTimeout`: The caller's timeout has passed.
@@ -51,6 +52,12 @@ class InvalidJob(JobError, ValueError):
     """The call is not valid, and nothing was queued. The message lists each problem with its value and a remedy."""
 
     code = "invalid_request"
+
+
+class LimitReached(JobError):
+    """The tenant or the model has as many jobs as its limit allows (`over_limit`). The call may succeed later."""
+
+    code = "limit_reached"
 
 
 class JobFailed(JobError):

@@ -13,6 +13,7 @@ from typing import Any
 from cellama.config import get_settings
 
 from .errors import InvalidJob
+from .names import queue_name
 
 MAX_KEY_BYTES = 64
 FAIRNESS_KEY_HEADER = "fairness_key"  # header of a message from plain Celery
@@ -41,6 +42,11 @@ def check_fairness_key(key: object) -> str:
 def fairness_key_of(name: str) -> str:
     """Return the fairness key of a tenant. A name that is not a valid key is replaced with its digest."""
     return name if is_fairness_key(name) else hashlib.sha256(name.encode(errors="replace")).hexdigest()
+
+
+def limit_name(key: str = "", *, model: str | None = None) -> str:
+    """Return the name of the limit of a fairness key or of a model. A fairness key never starts with a slash."""
+    return key if model is None else f"/{queue_name(model)}"
 
 
 def cost_of(usage: Mapping[str, Any]) -> float:

@@ -14,7 +14,10 @@ Jobs:
 `cellama:shares:{list}\\0{node}` (sorted set): Children of a node of fairness keys with jobs in a backlog, by service.
 `cellama:idle:{list}\\0{node}` (sorted set): Children of this node without such jobs, by service. TTL of a day.
 `cellama:costs:{list}` (hash): Mean cost of a unit of work by fairness key and kind of job. TTL of a day.
-`cellama:weights` (hash): Weights of fairness keys.
+`cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`), which replace the settings.
+`cellama:slots:{name}` (set): Held jobs that count against a limit.
+`cellama:blocked:{name}` (set): Lists in which the jobs of this name wait because it has reached its limit.
+`cellama:limited` (set): Names with slots.
 `cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
@@ -310,8 +313,20 @@ def costs_key(list_key: str) -> str:
     return f"{key_prefix()}:costs:{list_key}"
 
 
-def weights_key() -> str:
-    return f"{key_prefix()}:weights"
+def terms_key() -> str:
+    return f"{key_prefix()}:terms"
+
+
+def slots_key(name: str) -> str:
+    return f"{key_prefix()}:slots:{name}"
+
+
+def blocked_key(name: str) -> str:
+    return f"{key_prefix()}:blocked:{name}"
+
+
+def limited_key() -> str:
+    return f"{key_prefix()}:limited"
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:

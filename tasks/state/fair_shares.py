@@ -1,4 +1,7 @@
-"""Read the service of tenants, and set their weights (docs/fair-share.md). All functions can raise RedisError."""
+"""Read the service of tenants, and set their weights and limits (docs/fair-share.md).
+
+All functions can raise RedisError.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,14 @@ from typing import Any
 from redis import Redis
 
 from cellama.config import get_settings
-from cellama.tasks.contract.keys import backlog_key, queues_key, shares_key, weights_key
+from cellama.tasks.contract.fairness import limit_name
+from cellama.tasks.contract.keys import backlog_key, idle_key, queues_key, shares_key, slots_key, terms_key
 from cellama.tasks.contract.names import PRIORITIES, queue_key
+
+from .scripts import run_script
+
+MAX_TICKETS = 100  # pushed when a limit is raised; the reaper pushes the others
+LIMIT = "\0"  # first character of a field of `terms_key` with a limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +40,40 @@ class WaitingShare:
 def set_weight(redis: Redis, key: str, weight: float | None) -> None:
     """Set the weight of a fairness key for all workers, or return to the one in the settings if it is None."""
     if weight is None:
-        redis.hdel(weights_key(), key)
+        redis.hdel(terms_key(), key)
     else:
-        redis.hset(weights_key(), key, repr(weight))
+        redis.hset(terms_key(), key, repr(weight))
 
 
 def weights(redis: Redis) -> dict[str, float]:
     """Return the weights that differ from 1: those of this machine's settings, replaced by those in Redis."""
-    stored: Any = redis.hgetall(weights_key())
-    return {**get_settings().fairness_weights, **{key.decode(): float(weight) for key, weight in stored.items()}}
+    stored: Any = redis.hgetall(terms_key())
+    found = {name.decode(): float(value) for name, value in stored.items()}
+    return {**get_settings().fairness_weights, **{key: found[key] for key in found if not key.startswith(LIMIT)}}
+
+
+def set_limit(redis: Redis, name: str, limit: int | None) -> None:
+    """Set how many jobs of a name (`limit_name`) workers may hold at the same time.
+
+    0 means unlimited, and None returns to the limit in the settings.
+    """
+    run_script(redis, "set_limit", [], [name, "" if limit is None else limit, min(limit or MAX_TICKETS, MAX_TICKETS)])
+
+
+def limits(redis: Redis) -> dict[str, int]:
+    """Return the limits by name (`limit_name`): those of this machine's settings, replaced by those in Redis."""
+    settings = get_settings()
+    found = {**settings.fairness_limits, **{limit_name(model=m): n for m, n in settings.model_limits.items()}}
+    stored: Any = redis.hgetall(terms_key())
+    for name, value in stored.items():
+        if name.decode().startswith(LIMIT):
+            found[name.decode().removeprefix(LIMIT)] = int(value)
+    return {name: limit for name, limit in found.items() if limit}
+
+
+def num_held(redis: Redis, name: str) -> int:
+    """Return how many jobs count against the limit of a name (`limit_name`)."""
+    return int(redis.scard(slots_key(name)))
 
 
 def waiting_shares(redis: Redis) -> list[WaitingShare]:
@@ -62,5 +96,7 @@ def _keys_below(redis: Redis, list_key: str, node: str) -> Iterator[tuple[str, f
         child = raw.decode()
         if child.endswith("/"):
             yield from _keys_below(redis, list_key, child)
+        elif service == float("inf"):  # it has reached its limit
+            yield child, float(redis.zscore(f"{idle_key(list_key)}\0{node}", child) or 0)
         else:
             yield child, service

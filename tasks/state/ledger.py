@@ -23,7 +23,7 @@ from cellama.config import Settings, get_settings
 from cellama.tasks.connection.connections import database_of, redis_time
 from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.events import EVENT_CLASSES, EVENT_FIELD, Event, EventClass, TerminalEvent, done, numbered
-from cellama.tasks.contract.fairness import cost_of, fairness_key_of
+from cellama.tasks.contract.fairness import cost_of, fairness_key_of, limit_name
 from cellama.tasks.contract.json_values import encode
 from cellama.tasks.contract.keys import (
     cancel_key,
@@ -216,13 +216,16 @@ class Submission:
         return 2 * len(self.message.payload)
 
 
-def submit_arguments(jobs: Sequence[Submission], num_following: int, step_s: float) -> tuple[list[str], list[Any]]:
+def submit_arguments(
+    jobs: Sequence[Submission], num_following: int, step_s: float, limits: str = ""
+) -> tuple[list[str], list[Any]]:
     """Return the keys and arguments of the script `submit`.
 
-    The jobs get times of submission that are `step_s` seconds apart.
+    The jobs get times of submission that are `step_s` seconds apart. With `limits` (JSON of weights and limits), jobs
+    above a limit are rejected.
     """
     keys: list[str] = []
-    args: list[Any] = [step_s, num_following]
+    args: list[Any] = [step_s, num_following, limits]
     for job in jobs:
         call, message = job.call, job.message
         keys += [job_key(job.job_id), message.key]
@@ -396,15 +399,21 @@ class Ledger:
         *,
         settings: Settings | None = None,
         gathers: bool = False,
+        rejects: bool = False,
     ) -> None:
         """Use the limits and lifetimes of these settings (default: `get_settings()`).
 
-        With `gathers`, attempts that several threads start at the same time share one round trip.
+        With `gathers`, attempts that several threads start at the same time share one round trip. With `rejects`, the
+        setting `over_limit` applies to submissions.
         """
         settings = settings or get_settings()
         self._redis = redis
         self._run_begin: RunScript = Gathered(redis).run if gathers else partial(run_script, redis)
-        self._weights = json.dumps(settings.fairness_weights)
+        limits = {limit_name(model=model): limit for model, limit in settings.model_limits.items()}
+        self._terms = json.dumps(
+            {"weights": settings.fairness_weights, "limits": {**settings.fairness_limits, **limits}}
+        )
+        self._rejecting_limits = self._terms if rejects and settings.over_limit == "reject" else ""
         self._database = database_of(redis)
         self._result_ttl_s = settings.result_ttl_s
         self._event_ttl_s = settings.event_ttl_s
@@ -428,21 +437,23 @@ class Ledger:
         """Record jobs and queue their messages in one step.
 
         For each job, return 1 if it is new, 0 if it exists, or -1 if it exists with another digest. `num_following` is
-        the number of jobs of the same request in later calls, which must be placed after the jobs of this call.
+        the number of jobs of the same request in later calls, which must be placed after the jobs of this call. Raises
+        ResponseError with OVERLIMIT if jobs are rejected. Then no job is queued.
         """
         if not jobs:
             return []
-        verdicts: list[int] = run_script(
-            self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S)
-        )[0]
+        verdicts: list[int] = run_script(self._redis, "submit", *self._submission(jobs, num_following))[0]
         return verdicts
+
+    def _submission(self, jobs: Sequence[Submission], num_following: int) -> tuple[list[str], list[Any]]:
+        return submit_arguments(jobs, num_following, SUBMISSION_STEP_S, self._rejecting_limits)
 
     def send(self, jobs: Sequence[Submission], num_following: int) -> SentScript:
         """Start `submit` without waiting.
 
         The reply contains the result of `submit`, and how many subscribers received an event.
         """
-        return SentScript(self._redis, "submit", *submit_arguments(jobs, num_following, SUBMISSION_STEP_S))
+        return SentScript(self._redis, "submit", *self._submission(jobs, num_following))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
         """Cancel a job. Return True if this call ended the job, because no worker was running it.
@@ -485,12 +496,12 @@ class Ledger:
         """Hold the job that a ticket stands for, and a page of further jobs within the `limits`, for `lease_s`.
 
         The ticket is a message of cellama with this job id that was popped from the list `key`. The first job is the
-        next one of this list. If no job waits, the list has no job of this ticket. If the ticket's own job has no
-        entry, the ticket stands for itself, and the token is empty. If the first call may not have reached Redis,
+        next one of this list. If no job can be taken, the list has no job of this ticket. If the ticket's own job has
+        no entry, the ticket stands for itself, and the token is empty. If the first call may not have reached Redis,
         repeat it with the same `token` and `is_repeated`.
         """
         token = token or new_run()
-        keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES, self._weights]
+        keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES, self._terms]
         for num_messages, lists in limits:
             keys += lists
             args += [num_messages, len(lists)]
@@ -608,6 +619,11 @@ class Ledger:
     def settle(self, job_id: str) -> None:
         """Record that Celery has the end of a job, and that the next steps of its canvas have been sent."""
         run_script(self._redis, "settle", [job_key(job_id)], [job_id])
+
+    def add_tickets(self, key: str, max_tickets: int) -> int:
+        """Push up to `max_tickets` tickets that the list `key` already lacked at the last call. Return their number."""
+        num_tickets: int = run_script(self._redis, "add_tickets", [key], [max_tickets, self._terms])
+        return num_tickets
 
     def claim_due(self, max_jobs: int, seconds: float) -> list[tuple[str, str]]:
         """Claim up to `max_jobs` jobs that are due. For `seconds`, no other reaper gets them.

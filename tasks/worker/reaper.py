@@ -188,10 +188,18 @@ class Reaper:
             found: Any = run_script(self._redis, "restore_backlog", [waiting_key(queue)], [number_of_check, PAGE])
             suspects |= {raw.decode() for raw in found}
             for priority in PRIORITIES:
-                num_tickets = run_script(self._redis, "add_tickets", [queue_key(queue, priority)], [PAGE])
+                num_tickets = self._ledger.add_tickets(queue_key(queue, priority), PAGE)
                 if num_tickets:
-                    log.warning("tickets pushed", queue=queue, num_tickets=num_tickets, detail="they were lost")
+                    log.warning(
+                        "tickets pushed",
+                        queue=queue,
+                        num_tickets=num_tickets,
+                        detail="they were lost, or a limit was raised",
+                    )
                 num_found += num_tickets
+        num_slots = run_script(self._redis, "check_slots", [], [])
+        if num_slots:
+            log.warning("slots returned", num_slots=num_slots, detail="the entries of their jobs were lost")
         suspects |= set(self._running_without_lease())
         lost = [job_id for job_id in suspects if self._requeue_if_lost(job_id)]
         for job_id in lost:

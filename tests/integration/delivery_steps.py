@@ -8,8 +8,9 @@ from typing import Any
 
 from redis import Redis
 
+from cellama.config import get_settings
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, reaper_key, result_key
+from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, reaper_key, result_key, slots_key
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Attempt, CeleryState, Ending, Entry, Ledger, Taken, new_run
@@ -30,6 +31,7 @@ CLOCK = "test:clock"
 TOKENS = 4  # tokens of a job that is not ended earlier
 
 MAX_JOBS = 5
+MAX_HELD = 3  # limit of the tenant ''
 
 redis_of_test: list[Any] = []
 
@@ -69,7 +71,8 @@ class Delivery:
         self.redis = redis_of_test[0]
         self.redis.flushdb()
         self.redis.set(CLOCK, 1e6)
-        self.ledger = Ledger(self.redis)
+        settings = get_settings().model_copy(update={"fairness_limits": {"": MAX_HELD}})
+        self.ledger = Ledger(self.redis, settings=settings)
         self.reaper = Reaper(self.redis, self.ledger, self.store, LEASE_S)
         self.workers = [Worker() for _ in range(3)]
         self.jobs: list[str] = []
@@ -285,6 +288,11 @@ class Delivery:
             if self.ledger.state(job_id) != "done":
                 noted = self.ledger.num_ahead(job_id) is not None or self.redis.zscore("cellama:running", job_id)
                 assert noted or self.redis.zscore(leases_key(), job_id) is not None
+
+    def limit_is_kept(self) -> None:
+        held = {job_id for job_id in self.jobs if self.redis.hexists(job_key(job_id), "holder")}
+        assert {raw.decode() for raw in self.redis.smembers(slots_key(""))} == held
+        assert len(held) <= MAX_HELD
 
     def finish(self) -> None:
         """Run the duties of workers until every job has ended and Celery has each result."""

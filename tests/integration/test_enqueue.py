@@ -23,7 +23,7 @@ from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger, Message, Submission, TaskCall
-from cellama.tasks.state.scripts import SentScript, run_script
+from cellama.tasks.state.scripts import SentScript
 
 from ..conftest import PATIENCE_S, wait_until
 from .conftest import GREEDY
@@ -196,7 +196,7 @@ def test_lost_message_of_a_bulk_submission_is_queued_again_unchanged(unserved: s
     generate.apply_async((unserved, "Hi"), {"seed": 5}, **options)
     key = queue_key(queue_name(unserved), 3)
     message = redis_client.rpop(key)
-    wait_until(lambda: run_script(redis_client, "add_tickets", [key], [1]), "two checks without the ticket")
+    wait_until(lambda: Ledger(redis_client).add_tickets(key, 1), "two checks without the ticket")
     assert redis_client.lrange(key, 0, -1) == [message]
 
 

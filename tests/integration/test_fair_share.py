@@ -16,7 +16,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.fairness import check_fairness_key, fairness_key_of
-from cellama.tasks.contract.keys import backlog_key, shares_key, weights_key
+from cellama.tasks.contract.keys import backlog_key, shares_key, terms_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.state.ledger import Fetched, Ledger
@@ -140,7 +140,7 @@ def test_weights_divide_the_service(
     if source == "setting":
         settings_environment(fairness_weights=json.dumps(weights))
     else:
-        redis.hset(weights_key(), mapping=dict(weights))
+        redis.hset(terms_key(), mapping=dict(weights))
     fleet = Fleet(redis, Ledger(redis), queue)
     for key in ("a", "b", ""):
         fleet.submit(key, 70)

@@ -74,4 +74,5 @@ def test_every_sequence_of_failures_ends_each_job_once_with_a_complete_stream(st
         getattr(delivery, step)(number)
         delivery.streams_are_whole()
         delivery.somebody_looks_after_each_job()
+        delivery.limit_is_kept()
     delivery.finish()

@@ -3,9 +3,9 @@
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
--- BACKLOG, SHARES, IDLE, COSTS, JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES, RUNNING, DELAYED,
--- DUE, LEASES, MISSING, SHORTAGES, WEIGHTS, SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names
--- of message headers.
+-- BACKLOG, SHARES, IDLE, COSTS, SLOTS, BLOCKED, JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES,
+-- RUNNING, DELAYED, DUE, LEASES, MISSING, SHORTAGES, TERMS, LIMITED, SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and
+-- WEIGHT_HEADER are names of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
 -- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
@@ -38,7 +38,8 @@ end
 -- `org/`, if this node exists. From the root, the choice continues with the child with the least service per weight, until it is a
 -- key. SHARES contains the children with jobs in the backlog, by service per weight. IDLE contains the names of the other children,
 -- without the last slash, in the same way. Its member '/' has the service of the last child that left SHARES empty. This is VTC
--- (arXiv 2401.00588) with a tree.
+-- (arXiv 2401.00588) with a tree. A child that may have no more jobs at the same time has the score 'inf' in SHARES, and its service
+-- in IDLE.
 
 local function children(node, list) return SHARES .. list .. '\0' .. node end
 local function idle_children(node, list) return IDLE .. list .. '\0' .. node end
@@ -51,12 +52,13 @@ local function levels_of(key)
 end
 
 -- Adds a child to a node. A child that returns gets at least the least service of the others, so that it can't catch up on the time
--- when it had no jobs.
-local function add_child(node, name, child, list)
+-- when it had no jobs. If it `was_next`, it may be the next one again.
+local function add_child(node, name, child, list, was_next)
   local active, idle = children(node, list), idle_children(node, list)
   local own, last = unpack(redis.call('ZMSCORE', idle, name, '/'), 1, 2)
-  local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')[2] or last or 0
-  redis.call('ZADD', active, math.max(tonumber(least), tonumber(own or least)), child)
+  local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')[2]
+  least = tonumber(least and least ~= 'inf' and least or last or 0)
+  redis.call('ZADD', active, math.max(was_next and least - 1 or least, tonumber(own or least)), child)
   if own then redis.call('ZREM', idle, name) end
 end
 
@@ -73,30 +75,36 @@ local function activate(key, list)
       redis.call('ZREM', active, name)
       redis.call('ZADD', active, of_key, inner)
       add_child(inner, name, name, list)
-    elseif not of_node then
-      add_child(node, name, inner, list)
+    elseif not of_node or of_node == 'inf' then -- the node may be blocked only because its other children are
+      add_child(node, name, inner, list, of_node)
     end
     node = inner
   end
   if not redis.call('ZSCORE', children(node, list), key) then add_child(node, key, key, list) end
 end
 
--- Removes a key from the tree, because it has no job in the backlog.
+-- Remembers the service of a child that is idle or blocked.
 local MAX_IDLE = 10000 -- children whose service is remembered, which take about 1 MB for each node
 local IDLE_S = 86400
+local function remember(node, name, service, list)
+  local idle = idle_children(node, list)
+  redis.call('ZADD', idle, service, name)
+  redis.call('ZREMRANGEBYRANK', idle, 0, -MAX_IDLE - 1)
+  redis.call('EXPIRE', idle, IDLE_S)
+end
+
+-- Removes a key from the tree, because it has no job in the backlog.
 local function deactivate(key, list)
   local levels, child = levels_of(key), key
   for i = #levels + 1, 1, -1 do
     local node = i > 1 and levels[i-1] .. '/' or ''
-    local active, idle = children(node, list), idle_children(node, list)
+    local active = children(node, list)
     local service = redis.call('ZSCORE', active, child)
     if service then
       redis.call('ZREM', active, child)
-      redis.call('ZADD', idle, service, levels[i] or key)
-      redis.call('ZREMRANGEBYRANK', idle, 0, -MAX_IDLE - 1)
-      redis.call('EXPIRE', idle, IDLE_S)
+      if service ~= 'inf' then remember(node, levels[i] or key, service, list) end
       if redis.call('EXISTS', active) == 1 then return end
-      redis.call('ZADD', idle, service, '/')
+      if service ~= 'inf' then remember(node, '/', service, list) end
       child = node
     elseif i <= #levels then -- else the key has no node
       return
@@ -104,19 +112,31 @@ local function deactivate(key, list)
   end
 end
 
--- Returns the key that is served next, and its path: pairs of a node and its child. Returns nil if the list has no jobs.
-local function next_key(list)
+-- Blocks a child of a node, because it may have no more jobs at the same time.
+local function block_child(node, name, child, list)
+  local service = redis.call('ZSCORE', children(node, list), child)
+  if not service or service == 'inf' then return end
+  redis.call('ZADD', children(node, list), 'inf', child)
+  remember(node, name, service, list)
+  remember(node, '/', service, list)
+end
+
+-- Returns the key that is served next, and its path: pairs of a node and its child. Returns nil if the list has no jobs. Blocked keys
+-- are only served if they are `included`.
+local function next_key(list, included)
   local node, path = '', {}
   while true do
-    local child = redis.call('ZRANGE', children(node, list), 0, 0)[1]
-    if child then
+    local child, service = unpack(redis.call('ZRANGE', children(node, list), 0, 0, 'WITHSCORES'), 1, 2)
+    local is_blocked = service == 'inf' and not included
+    if child and not is_blocked then
       path[#path+1] = {node, child}
       if string.sub(child, -1) ~= '/' then return child, path end
       node = child
     elseif node == '' then
       return nil
-    else -- Redis has evicted the children of this node
-      redis.call('ZREM', children(path[#path][1], list), node)
+    else -- all children of this node are blocked, or Redis has evicted them
+      local parent = path[#path][1]
+      if is_blocked then block_child(parent, string.sub(node, 1, -2), node, list) else redis.call('ZREM', children(parent, list), node) end
       node, path = '', {}
     end
   end
@@ -128,10 +148,10 @@ local function add_service(key, list, tokens, weights)
   levels[#levels+1] = key -- as a child of its own node
   for i, name in ipairs(levels) do
     local active, inner, added = children(node, list), name .. '/', tokens / (weights[i] or 1)
-    if redis.call('ZADD', active, 'XX', 'INCR', added, name) then return end
-    if not redis.call('ZADD', active, 'XX', 'INCR', added, inner) then
-      redis.call('ZADD', idle_children(node, list), 'XX', 'INCR', added, name)
-    end
+    local of_key = redis.call('ZADD', active, 'XX', 'INCR', added, name)
+    if of_key and of_key ~= 'inf' then return end
+    local of_node = not of_key and redis.call('ZADD', active, 'XX', 'INCR', added, inner)
+    if not of_node or of_node == 'inf' then redis.call('ZADD', idle_children(node, list), 'XX', 'INCR', added, name) end
     node = inner
   end
 end
@@ -159,19 +179,29 @@ local function learn_cost(id, key, list, cost)
   redis.call('EXPIRE', costs, IDLE_S)
 end
 
--- Charges the key of a job that a worker takes. `given_weights` are those of the worker's settings. Returns the charge for the entry:
--- the tokens, and the weight of each level.
-local function charge(job, given_weights)
-  local tokens, levels = expected_cost(job.work, job.key, job.list), levels_of(job.key)
-  local weights, charged = redis.call('HMGET', WEIGHTS, unpack(levels)), {string.format('%.6g', tokens)}
-  for i, level in ipairs(levels) do
-    weights[i] = tonumber(weights[i] or given_weights[level] or 1)
-    charged[i+1] = string.format('%.6g', weights[i])
+-- Returns the terms of the jobs of a key in a queue: the weights of the levels of the key, and the limits that apply to these jobs,
+-- as pairs of a name and a number of jobs. `given` are the weights and limits of the worker's settings. TERMS replaces them. Its
+-- fields are the levels for weights, and '\0' and the name for limits. The name of a queue is '/' and the queue.
+local function terms_of(key, queue, given)
+  local levels, names, fields = levels_of(key), levels_of(key), levels_of(key)
+  names[#names+1] = '/' .. queue
+  for _, name in ipairs(names) do fields[#fields+1] = '\0' .. name end
+  local found, weights, limits = redis.call('HMGET', TERMS, unpack(fields)), {}, {}
+  for i, level in ipairs(levels) do weights[i] = tonumber(found[i] or given.weights[level] or 1) end
+  for i, name in ipairs(names) do
+    local limit = tonumber(found[#levels+i] or given.limits[name] or 0)
+    if limit > 0 then limits[#limits+1] = {name, limit} end
   end
+  return {weights = weights, limits = limits}
+end
+
+-- Charges the key of a job that a worker takes. Returns the charge for the entry: the tokens, and the weight of each level.
+local function charge(job)
+  local tokens = expected_cost(job.work, job.key, job.list)
   for i, step in ipairs(job.path) do
-    redis.call('ZINCRBY', children(step[1], job.list), tokens / (weights[i] or 1), step[2])
+    redis.call('ZINCRBY', children(step[1], job.list), tokens / (job.terms.weights[i] or 1), step[2])
   end
-  return table.concat(charged, ' ')
+  return string.format('%.6g ', tokens) .. table.concat(job.terms.weights, ' ')
 end
 
 -- Replaces the charge of a job with its cost in tokens.
@@ -245,38 +275,131 @@ local function restore_to_backlog(id, repairs)
   return true
 end
 
--- Returns the next job of a list, or nil if no job waits. A job that a worker of a version without backlogs has taken or ended is
--- removed from the backlog.
+-- Pushes the message of a job as a ticket, which is the next one to be popped.
+local function return_ticket(list, message)
+  redis.call('RPUSH', list, message)
+end
+
+-- Concurrency limits
+--
+-- The jobs that workers hold count against the limits that apply to them. SLOTS contains their ids for each name of a limit
+-- (`terms_of`), and the field `slots` of an entry has the names. LIMITED contains the names that have slots. If the next job is above
+-- a limit, its key or node is blocked in this list, so that the choice skips it. If all jobs of a list are blocked, its tickets are
+-- dropped. So each job that returns its slot unblocks the name and pushes a ticket, in the lists in BLOCKED, which lack tickets.
+
+-- Counts the jobs that workers hold already when a limit is set.
+local function fill_slots(limited)
+  for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+    local key, queue, slots = unpack(redis.call('HMGET', JOB .. id, 'fairness_key', 'queue', 'slots'), 1, 3)
+    local names = queue and levels_of(key or '') or {}
+    if queue then names[#names+1] = '/' .. queue end
+    for _, name in ipairs(names) do
+      if name == limited and redis.call('SADD', SLOTS .. name, id) == 1 then
+        redis.call('HSET', JOB .. id, 'slots', (slots and slots .. '\n' or '') .. name)
+      end
+    end
+  end
+end
+
+-- Returns the name of a limit that does not allow another job, or nil.
+local function reached_limit(limits)
+  for _, limit in ipairs(limits) do
+    local name, max_jobs = unpack(limit)
+    if redis.call('SADD', LIMITED, name) == 1 then fill_slots(name) end
+    if redis.call('SCARD', SLOTS .. name) >= max_jobs then return name end
+  end
+end
+
+-- Returns how many jobs of a name are in backlogs or held by workers.
+local SEPARATOR = '\6\22' -- kombu's, between a queue and a priority in the key of a list
+local function num_unfinished(name)
+  if redis.call('SADD', LIMITED, name) == 1 then fill_slots(name) end
+  local num_jobs = redis.call('SCARD', SLOTS .. name)
+  for _, queue in ipairs(redis.call('SMEMBERS', QUEUES)) do
+    for priority = 0, 9 do
+      local backlog = BACKLOG .. queue .. (priority > 0 and SEPARATOR .. priority or '')
+      if name == '/' .. queue then
+        num_jobs = num_jobs + redis.call('ZCARD', backlog)
+      else
+        num_jobs = num_jobs + redis.call('ZLEXCOUNT', backlog, '[' .. name .. '\0', '(' .. name .. '\1')
+                            + redis.call('ZLEXCOUNT', backlog, '[' .. name .. '/', '(' .. name .. '0') -- the keys below it
+      end
+    end
+  end
+  return num_jobs
+end
+
+-- Blocks the jobs of a name in a list, because they are above the limit.
+local function block(name, list)
+  redis.call('SADD', BLOCKED .. name, list)
+  local node = string.match(name, '^(.*/)[^/]*$') or ''
+  block_child(node, name, name, list)
+  block_child(node, name, name .. '/', list)
+end
+
+-- Unblocks the jobs of a name in all lists, and pushes tickets for up to `max_jobs` of them. Other limits may still block them. A
+-- list remains in BLOCKED while it lacks tickets.
+local function unblock(name, max_jobs)
+  for _, list in ipairs(redis.call('SMEMBERS', BLOCKED .. name)) do
+    local node = ''
+    for _, level in ipairs(levels_of(name)) do
+      for _, child in ipairs({level, level .. '/'}) do
+        if redis.call('ZSCORE', children(node, list), child) == 'inf' then add_child(node, level, child, list, true) end
+      end
+      node = level .. '/'
+    end
+    local num_missing = redis.call('ZCARD', BACKLOG .. list) - redis.call('LLEN', list)
+    local key = num_missing > 0 and next_key(list)
+    local member = key and first_of_key(key, list)[1]
+    local message = member and redis.call('HGET', JOB .. id_in(member), 'message')
+    for _ = 1, message and math.min(num_missing, max_jobs) or 0 do return_ticket(list, message) end
+    if num_missing <= 0 then redis.call('SREM', BLOCKED .. name, list) end
+  end
+end
+
+-- Returns the slots of a job that no worker holds any more.
+local function return_slots(id, slots)
+  for name in string.gmatch(slots .. '\n', '([^\n]*)\n') do
+    redis.call('SREM', SLOTS .. name, id)
+    unblock(name, 1)
+  end
+end
+
+-- Returns the next job of a list, or nil if no job can be taken. With the weights and limits that are `given` by settings, it also
+-- returns the terms of the job, and skips jobs above a limit. A job that a worker of a version without backlogs has taken or ended
+-- is removed from the backlog.
 local MAX_STALE = 1000 -- jobs, which takes a few milliseconds
-local function next_job(list)
+local function next_job(list, given)
   for _ = 1, MAX_STALE do
-    local key, path = next_key(list)
+    local key, path = next_key(list, not given)
     if not key then return nil end
     local members = first_of_key(key, list)
     local id = members[1] and id_in(members[1])
-    local found = id and redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work', 'message')
+    local found = id and redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work', 'message', 'queue')
     if found and can_be_taken(unpack(found, 1, 3)) and found[6] then
-      return {id = id, list = list, key = key, path = path, member = members[1], is_last = not members[2], submitted_at = found[4],
-              work = found[5], message = found[6]}
+      local terms = given and terms_of(key, found[7], given)
+      local reached = given and reached_limit(terms.limits)
+      if not reached then
+        return {id = id, list = list, key = key, path = path, terms = terms, member = members[1], is_last = not members[2],
+                submitted_at = found[4], work = found[5], message = found[6]}
+      end
+      block(reached, list)
+      if reached == '/' .. found[7] then return nil end
+    else
+      if id then redis.call('ZREM', BACKLOG .. list, members[1]) end
+      if not members[2] then deactivate(key, list) end
     end
-    if id then redis.call('ZREM', BACKLOG .. list, members[1]) end
-    if not members[2] then deactivate(key, list) end
   end
 end
 
 -- Returns the job that a ticket with the id `own` stands for, or nil if no job waits. A ticket whose own job has no entry stands for
 -- this job, because the worker reports the error to its sender. Such a job has only an id.
-local function job_of_ticket(list, own)
-  local job = next_job(list)
+local function job_of_ticket(list, own, given)
+  local job = next_job(list, given)
   if job and job.id == own then return job end
   local is_restored = restore_to_backlog(own, not job)
   if is_restored == nil then return {id = own} end
-  return (is_restored or not job) and next_job(list) or job
-end
-
--- Pushes the message of a job as a ticket, which is the next one to be popped.
-local function return_ticket(list, message)
-  redis.call('RPUSH', list, message)
+  return (is_restored or not job) and next_job(list, given) or job
 end
 
 -- Removes one ticket from a list, because a job has left the backlog without being taken. If the next message is not a ticket, a
@@ -305,18 +428,25 @@ local function add_entry(job, id, task, queue, list, priority, timeout, message,
 end
 
 -- Lets a worker hold a job of a backlog until its lease ends, and charges its key.
-local function hold(job, token, lease_ends_at, given_weights)
-  local charged = charge(job, given_weights)
+local function hold(job, token, lease_ends_at)
+  local fields, slots = {'holder', token, 'charged', charge(job)}, {}
   redis.call('ZREM', BACKLOG .. job.list, job.member)
   if job.is_last then deactivate(job.key, job.list) end
-  redis.call('HSET', JOB .. job.id, 'holder', token, 'charged', charged)
+  for i, limit in ipairs(job.terms.limits) do
+    slots[i] = limit[1]
+    redis.call('SADD', SLOTS .. limit[1], job.id)
+  end
+  if #slots > 0 then fields[5], fields[6] = 'slots', table.concat(slots, '\n') end
+  redis.call('HSET', JOB .. job.id, unpack(fields))
   redis.call('ZADD', LEASES, lease_ends_at, job.id)
 end
 
 -- Releases the message of a job, so that no worker holds it.
 local function drop_holder(job, id)
-  redis.call('HDEL', job, 'holder')
+  local slots = redis.call('HGET', job, 'slots')
+  redis.call('HDEL', job, 'holder', 'slots')
   redis.call('ZREM', LEASES, id)
+  if slots then return_slots(id, slots) end
 end
 
 -- Releases the message of a job and returns it to its queue. If the job has ended, the message is not returned, and
@@ -401,7 +531,7 @@ local function end_job(options, job, id, run, is_dead, event, cost)
   redis.call('ZREM', WAITING .. queue, id)
   redis.call('ZREM', RUNNING, id)
   redis.call('ZREM', DELAYED, id)
-  if leave_backlog(id) then drop_ticket(id, list) end
+  if leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
   if cost ~= '' then correct_charge(id, tonumber(cost)) else redis.call('HDEL', job, 'charged') end
   local keep_s = options.event_ttl_s
   if is_dead then
@@ -428,15 +558,30 @@ end
 --@ submit
 -- Writes the entries of jobs and pushes their messages, all or none. A job that already has an entry is not changed.
 -- KEYS: entry and list of each job.
--- ARGV: seconds between two jobs, number of jobs in later calls; then for each job: id, task, queue, priority, timeout or '',
--- delay, digest of its payload if it has an idempotency key or '', work, tenant or '', fairness key, message, number of events, and
--- for each event its topic and text.
+-- ARGV: seconds between two jobs, number of jobs in later calls, JSON of weights and limits (`terms_of`) if jobs above a limit are
+-- rejected or ''; then for each job: id, task, queue, priority, timeout or '', delay, digest of its payload if it has an idempotency
+-- key or '', work, tenant or '', fairness key, message, number of events, and for each event its topic and text.
 -- Returns for each job 1 (new), 0 (exists) or -1 (exists with another digest). Also returns how many subscribers received an
--- event, or -1 if there was no event.
+-- event, or -1 if there was no event. The error OVERLIMIT has the number of jobs, the limit and its name.
 local step_s, num_following = tonumber(ARGV[1]), tonumber(ARGV[2])
-local NUM_VALUES = 12
+local NUM_VALUES, FIRST = 12, 4
 local num_jobs, now, verdicts, num_subscribers = #KEYS / 2, clock(), {}, -1
-local at = 3
+if ARGV[3] ~= '' then
+  local given, num_new, max_jobs, at = cjson.decode(ARGV[3]), {}, {}, FIRST
+  for i = 1, num_jobs do
+    local queue, fairness_key, num_events = ARGV[at+2], ARGV[at+9], ARGV[at + NUM_VALUES - 1]
+    local is_new = redis.call('EXISTS', KEYS[2*i-1]) == 0
+    for _, limit in ipairs(is_new and terms_of(fairness_key, queue, given).limits or {}) do
+      num_new[limit[1]], max_jobs[limit[1]] = (num_new[limit[1]] or 0) + 1, limit[2]
+    end
+    at = at + NUM_VALUES + 2 * num_events
+  end
+  for name, num in pairs(num_new) do
+    local num_all = num_unfinished(name) + num + (num == num_jobs and num_following or 0)
+    if num_all > max_jobs[name] then return redis.error_reply(table.concat({'OVERLIMIT', num_all, max_jobs[name], name}, ' ')) end
+  end
+end
+local at = FIRST
 for i = 1, num_jobs do
   local job, list = KEYS[2*i-1], KEYS[2*i]
   local id, task, queue, priority, timeout, delay = unpack(ARGV, at, at + 5)
@@ -585,12 +730,12 @@ return 1
 -- Lets a worker hold the job that its ticket stands for, and a page of further jobs for which it has capacity.
 -- KEYS: list of the ticket, then the lists of each model in the order in which to read them.
 -- ARGV: id in the ticket, token, 1 if this call repeats one that may have failed, lease in seconds, divisor of the length of a
--- list that limits a page, maximum bytes of a message in a page, JSON of weights by fairness key; then for each model: its capacity,
--- its number of lists.
+-- list that limits a page, maximum bytes of a message in a page, JSON of weights and limits (`terms_of`); then for each model: its
+-- capacity, its number of lists.
 -- Returns for each job: its list, its id, its message or '' if it is the ticket, its token (the token of this call and a number),
 -- and the seconds since it was submitted. If no entry exists for a ticket, its token and seconds are ''.
 local own, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local given_weights, now, reply = cjson.decode(ARGV[7]), clock(), {}
+local given, now, reply = cjson.decode(ARGV[7]), clock(), {}
 local function add(list, id, message, held_with, submitted_at)
   local waited = submitted_at and stamp(math.max(0, now - tonumber(submitted_at))) or ''
   for _, value in ipairs({list, id, message, held_with, waited}) do reply[#reply+1] = value end
@@ -607,12 +752,12 @@ end
 
 local function take(job, message)
   local held_with = token .. '.' .. #reply
-  hold(job, held_with, stamp(now + lease_s), given_weights)
+  hold(job, held_with, stamp(now + lease_s))
   add(job.list, job.id, message, held_with, job.submitted_at)
 end
 local function is_heavy(text) return string.find(text, '"' .. WEIGHT_HEADER .. '"', 1, true) end
 
-local job = job_of_ticket(KEYS[1], own)
+local job = job_of_ticket(KEYS[1], own, given)
 if job and job.message then
   take(job, job.id == own and '' or job.message)
   if is_heavy(job.message) then return reply end
@@ -627,9 +772,9 @@ for at = 8, #ARGV, 2 do
     local num_left = capacity > 0 and math.ceil(redis.call('LLEN', list) / divisor) or 0
     while capacity > 0 and num_left > 0 do
       local own = ticket_id(redis.call('LINDEX', list, -1))
-      local job = own and job_of_ticket(list, own)
+      local job = own and job_of_ticket(list, own, given)
       local message = job and job.message
-      if own and not job then -- no job waits
+      if own and not job then -- no job can be taken
         redis.call('RPOP', list)
       elseif not message or #message > max_bytes or is_heavy(message) then
         capacity = 0 -- messages of plain Celery, tickets without an entry, large jobs, and jobs that weigh more are taken alone
@@ -932,10 +1077,12 @@ return claimed
 --@ add_tickets
 -- Pushes the tickets that a list lacks because Redis or a worker has lost them. A worker that has just popped a ticket may not have
 -- used it yet, so only as many tickets are pushed as were already missing at the last call. Messages of plain Celery count as
--- tickets here, but they never wait long, because a worker that pops one does not need capacity for it.
--- KEYS: list. ARGV: maximum number of tickets. Returns the number of pushed tickets.
+-- tickets here, but they never wait long, because a worker that pops one does not need capacity for it. A list in which all jobs
+-- are above a limit needs no tickets.
+-- KEYS: list. ARGV: maximum number of tickets, JSON of weights and limits (`terms_of`). Returns the number of pushed tickets.
 local list, max_tickets = KEYS[1], tonumber(ARGV[1])
 local missing = redis.call('ZCARD', BACKLOG .. list) - redis.call('LLEN', list)
+if missing > 0 and not next_job(list, cjson.decode(ARGV[2])) then missing = 0 end
 local num_pushed = math.min(missing, tonumber(redis.call('HGET', SHORTAGES, list) or 0))
 if num_pushed > 0 then
   local members = redis.call('ZRANGE', BACKLOG .. list, 0, math.min(num_pushed, max_tickets) - 1)
@@ -969,6 +1116,29 @@ for _, id in ipairs(redis.call('ZRANGE', waiting, first, first + max_jobs - 1)) 
   restore_to_backlog(id, true)
 end
 return lost
+
+--@ check_slots
+-- Returns slots whose job no worker holds, because Redis has evicted its entry. Returns their number.
+local num_lost = 0
+for _, name in ipairs(redis.call('SMEMBERS', LIMITED)) do
+  for _, id in ipairs(redis.call('SMEMBERS', SLOTS .. name)) do
+    if not redis.call('ZSCORE', LEASES, id) then
+      return_slots(id, name)
+      num_lost = num_lost + 1
+    end
+  end
+  if redis.call('EXISTS', SLOTS .. name) == 0 then unblock(name, 1) end
+end
+return num_lost
+
+--@ set_limit
+-- Sets the limit of a name, and lets workers take its jobs if the limit allows it.
+-- ARGV: name, number of jobs, 0 for no limit, or '' for the limit of the settings, maximum number of tickets.
+local name, max_jobs, max_tickets = unpack(ARGV)
+if max_jobs == '' then redis.call('HDEL', TERMS, '\0' .. name) else redis.call('HSET', TERMS, '\0' .. name, max_jobs) end
+redis.call('SREM', LIMITED, name) -- jobs may have been held without a slot, so all are counted again
+unblock(name, tonumber(max_tickets))
+return 1
 
 --@ missing
 -- Queues a running job again if no worker has held its message for a whole period, because Redis has lost it.

@@ -45,6 +45,23 @@ def test_tenants_list_shows_waiting_jobs_and_weights(database: Redis) -> None:
     assert json.loads(tenants("list", "--json").stdout)["weights"]["other"] == 5
 
 
+def test_tenants_list_shows_limits_and_the_jobs_that_count_against_them(database: Redis) -> None:
+    Ledger(database).submit([submission(QUEUE, fairness_key="acme")])
+    assert tenants("set-limit", "acme", "4").stdout == "limit of acme: 4\n"
+    assert CliRunner().invoke(app, ["queue", "set-limit", "m", "8"]).stdout == "limit of m: 8\n"
+    found = json.loads(tenants("list", "--json").stdout)
+    assert (found["limits"], found["held"]) == ({"acme": 4, f"/{QUEUE}": 8}, {"acme": 0, f"/{QUEUE}": 0})
+    assert all(part in tenants("list").stdout for part in ("0 of 4", "0 of 8", QUEUE))
+    tenants("set-limit", "acme", "none")
+    assert "acme" not in json.loads(tenants("list", "--json").stdout)["limits"]
+
+
+@pytest.mark.parametrize("argv", [("a//b", "2"), ("acme", "0"), ("acme", "many"), ("acme", "-1")])
+def test_tenants_set_limit_rejects_invalid_values(database: Redis, argv: tuple[str, str]) -> None:
+    refused = tenants("set-limit", "--", *argv)
+    assert (refused.exit_code, "not valid" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("argv", [("a//b", "2"), ("acme", "0"), ("acme", "many"), ("acme", "nan"), ("acme", "1e9")])
 def test_tenants_set_weight_rejects_invalid_values(database: Redis, argv: tuple[str, str]) -> None:
     refused = tenants("set-weight", *argv)
