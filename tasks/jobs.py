@@ -50,6 +50,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobFailed, LimitReached, R
 from cellama.tasks.contract.fairness import FAIRNESS_KEY_HEADER, check_fairness_key, is_fairness_key
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.kinds import Kind
+from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.contract.names import (
     DEFAULT_MODEL,
     PRIORITY_INTERACTIVE,
@@ -130,8 +131,8 @@ class JobTask(Task):  # type: ignore[misc]
 
     @property
     def _ledger(self) -> Ledger:
-        """The ledger for submissions. Workers reject no job, because it is the next step of a canvas."""
-        return Ledger(self.backend.client, rejects=self.app.runtime is None)
+        """The ledger for submissions. Parts of bulk runs are not rejected, nor steps of a canvas that workers queue."""
+        return Ledger(self.backend.client, rejects=self.app.runtime is None and self.name != TASK_CHUNK)
 
     def _queue(self, job: Checked) -> AsyncResult:
         results: list[AsyncResult] = []

@@ -12,9 +12,10 @@ import pytest
 from redis import Redis
 
 from cellama.api.machine.redis_server import RedisServer
-from cellama.tasks import LimitReached, generate
+from cellama.tasks import LimitReached, app, generate
 from cellama.tasks.contract.fairness import limit_name
 from cellama.tasks.contract.keys import job_key, leases_key, limited_key, slots_key
+from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.contract.names import PRIORITY_BULK, PRIORITY_INTERACTIVE, model_of, queue_key, queue_name
 from cellama.tasks.state.fair_shares import num_held, set_limit, waiting_shares
 from cellama.tasks.state.ledger import Fetched, Ledger, Taken
@@ -183,6 +184,18 @@ def test_blocked_tenants_cost_a_take_nothing(limit: Limit) -> None:
     assert num_commands(fleet.redis) - before < 40
 
 
+def test_take_drops_few_tickets_of_jobs_above_a_limit(limit: Limit) -> None:
+    fleet = limit({"a": 1})
+    fleet.submit("a", 2000)
+    key = queue_key(fleet.queue, PRIORITY_INTERACTIVE)
+    tickets: Any = [json.loads(message)["headers"]["id"] for message in fleet.redis.rpop(key, 2)]  # type: ignore[union-attr]
+    assert len(fleet.ledger.take(key, tickets[0], LEASE_S)) == 1
+    before = num_commands(fleet.redis)
+    assert fleet.ledger.take(key, tickets[1], LEASE_S, [(8, [key])]) == []
+    assert num_commands(fleet.redis) - before < 1000
+    assert fleet.redis.llen(key) == 1998 - 100
+
+
 def num_commands(redis: Redis) -> int:
     stats: Any = redis.info("commandstats")
     return sum(stat["calls"] for name, stat in stats.items() if name != "cmdstat_info")
@@ -202,6 +215,9 @@ def test_call_above_the_limit_is_rejected(
         generate.queue_many(many)
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 2, "nothing was queued"
     generate.queue_many(many[:1])
+    line = {"kind": "generate", "params": {"prompt": "Hi"}}
+    app.tasks[TASK_CHUNK].apply_async((unserved, [line]), {"priority": PRIORITY_BULK})
+    assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 4, "parts of bulk runs wait"
 
 
 # The number of held jobs of a tenant, according to the leases

@@ -183,14 +183,15 @@ end
 -- as pairs of a name and a number of jobs. `given` are the weights and limits of the worker's settings. TERMS replaces them. Its
 -- fields are the levels for weights, and '\0' and the name for limits. The name of a queue is '/' and the queue.
 local function terms_of(key, queue, given)
-  local levels, names, fields = levels_of(key), levels_of(key), levels_of(key)
-  names[#names+1] = '/' .. queue
-  for _, name in ipairs(names) do fields[#fields+1] = '\0' .. name end
-  local found, weights, limits = redis.call('HMGET', TERMS, unpack(fields)), {}, {}
-  for i, level in ipairs(levels) do weights[i] = tonumber(found[i] or given.weights[level] or 1) end
+  local names, fields, weights, limits = levels_of(key), {}, {}, {}
+  local num_levels = #names
+  names[num_levels+1] = '/' .. queue
+  for i, name in ipairs(names) do fields[2*i-1], fields[2*i] = name, '\0' .. name end
+  local found = redis.call('HMGET', TERMS, unpack(fields))
   for i, name in ipairs(names) do
-    local limit = tonumber(found[#levels+i] or given.limits[name] or 0)
+    local limit = tonumber(found[2*i] or given.limits[name] or 0)
     if limit > 0 then limits[#limits+1] = {name, limit} end
+    if i <= num_levels then weights[i] = tonumber(found[2*i-1] or given.weights[name] or 1) end
   end
   return {weights = weights, limits = limits}
 end
@@ -397,9 +398,10 @@ end
 local function job_of_ticket(list, own, given)
   local job = next_job(list, given)
   if job and job.id == own then return job end
-  local is_restored = restore_to_backlog(own, not job)
+  local is_tree_lost = not job and redis.call('EXISTS', children('', list)) == 0
+  local is_restored = restore_to_backlog(own, is_tree_lost)
   if is_restored == nil then return {id = own} end
-  return (is_restored or not job) and next_job(list, given) or job
+  return (is_restored or is_tree_lost) and next_job(list, given) or job
 end
 
 -- Removes one ticket from a list, because a job has left the backlog without being taken. If the next message is not a ticket, a
@@ -764,12 +766,13 @@ if job and job.message then
 elseif job then
   add(KEYS[1], own, '', '')
 end
+local MAX_TICKETS = 100 -- used or dropped for each list, which takes up to 3 ms if all jobs are above a limit
 local first = 2 -- list of the next model
 for at = 8, #ARGV, 2 do
   local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
   for i = first, first + num_lists - 1 do
     local list = KEYS[i]
-    local num_left = capacity > 0 and math.ceil(redis.call('LLEN', list) / divisor) or 0
+    local num_left = capacity > 0 and math.min(MAX_TICKETS, math.ceil(redis.call('LLEN', list) / divisor)) or 0
     while capacity > 0 and num_left > 0 do
       local own = ticket_id(redis.call('LINDEX', list, -1))
       local job = own and job_of_ticket(list, own, given)
