@@ -242,6 +242,12 @@ class Settings(BaseSettings):
         description="What happens to jobs above one of these limits: they wait, or producers reject them. With reject, "
         "jobs that wait for a worker count as well.",
     )
+    default_fairness_key: str = Field(
+        default="",
+        max_length=64,
+        description="Fairness key of a producer's jobs that have neither a key nor a `cache_scope`, such as the name "
+        "of your app (docs/fair-share.md).",
+    )
     prefill_cost: float = Field(
         default=0.1,
         ge=0,
@@ -430,6 +436,11 @@ class Settings(BaseSettings):
     gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="Maximum number of requests in a batch.")
     gateway_batches_at_once: int = Field(
         default=4, ge=0, description="Number of batches that a gateway runs at a time. 0 leaves them to other gateways."
+    )
+    gateway_user_shares: bool = Field(
+        default=False,
+        description="Divide the share of each tenant between its users, which requests name in `user`, "
+        "`safety_identifier` or `metadata.user_id` (docs/fair-share.md).",
     )
     gateway_lease_s: int = Field(
         default=30,

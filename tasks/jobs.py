@@ -108,9 +108,9 @@ class JobTask(Task):  # type: ignore[misc]
         With `idempotency_key`, a second call with the same key returns the job of the first call for as long as its
         result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). A key
         that was used with different parameters is refused. `fairness_key` names the tenant for which the job runs
-        (docs/fair-share.md), by default the `cache_scope`. Raises InvalidJob, RedisFull or RedisUnreachable. An
-        invalid step of a canvas does not raise, but fails on its own. After RedisUnreachable, a call with
-        `task_id=error.job_id` queues the job unless the first call already did.
+        (docs/fair-share.md), by default the `cache_scope` or the setting `default_fairness_key`. Raises InvalidJob,
+        RedisFull or RedisUnreachable. An invalid step of a canvas does not raise, but fails on its own. After
+        RedisUnreachable, a call with `task_id=error.job_id` queues the job unless the first call already did.
         """
         require_parts(*PRODUCER_PARTS)
         is_next_step = is_sending_next_step()
@@ -179,19 +179,25 @@ class JobTask(Task):  # type: ignore[misc]
         raise InvalidJob(ONE_AFTER_ANOTHER.format(task=self.__name__))
 
     def apply_many(
-        self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
+        self,
+        calls: Iterable[tuple[Sequence[Any], dict[str, Any]]],
+        keys: Sequence[str] | None = None,
+        fairness_key: str | None = None,
     ) -> list[str]:
         """Check many calls (args, kwargs), then queue them, and return the ids of their jobs in this order.
 
         `keys` has one idempotency key per call, so that `apply_many` can be repeated. Raises the errors of `check_many`
         and `queue_many`.
         """
-        return self.queue_many(self.check_many(calls, keys))
+        return self.queue_many(self.check_many(calls, keys, fairness_key))
 
     def check_many(
-        self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
+        self,
+        calls: Iterable[tuple[Sequence[Any], dict[str, Any]]],
+        keys: Sequence[str] | None = None,
+        fairness_key: str | None = None,
     ) -> list[Checked]:
-        """Check many calls, and return their jobs.
+        """Check many calls, and return their jobs, which all have the same fairness key.
 
         Raises InvalidJob, which lists all problems with their calls' indices.
         """
@@ -203,7 +209,8 @@ class JobTask(Task):  # type: ignore[misc]
         problems: dict[str, list[int]] = {}
         for index, (args, kwargs) in enumerate(calls):
             try:
-                jobs.append(self._check(args, kwargs, {} if keys is None else {"idempotency_key": keys[index]}))
+                key = {} if keys is None else {"idempotency_key": keys[index]}
+                jobs.append(self._check(args, kwargs, {"fairness_key": fairness_key, **key}))
             except InvalidJob as problem:
                 problems.setdefault(str(problem), []).append(index)
         if problems:

@@ -50,7 +50,7 @@ PARAMETERS: Mapping[str, ParameterRule] = {
         "and `priority` also work. The usage reports `batch`, `standard` or `priority`",
     ),
     "cache_control": ParameterRule("ignored", "all prefixes are cached automatically, including blocks and tools"),
-    "metadata": ParameterRule("ignored", "the tenant of the API key identifies the user"),
+    "metadata": ParameterRule("ignored", "the tenant identifies the user, except with `gateway_user_shares`"),
     "user_profile_id": ParameterRule("ignored", "the tenant of the API key identifies the user"),
     "workspace_id": ParameterRule("ignored", "the tenant of the API key identifies the user"),
     "inference_geo": ParameterRule("rejected", "requests run on your own workers", "", ("global",)),

@@ -95,6 +95,7 @@ class BatchParams(ChatParams, EmbedParams, total=False):
     retry_failed: bool
     keep_work: bool
     overwrite: bool
+    fairness_key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class BatchOptions:
     retry_failed: bool = False
     keep_work: bool = False  # keep the work file of a completed run without failed lines
     overwrite: bool = False
+    fairness_key: str | None = None  # tenant for which the run works (docs/fair-share.md)
     content: str = ""  # digest of the input if it is a temporary file
 
     @classmethod

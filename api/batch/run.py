@@ -129,6 +129,7 @@ class BatchRun:
         output: LineFile | None,
         output_path: Path,
         errors: LineFile,
+        fairness_key: str | None = None,
         deadline_s: float | None = None,
         ordered: bool = False,
         drops_columns: bool = False,
@@ -143,6 +144,7 @@ class BatchRun:
         self._batches = Batches(redis)
         self._work = work
         self._output_path = output_path
+        self._fairness_key = fairness_key
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._on_progress = on_progress
         self.id = work.get("run_id")
@@ -224,9 +226,13 @@ class BatchRun:
             self._work.take(name, lines)
         params = [{"kind": line.kind, "params": line.params} for line in lines]
         try:
-            headers = {WEIGHT_HEADER: len(lines)}
-            task = self._app.tasks[TASK_CHUNK]
-            task.apply_async((model, params), {"priority": PRIORITY_BULK}, task_id=name, headers=headers)
+            self._app.tasks[TASK_CHUNK].apply_async(
+                (model, params),
+                {"priority": PRIORITY_BULK},
+                task_id=name,
+                headers={WEIGHT_HEADER: len(lines)},
+                fairness_key=self._fairness_key,
+            )
         except BaseException:
             self._work.give_back(name, tried=False)
             raise

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 from cellama.tasks.app import CellamaApp
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.fairness import check_fairness_key
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.traces.conventions import NAMES
 from cellama.tasks.traces.gate import trace_span
@@ -85,6 +86,8 @@ def run_batch(
     prints errors to stderr unless an error file is given. Such a run can't be resumed. `check` may reject the input
     while it is read.
     """
+    if options.fairness_key is not None:
+        check_fairness_key(options.fairness_key)
     check_model(redis, options.model)
     kind = check_files(options)
     to_stdout = options.output == STANDARD
@@ -118,6 +121,7 @@ def run_batch(
             output=results,
             output_path=paths.output,
             errors=errors,
+            fairness_key=options.fairness_key,
             deadline_s=options.deadline_s,
             ordered=options.ordered and kind.is_appended,
             drops_columns=kind.is_table,

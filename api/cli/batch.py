@@ -31,7 +31,7 @@ from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 
 from .batch_progress import show_estimate, showing, summarise
-from .options import JsonOption, with_options
+from .options import FairnessKeyOption, JsonOption, with_options
 from .output import called, err, out, print_error, print_json, readable_time, table_of
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
@@ -105,6 +105,7 @@ def batch_run_command(
     errors: Annotated[
         Path | None, typer.Option(help="File for the errors of failed lines (default: OUTPUT.errors.jsonl).")
     ] = None,
+    fairness_key: FairnessKeyOption = None,
     deadline: Annotated[
         str | None, typer.Option(help="Maximum duration of the run, for example 90m or 12h (default: no limit).")
     ] = None,
@@ -146,6 +147,7 @@ def batch_run_command(
         ordered=_one_of("--order", order, ("completion", "input")) == "input",
         model=model,
         params=params,
+        fairness_key=fairness_key,
         deadline_s=_seconds(deadline),
         merge_identical=merge_identical,
         retry_failed=retry_failed,

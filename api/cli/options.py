@@ -18,6 +18,10 @@ from cellama.tasks.contract.kinds.prefill import PrefillJob
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one document per line.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if no worker serves the model.")]
+FairnessKeyOption = Annotated[
+    str | None,
+    typer.Option(help="Tenant for which the jobs run, such as org/team (default: from --cache-scope or the settings)."),
+]
 PatienceOption = Annotated[
     float, typer.Option("--patience", help="Give up if a running job produces no output for this many seconds.")
 ]

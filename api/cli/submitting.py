@@ -20,7 +20,7 @@ from cellama.tasks.contract.kinds.rerank import Ranked
 from cellama.tasks.contract.shapes.parameters import ChatMessage
 
 from .following import SilenceTimeout, cancelled_with, result_of, show
-from .options import JsonOption, PatienceOption, WaitOption, with_options
+from .options import FairnessKeyOption, JsonOption, PatienceOption, WaitOption, with_options
 from .output import out, print_error, print_json, table_of
 
 CHAT_HELP = """\
@@ -37,6 +37,7 @@ def generate_command(
     prompt: Annotated[str, typer.Argument(help="Prompt, or - to read it from stdin.")],
     json: JsonOption = False,
     wait: WaitOption = False,
+    fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
@@ -45,7 +46,8 @@ def generate_command(
     Example:  cellama generate tiny "Once upon a time" --max-tokens 80
     """
     with Client() as client:
-        _run(client.generate(model, _read(prompt), wait=wait, **params), json, patience, wait)
+        job = client.generate(model, _read(prompt), wait=wait, fairness_key=fairness_key, **params)
+        _run(job, json, patience, wait)
 
 
 @with_options(ChatJob)
@@ -57,6 +59,7 @@ def chat_command(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     json: JsonOption = False,
     wait: WaitOption = False,
+    fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
@@ -67,6 +70,7 @@ def chat_command(
     To pass tools, name a JSON file in the OpenAI format:  --tools @tools.json
     """
     messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+    params = {**params, "fairness_key": fairness_key}
     with Client() as client:
         if message is not None or not sys.stdin.isatty():
             messages.append({"role": "user", "content": _read(message or "-")})
@@ -88,6 +92,7 @@ def prefill_command(
     ] = None,
     json: JsonOption = False,
     wait: WaitOption = False,
+    fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
@@ -97,7 +102,7 @@ def prefill_command(
 
     To continue it:  cellama generate tiny " there was" --parent-key KEY
     """
-    given: dict[str, Any] = {"system": system} if system is not None else {}
+    given: dict[str, Any] = {"fairness_key": fairness_key, **({} if system is None else {"system": system})}
     with Client() as client:
         job = client.prefill(model, None if prompt is None else _read(prompt), wait=wait, **given, **params)
         result = result_of(job, SilenceTimeout(job.id, patience, allow_unserved=wait))
@@ -119,6 +124,7 @@ def embed_command(
     truncate: Annotated[bool, typer.Option(help="Truncate texts that are too long instead of rejecting them.")] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
+    fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
 ) -> None:
     """Compute embeddings of texts.
@@ -127,7 +133,8 @@ def embed_command(
     """
     texts = _read_lines(texts)
     with Client() as client:
-        job = client.embed(model, texts, wait=wait, dimensions=dimensions, normalize=normalize, truncate=truncate)
+        given: dict[str, Any] = {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
+        job = client.embed(model, texts, wait=wait, fairness_key=fairness_key, **given)
         result = result_of(job, SilenceTimeout(job.id, patience, allow_unserved=wait))
     if json:
         print_json(result)
@@ -150,6 +157,7 @@ def rerank_command(
     ] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
+    fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
 ) -> None:
     """Rank documents by how well they answer a query.
@@ -158,7 +166,8 @@ def rerank_command(
     """
     documents = _read_lines(documents)
     with Client() as client:
-        job = client.rerank(model, query, documents, wait=wait, top_n=top_n, truncate=truncate)
+        given: dict[str, Any] = {"top_n": top_n, "truncate": truncate}
+        job = client.rerank(model, query, documents, wait=wait, fairness_key=fairness_key, **given)
         result = result_of(job, SilenceTimeout(job.id, patience, allow_unserved=wait))
     if json:
         print_json(result)

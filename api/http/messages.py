@@ -135,7 +135,7 @@ async def count_tokens(request: Request) -> Response:
     name, client = parsed.name_of(model), parsed.gateway.client
     message, num_tokens = await parsed.read_by(count_of, parsed)
     submit: Any = client.apply_chat_template
-    options = {"wait": True, "priority": parsed.caller.light_priority}
+    options = parsed.light_options
     try:
         result, headers = await run_one(
             parsed,

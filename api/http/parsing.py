@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from cellama.config import limits
+from cellama.tasks.contract.fairness import fairness_key_below, fairness_key_of
 from cellama.tasks.contract.json_values import shorten, valid_text
 from cellama.tasks.contract.names import DEFAULT_MODEL, SCOPE_SEPARATOR
 from cellama.tasks.contract.shapes.workers import ModelView
@@ -35,7 +36,8 @@ VALUE_BYTES = 64  # estimated memory of a small value beyond its text
 CHARS_PER_TOKEN = 4  # estimate for English
 MIN_TOKENS = 16  # tokens of an answer if the context length of the model is unknown
 LIMIT_DIVISOR = 4  # a request without max_tokens may use a quarter of its caller's limit, so four of them can run
-CLIENT_ARGUMENTS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, not valid in a body
+# Arguments of the client's methods that are not valid in a body. A caller must not choose its own tenant.
+CLIENT_ARGUMENTS = ("self", "wait", "idempotency_key", "fairness_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,35 @@ class ParsedRequest:
         return f"{tenant}{SCOPE_SEPARATOR}{salt}"
 
     def params_of_caller(self) -> dict[str, Any]:
-        """Return the parameters of a job that depend on the caller: its priority and scope. Raises ApiError."""
+        """Return the parameters of a job that depend on the caller: its priority, its scope and its tenant.
+
+        They are arguments of the client's methods. Raises ApiError.
+        """
         scope = self.scope()
-        return {"priority": TIERS[self.tier()]} | ({"cache_scope": scope} if scope else {})
+        return {"priority": TIERS[self.tier()], "fairness_key": self.fairness_key()} | (
+            {"cache_scope": scope} if scope else {}
+        )
+
+    @property
+    def light_options(self) -> dict[str, Any]:
+        """The arguments of the client's method for a job that needs no slot, so that it has a high priority."""
+        return {"wait": True, "priority": self.caller.light_priority, "fairness_key": self.fairness_key()}
+
+    def fairness_key(self) -> str | None:
+        """Return the fairness key of the tenant, or of a user below it. Callers without a tenant have none."""
+        if self.caller.tenant is None:
+            return None
+        key = fairness_key_of(self.caller.tenant)
+        return fairness_key_below(key, user) if (user := self._user()) else key
+
+    def _user(self) -> str | None:
+        """Return the user that the body names, if users have shares. Values that are not text are ignored."""
+        if not self.gateway.settings.gateway_user_shares:
+            return None
+        metadata = self.body.get("metadata")
+        named = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+        users = (self.body.get("user"), self.body.get("safety_identifier"), named)
+        return next((user for user in users if isinstance(user, str) and user), None)
 
     def name_of(self, model: ModelView) -> str:
         """Return the model's name for the job.

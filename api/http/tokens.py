@@ -86,7 +86,7 @@ async def _run(
 ) -> tuple[ModelView, Any, dict[str, str]]:
     """Run a job. If `model` is missing, as in requests to llama-server, the default model runs the job."""
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
-    name, options = parsed.name_of(model), {"wait": True, "priority": parsed.caller.light_priority}
+    name, options = parsed.name_of(model), parsed.light_options
     try:
         result, headers = await run_one(
             parsed,

@@ -67,7 +67,15 @@ async def _run(
         parsed,
         model,
         num_tokens,
-        lambda key: submit(model, content, wait=True, idempotency_key=key, priority=priority, **params),
+        lambda key: submit(
+            model,
+            content,
+            wait=True,
+            idempotency_key=key,
+            fairness_key=parsed.fairness_key(),
+            priority=priority,
+            **params,
+        ),
     )
 
 

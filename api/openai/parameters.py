@@ -104,7 +104,7 @@ _GENERATION = {
     "prediction": ParameterRule(
         "unchanged", "a hint: matching parts are generated faster, and the text stays the same"
     ),
-    **_ignored("the tenant of the API key identifies the user", "user", "safety_identifier"),
+    **_ignored("the tenant identifies the user, except with `gateway_user_shares`", "user", "safety_identifier"),
     **_ignored("nothing is stored for longer than the result", "metadata", "store"),
     **_ignored("prefixes are always shared", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
@@ -158,7 +158,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "input": ParameterRule("renamed", "a text, token ids, or a list of either", "texts"),
         "encoding_format": ParameterRule("mapped", "`float` or `base64`", "encoding"),
         "dimensions": ParameterRule("unchanged"),
-        **_ignored("the tenant of the API key identifies the user", "user"),
+        **_ignored("the tenant identifies the user, except with `gateway_user_shares`", "user"),
     },
 }
 

@@ -16,6 +16,7 @@ from .errors import InvalidJob
 from .names import queue_name
 
 MAX_KEY_BYTES = 64
+DIGEST_CHARS = 16  # of a user whose name is not a valid level: 64 bits distinguish all users of a tenant
 FAIRNESS_KEY_HEADER = "fairness_key"  # header of a message from plain Celery
 
 
@@ -47,6 +48,17 @@ def fairness_key_of(name: str) -> str:
 def limit_name(key: str = "", *, model: str | None = None) -> str:
     """Return the name of the limit of a fairness key or of a model. A fairness key never starts with a slash."""
     return key if model is None else f"/{queue_name(model)}"
+
+
+def fairness_key_below(parent: str, name: str) -> str:
+    """Return the key of a user below a tenant. If the parent leaves no room for a digest of the name, return it."""
+    if not parent:
+        return parent
+    readable = f"{parent}/{name}"
+    if "/" not in name and is_fairness_key(readable):
+        return readable
+    key = f"{parent}/{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:DIGEST_CHARS]}"
+    return key if is_fairness_key(key) else parent
 
 
 def cost_of(usage: Mapping[str, Any]) -> float:

@@ -63,7 +63,15 @@ async def _run(parsed: ParsedRequest, url: str) -> tuple[list[Any], int, dict[st
             parsed,
             name,
             num_tokens,
-            lambda key: submit(name, texts, wait=True, idempotency_key=key, priority=priority, **params),
+            lambda key: submit(
+                name,
+                texts,
+                wait=True,
+                idempotency_key=key,
+                fairness_key=parsed.fairness_key(),
+                priority=priority,
+                **params,
+            ),
         )
     except InvalidJob as error:
         raise wrong(error, names) from None

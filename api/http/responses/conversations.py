@@ -52,9 +52,8 @@ async def count_tokens(parsed: ParsedRequest) -> Response:
             lambda key: submit(
                 name,
                 messages,
-                wait=True,
                 idempotency_key=key,
-                priority=parsed.caller.light_priority,
+                **parsed.light_options,
                 **{name: params[name] for name in _TEMPLATE_PARAMETERS if name in params},
             ),
             has_usage=False,

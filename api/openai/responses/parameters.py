@@ -13,7 +13,7 @@ INCLUDABLE = (  # other values are ignored, because responses have no such items
     "reasoning.encrypted_content",
 )
 _SHARED = "prefixes are always shared"
-_USER = "the tenant of the API key identifies the user"
+_USER = "the tenant identifies the user, except with `gateway_user_shares`"
 
 RULES: Mapping[str, ParameterRule] = {
     **{name: ParameterRule("unchanged") for name in ("model", "temperature", "top_p")},
