@@ -57,6 +57,7 @@ from cellama.tasks.estimates.position import Position
 from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.ledger import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
+from cellama.tasks.state.tenants import TenantShare
 from cellama.tasks.typed_tasks import (
     ChatParams,
     ChatResult,
@@ -139,6 +140,7 @@ __all__ = [
     "Summary",
     "TemplateParams",
     "TemplateResult",
+    "TenantShare",
     "Timings",
     "TokenEvent",
     "TokenizeParams",

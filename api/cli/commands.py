@@ -72,7 +72,7 @@ _GROUPS = {
     "queue": "Purge the queue of a model. `cellama status` shows all queues.",
     "dead": "List and requeue dead jobs, whose workers crashed repeatedly.",
     "keys": "Create, list and revoke API keys of the gateway.",
-    "tenants": "List tenants with waiting jobs, and set the weights of their shares and their limits.",
+    "tenants": "Show tenants with their jobs and service, and set their weights and limits.",
     "webhooks": "Manage endpoints that are notified when batches and responses finish.",
     "cache": "Manage KV states on disk, in the `cache_dir` of this machine's workers, and explain what a job reused.",
 }
@@ -118,6 +118,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "keys list": keys.keys_list_command,
     "keys revoke": keys.keys_revoke_command,
     "tenants list": tenants.tenants_list_command,
+    "tenants show": tenants.tenants_show_command,
     "tenants set-weight": tenants.tenants_set_weight_command,
     "tenants set-limit": tenants.tenants_set_limit_command,
     "webhooks create": webhooks.webhooks_create_command,

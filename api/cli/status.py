@@ -21,12 +21,14 @@ from cellama.tasks.contract.names import CLASSES
 
 from .options import JsonOption
 from .output import NO_WORKERS, out, plural, print_json, printable, readable, table_of
+from .tenants import tenant_table
 
 WATCH_S = 1.0  # between two updates of `status --watch`; workers report every 2 s
 LATE_S, VERY_LATE_S = 10.0, 60.0  # waiting times from which a value is yellow or red
 FULL, VERY_FULL = 0.8, 0.95  # fractions of slots or KV cells in use from which a value is yellow or red
 STALE_S = 4.0  # two heartbeat intervals, after which the worker probably hangs or has lost Redis
 FIXED_LINES = 21  # lines of `top` for the titles, headers, rules and captions of three tables, and for the totals
+SHARE_LINES = 6  # lines of `top` for the same parts of the table of tenants
 MIN_ROWS = 1  # rows in each table of `top` if the terminal is too small
 QUEUE_COLUMNS = ("queue", *CLASSES, "oldest", *(f"new {name}" for name in CLASSES))
 EMBED_FIELDS = ("requests_waiting", "prompt_rate", "requests_finished", "requests_failed")
@@ -66,7 +68,7 @@ def top_command(
     every: Annotated[float, typer.Option(min=0.2, max=60.0, help="Refresh interval in seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the screen once and exit.")] = False,
 ) -> None:
-    """Watch queues, models and workers on one screen, the slowest and busiest first. Ctrl-C exits.
+    """Watch queues, tenants, models and workers on one screen, the slowest and busiest first. Ctrl-C exits.
 
     Example:  cellama top --every 2
     """
@@ -84,7 +86,7 @@ def read_status(client: Client) -> dict[str, Any]:
 
 def read_screen(client: Client) -> dict[str, Any]:
     """Return what `top` shows. Raises RedisUnreachable or RedisRefused."""
-    return {**read_status(client), "dead": client.dead()}
+    return {**read_status(client), "dead": client.dead(), "tenants": client.tenants()}
 
 
 def _watch_screen(client: Client, every_s: float) -> None:
@@ -276,12 +278,16 @@ def _render_screen(view: dict[str, Any], problem: str | None) -> RenderableType:
 
 def render_screen(view: dict[str, Any], problem: str | None, height: int) -> RenderableType:
     """Return the screen of `top` in at most `height` lines."""
-    max_rows = max(MIN_ROWS, (height - FIXED_LINES) // 4)  # rows of each of the three tables, and of the errors
+    shares = view["tenants"] if len(view["tenants"]) > 1 else []  # one tenant has everything
+    fixed_lines, num_parts = (FIXED_LINES + SHARE_LINES, 5) if shares else (FIXED_LINES, 4)
+    max_rows = max(MIN_ROWS, (height - fixed_lines) // num_parts)  # rows of each table, and of the errors
     parts: list[RenderableType] = [_summary(view)]
     if problem is not None:
         parts.append(f"[red]{escape(problem)}; retrying …[/]")
     queues = _queue_table(view, max_rows)
     parts.append(queues if queues.row_count else "\n [dim]no job is waiting[/]\n")
+    if shares:
+        parts.append(_with_rest(tenant_table(shares, max_rows), shares, max_rows))
     return Group(*parts, _model_table(view, max_rows), _worker_table(view, max_rows), *_error_lines(view, max_rows))
 
 

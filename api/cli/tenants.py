@@ -1,12 +1,14 @@
-"""`cellama tenants`: list the tenants with waiting jobs, and set the weights of their shares and their limits."""
+"""`cellama tenants`: list tenants with their jobs and service, and set their weights and limits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.config import limits as bounds
@@ -14,11 +16,13 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.fairness import check_fairness_key, limit_name
-from cellama.tasks.state.fair_shares import limits, num_held, set_limit, set_weight, waiting_shares, weights
+from cellama.tasks.state.fair_shares import limits, num_held, set_limit, set_weight, weights
+from cellama.tasks.state.tenants import QueueShare, TenantShare, of_tenant, queue_shares, tenant_shares
 
 from .options import JsonOption
-from .output import out, print_json, table_of
+from .output import out, plural, print_json, table_of
 
+NUMBERS = "weight, waiting, running, tokens (1 h), share"
 KeyArgument = Annotated[
     str, typer.Argument(help="Fairness key, such as org/team. An empty key means jobs without a key.")
 ]
@@ -26,35 +30,104 @@ LimitArgument = Annotated[str, typer.Argument(help="Number of jobs, none, or def
 
 
 def tenants_list_command(json: JsonOption = False) -> None:
-    """List the fairness keys with waiting jobs, and the weights and limits that are set.
+    """List the tenants that have jobs, had service in the last hour, or have a weight or a limit.
 
     Example:  cellama tenants list
     """
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
-        shares, weight_of, limit_of = waiting_shares(redis), weights(redis), limits(redis)
+        shares, waiting, weight_of, limit_of = tenant_shares(redis), queue_shares(redis), weights(redis), limits(redis)
         held = {name: num_held(redis, name) for name in limit_of}
     if json:
-        waiting = [asdict(share) for share in shares]
-        print_json({"waiting": waiting, "weights": weight_of, "limits": limit_of, "held": held})
-        return
-    table = table_of(
-        "tenant", "queue", "priority", "waiting", "weight", "limit", right="priority, waiting, weight, limit"
-    )
-    for share in shares:
-        weight, limit = f"{weight_of.get(share.key, 1.0):g}", _limit_text(share.key, limit_of, held)
-        row = (share.key, share.queue, str(share.priority), str(share.num_waiting), weight, limit)
-        table.add_row(*map(escape, row))
-    for name in sorted({*weight_of, *limit_of} - {share.key for share in shares}):
-        is_queue = name.startswith("/")
-        weight, limit = "" if is_queue else f"{weight_of.get(name, 1.0):g}", _limit_text(name, limit_of, held)
-        table.add_row(
-            *map(escape, ("", name[1:], "", "", "", limit) if is_queue else (name, "", "", "0", weight, limit))
+        print_json(
+            {
+                "tenants": [asdict(share) for share in shares],
+                "waiting": [asdict(share) for share in waiting],
+                "weights": weight_of,
+                "limits": limit_of,
+                "held": held,
+            }
         )
-    out.print(table if table.row_count else "no tenant has waiting jobs, a weight or a limit")
+        return
+    texts = {name: f"{held[name]} of {limit_of[name]}" for name in sorted(limit_of)}
+    out.print(tenant_table(shares, limit_texts=texts) if shares else "no tenant has jobs, a weight or a limit")
+    for name in texts:
+        if name.startswith("/"):
+            out.print(f"{escape(name[1:])}: {texts[name]} jobs", soft_wrap=True)
 
 
-def _limit_text(name: str, limit_of: dict[str, int], held: dict[str, int]) -> str:
-    return f"{held[name]} of {limit_of[name]}" if name in limit_of else ""
+def tenants_show_command(key: KeyArgument, json: JsonOption = False) -> None:
+    """Show a tenant with the keys below it: weights, jobs, service in the last hour, and waiting jobs by queue.
+
+    Example:  cellama tenants show acme
+    """
+    _check(key)
+    with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
+        everyone, waiting, weight_of = tenant_shares(redis), queue_shares(redis), weights(redis)
+    shares = of_tenant(everyone, key)
+    queues = [share for share in waiting if share.key in {each.key for each in shares}]
+    total = TenantShare(
+        key=key,
+        weight=weight_of.get(key, 1.0),
+        num_waiting=sum(share.num_waiting for share in shares),
+        num_running=sum(share.num_running for share in shares),
+        service=sum(share.service for share in shares),
+    )
+    fraction = total.service / (sum(share.service for share in everyone) or 1.0)
+    if json:
+        print_json(
+            {
+                **asdict(total),
+                "fraction": fraction,
+                "keys": [asdict(share) for share in shares],
+                "queues": [asdict(share) for share in queues],
+            }
+        )
+        return
+    jobs = f"{plural(total.num_waiting, 'waiting job')}, {total.num_running} running"
+    service = f"{total.service:,.0f} tokens in the last hour ({100 * fraction:.0f} % of all)"
+    out.print(f"{_name(key)}: weight {total.weight:g}, {jobs}, {service}", soft_wrap=True)
+    if len(shares) > 1:
+        out.print(tenant_table(shares))
+    if queues:
+        out.print(_queue_table(queues))
+
+
+def tenant_table(
+    shares: list[TenantShare], max_rows: int | None = None, limit_texts: Mapping[str, str] | None = None
+) -> Table:
+    """Return the table of tenants, those with the most service first, with a column for limits if there are any."""
+    columns = f"{NUMBERS}, limit" if limit_texts else NUMBERS
+    table = table_of("tenant", *columns.split(", "), right=columns)
+    total = sum(share.service for share in shares) or 1.0
+    for share in shares[:max_rows]:
+        table.add_row(
+            _name(share.key),
+            f"{share.weight:g}",
+            str(share.num_waiting),
+            str(share.num_running),
+            f"{share.service:,.0f}",
+            f"{100 * share.service / total:.0f} %",
+            *([limit_texts.get(share.key, "")] if limit_texts else []),
+        )
+    return table
+
+
+def _queue_table(queues: list[QueueShare]) -> Table:
+    table = table_of("queue", "priority", "tenant", "waiting", right="priority, waiting")
+    for share in queues:
+        table.add_row(escape(share.queue), str(share.priority), _name(share.key), str(share.num_waiting))
+    return table
+
+
+def _name(key: str) -> str:
+    return escape(key) or "[dim]jobs without a key[/]"
+
+
+def _check(key: str) -> None:
+    try:
+        check_fairness_key(key)
+    except InvalidJob as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def tenants_set_weight_command(
@@ -65,11 +138,9 @@ def tenants_set_weight_command(
 
     Example:  cellama tenants set-weight acme 3
     """
+    _check(key)
     try:
-        check_fairness_key(key)
         number = None if weight == "default" else float(weight)
-    except InvalidJob as error:
-        raise typer.BadParameter(str(error)) from None
     except ValueError:
         number = 0.0
     if number is not None and not 0 < number <= bounds.MAX_FAIRNESS_WEIGHT:

@@ -138,6 +138,7 @@ class AsyncClient:
     cancel = _in_thread(Client.cancel)
     position = _in_thread(Client.position)
     jobs = _in_thread(Client.jobs)
+    tenants = _in_thread(Client.tenants)
     purge = _in_thread(Client.purge)
     dead = _in_thread(Client.dead)
     workers = _in_thread(Client.workers)

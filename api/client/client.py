@@ -65,6 +65,7 @@ from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
 from cellama.tasks.state.ledger import DeadJob, Ledger
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, stream_events
 from cellama.tasks.state.registry import WorkerEntry, live_workers
+from cellama.tasks.state.tenants import TenantShare, tenant_shares
 from cellama.tasks.state.unserved import UnservedWait, model_hint
 from cellama.tasks.typed_tasks import (
     ChatParams,
@@ -157,15 +158,16 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[GenerateParams],
     ) -> Job[GenerateResult]:
         """Submit a prompt to continue.
 
         With `wait`, the job is queued even if no worker serves the model. A second call with the same
-        `idempotency_key` returns the same job, for as long as its result is stored. Raises InvalidJob, and UnknownModel
-        if no worker serves the model.
+        `idempotency_key` returns the same job, for as long as its result is stored. `fairness_key` names the tenant for
+        which the job runs (docs/fair-share.md). Raises InvalidJob, and UnknownModel if no worker serves the model.
         """
-        return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, params)
+        return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, fairness_key, params)
 
     def chat(
         self,
@@ -174,10 +176,11 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[ChatParams],
     ) -> Job[ChatResult]:
         """Submit a conversation to answer. Raises the same errors as `generate`."""
-        return self._submit(TASK_CHAT, model, messages, wait, idempotency_key, params)
+        return self._submit(TASK_CHAT, model, messages, wait, idempotency_key, fairness_key, params)
 
     def prefill(
         self,
@@ -186,6 +189,7 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[PrefillParams],
     ) -> Job[PrefillResult]:
         """Submit a prefix to prefill into the cache for later jobs.
@@ -193,7 +197,7 @@ class Client:
         The prefix is a `prompt`, or the `messages` or the `system` message of a chat. To continue it, pass the
         `finish_key` of its result as the `parent_key` of a later job. Raises the same errors as `generate`.
         """
-        return self._submit(TASK_PREFILL, model, prompt, wait, idempotency_key, params)
+        return self._submit(TASK_PREFILL, model, prompt, wait, idempotency_key, fairness_key, params)
 
     def embed(
         self,
@@ -202,10 +206,11 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[EmbedParams],
     ) -> Job[EmbedResult]:
         """Submit texts or token ids to embed. Raises the same errors as `generate`."""
-        return self._submit(TASK_EMBED, model, texts, wait, idempotency_key, params)
+        return self._submit(TASK_EMBED, model, texts, wait, idempotency_key, fairness_key, params)
 
     def rerank(
         self,
@@ -215,10 +220,13 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[RerankParams],
     ) -> Job[RerankResult]:
         """Submit documents to rank by how well they answer a query. Raises the same errors as `generate`."""
-        return self._submit(TASK_RERANK, model, query, wait, idempotency_key, {"documents": documents, **params})
+        return self._submit(
+            TASK_RERANK, model, query, wait, idempotency_key, fairness_key, {"documents": documents, **params}
+        )
 
     def generate_many(
         self,
@@ -227,6 +235,7 @@ class Client:
         *,
         wait: bool = False,
         idempotency_keys: Sequence[str] | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[GenerateParams],
     ) -> list[Job[GenerateResult]]:
         """Submit many prompts with the same parameters, and return the jobs in the same order.
@@ -235,7 +244,7 @@ class Client:
         queued, and InvalidJob names the indexes of all invalid prompts. If each prompt has a key in
         `idempotency_keys`, the call can safely be repeated, for example after RedisUnreachable.
         """
-        return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
+        return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, fairness_key, params)
 
     def chat_many(
         self,
@@ -244,10 +253,11 @@ class Client:
         *,
         wait: bool = False,
         idempotency_keys: Sequence[str] | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[ChatParams],
     ) -> list[Job[ChatResult]]:
         """Submit many conversations to answer, as `generate_many` does for prompts."""
-        return self._submit_many(TASK_CHAT, model, conversations, wait, idempotency_keys, params)
+        return self._submit_many(TASK_CHAT, model, conversations, wait, idempotency_keys, fairness_key, params)
 
     def embed_many(
         self,
@@ -256,10 +266,11 @@ class Client:
         *,
         wait: bool = False,
         idempotency_keys: Sequence[str] | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[EmbedParams],
     ) -> list[Job[EmbedResult]]:
         """Submit one job for each text or list of texts, as `generate_many` does for prompts."""
-        return self._submit_many(TASK_EMBED, model, texts, wait, idempotency_keys, params)
+        return self._submit_many(TASK_EMBED, model, texts, wait, idempotency_keys, fairness_key, params)
 
     def tokenize(
         self,
@@ -268,10 +279,11 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[TokenizeParams],
     ) -> Job[TokenizeResult]:
         """Submit a text to convert into token ids. Raises the same errors as `generate`."""
-        return self._submit(TASK_TOKENIZE, model, text, wait, idempotency_key, params)
+        return self._submit(TASK_TOKENIZE, model, text, wait, idempotency_key, fairness_key, params)
 
     def detokenize(
         self,
@@ -280,10 +292,11 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[DetokenizeParams],
     ) -> Job[DetokenizeResult]:
         """Submit token ids to convert into text. Raises the same errors as `generate`."""
-        return self._submit(TASK_DETOKENIZE, model, tokens, wait, idempotency_key, params)
+        return self._submit(TASK_DETOKENIZE, model, tokens, wait, idempotency_key, fairness_key, params)
 
     def apply_chat_template(
         self,
@@ -292,20 +305,29 @@ class Client:
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
+        fairness_key: str | None = None,
         **params: Unpack[TemplateParams],
     ) -> Job[TemplateResult]:
         """Submit a conversation to convert into its prompt. Raises the same errors as `generate`."""
-        return self._submit(TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, params)
+        return self._submit(TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, fairness_key, params)
 
     def _submit(
-        self, name: str, model: str, content: Any, wait: bool, key: str | None, params: Mapping[str, Any]
+        self,
+        name: str,
+        model: str,
+        content: Any,
+        wait: bool,
+        key: str | None,
+        fairness_key: str | None,
+        params: Mapping[str, Any],
     ) -> Job[Any]:
         task = self._app.tasks[name]
         task.parse((model, content), params)  # reports invalid jobs even if Redis is unreachable
         with reaching_redis(self._url):
             if not wait:
                 self._check_served(model)
-            return Job(self, task.apply_async((model, content), dict(params), idempotency_key=key).id)
+            options = {"idempotency_key": key, "fairness_key": fairness_key}
+            return Job(self, task.apply_async((model, content), dict(params), **options).id)
 
     def _submit_many(
         self,
@@ -314,10 +336,11 @@ class Client:
         contents: Iterable[Any],
         wait: bool,
         keys: Sequence[str] | None,
+        fairness_key: str | None,
         params: Mapping[str, Any],
     ) -> list[Job[Any]]:
         task = self._app.tasks[name]
-        jobs = task.check_many([((model, content), dict(params)) for content in contents], keys)
+        jobs = task.check_many([((model, content), dict(params)) for content in contents], keys, fairness_key)
         with reaching_redis(self._url):
             if not wait:
                 self._check_served(model)
@@ -479,6 +502,11 @@ class Client:
         """Return up to `limit` running and waiting jobs of one model or all models, even of models without a worker."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
+
+    def tenants(self) -> list[TenantShare]:
+        """Return the tenants that have jobs, had service in the last hour, or have a weight (docs/fair-share.md)."""
+        with reaching_redis(self._url):
+            return tenant_shares(self._redis)
 
     def purge(self, model: str) -> int:
         """Cancel all waiting jobs of a model, and return their number. Raises UnknownModel."""

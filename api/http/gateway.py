@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 from starlette.requests import Request
 
 from cellama.api.client.async_client import AsyncClient
@@ -22,11 +23,12 @@ from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.keys import waiting_key
-from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, queue_name
+from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority
 from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
+from cellama.tasks.state.ledger import arguments_of_ahead
 from cellama.tasks.state.registry import WorkerEntry
+from cellama.tasks.state.scripts import source
 
 from .auth import TIERS, Access, Caller
 from .errors import RETRY_AFTER_S, ApiError
@@ -178,6 +180,10 @@ class Gateway:
         """A client for the gateway's own data, such as records of responses."""
         return connect_async(self.settings.redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
+    @cached_property
+    def _ahead(self) -> AsyncScript:
+        return self.redis.register_script(source("ahead"))
+
     async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
         """Return the models that are ready and that the caller may use."""
         views = await self._models.get(fresh_s)
@@ -226,19 +232,20 @@ class Gateway:
     async def wait_of(self, job_id: str, model: str, tier: str) -> str | None:
         """Return the position and the estimated wait of a job as text, or None if it does not wait.
 
-        It takes one command of Redis. The estimate is derived from the cached estimate for a new job.
+        It takes one script in Redis. The estimate is derived from the cached estimate for a new job.
         """
         try:
             with reaching_redis():
-                rank: Any = await self.redis.zrank(waiting_key(queue_name(model)), job_id)
-            if rank is None:
+                keys, args = arguments_of_ahead(job_id)
+                ahead: Any = await self._ahead(keys=keys, args=args)
+            if ahead is None:
                 return None
             classes = (await self.stats())["classes"].get(model, {})
         except JobError:  # the stream itself reports an outage that lasts
             return None
-        eta_s = wait_at(rank, classes, class_of_priority(TIERS[tier]))
+        eta_s = wait_at(ahead[0], classes, class_of_priority(TIERS[tier]))
         about = "" if eta_s is None else f", about {math.ceil(eta_s)} s"
-        return f"position {rank + 1}{about}"
+        return f"position {ahead[0] + 1}{about}"
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
         """Add to the error the time after which a retry is likely to succeed, and return the error."""

@@ -38,6 +38,7 @@ from cellama.tasks.metrics.figures import OTHER, Figures
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry, live_workers
+from cellama.tasks.state.tenants import tenant_shares
 
 log = event_logger(__name__)
 
@@ -46,6 +47,7 @@ MAX_QUEUES = 100  # models, because more would make a scrape large and slow
 MAX_ESTIMATES = 20  # models, because an estimate reads hundreds of jobs of each class
 MAX_RUNS = 100  # bulk runs, those with the latest update first
 MAX_KEYS = 100  # API keys, because more would make a scrape large and slow
+MAX_SHARES = 20  # fairness keys with their own values, because each adds three time series
 STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
 
 
@@ -75,6 +77,7 @@ class Scrape:
                 add_queues(self._redis, figures, workers),
                 add_bulk_runs(self._redis, figures),
                 add_tenants(self._redis, figures, at),
+                add_shares(self._redis, figures),
             ]
             add_ledger(self._redis, figures, at)
             self._add_memory(figures)
@@ -243,6 +246,20 @@ def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
         figures.add("cellama_tenant_jobs", jobs, entry.tenant)
         figures.add("cellama_tenant_window_tokens", float(tokens or 0), entry.tenant)
     return len(found) > MAX_KEYS
+
+
+def add_shares(redis: Redis, figures: Figures) -> bool:
+    """Add the fairness keys with the most service in the last hour, and the sums of all others as `other`.
+
+    Return whether there are others. Raises RedisError.
+    """
+    shares = tenant_shares(redis)
+    for index, share in enumerate(shares):
+        tenant = share.key if index < MAX_SHARES else OTHER
+        figures.add("cellama_tenant_waiting_jobs", share.num_waiting, tenant)
+        figures.add("cellama_tenant_running_jobs", share.num_running, tenant)
+        figures.add("cellama_tenant_service_tokens", share.service, tenant)
+    return len(shares) > MAX_SHARES
 
 
 def _parsed(raw: bytes) -> KeyEntry | None:

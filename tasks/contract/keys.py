@@ -18,6 +18,7 @@ Jobs:
 `cellama:slots:{name}` (set): Held jobs that count against a limit.
 `cellama:blocked:{name}` (set): Lists in which the jobs of this name wait because it has reached its limit.
 `cellama:limited` (set): Names with slots.
+`cellama:service:{period}` (sorted set): Fairness keys by the cost of their jobs that ended in 5 minutes. TTL.
 `cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
@@ -327,6 +328,10 @@ def blocked_key(name: str) -> str:
 
 def limited_key() -> str:
     return f"{key_prefix()}:limited"
+
+
+def service_key(period: int) -> str:
+    return f"{key_prefix()}:service:{period}"
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:

@@ -26,7 +26,7 @@ from cellama.tasks.contract.names import (
     queues_of_model,
 )
 from cellama.tasks.contract.shapes.workers import WorkerModel
-from cellama.tasks.state.ledger import JobWork, Ledger, work_of_text
+from cellama.tasks.state.ledger import JobsAhead, JobWork, Ledger, work_of_text
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 from .samples import JobClass, Samples, class_of, read_samples
@@ -139,7 +139,7 @@ class ListedJob:
 def position_of(redis: Redis, job_id: str) -> Position:
     """Return the position of a job. Raises UnknownJob."""
     ledger = Ledger(redis)
-    state, ahead = ledger.state(job_id), ledger.num_ahead(job_id)
+    state, ahead = ledger.state(job_id), ledger.ahead(job_id)
     if state is None:
         raise UnknownJob(
             f"job {job_id} is unknown or has expired; a job sent by plain Celery is only known once it runs"
@@ -161,7 +161,7 @@ def position_of(redis: Redis, job_id: str) -> Position:
     return Position(
         job_id,
         "waiting",
-        ahead=ahead,
+        ahead=ahead.num_jobs,
         eta_s=None if found.eta_s is None else round(found.eta_s, 3),
         eta_least_s=round(found.min_s, 3),
         eta_most_s=None if found.max_s is None else round(found.max_s, 3),
@@ -175,10 +175,10 @@ def estimate(
     workers: Sequence[WorkerEntry],
     running_now: Sequence[ListedJob],
     queue: str,
-    ahead: int,
+    ahead: JobsAhead,
     priority: int,
 ) -> WaitEstimate:
-    """Estimate when a job with this priority gets a slot if `ahead` jobs are ahead of it. Raises RedisError."""
+    """Estimate when a job with this priority gets a slot if these jobs are ahead of it. Raises RedisError."""
     serving = _serving(workers, queue)
     if not serving:
         return WaitEstimate()
@@ -197,7 +197,7 @@ def estimate(
     if len(known) < len(times):
         return WaitEstimate()
     count = len(running)
-    return forecast(num_slots, known[:count], known[count:], max(ahead, len(waiting)), samples.num_samples)
+    return forecast(num_slots, known[:count], known[count:], max(ahead.num_jobs, len(waiting)), samples.num_samples)
 
 
 def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
@@ -254,16 +254,16 @@ def running_jobs(redis: Redis) -> list[ListedJob]:
     return [replace(job, elapsed_s=max(0.0, since[job_id])) for job_id, job in _jobs(redis, list(since))]
 
 
-def _waiting(redis: Redis, queue: str, ahead: int) -> list[ListedJob]:
-    """Return the first `ahead` jobs of a queue, or an even sample of up to MAX_AHEAD of them."""
-    if not ahead:
-        return []
-    step = -(-ahead // MAX_AHEAD)
-    ranks = [(0, ahead - 1)] if step == 1 else [(rank, rank) for rank in range(0, ahead, step)]
+def _waiting(redis: Redis, queue: str, ahead: JobsAhead) -> list[ListedJob]:
+    """Return the jobs ahead of a job, or an even sample of up to about MAX_AHEAD of them."""
+    step, num_first = -(-ahead.num_jobs // MAX_AHEAD) or 1, ahead.num_first
+    ranks = [(0, num_first - 1)] if step == 1 else [(rank, rank) for rank in range(0, num_first, step)]
     pipeline = redis.pipeline(transaction=False)
-    for first, last in ranks:
+    for first, last in ranks if num_first else ():
         pipeline.zrange(waiting_key(queue), first, last)
     ids = [raw.decode() for found in pipeline.execute() for raw in found]
+    for job_id, count in ahead.of_keys:
+        ids += [job_id] * round(count / step)
     return [replace(job, worker="") for _, job in _jobs(redis, ids)]
 
 
@@ -328,6 +328,6 @@ def eta_by_class(
         ahead += waiting[name].num_jobs
         # A new job of a class without jobs waits as long as one of the class before, so no job is read twice.
         if not etas or waiting[name].num_jobs or any(job.priority in priorities for job in running):
-            eta_s = estimate(redis, workers, running, queue_name(model), ahead, priorities[-1]).eta_s
+            eta_s = estimate(redis, workers, running, queue_name(model), JobsAhead(ahead, ahead), priorities[-1]).eta_s
         etas[name] = eta_s
     return etas

@@ -407,6 +407,15 @@ QUEUES = (
             "cellama_tenant_window_tokens",
             "Number of tokens charged to the tenant's keys in the last one to two minutes.",
         ),
+        (
+            "cellama_tenant_waiting_jobs",
+            "Number of waiting jobs of a fairness key. The 20 keys with the most service have their own values.",
+        ),
+        ("cellama_tenant_running_jobs", "Number of running jobs of a fairness key."),
+        (
+            "cellama_tenant_service_tokens",
+            "Service of a fairness key in the last hour, in tokens as fair shares count them.",
+        ),
     ),
 )
 

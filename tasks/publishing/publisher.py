@@ -214,8 +214,16 @@ def unsigned(text: str) -> str:
 class Publisher:
     """Numbers, journals and publishes the events of all attempts of a worker."""
 
-    def __init__(self, ledger: Ledger, worker: str, middlewares: Middlewares) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        worker: str,
+        middlewares: Middlewares,
+        on_cost: Callable[[str, float], None] = lambda key, tokens: None,
+    ) -> None:
+        """Start the publisher thread. It calls `on_cost` with the fairness key and the cost of each ended job."""
         self._ledger = ledger
+        self._on_cost = on_cost
         self._worker = worker
         self._middlewares = middlewares
         self.pulse = Pulse("cellama-publisher")
@@ -423,6 +431,8 @@ class Publisher:
                 )
                 self._abandon(run_id, Interruption.HANDED_BACK)
             elif entry.event_class == "terminal":
+                if entry.cost != "":
+                    self._on_cost(stream.attempt.fairness_key, float(entry.cost))
                 del self._streams[run_id]
                 stream.end()  # before the interruption, after which the job's thread reads `ended`
                 if stream.failure is not None:

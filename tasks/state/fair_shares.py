@@ -1,40 +1,22 @@
-"""Read the service of tenants, and set their weights and limits (docs/fair-share.md).
+"""Set the weights and limits of tenants (docs/fair-share.md).
 
 All functions can raise RedisError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
 
 from cellama.config import get_settings
 from cellama.tasks.contract.fairness import limit_name
-from cellama.tasks.contract.keys import backlog_key, idle_key, queues_key, shares_key, slots_key, terms_key
-from cellama.tasks.contract.names import PRIORITIES, queue_key
+from cellama.tasks.contract.keys import slots_key, terms_key
 
 from .scripts import run_script
 
 MAX_TICKETS = 100  # pushed when a limit is raised; the reaper pushes the others
 LIMIT = "\0"  # first character of a field of `terms_key` with a limit
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingShare:
-    """The waiting jobs of a fairness key in a queue, and the service of the key in tokens per weight.
-
-    The next job of a level is that of the key with the least service. Services of different levels, queues and
-    priorities can't be compared.
-    """
-
-    queue: str
-    priority: int
-    key: str
-    num_waiting: int
-    service: float
 
 
 def set_weight(redis: Redis, key: str, weight: float | None) -> None:
@@ -74,29 +56,3 @@ def limits(redis: Redis) -> dict[str, int]:
 def num_held(redis: Redis, name: str) -> int:
     """Return how many jobs count against the limit of a name (`limit_name`)."""
     return int(redis.scard(slots_key(name)))
-
-
-def waiting_shares(redis: Redis) -> list[WaitingShare]:
-    """Return the fairness keys that have waiting jobs, by queue, priority and key."""
-    queues: Any = redis.smembers(queues_key())
-    shares: list[WaitingShare] = []
-    for queue in sorted(raw.decode() for raw in queues):
-        for priority in PRIORITIES:
-            list_key = queue_key(queue, priority)
-            for key, service in sorted(_keys_below(redis, list_key, "")):
-                num_waiting: Any = redis.zlexcount(backlog_key(list_key), f"[{key}\0", f"({key}\1")
-                shares.append(WaitingShare(queue, priority, key, num_waiting, service))
-    return shares
-
-
-def _keys_below(redis: Redis, list_key: str, node: str) -> Iterator[tuple[str, float]]:
-    """Yield the fairness keys below a node, each with its service."""
-    children: Any = redis.zrange(f"{shares_key(list_key)}\0{node}", 0, -1, withscores=True)
-    for raw, service in children:
-        child = raw.decode()
-        if child.endswith("/"):
-            yield from _keys_below(redis, list_key, child)
-        elif service == float("inf"):  # it has reached its limit
-            yield child, float(redis.zscore(f"{idle_key(list_key)}\0{node}", child) or 0)
-        else:
-            yield child, service

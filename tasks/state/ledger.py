@@ -33,6 +33,7 @@ from cellama.tasks.contract.keys import (
     journal_key,
     last_restore_key,
     result_key,
+    terms_key,
     waiting_key,
 )
 from cellama.tasks.contract.kinds.generate import GenerateJob
@@ -53,6 +54,7 @@ SETTLE_S = 30
 MAX_RESTORED = 200  # messages per script and kind, which block Redis for a few milliseconds
 PAGE_PART = 8  # a page is at most 1/8 of a list, so that other workers get messages as well
 PAGE_MESSAGE_BYTES = 1 << 16  # larger messages are taken alone, because a page is in memory as a whole
+MAX_KEYS_AHEAD = 100  # fairness keys that an estimate of a position reads, which takes about a millisecond
 MAX_WORK_UNITS = 10**9
 MAX_ENTRY_BYTES = 480 << 20  # a value in Redis has up to 512 MiB, and Celery adds a few fields
 DEAD = "dead"  # error code of jobs that crashed their workers repeatedly
@@ -175,8 +177,13 @@ class TaskCall:
 
     @property
     def fairness_key(self) -> str:
-        """The key by which workers are shared between waiting jobs: the one that the call sets, or else the tenant."""
-        return fairness_key_of(self.tenant) if self.given_fairness_key is None else self.given_fairness_key
+        """The key by which workers are shared between waiting jobs.
+
+        It is the one that the call sets, or else the tenant, or else the setting `default_fairness_key`.
+        """
+        if self.given_fairness_key is not None:
+            return self.given_fairness_key
+        return fairness_key_of(self.tenant or get_settings().default_fairness_key)
 
     def digest(self, positional: Sequence[str]) -> str:
         """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""
@@ -234,6 +241,20 @@ def submit_arguments(
         parts = [part for event in message.events for part in event]
         args += [call.work.text, call.tenant, call.fairness_key, message.payload, len(message.events), *parts]
     return keys, args
+
+
+@dataclass(frozen=True, slots=True)
+class JobsAhead:
+    """The jobs that get a slot before a waiting job."""
+
+    num_jobs: int
+    num_first: int  # jobs at the start of the queue
+    of_keys: tuple[tuple[str, int], ...] = ()  # the other jobs by fairness key: one of them, and their number
+
+
+def arguments_of_ahead(job_id: str) -> tuple[list[str], list[Any]]:
+    """Return the keys and arguments of the script `ahead`, which starts its reply with the number of jobs."""
+    return [terms_key()], [job_id, json.dumps(get_settings().fairness_weights), MAX_KEYS_AHEAD]
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,13 +676,18 @@ class Ledger:
 
     # For clients
 
-    def num_ahead(self, job_id: str) -> int | None:
-        """Return how many jobs are ahead of this job in its queue, or None if it does not wait."""
-        queue = self.queue(job_id)
-        if queue is None:
+    def ahead(self, job_id: str) -> JobsAhead | None:
+        """Return the jobs that get a slot before this one, or None if it does not wait.
+
+        They are an estimate if jobs of several fairness keys wait.
+        """
+        found: Any = run_script(self._redis, "ahead", *arguments_of_ahead(job_id))
+        if found is None:
             return None
-        rank: Any = self._redis.zrank(waiting_key(queue), job_id)
-        return None if rank is None else int(rank)
+        num_jobs, num_first, *rest = found
+        return JobsAhead(
+            num_jobs, num_first, tuple((raw.decode(), count) for raw, count in zip(rest[::2], rest[1::2], strict=True))
+        )
 
     def queue(self, job_id: str) -> str | None:
         """Return the Celery queue of a job, or None if it has no entry."""

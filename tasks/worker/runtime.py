@@ -30,6 +30,7 @@ from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.state.ledger import Attempt, Ledger
 from cellama.tasks.state.registry import Registration
+from cellama.tasks.state.tenants import ServiceWriter
 from cellama.tasks.state.unserved import UnservedJobs, report_served
 
 from .commands import ModelChanges
@@ -166,6 +167,7 @@ class Runtime:
         self.redis = self._connect()
         self.ledger = Ledger(self.redis, settings=settings, gathers=True)
         self.samples = SampleWriter(self.redis)
+        self._service = ServiceWriter(self.redis)
         self._record = DesiredStateRecord(self.redis, settings.pool, worker)
         self._reaper = Reaper(self.redis, self.ledger, store, settings.lease_s)
         unserved = UnservedJobs(
@@ -190,7 +192,7 @@ class Runtime:
                 settings, worker, manager=self.manager, signer=self.signer, samples=self.samples
             )
             on_failure.callback(self.middlewares.close)
-            self.publisher = Publisher(self.ledger, worker, self.middlewares)
+            self.publisher = Publisher(self.ledger, worker, self.middlewares, self._service.note)
             on_failure.callback(self.publisher.close)
             # After twice the lease, the jobs of a hanging worker run on other workers already.
             self.watchdog = Watchdog(settings.hang_s, last_resort_s=2 * settings.lease_s)
@@ -323,6 +325,7 @@ class Runtime:
                 self._neighbours.share_cores,
                 self._trim_when_idle,
                 self.samples.flush,
+                self._service.flush,
             ],
             pool=self.settings.pool,
             failures=loader.recent_failures,

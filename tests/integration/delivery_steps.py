@@ -286,7 +286,7 @@ class Delivery:
     def somebody_looks_after_each_job(self) -> None:
         for job_id in self.jobs:
             if self.ledger.state(job_id) != "done":
-                noted = self.ledger.num_ahead(job_id) is not None or self.redis.zscore("cellama:running", job_id)
+                noted = self.ledger.ahead(job_id) is not None or self.redis.zscore("cellama:running", job_id)
                 assert noted or self.redis.zscore(leases_key(), job_id) is not None
 
     def limit_is_kept(self) -> None:

@@ -74,6 +74,12 @@ def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0)
     return superseded
 
 
+def num_ahead(ledger: Ledger, job_id: str) -> int | None:
+    """Return how many jobs are ahead of a job, or None if it does not wait."""
+    ahead = ledger.ahead(job_id)
+    return None if ahead is None else ahead.num_jobs
+
+
 def ids_in(redis: Any, queue: str, priority: int = PRIORITY_INTERACTIVE) -> list[str]:
     """Return the ids in the tickets of a queue, the next one first."""
     messages = redis.lrange(queue_key(queue, priority), 0, -1)

@@ -27,6 +27,7 @@ from cellama.tasks.state.scripts import SentScript
 
 from ..conftest import PATIENCE_S, wait_until
 from .conftest import GREEDY
+from .ledgers import num_ahead
 
 NUM = PAGE_JOBS + 7
 
@@ -105,7 +106,7 @@ def test_messages_and_ranks_of_many_jobs_keep_their_order(unserved: str, redis_c
     assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == ids
     bodies = [json.loads(base64.b64decode(message["body"])) for message in messages(redis_client, unserved)]
     assert [body[0][1] for body in bodies] == [f"prompt {i}" for i in range(NUM)]
-    assert [Ledger(redis_client).num_ahead(job_id) for job_id in ids] == list(range(NUM))
+    assert [num_ahead(Ledger(redis_client), job_id) for job_id in ids] == list(range(NUM))
 
 
 def test_message_of_a_bulk_submission_equals_the_message_of_celery(unserved: str, redis_client: Redis) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.state.ledger import Fetched, Ledger
 
 from ..conftest import empty_database
-from .ledgers import LEASE_S, STARTED, begin, submission, write
+from .ledgers import LEASE_S, STARTED, begin, num_ahead, submission, write
 
 
 class Fleet:
@@ -211,6 +212,64 @@ def test_difference_of_backlogged_tenants_stays_bounded(fleet: Fleet, seed: int)
     fleet.run(num_workers, 800, lambda key: source.randint(1, largest[key]), check)
     assert {fleet.keys[job_id] for job_id in waiting_jobs(fleet)} == set(names), "all tenants are still backlogged"
     assert max(differences) <= 2 * (num_workers + 1) * 100
+
+
+def test_position_is_exact_with_one_key(fleet: Fleet) -> None:
+    fleet.submit("", 30)
+    jobs = list(fleet.keys)
+    assert [num_ahead(fleet.ledger, job_id) for job_id in jobs] == list(range(30))
+    held = [fleet.take() for _ in range(3)]
+    assert [num_ahead(fleet.ledger, job_id) for job_id in jobs] == list(range(30))
+    fleet.end(held[0], 10)
+    assert [num_ahead(fleet.ledger, job_id) for job_id in jobs] == [None, *range(29)]
+
+
+def test_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_one(fleet: Fleet) -> None:
+    fleet.submit("large", 500)
+    fleet.submit("small", 3)
+    small = list(fleet.keys)[-3:]
+    ahead = fleet.ledger.ahead(small[2])
+    assert ahead is not None
+    assert [(fleet.keys[job_id], count) for job_id, count in ahead.of_keys] == [("small", 2), ("large", 3)]
+    assert [num_ahead(fleet.ledger, job_id) for job_id in small] == [1, 3, 5]
+    assert fleet.served(6) == ["large", "small"] * 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_position_with_several_keys_is_close_to_the_real_one(fleet: Fleet, seed: int) -> None:
+    """Jobs of a key cost as much as its earlier jobs on average, but vary by half."""
+    source = random.Random(seed)
+    names = ["a", "b/x", "b/y", "b", "", *(f"many/{number}" for number in range(source.choice((2, 30))))]
+    fleet.redis.hset(terms_key(), mapping={"a": 3, "b": 2, "b/x": 2})
+    means = {name: source.choice((0.2, 1.0)) for name in names}  # part of the requested tokens
+    requested: dict[str, int] = {}
+    for _ in range(20):
+        for name in source.sample(names, min(5, len(names))):
+            num_tokens, before = source.choice((100, 200)), set(fleet.keys)
+            fleet.submit(name, source.choice((1, 5)), max_tokens=num_tokens)
+            requested |= dict.fromkeys(fleet.keys.keys() - before, num_tokens)
+
+    def serve() -> str:
+        fetched = fleet.take()
+        tokens = means[fleet.key_of(fetched)] * requested[fetched.taken.job_id] * source.uniform(0.5, 1.5)
+        fleet.end(fetched, round(tokens))
+        return fetched.taken.job_id
+
+    while set(fleet.keys.values()) - set(fleet.service):
+        serve()  # until the cost of each key is known
+    waiting = waiting_jobs(fleet)
+    estimates = {job_id: num_ahead(fleet.ledger, job_id) for job_id in waiting}
+    by_age = {job_id: rank for rank, job_id in enumerate(sorted(waiting, key=list(fleet.keys).index))}
+    errors, errors_by_age = [], []
+    for real in range(len(waiting)):
+        job_id = serve()
+        estimate = estimates[job_id]
+        assert estimate is not None
+        errors.append(abs(estimate - real) / len(waiting))
+        errors_by_age.append(abs(by_age[job_id] - real) / len(waiting))
+    assert mean(errors) < 0.08
+    assert max(errors) < 0.3
+    assert mean(errors_by_age) > 2 * mean(errors), "counting all earlier jobs would be as good"
 
 
 @pytest.mark.parametrize("key", ["/", "a//b", "a/", "x" * 65, "a\0b", 1])

@@ -24,7 +24,7 @@ from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.state.ledger import PAGE_MESSAGE_BYTES, Ledger
 
 from ..conftest import PATIENCE_S
-from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, submission, submit, take, write
+from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, num_ahead, submission, submit, take, write
 
 
 def test_job_changes_from_queued_to_running_to_done(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
@@ -32,9 +32,9 @@ def test_job_changes_from_queued_to_running_to_done(ledger: Ledger, job_id: str,
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     assert (attempt.number, attempt.verdict, ledger.state(job_id)) == (1, "run", "running")
-    assert ledger.num_ahead(job_id) is not None
+    assert num_ahead(ledger, job_id) is not None
     assert write(ledger, attempt, STARTED, TOKEN) == set()
-    assert ledger.num_ahead(job_id) is None
+    assert num_ahead(ledger, job_id) is None
     assert redis_client.zscore(running_key(), job_id)
     assert write(ledger, attempt, DONE, seq=2) == set()
     ledger.release(taken)
@@ -147,7 +147,7 @@ def test_returned_job_is_the_next_one_in_its_queue(
     ledger.hand_back(attempt)
     ledger.requeue(taken)
     assert ids_in(redis_client, queue) == [job_id, second]
-    assert (ledger.state(job_id), ledger.num_ahead(job_id)) == ("handed_back", 0)
+    assert (ledger.state(job_id), num_ahead(ledger, job_id)) == ("handed_back", 0)
 
 
 def test_message_of_an_expired_job_does_not_start_a_new_job(
@@ -212,7 +212,7 @@ def test_submit_pushes_the_message_once(ledger: Ledger, queue: str, redis_client
     assert ledger.submit(jobs) == [0, 0, 1]
     assert ids_in(redis_client, queue) == ids
     assert all(redis_client.zscore(due_key(), job_id) for job_id in ids)
-    assert sorted(ids, key=lambda job_id: ledger.num_ahead(job_id) or 0) == ids
+    assert sorted(ids, key=lambda job_id: num_ahead(ledger, job_id) or 0) == ids
 
 
 def test_submit_reports_another_payload_under_the_same_id(ledger: Ledger, queue: str) -> None:
@@ -225,7 +225,7 @@ def test_submit_reports_another_payload_under_the_same_id(ledger: Ledger, queue:
 def test_rank_depends_on_priority_then_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     redis_client.delete(waiting_key(queue))
     ids = [submit(ledger, queue, priority=priority) for priority in (9, 3, 9, 0)]
-    assert [ledger.num_ahead(job_id) for job_id in ids] == [2, 1, 3, 0]
+    assert [num_ahead(ledger, job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
 def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, queue: str, redis_client: Redis) -> None:

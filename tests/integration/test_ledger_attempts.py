@@ -97,7 +97,7 @@ def test_handed_back_job_is_queued_again_without_suspicion(ledger: Ledger, job_i
     write(ledger, attempt, STARTED)
     ledger.hand_back(attempt)
     assert ledger.state(job_id) == "handed_back"
-    assert ledger.num_ahead(job_id) is not None
+    assert ledger.ahead(job_id) is not None
     assert write(ledger, attempt, TOKEN, seq=1) == {0}
     assert begin(ledger, job_id).verdict == "run"
 

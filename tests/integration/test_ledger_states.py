@@ -23,7 +23,7 @@ from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Entry, Ledger
 
-from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, submission, submit, take, write
+from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, num_ahead, submission, submit, take, write
 
 
 def resumed(ledger: Ledger, job_id: str) -> Any:
@@ -40,9 +40,9 @@ def test_resumed_job_has_the_state_running_from_its_first_event(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     attempt = resumed(ledger, job_id)
-    assert ledger.num_ahead(job_id) is not None
+    assert num_ahead(ledger, job_id) is not None
     assert write(ledger, attempt, TOKEN, seq=2) == set()
-    assert ledger.num_ahead(job_id) is None
+    assert num_ahead(ledger, job_id) is None
     assert not redis_client.exists(waiting_key(queue))
     assert redis_client.zscore(running_key(), job_id)
     assert position_of(redis_client, job_id).state == "running"

@@ -17,9 +17,10 @@ from cellama.tasks.contract.fairness import limit_name
 from cellama.tasks.contract.keys import job_key, leases_key, limited_key, slots_key
 from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.contract.names import PRIORITY_BULK, PRIORITY_INTERACTIVE, model_of, queue_key, queue_name
-from cellama.tasks.state.fair_shares import num_held, set_limit, waiting_shares
+from cellama.tasks.state.fair_shares import num_held, set_limit
 from cellama.tasks.state.ledger import Fetched, Ledger, Taken
 from cellama.tasks.state.scripts import run_script
+from cellama.tasks.state.tenants import queue_shares
 
 from ..conftest import PATIENCE_S, WorkerProcess, empty_database, wait_until
 from .conftest import GREEDY, StartWorker
@@ -177,7 +178,7 @@ def test_blocked_tenants_cost_a_take_nothing(limit: Limit) -> None:
         fleet.submit(name, 2)
     fleet.submit("free", 10)
     fleet.fill()
-    assert len(waiting_shares(fleet.redis)) == len(names), "all tenants wait at their limits"
+    assert len(queue_shares(fleet.redis)) == len(names), "all tenants wait at their limits"
     fleet.submit("free", 1)
     before = num_commands(fleet.redis)
     assert fleet.fill()["free"] == 11

@@ -21,6 +21,7 @@ from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, WorkerProcess
 from .conftest import GREEDY
+from .ledgers import num_ahead
 
 EventsOf = Callable[..., list[dict[str, Any]]]
 
@@ -49,7 +50,7 @@ def test_plain_message_without_priority_waits_for_jobs_of_default_priority(
     assert last["headers"]["id"] == job.id
     assert json.loads(base64.b64decode(last["body"]))[:2] == [[unserved, "a secret"], {}]
     assert "a secret" not in json.dumps(last["headers"])
-    assert [Ledger(redis_client).num_ahead(job_id) for job_id in (before.id, job.id)] == [0, 1]
+    assert [num_ahead(Ledger(redis_client), job_id) for job_id in (before.id, job.id)] == [0, 1]
     connection.release()
 
 

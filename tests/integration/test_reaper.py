@@ -30,7 +30,7 @@ from cellama.tasks.state.ledger import Ending, Ledger
 from cellama.tasks.worker.reaper import PAGE, Reaper
 
 from ..conftest import empty_database, wait_until
-from .ledgers import begin, ids_in, submission, submit, take, write
+from .ledgers import begin, ids_in, num_ahead, submission, submit, take, write
 
 LEASE_S = 60  # no lease ends, nor is a look too late, while a test runs
 QUEUE = "cellama:queue:m"
@@ -127,7 +127,7 @@ def test_started_job_of_a_dead_worker_is_queued_again_once(world: World) -> None
     world.redis.zadd(leases_key(), {job_id: 1})
     world.look(times=6)
     assert world.waiting() == [job_id]
-    assert (world.ledger.state(job_id), world.ledger.num_ahead(job_id)) == ("handed_back", 0)
+    assert (world.ledger.state(job_id), num_ahead(world.ledger, job_id)) == ("handed_back", 0)
 
 
 def test_job_without_worker_and_message_is_lost(world: World) -> None:

@@ -10,11 +10,11 @@ from cellama.api.http.auth import Access
 from cellama.api.http.keys.access import KeyAccess
 from cellama.config import Settings
 
-from . import chat, jobs, keys, overview, runs, sign_in
+from . import chat, jobs, keys, overview, runs, shares, sign_in
 from .rendering import STATIC_ROUTE, error_page, is_console_page
 from .session import SignInRequired, sign_in_response
 
-PAGE_MODULES = (overview, jobs, chat, runs, keys, sign_in)
+PAGE_MODULES = (overview, jobs, chat, runs, shares, keys, sign_in)
 ROUTES = (*(route for module in PAGE_MODULES for route in module.ROUTES), STATIC_ROUTE)
 
 __all__ = ["ROUTES", "SignInRequired", "error_page", "is_console_page", "is_served", "sign_in_response"]

@@ -49,6 +49,7 @@ NAVIGATION = (
     ConsoleSection("Jobs", "/jobs"),
     ConsoleSection("Chat", "/chat"),
     ConsoleSection("Runs", "/runs"),
+    ConsoleSection("Tenants", "/tenants", admins_only=True),
     ConsoleSection("Keys", "/keys", admins_only=True),
 )
 

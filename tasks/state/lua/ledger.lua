@@ -1246,3 +1246,147 @@ local field, before, value = unpack(ARGV)
 if (redis.call('HGET', hash, field) or '') ~= before then return 0 end
 redis.call('HSET', hash, field, value)
 return 1
+
+--@ ahead
+-- Estimates how many jobs get a slot before a waiting job: all more urgent ones, those with the same priority that workers hold, and
+-- those of the backlog that the choice between fairness keys prefers (docs/fair-share.md). With one key, it is the number of earlier
+-- jobs. Jobs are expected to cost as much as a sample of the waiting jobs of their key. Of more than `max_keys` children of a node, an even sample
+-- is read. Returns nil if the job does not wait, or else the number, and how many of these jobs are the first ones of the queue; then
+-- for each key of the others: its first job, and its number of jobs.
+-- KEYS: hash of weights. ARGV: id, JSON of the weights of the settings, maximum number of keys.
+local id, given, max_keys = ARGV[1], cjson.decode(ARGV[2]), tonumber(ARGV[3])
+local found = redis.call('HMGET', JOB .. id, 'queue', 'list', 'priority', 'submitted_at', 'fairness_key')
+local queue, list, priority, submitted_at, key = found[1], found[2], tonumber(found[3]), found[4], found[5] or ''
+local rank = queue and redis.call('ZRANK', WAITING .. queue, id)
+if not rank then return nil end
+local num_urgent = redis.call('ZCOUNT', WAITING .. queue, '-inf', string.format('(%.0f', priority * WEIGHT))
+local num_until = redis.call('ZCOUNT', WAITING .. queue, '-inf', string.format('(%.0f', (priority + 1) * WEIGHT))
+local backlog = BACKLOG .. (list or '')
+local num_held = math.max(0, num_until - num_urgent - redis.call('ZCARD', backlog))
+local own = key .. '\0' .. string.format('%0' .. PLACE .. '.6f', submitted_at) .. id
+if not redis.call('ZSCORE', backlog, own) then -- a worker holds it
+  local num_ahead = math.min(rank, num_urgent + math.max(0, num_held - 1))
+  return {num_ahead, num_ahead}
+end
+
+local path, node, names, is_shared = {}, '', {}, false
+for at in string.gmatch(key .. '/', '()/') do names[#names+1] = string.sub(key, 1, at - 1) end
+if key ~= '' then names[#names+1] = key end -- the jobs of the key itself, beside the keys below it
+for _, name in ipairs(names) do
+  for _, child in ipairs({name, name .. '/'}) do
+    local service = redis.call('ZSCORE', children(node, list), child)
+    if service == 'inf' then return {rank, rank} end -- a limit blocks its key
+    if service then
+      path[#path+1] = {node = node, child = child, service = tonumber(service)}
+      is_shared = is_shared or redis.call('ZCARD', children(node, list)) > 1
+      node = child
+      break
+    end
+  end
+end
+if not is_shared then return {rank, rank} end
+
+local function base_of(child) return string.sub(child, -1) == '/' and string.sub(child, 1, -2) or child end
+local function weight_of(parent, child)
+  local base = base_of(child)
+  if base ~= '' and base == base_of(parent) then return 1 end -- the jobs of a key beside the keys below it
+  return tonumber(redis.call('HGET', KEYS[1], base) or given[base] or 1)
+end
+-- Returns the number of jobs between two members of the backlog, the mean cost of a sample of them, and the id of the first one.
+local NUM_SAMPLED = 4
+local function jobs_between(from, to)
+  local count, first = redis.call('ZLEXCOUNT', backlog, from, to), redis.call('ZRANGEBYLEX', backlog, from, to, 'LIMIT', 0, 1)[1]
+  if not first then return 0, 1 end
+  local start, num_sampled, cost = redis.call('ZRANK', backlog, first), math.min(count, NUM_SAMPLED), 0
+  for i = 0, num_sampled - 1 do
+    local at = start + math.floor(i * count / num_sampled)
+    local member = i == 0 and first or redis.call('ZRANGE', backlog, at, at)[1]
+    local work = redis.call('HGET', JOB .. id_in(member), 'work')
+    cost = cost + expected_cost(work, string.sub(member, 1, string.find(member, '\0', 1, true) - 1), list) / num_sampled
+  end
+  return count, math.max(cost, 0.001), id_in(first)
+end
+local function jobs_of_key(child)
+  local base = base_of(child)
+  return jobs_between('[' .. base .. '\0', '(' .. base .. '\1')
+end
+-- Returns whether other keys than the one with this name are below a child.
+local function is_node(child)
+  if base_of(child) == '' then return false end
+  local below = redis.call('ZRANGE', children(child, list), 0, 1)
+  return #below > 1 or #below == 1 and base_of(below[1]) ~= base_of(child)
+end
+
+-- Returns the number of jobs of a sibling that are served before its service exceeds `limit`, their cost, and one of them.
+local function served_of_key(sibling, service, limit, weight, is_first)
+  local count, unit, first = jobs_of_key(sibling)
+  local turns = (limit - service) * weight / unit
+  local whole = math.floor(turns + 1e-9)
+  if turns - whole > 1e-9 or is_first then whole = whole + 1 end -- equal services are served by name
+  local served = math.min(count, whole)
+  return served, served * unit, first
+end
+
+-- Returns the same for a node that gets service in tokens. Its children get equal service per weight, until they have no more jobs.
+local function served_below(node, tokens)
+  local rows, weights = {}, 0
+  local num_children = redis.call('ZCARD', children(node, list))
+  local step = math.max(1, math.ceil(num_children / max_keys))
+  for at = 0, num_children - 1, step do
+    local child = redis.call('ZRANGE', children(node, list), at, at)[1]
+    local count, unit, first = jobs_of_key(child)
+    if is_node(child) then
+      local base = base_of(child)
+      local num_below, unit_below, first_below = jobs_between('[' .. base .. '/', '(' .. base .. '0')
+      count, unit, first = count + num_below, (count * unit + num_below * unit_below) / (count + num_below), first or first_below
+    end
+    local weight = weight_of(node, child)
+    rows[#rows+1] = {need = count * unit * step, unit = unit, weight = weight * step, first = first}
+    weights = weights + weight * step
+  end
+  table.sort(rows, function(a, b) return a.need / a.weight < b.need / b.weight end)
+  local served, left = 0, tokens
+  for _, row in ipairs(rows) do
+    local given = math.min(row.need, left * row.weight / weights)
+    served, left, weights = served + given / row.unit, left - given, weights - row.weight
+  end
+  return math.floor(served + 0.5), tokens - left, rows[1] and rows[1].first
+end
+
+local num_ahead = redis.call('ZLEXCOUNT', backlog, '[' .. key .. '\0', '(' .. own)
+local _, own_cost, own_first = jobs_between('[' .. key .. '\0', '(' .. key .. '\1')
+local cost, reply = num_ahead * own_cost, {0, num_urgent + num_held, own_first, num_ahead}
+for i = #path, 1, -1 do
+  local node, child = path[i].node, path[i].child
+  local limit, siblings = path[i].service + cost / weight_of(node, child), children(node, list)
+  local num_siblings = redis.call('ZCOUNT', siblings, '-inf', string.format('%.17g', limit))
+  local step = math.max(1, math.ceil(num_siblings / max_keys))
+  for at = 0, num_siblings - 1, step do
+    local sibling, service = unpack(redis.call('ZRANGE', siblings, at, at, 'WITHSCORES'), 1, 2)
+    if sibling ~= child then
+      local served, added, first
+      if is_node(sibling) then
+        served, added, first = served_below(sibling, (limit - tonumber(service)) * weight_of(node, sibling))
+      else
+        served, added, first = served_of_key(sibling, tonumber(service), limit, weight_of(node, sibling), sibling < child)
+      end
+      num_ahead, cost = num_ahead + served * step, cost + added * step
+      if served > 0 then reply[#reply+1], reply[#reply+2] = first, served * step end
+    end
+  end
+end
+reply[1] = num_urgent + num_held + num_ahead
+return reply
+
+--@ waiting_by_key
+-- Returns the fairness keys of a backlog in order, each followed by its number of jobs.
+-- KEYS: backlog. ARGV: maximum number of keys.
+local reply, from = {}, '-'
+for _ = 1, tonumber(ARGV[1]) do
+  local member = redis.call('ZRANGEBYLEX', KEYS[1], from, '+', 'LIMIT', 0, 1)[1]
+  if not member then return reply end
+  local key = string.sub(member, 1, string.find(member, '\0', 1, true) - 1)
+  from = '[' .. key .. '\1'
+  reply[#reply+1], reply[#reply+2] = key, redis.call('ZLEXCOUNT', KEYS[1], '[' .. key .. '\0', '(' .. key .. '\1')
+end
+return reply

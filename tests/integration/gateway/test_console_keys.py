@@ -8,13 +8,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+from redis import Redis
 
 from cellama.api.keys.entry import KeyText
 from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract.names import queue_name
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.tenants import ServiceWriter
 
 from ...browser import Page, browsing
 from ...conftest import PATIENCE_S, empty_database, wait_until
 from ...gateways import GatewayProcess
+from ..ledgers import submission
 from ..test_gateway_tenants import Keyed
 from .console_pages import accept_questions, text_of
 
@@ -92,11 +97,31 @@ def test_only_administrators_see_and_create_keys(keyed: Keyed) -> None:
             visitor.get("/console/keys"),
             visitor.post("/console/keys", data={"tenant": "acme", "admin": "on"}),
             visitor.post("/console/keys/aaaaaaaaaaaa/revoke"),
+            visitor.get("/console/tenants"),
+            visitor.get("/console/tenants/table"),
         ):
             assert answer.status_code == 403
             assert "needs the key of an administrator" in answer.text
-        assert "/console/keys" not in visitor.get("/console").text
-        assert "/console/keys" in admin.get("/console").text
+        for path in ("/console/keys", "/console/tenants"):
+            assert path not in visitor.get("/console").text
+            assert path in admin.get("/console").text
+
+
+def test_page_of_tenants_shows_their_jobs_and_their_share(keyed: Keyed, redis_client: Redis, unserved: str) -> None:
+    tenant = f"<b>{unserved}"
+    Ledger(redis_client).submit([submission(queue_name(unserved), fairness_key=tenant) for _ in range(3)])
+    service = ServiceWriter(redis_client)
+    service.note(tenant, 12345.0)
+    service.flush()
+    keyed.process.wait_ready("/health")
+    with as_owner_of(keyed, keyed.add(admin=True)) as admin:
+        page, part = admin.get("/console/tenants"), admin.get("/console/tenants/table")
+        unchanged = admin.get("/console/tenants/table", headers={"if-none-match": part.headers["etag"]})
+    row = re.search(rf"<tr>\s*<th[^>]*>&lt;b&gt;{unserved}</th>.*?</tr>", page.text, re.DOTALL)
+    assert row is not None
+    assert re.findall(r'class="num">([^<]*)<', row[0]) == ["1", "3", "0", "12\u202f345"]
+    assert row[0] in part.text
+    assert unchanged.status_code == 304
 
 
 def test_keys_in_a_file_are_created_as_text_for_the_file(keyed: Keyed) -> None:

@@ -127,7 +127,7 @@ def test_invalid_lines_are_listed(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
-def test_pages_of_chats_runs_and_keys_are_accessible_and_fit_on_each_screen(
+def test_pages_of_chats_runs_tenants_and_keys_are_accessible_and_fit_on_each_screen(
     gateway: GatewayProcess, http: httpx.Client, page: Page, worker: WorkerProcess, width: int, scheme: str
 ) -> None:
     run = start_run(http, lines_of(*(request(number, max_tokens=2) for number in range(30)), request(30, top_k=-2)))
@@ -137,6 +137,7 @@ def test_pages_of_chats_runs_and_keys_are_accessible_and_fit_on_each_screen(
         chatter.send("Tell a story about foxes", system="Be brief")
         chatter.answer()
         paths = {"chat": chatter.path, "runs": "/console/runs", "run": run, "refused": refused, "keys": "/console/keys"}
+        paths["tenants"] = "/console/tenants"
         page.show_as(width, scheme)
         for name, path in paths.items():
             page.open(gateway.url + path)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cellama.api.cli.status import render_screen
 from cellama.api.client.registry_views import COUNTED
+from cellama.tasks.state.tenants import TenantShare
 
 ENGINE = {
     "slots_prefilling": 1, "slots_decoding": 7, "slots_total": 8, "requests_waiting": 3, "generation_rate": 80.0,
@@ -28,7 +29,7 @@ def worker(name: str, *models: Any, age_s: float = 0.5, **fields: Any) -> dict[s
 
 def view(*live: Any, **fields: Any) -> dict[str, Any]:
     totals = {"phase": "idle", **dict.fromkeys(COUNTED, 0)}
-    known = {"waiting": {}, "queues": {}, "classes": {}, "unserved": [], "totals": totals, "dead": []}
+    known = {"waiting": {}, "queues": {}, "classes": {}, "unserved": [], "totals": totals, "dead": [], "tenants": []}
     return {"workers": len(live), "live": list(live), **known, **fields}
 
 
@@ -109,11 +110,20 @@ def test_top_sorts_models_by_load_and_workers_by_age() -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("height", [24, 40])
-def test_top_fits_onto_one_screen(height: int) -> None:
+def test_top_shows_tenants_if_there_are_several() -> None:
+    shares = [TenantShare("acme", 3.0, 12, 4, 900.0), TenantShare("[red]", 1.0, 0, 1, 100.0)]
+    rows = [line.split() for line in shown(view(tenants=shares)).splitlines()]
+    assert ["acme", "3", "12", "4", "900", "90", "%"] in rows
+    assert ["[red]", "1", "0", "1", "100", "10", "%"] in rows
+    assert "acme" not in shown(view(tenants=shares[:1]))
+
+
+@pytest.mark.parametrize("tenants", [[], [TenantShare(f"t{number}", 1.0, 1, 1, 1.0) for number in range(200)]])
+@pytest.mark.parametrize("height", [28, 40])
+def test_top_fits_onto_one_screen(height: int, tenants: list[TenantShare]) -> None:
     live = [worker(f"w{number}", model(f"m{number}")) for number in range(200)]
     job = {"id": "j", "queue": "q", "attempts": 3, "last_worker": "w"}
-    queues = queue_fields({f"m{number}": queue(5, 5) for number in range(200)}, dead=[job] * 200)
+    queues = queue_fields({f"m{number}": queue(5, 5) for number in range(200)}, dead=[job] * 200, tenants=tenants)
     text = shown(view(*live, **queues), height=height)
     assert len(text.rstrip().splitlines()) <= height
     assert "more" in text

@@ -20,6 +20,7 @@ from cellama.tasks.contract.names import CLASSES, queue_key, queue_name
 from cellama.tasks.estimates.position import TEXT_SLOTS
 from cellama.tasks.metrics.exposition import text_of
 from cellama.tasks.state.bulk_runs import Batches
+from cellama.tasks.state.tenants import ServiceWriter
 
 from ....conftest import worker_entry
 from ....prometheus_text import sample
@@ -64,6 +65,21 @@ def test_scrape_counts_queued_jobs_by_model_and_class(redis: Any) -> None:
     assert value(scrape, "cellama_jobs_running", **{"model": "m", "class": "interactive"}) == 0
     assert value(scrape, "cellama_queue_workers", model="m") == 0
     assert value(scrape, "cellama_up") == 1
+
+
+def test_scrape_adds_up_the_tenants_beyond_the_first_ones(redis: Any) -> None:
+    service = ServiceWriter(redis)
+    for number in range(module.MAX_SHARES + 2):
+        service.note(f"t{number}", 100.0 - number)
+    service.flush()
+    redis.hset(keys.job_key("r"), mapping={"queue": queue_name("m"), "priority": 9, "fairness_key": "t0"})
+    redis.zadd(keys.running_key(), {"r": 1.0})
+    scrape = Scrape(redis)
+    assert value(scrape, "cellama_tenant_service_tokens", tenant="t0") == 100
+    assert value(scrape, "cellama_tenant_running_jobs", tenant="t0") == 1
+    assert value(scrape, "cellama_tenant_waiting_jobs", tenant="t0") == 0
+    assert value(scrape, "cellama_tenant_service_tokens", tenant="other") == 80 + 79
+    assert value(scrape, "cellama_scrape_truncated") == 1
 
 
 def test_scrape_of_an_empty_redis_has_metrics_but_no_worker(redis: Any) -> None:
