@@ -288,34 +288,42 @@ end
 -- a limit, its key or node is blocked in this list, so that the choice skips it. If all jobs of a list are blocked, its tickets are
 -- dropped. So each job that returns its slot unblocks the name and pushes a ticket, in the lists in BLOCKED, which lack tickets.
 
--- Counts the jobs that workers hold already when a limit is set.
-local function fill_slots(limited)
+-- Gives slots to the jobs that workers hold already, for all limits in the settings and in TERMS.
+local function fill_slots(given)
+  local is_limited = {}
+  for name in pairs(given.limits) do is_limited[name] = true end
+  for _, field in ipairs(redis.call('HKEYS', TERMS)) do
+    if string.sub(field, 1, 1) == '\0' then is_limited[string.sub(field, 2)] = true end
+  end
+  for name in pairs(is_limited) do redis.call('SADD', LIMITED, name) end
   for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
-    local key, queue, slots = unpack(redis.call('HMGET', JOB .. id, 'fairness_key', 'queue', 'slots'), 1, 3)
-    local names = queue and levels_of(key or '') or {}
-    if queue then names[#names+1] = '/' .. queue end
-    for _, name in ipairs(names) do
-      if name == limited and redis.call('SADD', SLOTS .. name, id) == 1 then
-        redis.call('HSET', JOB .. id, 'slots', (slots and slots .. '\n' or '') .. name)
-      end
+    local key, queue, before = unpack(redis.call('HMGET', JOB .. id, 'fairness_key', 'queue', 'slots'), 1, 3)
+    local names, slots = levels_of(key or ''), {before or nil}
+    names[#names+1] = '/' .. (queue or '')
+    for _, name in ipairs(queue and names or {}) do
+      if is_limited[name] and redis.call('SADD', SLOTS .. name, id) == 1 then slots[#slots+1] = name end
     end
+    if #slots > 0 then redis.call('HSET', JOB .. id, 'slots', table.concat(slots, '\n')) end
   end
 end
 
+-- Returns how many slots of a name are in use.
+local function num_held(name, given)
+  if redis.call('SISMEMBER', LIMITED, name) == 0 then fill_slots(given) end
+  return redis.call('SCARD', SLOTS .. name)
+end
+
 -- Returns the name of a limit that does not allow another job, or nil.
-local function reached_limit(limits)
+local function reached_limit(limits, given)
   for _, limit in ipairs(limits) do
-    local name, max_jobs = unpack(limit)
-    if redis.call('SADD', LIMITED, name) == 1 then fill_slots(name) end
-    if redis.call('SCARD', SLOTS .. name) >= max_jobs then return name end
+    if num_held(limit[1], given) >= limit[2] then return limit[1] end
   end
 end
 
 -- Returns how many jobs of a name are in backlogs or held by workers.
 local SEPARATOR = '\6\22' -- kombu's, between a queue and a priority in the key of a list
-local function num_unfinished(name)
-  if redis.call('SADD', LIMITED, name) == 1 then fill_slots(name) end
-  local num_jobs = redis.call('SCARD', SLOTS .. name)
+local function num_unfinished(name, given)
+  local num_jobs = num_held(name, given)
   for _, queue in ipairs(redis.call('SMEMBERS', QUEUES)) do
     for priority = 0, 9 do
       local backlog = BACKLOG .. queue .. (priority > 0 and SEPARATOR .. priority or '')
@@ -379,7 +387,7 @@ local function next_job(list, given)
     local found = id and redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work', 'message', 'queue')
     if found and can_be_taken(unpack(found, 1, 3)) and found[6] then
       local terms = given and terms_of(key, found[7], given)
-      local reached = given and reached_limit(terms.limits)
+      local reached = given and reached_limit(terms.limits, given)
       if not reached then
         return {id = id, list = list, key = key, path = path, terms = terms, member = members[1], is_last = not members[2],
                 submitted_at = found[4], work = found[5], message = found[6]}
@@ -579,7 +587,7 @@ if ARGV[3] ~= '' then
     at = at + NUM_VALUES + 2 * num_events
   end
   for name, num in pairs(num_new) do
-    local num_all = num_unfinished(name) + num + (num == num_jobs and num_following or 0)
+    local num_all = num_unfinished(name, given) + num + (num == num_jobs and num_following or 0)
     if num_all > max_jobs[name] then return redis.error_reply(table.concat({'OVERLIMIT', num_all, max_jobs[name], name}, ' ')) end
   end
 end
