@@ -254,6 +254,11 @@ class Settings(BaseSettings):
         le=1,
         description="Cost of a computed prompt token relative to a generated token, for fair shares.",
     )
+    affinity: bool = Field(
+        default=True,
+        description="Prefer the worker that holds the prefix of a job's prompt in its cache (docs/affinity.md). "
+        "Workers and producers must use the same value.",
+    )
     default_timeout_s: int = Field(
         default=3600,
         ge=0,

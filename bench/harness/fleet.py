@@ -24,10 +24,19 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, key_prefix, queue_key
 from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.state import scripts
-from cellama.tasks.state.ledger import CeleryState, Entry, Ledger, Message, Submission, TaskCall
+from cellama.tasks.state.ledger import (
+    CeleryState,
+    Entry,
+    JobsLeft,
+    Ledger,
+    Message,
+    Submission,
+    TaskCall,
+    WorkerCache,
+)
 
 from .simulation import CPU, Costs
-from .traces import BLOCK, Session, text_of
+from .traces import BLOCK, CHARS_PER_TOKEN, Session, text_of
 
 QUEUE = "cellama:queue:fleet"
 CHUNK = 512  # tokens of prompts in a step
@@ -43,6 +52,7 @@ class FleetShape:
     look_ahead: int = 4
     cache_tokens: int = 1_000_000  # per worker, on the device and in RAM
     costs: Costs = CPU
+    has_affinity: bool = False  # whether workers prefer jobs whose prefix they hold
     max_steps: int = 1000  # steps that are simulated at once; 1 records the service of each step
 
 
@@ -151,6 +161,7 @@ class FleetWorker:
     def __init__(self, name: str, shape: FleetShape) -> None:
         self.name = name
         self.is_waiting = False  # for a message
+        self.leaves_until = 0.0  # seconds until which the worker leaves the jobs to others
         self._shape = shape
         self._cache = BlockCache(shape.cache_tokens)
         self._queue: deque[FleetJob] = deque()
@@ -161,6 +172,14 @@ class FleetWorker:
     def capacity(self) -> int:
         """The number of jobs that the worker can take."""
         return self._shape.num_slots + self._shape.look_ahead - len(self._queue) - len(self._running)
+
+    @property
+    def cache(self) -> WorkerCache | None:
+        """The prefix cache that the worker reports."""
+        if not self._shape.has_affinity:
+            return None
+        rate = CHARS_PER_TOKEN * 1e3 / self._shape.costs.prompt_row_ms
+        return WorkerCache(self.name, CHARS_PER_TOKEN * self._shape.cache_tokens, rate)
 
     def add(self, job: FleetJob) -> None:
         self._queue.append(job)
@@ -303,7 +322,7 @@ class Fleet:
 
     def _wait(self, worker: FleetWorker) -> None:
         """Let a worker with capacity wait for a message."""
-        if worker.capacity > 0 and not worker.is_waiting:
+        if worker.capacity > 0 and not worker.is_waiting and self._now >= worker.leaves_until:
             worker.is_waiting = True
             self._waiting.append(worker)
 
@@ -320,8 +339,14 @@ class Fleet:
             self._wait(worker)
 
     def _take(self, worker: FleetWorker, ticket_id: str) -> None:
-        limits = [(worker.capacity - 1, [self._key])]
-        for fetched in self._ledger.take(self._key, ticket_id, LEASE_S, limits, token=f"{next(self._numbers)}"):
+        limits, token = [(worker.capacity - 1, [self._key])], f"{next(self._numbers)}"
+        try:
+            page = self._ledger.take(self._key, ticket_id, LEASE_S, limits, cache=worker.cache, token=token)
+        except JobsLeft as left:
+            worker.leaves_until = self._now + left.wait_s
+            self._at(worker.leaves_until, partial(self._wait, worker))
+            return
+        for fetched in page:
             job = self._jobs[fetched.taken.job_id]
             job.token = fetched.taken.token
             self.observer.taken(job)

@@ -92,8 +92,13 @@ BENCHMARKS = {
     ),
     "fleet": Benchmark(
         "service",
-        "simulated workers with the real scripts: differences of service between tenants, against VTC's bound",
-        "--runs 20",
+        "simulated workers with the real scripts: shares against VTC's bound, and affinity against jobs in order",
+        "--runs 20 --requests 100 --loads 1",
+    ),
+    "affinity": Benchmark(
+        "service",
+        "two workers that prefer jobs whose prefix they hold, against jobs in order",
+        "--jobs 24 --families 4 --shared 64 --new 4 --cache-ram 32 --rounds 1",
     ),
     "small_jobs": Benchmark(
         "service",

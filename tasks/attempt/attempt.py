@@ -420,6 +420,7 @@ class JobAttempt:
         # Waiting for the end in Redis first wakes this thread only once, because the engine has finished by then.
         self._stream.ended.exception()
         completion = handle.result()
+        self._runtime.prefix_cache.observe(completion)
         log.info(
             "job finished",
             job_id=self.job_id,

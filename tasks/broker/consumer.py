@@ -19,6 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -27,6 +28,7 @@ from celery.utils.functional import maybe_list
 from celery.worker import control, state
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
+from kombu.asynchronous import get_event_loop
 from kombu.common import ignore_errors
 from kombu.utils.json import loads
 from redis.exceptions import RedisError, ResponseError
@@ -57,7 +59,7 @@ from cellama.tasks.contract.names import (
     model_of,
     queue_key,
 )
-from cellama.tasks.state.ledger import Fetched, Ledger, PageLimits, Taken, new_run
+from cellama.tasks.state.ledger import Fetched, JobsLeft, Ledger, PageLimits, Taken, WorkerCache, new_run
 
 from .control import store_revoke
 from .message import HeldJobs, LedgerQoS, set_by_this_clock
@@ -144,10 +146,12 @@ class QueueReader:
         job_limits: Callable[[], JobLimits],
         priorities: Sequence[int],
         before: Sequence[QueueReader] = (),
+        cache: Callable[[], WorkerCache | None] = lambda: None,
     ) -> None:
         """Read messages with the `priorities` of this channel.
 
-        Messages that the readers in `before` hold also count against the capacity of this reader.
+        Messages that the readers in `before` hold also count against the capacity of this reader. `cache` describes the
+        prefix cache of the worker, or returns None if its jobs are taken in their order.
         """
         self.channel = channel
         self._ledger = ledger
@@ -155,6 +159,8 @@ class QueueReader:
         self._job_limits = job_limits
         self._priorities = priorities
         self._counted_readers = [*before, self]
+        self._cache = cache
+        self._left_until: dict[str, float] = {}  # monotonic seconds, by model whose next jobs are left to other workers
         self.waits_for_redis = True  # False once the worker stops
         self._requested: frozenset[str] = frozenset()  # the queues of the BRPOP that waits
         self._client_id: tuple[Any, int] | None = None  # the socket, and the id of its client in Redis
@@ -182,7 +188,20 @@ class QueueReader:
     # Requests
 
     def _open_queues(self) -> list[str]:
-        return [queue for queue, capacity in self.capacity(queues_in_turn(self.channel)).items() if capacity]
+        capacity = self.capacity(queues_in_turn(self.channel))
+        return [queue for queue, free in capacity.items() if free and not self._is_left(queue)]
+
+    def _is_left(self, queue: str) -> bool:
+        """Return whether this worker leaves the jobs of a queue to other workers, which hold their prefixes."""
+        return bool(self._left_until) and self._left_until.get(self._model_of(queue), 0.0) > time.monotonic()
+
+    def _leave(self, queue: str, seconds: float) -> None:
+        self._left_until[self._model_of(queue)] = time.monotonic() + seconds
+        if (hub := get_event_loop()) is not None:
+            hub.call_later(seconds, lambda: None)  # wakes the loop, which reads the queues in each turn
+
+    def _model_of(self, queue: str) -> str:
+        return self._job_limits().model_of(queue)
 
     def _keys(self, queues: Sequence[str]) -> list[str]:
         """Return the keys of these queues' lists, starting with the preferred list."""
@@ -270,8 +289,11 @@ class QueueReader:
             while True:
                 try:
                     return self._ledger.take(
-                        key, ticket_id, self._lease_s, limits, token=token, is_repeated=is_repeated
+                        key, ticket_id, self._lease_s, limits, cache=self._cache(), token=token, is_repeated=is_repeated
                     )
+                except JobsLeft as left:
+                    self._leave(self._queue_of(key), left.wait_s)
+                    return []
                 except RedisError as error:
                     if not (is_passing(error) and self.waits_for_redis):
                         raise
@@ -288,7 +310,8 @@ class QueueReader:
             capacity[other] -= job_limits.model_of(other) == job_limits.model_of(
                 queue
             )  # the message itself is not held yet
-        groups = job_limits.by_model([queue for queue, remaining in capacity.items() if remaining > 0])
+        open_queues = [other for other, remaining in capacity.items() if remaining > 0 and not self._is_left(other)]
+        groups = job_limits.by_model(open_queues)
         return [(capacity[group[0]], self._keys(group)) for group in groups]
 
 
@@ -341,6 +364,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
     """A consumer that acknowledges messages on the current channels, and keeps messages whose jobs still run."""
 
     job_limits: JobLimits  # set before the first job is taken (Runtime.attach)
+    prefix_cache: Callable[[], WorkerCache | None]  # like `job_limits`
     bulk_connection: Any = None
     bulk_consumer: Any = None
     readers: Sequence[QueueReader] = ()  # for urgent and bulk jobs, on the current connection
@@ -471,10 +495,12 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         def job_limits() -> JobLimits:
             return consumer.job_limits
 
-        urgent_reader = QueueReader(urgent, ledger, lease_s, job_limits=job_limits, priorities=URGENT_PRIORITIES)
-        bulk_reader = QueueReader(
-            bulk, ledger, lease_s, job_limits=job_limits, priorities=BULK_PRIORITIES, before=[urgent_reader]
-        )
+        def cache() -> WorkerCache | None:
+            return consumer.prefix_cache()
+
+        make_reader = partial(QueueReader, ledger=ledger, lease_s=lease_s, job_limits=job_limits, cache=cache)
+        urgent_reader = make_reader(urgent, priorities=URGENT_PRIORITIES)
+        bulk_reader = make_reader(bulk, priorities=BULK_PRIORITIES, before=[urgent_reader])
         consumer.readers = [urgent_reader, bulk_reader]
         keep_client(urgent)
         keep_client(bulk)

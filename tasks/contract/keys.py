@@ -19,6 +19,9 @@ Jobs:
 `cellama:blocked:{name}` (set): Lists in which the jobs of this name wait because it has reached its limit.
 `cellama:limited` (set): Names with slots.
 `cellama:service:{period}` (sorted set): Fairness keys by the cost of their jobs that ended in 5 minutes. TTL.
+`cellama:prefixes:{worker}` (sorted set): Hashes of the prefixes in a worker's cache, by time of use in bytes. TTL.
+`cellama:busy:{list}` (sorted set): Workers by the time until which they prefill jobs of a list. TTL of a day.
+`cellama:holders` (hash): Worker that used a prefix last. When it is full, it becomes `cellama:holders:old`.
 `cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
 `cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
@@ -332,6 +335,22 @@ def limited_key() -> str:
 
 def service_key(period: int) -> str:
     return f"{key_prefix()}:service:{period}"
+
+
+def held_prefixes_key(worker: str) -> str:
+    return f"{key_prefix()}:prefixes:{worker}"
+
+
+def busy_key(list_key: str) -> str:
+    return f"{key_prefix()}:busy:{list_key}"
+
+
+def prefix_holders_key() -> str:
+    return f"{key_prefix()}:holders"
+
+
+def old_prefix_holders_key() -> str:
+    return f"{key_prefix()}:holders:old"
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:

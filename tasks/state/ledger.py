@@ -12,7 +12,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from cellama.tasks.contract.keys import (
     cancel_key,
     dead_key,
     events_channel,
+    held_prefixes_key,
     job_key,
     journal_key,
     last_restore_key,
@@ -39,10 +40,11 @@ from cellama.tasks.contract.keys import (
 from cellama.tasks.contract.kinds.generate import GenerateJob
 from cellama.tasks.contract.names import SCOPE_SEPARATOR, queue_key
 from cellama.tasks.contract.payloads import free_of
+from cellama.tasks.contract.prefixes import prefixes_of
 from cellama.tasks.contract.shapes.results import usage_of
 
 from .history import Earlier, earlier_of, read_past
-from .scripts import Gathered, SentScript, run_script
+from .scripts import CACHE_TTL_S, Gathered, SentScript, run_script
 
 SUBMISSION_STEP_S = 2e-4  # seconds between jobs queued in one call: the smallest step of `waiting_score`
 MAX_ATTEMPTS = 3  # consecutive attempts without a token or an end; then the job is a dead-letter job
@@ -185,6 +187,11 @@ class TaskCall:
             return self.given_fairness_key
         return fairness_key_of(self.tenant or get_settings().default_fairness_key)
 
+    @property
+    def prefixes(self) -> str:
+        """Hashes of the prefixes of the prompt, or "" if it is short or the setting `affinity` is off."""
+        return prefixes_of(self.task, self.queue, self.args, self.kwargs) if get_settings().affinity else ""
+
     def digest(self, positional: Sequence[str]) -> str:
         """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""
         free = free_of(KINDS[self.task].payload, positional, self.kwargs)
@@ -239,7 +246,8 @@ def submit_arguments(
         timeout = "" if call.timeout_s is None else call.timeout_s
         args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
         parts = [part for event in message.events for part in event]
-        args += [call.work.text, call.tenant, call.fairness_key, message.payload, len(message.events), *parts]
+        args += [call.work.text, call.tenant, call.fairness_key, call.prefixes]
+        args += [message.payload, len(message.events), *parts]
     return keys, args
 
 
@@ -273,6 +281,24 @@ class Fetched:
     key: str
     payload: bytes  # empty if it is the ticket itself
     taken: Taken
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCache:
+    """The prefix cache of a worker, which prefers jobs whose prefix it holds (docs/affinity.md)."""
+
+    worker: str  # the name of its process
+    bytes: float  # size, in bytes of prompts
+    bytes_per_s: float  # of prompts that the worker can prefill
+
+
+class JobsLeft(Exception):
+    """Other workers hold the prefixes of the next jobs of the list, so this worker must leave the list to them."""
+
+    def __init__(self, wait_s: float) -> None:
+        """Leave the list for `wait_s` seconds."""
+        super().__init__(f"leave the list to other workers for {wait_s:g} s")
+        self.wait_s = wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +537,7 @@ class Ledger:
         lease_s: float,
         limits: PageLimits = (),
         *,
+        cache: WorkerCache | None = None,
         token: str | None = None,
         is_repeated: bool = False,
     ) -> list[Fetched]:
@@ -520,9 +547,13 @@ class Ledger:
         next one of this list. If no job can be taken, the list has no job of this ticket. If the ticket's own job has
         no entry, the ticket stands for itself, and the token is empty. If the first call may not have reached Redis,
         repeat it with the same `token` and `is_repeated`.
+
+        A worker with a `cache` gets jobs whose prefixes it holds, among the first ones of the tenant whose turn it is.
+        Raises JobsLeft if it must leave these jobs to other workers. Then the ticket is in the list again.
         """
         token = token or new_run()
         keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES, self._terms]
+        args.append("" if cache is None else json.dumps(asdict(cache)))
         for num_messages, lists in limits:
             keys += lists
             args += [num_messages, len(lists)]
@@ -530,9 +561,19 @@ class Ledger:
         fetched = []
         for start in range(0, len(reply), 5):
             list_key, job_id, message, own_token, waited = reply[start : start + 5]
+            if not job_id:
+                raise JobsLeft(float(waited))
             taken = Taken(job_id.decode(), own_token.decode(), float(waited) if waited else None)
             fetched.append(Fetched(list_key.decode(), message, taken))
         return fetched
+
+    def keep_cache(self, worker: str) -> None:
+        """Keep the record of a worker's cache for CACHE_TTL_S. Without this call, other workers ignore the cache."""
+        self._redis.expire(held_prefixes_key(worker), CACHE_TTL_S)
+
+    def forget_cache(self, worker: str) -> None:
+        """Remove the record of a worker's cache."""
+        self._redis.delete(held_prefixes_key(worker))
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
         """Renew the leases of messages. Return the messages that this worker no longer holds."""

@@ -28,19 +28,24 @@ from cellama.tasks.contract.keys import (
     announcement_key,
     backlog_key,
     blocked_key,
+    busy_key,
     cancel_key,
     chord_key,
+    context_key,
     costs_key,
     dead_key,
     delayed_key,
     due_key,
     ended_key,
+    held_prefixes_key,
     idle_key,
     job_key,
     journal_key,
     leases_key,
     limited_key,
     missing_key,
+    old_prefix_holders_key,
+    prefix_holders_key,
     queues_key,
     result_key,
     running_key,
@@ -55,6 +60,8 @@ from cellama.tasks.contract.keys import (
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER, key_prefix
 
 log = event_logger(__name__)
+
+CACHE_TTL_S = 20  # after which a worker that no longer reports its prefix cache counts as gone; it reports every 2 s
 
 
 def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -130,6 +137,12 @@ def _constants() -> dict[str, str | float]:
         "SLOTS": slots_key(""),
         "BLOCKED": blocked_key(""),
         "LIMITED": limited_key(),
+        "CACHE_TTL_S": CACHE_TTL_S,
+        "HELD": held_prefixes_key(""),
+        "BUSY": busy_key(""),
+        "HOLDERS": prefix_holders_key(),
+        "OLD_HOLDERS": old_prefix_holders_key(),
+        "CONTEXT": context_key(""),
         "JOB": job_key(""),
         "CANCEL": cancel_key(""),
         "RESULT": result_key(""),

@@ -38,6 +38,7 @@ from .desired_state import DesiredStateRecord, desired_state, loads_the_same
 from .middlewares import start_middlewares
 from .model_loading import ModelLoader, Reconciler, options_of
 from .neighbours import Neighbours
+from .prefix_cache import PrefixCache
 from .reaper import LeaseKeeper, Reaper, Store
 from .signing import Signer
 
@@ -203,6 +204,7 @@ class Runtime:
             for model in self._models:
                 self._load(model)
             on_failure.pop_all()
+        self.prefix_cache = PrefixCache(self.ledger, self.incarnation, self.manager)
         # Set by `attach`
         self.changes: ModelChanges
         self._lease: LeaseKeeper | None = None
@@ -294,6 +296,7 @@ class Runtime:
             for model in self._models
         }
         consumer.job_limits = JobLimits(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
+        consumer.prefix_cache = self.prefix_cache if self.settings.affinity else lambda: None
         loader = ModelLoader(
             self.manager,
             consumer,
@@ -326,6 +329,7 @@ class Runtime:
                 self._trim_when_idle,
                 self.samples.flush,
                 self._service.flush,
+                *([self.prefix_cache.keep] if self.settings.affinity else []),
             ],
             pool=self.settings.pool,
             failures=loader.recent_failures,
@@ -366,6 +370,8 @@ class Runtime:
             self._registration.close()
         if self._neighbours is not None:
             self._neighbours.close()
+        with contextlib.suppress(RedisError):  # the record expires
+            self.prefix_cache.forget()
         self._reaper.close()
         self._unserved.close(CLOSE_S)
         self._served.close(CLOSE_S)

@@ -27,6 +27,8 @@ def submission(
     digest: str = "",
     fairness_key: str | None = None,
     max_tokens: int = 256,
+    prompt: str = "Hi",
+    **parameters: Any,
 ) -> Submission:
     """Return a job with a message in kombu's format."""
     job_id = job_id or str(uuid.uuid4())
@@ -35,8 +37,8 @@ def submission(
     payload = json.dumps({"body": "W10=", "headers": headers, "properties": properties})
     call = TaskCall(
         task=task,
-        args=["tiny", "Hi"],
-        kwargs={"max_tokens": max_tokens},
+        args=["tiny", prompt],
+        kwargs={"max_tokens": max_tokens, **parameters},
         queue=queue,
         priority=priority,
         timeout_s=timeout_s,

@@ -3,9 +3,9 @@
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
 -- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
--- BACKLOG, SHARES, IDLE, COSTS, SLOTS, BLOCKED, JOB, CANCEL, RESULT, JOURNAL, HEEDED and CHORD are prefixes of keys. QUEUES,
--- RUNNING, DELAYED, DUE, LEASES, MISSING, SHORTAGES, TERMS, LIMITED, SERVED, DEAD, ENDED and ENDS are keys. SUBMITTED_AT_HEADER and
--- WEIGHT_HEADER are names of message headers.
+-- BACKLOG, SHARES, IDLE, COSTS, SLOTS, BLOCKED, HELD, BUSY, JOB, CANCEL, RESULT, JOURNAL, HEEDED, CONTEXT and CHORD are prefixes of keys.
+-- QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING, SHORTAGES, TERMS, LIMITED, HOLDERS, OLD_HOLDERS, SERVED, DEAD, ENDED and ENDS
+-- are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
 
 -- Returns the job id of a message, which is in its properties. The headers before the properties can contain the same names,
 -- because users choose headers. The plain search is much faster than a pattern. It finds messages that Python has written.
@@ -276,6 +276,155 @@ local function restore_to_backlog(id, repairs)
   return true
 end
 
+-- Prefixes
+--
+-- The entry of a job has hashes of growing prefixes of its prompt (contract/prefixes.py). A worker that takes a job will hold these
+-- prefixes in its cache, and prefers jobs whose prefix it holds. A cache is {worker, bytes, bytes_per_s}: the worker's name, the
+-- size of its cache in bytes of prompts, and its prefill rate. HELD contains the hashes that a worker holds. The score of '' is the
+-- number of bytes that the worker has taken and not found in its cache. The score of a hash is this number at the last use of the
+-- prefix, minus the length of the prefix. So in an LRU cache, the prefix is evicted when its score is less than the score of '' by
+-- more than the size of the cache. HOLDERS contains the worker that took a hash last. When it is full, it becomes OLD_HOLDERS.
+
+local HASH = 16 -- characters
+local MAX_HELD = 20000 -- hashes of a worker, which take about 2 MB
+local MAX_HOLDERS = 50000 -- hashes, which take about 5 MB
+
+local function hashes_in(text)
+  local hashes = {}
+  for at = 1, #text, HASH do hashes[#hashes+1] = string.sub(text, at, at + HASH - 1) end
+  return hashes
+end
+
+-- Returns the bytes of the prefix with this hash.
+local function bytes_of(hash) return hash and tonumber(string.sub(hash, 1, 4), 16) * 64 or 0 end
+
+-- Records that a worker holds these prefixes, of which it has to compute `num_new` bytes.
+local function hold_prefixes(worker, hashes, num_new)
+  local held = HELD .. worker
+  local num_taken = redis.call('ZINCRBY', held, num_new, '')
+  for _, hash in ipairs(hashes) do
+    redis.call('ZADD', held, num_taken - bytes_of(hash), hash)
+    redis.call('HSET', HOLDERS, hash, worker)
+  end
+  redis.call('ZREMRANGEBYRANK', held, 0, -MAX_HELD - 1)
+  redis.call('EXPIRE', held, CACHE_TTL_S)
+  redis.call('EXPIRE', HOLDERS, IDLE_S)
+  if redis.call('HLEN', HOLDERS) > MAX_HOLDERS then redis.call('RENAME', HOLDERS, OLD_HOLDERS) end
+  return tonumber(num_taken)
+end
+
+-- Records that a worker holds the prefixes of a job that it takes, and for how long it will prefill this prompt.
+local function hold_prefixes_of(job)
+  local cache, hashes, own = job.cache, hashes_in(job.prefixes), 0
+  local held, busy, now = HELD .. cache.worker, BUSY .. job.list, clock()
+  local scores = redis.call('ZMSCORE', held, unpack(hashes))
+  for i, hash in ipairs(hashes) do
+    if scores[i] then own = bytes_of(hash) end
+  end
+  local num_new = bytes_of(hashes[#hashes]) - own
+  local num_taken = hold_prefixes(cache.worker, hashes, num_new)
+  redis.call('ZREMRANGEBYSCORE', held, '-inf', '(' .. num_taken - cache.bytes)
+  local until_now = tonumber(redis.call('ZSCORE', busy, cache.worker) or 0)
+  redis.call('ZADD', busy, stamp(math.max(now, until_now) + num_new / cache.bytes_per_s), cache.worker)
+  redis.call('EXPIRE', busy, IDLE_S)
+end
+
+-- Records that the worker of a job holds the context with this key (contract/prefixes.py: `hash_of_context`).
+local function hold_context(job, key)
+  if string.sub(key, 1, #CONTEXT) ~= CONTEXT then return end
+  local worker = redis.call('HGET', job, 'worker')
+  if worker and redis.call('EXISTS', HELD .. worker) == 1 then
+    hold_prefixes(worker, {'0040' .. string.sub(key, #CONTEXT + 1, #CONTEXT + HASH - 4)}, 0)
+  end
+end
+
+-- Returns for how many seconds the least busy of the other live workers will prefill prompts that it has taken from a list, or nil.
+local MAX_WORKERS = 4 -- that may be gone
+local function least_busy_s(list, worker, now)
+  for _ = 1, MAX_WORKERS do
+    local first = redis.call('ZRANGE', BUSY .. list, 0, 1, 'WITHSCORES')
+    local at = first[1] == worker and 3 or 1
+    local other = first[at]
+    if not other then return nil end
+    if redis.call('EXISTS', HELD .. other) == 1 then return math.max(0, tonumber(first[at+1]) - now) end
+    redis.call('ZREM', BUSY .. list, other)
+  end
+end
+
+-- Sets for each job the bytes of its longest prefix (`all`) and of the longest one that this worker holds (`own`). Also sets the seconds
+-- until this worker has prefilled the prompt (`here_s`), and the least such time of other workers (`there_s`).
+local function estimate(jobs, list, cache, now)
+  local worker, busy, hashes = cache.worker, BUSY .. list, {}
+  for _, job in ipairs(jobs) do
+    for _, hash in ipairs(job.hashes) do hashes[#hashes+1] = hash end
+  end
+  local own = redis.call('ZMSCORE', HELD .. worker, unpack(hashes))
+  local holders = redis.call('HMGET', HOLDERS, unpack(hashes))
+  local old_holders = redis.call('HMGET', OLD_HOLDERS, unpack(hashes))
+  local own_busy_s = math.max(0, tonumber(redis.call('ZSCORE', busy, worker) or 0) - now)
+  local other_busy_s = least_busy_s(list, worker, now)
+  local before = 0 -- hashes of earlier jobs
+  for _, job in ipairs(jobs) do
+    local all, other = bytes_of(job.hashes[#job.hashes]), nil
+    job.all, job.own = all, 0
+    for i = #job.hashes, 1, -1 do
+      local hash, holder = job.hashes[i], holders[before+i] or old_holders[before+i]
+      if own[before+i] then
+        job.own = bytes_of(hash)
+        break
+      end
+      if not other and holder and holder ~= worker and redis.call('ZSCORE', HELD .. holder, hash) then
+        other = holder
+        local busy_s = math.max(0, tonumber(redis.call('ZSCORE', busy, holder) or 0) - now)
+        job.there_s = busy_s + (all - bytes_of(hash)) / cache.bytes_per_s
+      end
+    end
+    job.here_s = own_busy_s + (all - job.own) / cache.bytes_per_s
+    if other or job.own > 0 then
+      job.there_s = math.min(job.there_s or math.huge, other_busy_s and other_busy_s + all / cache.bytes_per_s or math.huge)
+    else
+      job.there_s = math.huge -- so jobs whose prefix no worker holds are taken in order, even if the estimates are wrong
+    end
+    before = before + #job.hashes
+  end
+end
+
+-- Chooses among the first jobs of a key for a worker with a cache: the one with the longest prefix that the worker holds, or else the
+-- first one, of those that no other worker would have prefilled earlier and those whose prefix no worker holds. The other jobs are left to other workers, but for no longer
+-- than this worker would be behind them. The first job is passed over for at most the time to prefill its prompt.
+-- Returns the member of the job, or nil and for how many seconds the jobs are left.
+local WINDOW = 16 -- jobs
+local MAX_LEFT_S = 30
+local REST_S = 0.1 -- before a worker that leaves all jobs looks again, because other jobs may have arrived
+local function nearest_of_key(key, list, cache)
+  local jobs, now = {}, clock()
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', BACKLOG .. list, '[' .. key .. '\0', '(' .. key .. '\1', 'LIMIT', 0, WINDOW)) do
+    local found = redis.call('HMGET', JOB .. id_in(member), 'state', 'holder', 'refused', 'prefixes', 'left_since')
+    if can_be_taken(unpack(found, 1, 3)) then
+      jobs[#jobs+1] = {member = member, hashes = hashes_in(found[4] or ''), left_since = tonumber(found[5])}
+    end
+  end
+  estimate(jobs, list, cache, now)
+  local nearest, least
+  for _, job in ipairs(jobs) do
+    local behind_s = job.here_s - job.there_s
+    if behind_s <= 0 and (not nearest or job.own > nearest.own) then nearest = job end
+    if behind_s > 0 and (not least or behind_s < least.here_s - least.there_s) then least = job end
+  end
+  -- Returns for how many more seconds a job may be left or passed over
+  local function left_s(job, max_s)
+    if not job.left_since then redis.call('HSET', JOB .. id_in(job.member), 'left_since', stamp(now)) end
+    return (job.left_since or now) + math.min(MAX_LEFT_S, max_s) - now
+  end
+  if not nearest then
+    local wait_s = left_s(least, least.here_s - least.there_s)
+    if wait_s > 0 then return nil, math.min(wait_s, REST_S) end
+    return least.member
+  end
+  local first = jobs[1]
+  return nearest ~= first and left_s(first, first.all / cache.bytes_per_s) <= 0 and first.member or nearest.member
+end
+
 -- Pushes the message of a job as a ticket, which is the next one to be popped.
 local function return_ticket(list, message)
   redis.call('RPUSH', list, message)
@@ -376,21 +525,32 @@ end
 
 -- Returns the next job of a list, or nil if no job can be taken. With the weights and limits that are `given` by settings, it also
 -- returns the terms of the job, and skips jobs above a limit. A job that a worker of a version without backlogs has taken or ended
--- is removed from the backlog.
+-- is removed from the backlog. If the next jobs are left to other workers, it returns nil, and for how many seconds and the message of
+-- one of these jobs.
 local MAX_STALE = 1000 -- jobs, which takes a few milliseconds
+local FIELDS_TO_TAKE = {'state', 'holder', 'refused', 'submitted_at', 'work', 'message', 'queue', 'prefixes'}
 local function next_job(list, given)
   for _ = 1, MAX_STALE do
     local key, path = next_key(list, not given)
     if not key then return nil end
     local members = first_of_key(key, list)
     local id = members[1] and id_in(members[1])
-    local found = id and redis.call('HMGET', JOB .. id, 'state', 'holder', 'refused', 'submitted_at', 'work', 'message', 'queue')
+    local found = id and redis.call('HMGET', JOB .. id, unpack(FIELDS_TO_TAKE))
     if found and can_be_taken(unpack(found, 1, 3)) and found[6] then
       local terms = given and terms_of(key, found[7], given)
       local reached = given and reached_limit(terms.limits, given)
       if not reached then
-        return {id = id, list = list, key = key, path = path, terms = terms, member = members[1], is_last = not members[2],
-                submitted_at = found[4], work = found[5], message = found[6]}
+        local member, cache = members[1], given and given.cache
+        if cache and found[8] then
+          local nearest, left_s = nearest_of_key(key, list, cache)
+          if not nearest then return nil, {s = left_s, message = found[6]} end
+          if nearest ~= member then
+            member, id = nearest, id_in(nearest)
+            found = redis.call('HMGET', JOB .. id, unpack(FIELDS_TO_TAKE))
+          end
+        end
+        return {id = id, list = list, key = key, path = path, terms = terms, member = member, is_last = not members[2],
+                submitted_at = found[4], work = found[5], message = found[6], prefixes = cache and found[8], cache = cache}
       end
       block(reached, list)
       if reached == '/' .. found[7] then return nil end
@@ -404,12 +564,13 @@ end
 -- Returns the job that a ticket with the id `own` stands for, or nil if no job waits. A ticket whose own job has no entry stands for
 -- this job, because the worker reports the error to its sender. Such a job has only an id.
 local function job_of_ticket(list, own, given)
-  local job = next_job(list, given)
+  local job, left = next_job(list, given)
   if job and job.id == own then return job end
   local is_tree_lost = not job and redis.call('EXISTS', children('', list)) == 0
   local is_restored = restore_to_backlog(own, is_tree_lost)
   if is_restored == nil then return {id = own} end
-  return (is_restored or is_tree_lost) and next_job(list, given) or job
+  if is_restored or is_tree_lost then return next_job(list, given) end
+  return job, left
 end
 
 -- Removes one ticket from a list, because a job has left the backlog without being taken. If the next message is not a ticket, a
@@ -449,6 +610,7 @@ local function hold(job, token, lease_ends_at)
   if #slots > 0 then fields[5], fields[6] = 'slots', table.concat(slots, '\n') end
   redis.call('HSET', JOB .. job.id, unpack(fields))
   redis.call('ZADD', LEASES, lease_ends_at, job.id)
+  if job.prefixes then hold_prefixes_of(job) end
 end
 
 -- Releases the message of a job, so that no worker holds it.
@@ -496,7 +658,7 @@ local function settle(job, id)
   if redis.call('ZSCORE', DEAD, id) then
     redis.call('HDEL', job, 'result') -- the job can be queued again, so the message stays
   else
-    redis.call('HDEL', job, 'result', 'message')
+    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since')
   end
   local keep_s = redis.call('HGET', job, 'keep_s')
   if keep_s then redis.call('EXPIRE', job, keep_s) end
@@ -570,11 +732,11 @@ end
 -- KEYS: entry and list of each job.
 -- ARGV: seconds between two jobs, number of jobs in later calls, JSON of weights and limits (`terms_of`) if jobs above a limit are
 -- rejected or ''; then for each job: id, task, queue, priority, timeout or '', delay, digest of its payload if it has an idempotency
--- key or '', work, tenant or '', fairness key, message, number of events, and for each event its topic and text.
+-- key or '', work, tenant or '', fairness key, hashes of prefixes, message, number of events, and for each event its topic and text.
 -- Returns for each job 1 (new), 0 (exists) or -1 (exists with another digest). Also returns how many subscribers received an
 -- event, or -1 if there was no event. The error OVERLIMIT has the number of jobs, the limit and its name.
 local step_s, num_following = tonumber(ARGV[1]), tonumber(ARGV[2])
-local NUM_VALUES, FIRST = 12, 4
+local NUM_VALUES, FIRST = 13, 4
 local num_jobs, now, verdicts, num_subscribers = #KEYS / 2, clock(), {}, -1
 if ARGV[3] ~= '' then
   local given, num_new, max_jobs, at = cjson.decode(ARGV[3]), {}, {}, FIRST
@@ -595,7 +757,7 @@ local at = FIRST
 for i = 1, num_jobs do
   local job, list = KEYS[2*i-1], KEYS[2*i]
   local id, task, queue, priority, timeout, delay = unpack(ARGV, at, at + 5)
-  local digest, work, tenant, fairness_key, message, num_events = unpack(ARGV, at + 6, at + NUM_VALUES - 1)
+  local digest, work, tenant, fairness_key, prefixes, message, num_events = unpack(ARGV, at + 6, at + NUM_VALUES - 1)
   local first_event = at + NUM_VALUES
   at = first_event + 2 * num_events
   if redis.call('EXISTS', job) == 1 then
@@ -609,6 +771,7 @@ for i = 1, num_jobs do
     if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
     if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
     if fairness_key ~= '' then redis.call('HSET', job, 'fairness_key', fairness_key) end
+    if prefixes ~= '' then redis.call('HSET', job, 'prefixes', prefixes) end
     if message ~= '' then
       add_to_backlog(id, list, fairness_key, submitted_at)
       redis.call('LPUSH', list, message)
@@ -689,7 +852,7 @@ if redis.call('ZREM', DEAD, id) == 0 then return 0 end
 local task, queue, priority = unpack(redis.call('HMGET', job, 'task', 'queue', 'priority'), 1, 3)
 local now = clock()
 add_entry(new_job, new_id, task, queue, list, tonumber(priority), '', message, now)
-for _, field in ipairs({'tenant', 'fairness_key', 'work'}) do
+for _, field in ipairs({'tenant', 'fairness_key', 'work', 'prefixes'}) do
   local value = redis.call('HGET', job, field)
   if value then redis.call('HSET', new_job, field, value) end
 end
@@ -740,12 +903,14 @@ return 1
 -- Lets a worker hold the job that its ticket stands for, and a page of further jobs for which it has capacity.
 -- KEYS: list of the ticket, then the lists of each model in the order in which to read them.
 -- ARGV: id in the ticket, token, 1 if this call repeats one that may have failed, lease in seconds, divisor of the length of a
--- list that limits a page, maximum bytes of a message in a page, JSON of weights and limits (`terms_of`); then for each model: its
--- capacity, its number of lists.
+-- list that limits a page, maximum bytes of a message in a page, JSON of weights and limits (`terms_of`), JSON of the worker's cache
+-- or ''; then for each model: its capacity, its number of lists.
 -- Returns for each job: its list, its id, its message or '' if it is the ticket, its token (the token of this call and a number),
--- and the seconds since it was submitted. If no entry exists for a ticket, its token and seconds are ''.
+-- and the seconds since it was submitted. If no entry exists for a ticket, its token and seconds are ''. If the next jobs are left to
+-- other workers, returns the list, '', '', '', and for how many seconds.
 local own, token, lease_s, divisor, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local given, now, reply = cjson.decode(ARGV[7]), clock(), {}
+if ARGV[8] ~= '' then given.cache = cjson.decode(ARGV[8]) end
 local function add(list, id, message, held_with, submitted_at)
   local waited = submitted_at and stamp(math.max(0, now - tonumber(submitted_at))) or ''
   for _, value in ipairs({list, id, message, held_with, waited}) do reply[#reply+1] = value end
@@ -767,8 +932,11 @@ local function take(job, message)
 end
 local function is_heavy(text) return string.find(text, '"' .. WEIGHT_HEADER .. '"', 1, true) end
 
-local job = job_of_ticket(KEYS[1], own, given)
-if job and job.message then
+local job, left = job_of_ticket(KEYS[1], own, given)
+if left then
+  return_ticket(KEYS[1], left.message)
+  return {KEYS[1], '', '', '', stamp(left.s)}
+elseif job and job.message then
   take(job, job.id == own and '' or job.message)
   if is_heavy(job.message) then return reply end
 elseif job then
@@ -776,19 +944,20 @@ elseif job then
 end
 local MAX_TICKETS = 100 -- used or dropped for each list, which takes up to 3 ms if all jobs are above a limit
 local first = 2 -- list of the next model
-for at = 8, #ARGV, 2 do
+for at = 9, #ARGV, 2 do
   local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
   for i = first, first + num_lists - 1 do
     local list = KEYS[i]
     local num_left = capacity > 0 and math.min(MAX_TICKETS, math.ceil(redis.call('LLEN', list) / divisor)) or 0
     while capacity > 0 and num_left > 0 do
       local own = ticket_id(redis.call('LINDEX', list, -1))
-      local job = own and job_of_ticket(list, own, given)
+      local job, left
+      if own then job, left = job_of_ticket(list, own, given) end
       local message = job and job.message
-      if own and not job then -- no job can be taken
+      if own and not job and not left then -- no job can be taken
         redis.call('RPOP', list)
       elseif not message or #message > max_bytes or is_heavy(message) then
-        capacity = 0 -- messages of plain Celery, tickets without an entry, large jobs, and jobs that weigh more are taken alone
+        capacity = 0 -- messages of plain Celery, tickets without an entry, and large jobs are taken alone, and some jobs are left
       else
         redis.call('RPOP', list)
         take(job, message)
@@ -985,6 +1154,7 @@ while at <= #ARGV do
       end_job(options, job, id, run, is_dead == '1', event, cost)
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
+        hold_context(job, ARGV[context])
       end
       local holder = redis.call('HGET', job, 'holder')
       if stored ~= '' then

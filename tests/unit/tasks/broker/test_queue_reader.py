@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissi
 
 from cellama.tasks.broker.consumer import JobLimits, QueueReader
 from cellama.tasks.contract.names import PRIORITY_SEPARATOR, SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key, queue_name
-from cellama.tasks.state.ledger import Fetched, PageLimits, Taken
+from cellama.tasks.state.ledger import Fetched, JobsLeft, PageLimits, Taken
 
 A, B = queue_name("a"), queue_name("b")
 
@@ -89,9 +89,12 @@ class TakingLedger:
     def __init__(self) -> None:
         self.page: list[Fetched] = []
         self.limits: list[PageLimits] = []
+        self.leaves_jobs = False
 
     def take(self, key: str, ticket_id: str, lease_s: float, limits: PageLimits, **options: Any) -> list[Fetched]:
         self.limits.append(limits)
+        if self.leaves_jobs:
+            raise JobsLeft(0.5)
         return [Fetched(key, b"", Taken(ticket_id, f"token of {ticket_id}")), *self.page]
 
 
@@ -147,6 +150,24 @@ def test_reader_sends_another_brpop_when_a_model_gains_capacity(channel: Channel
     assert channel.unblocked == [7]  # once, until the next one is sent
     channel._brpop_start()
     assert channel.requested() == [A, queue_key(A, 3)]
+
+
+def test_reader_omits_a_model_whose_jobs_it_leaves_for_the_given_time(
+    channel: Channel, ledger: TakingLedger, reader: QueueReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("cellama.tasks.broker.consumer.time.monotonic", lambda: now)
+    ledger.leaves_jobs = True
+    channel.answer = (queue_key(A, 3).encode(), message_of("one"))
+    channel.handlers["BRPOP"]()
+    channel._brpop_start()
+    assert channel.requested() == [B, queue_key(B, 3)]
+    channel.answer = (queue_key(B, 3).encode(), message_of("two"))
+    channel.handlers["BRPOP"]()
+    assert ledger.limits[-1] == [(1, [B, queue_key(B, 3)])]  # no page of the other model
+    now = 100.6
+    channel._brpop_start()
+    assert set(channel.requested()) == {A, queue_key(A, 3), B, queue_key(B, 3)}
 
 
 def test_reader_sends_no_brpop_without_capacity(channel: Channel, reader: QueueReader) -> None:
