@@ -351,8 +351,8 @@ local function least_busy_s(list, worker, now)
   end
 end
 
--- Sets for each job the bytes of its longest prefix (`all`) and of the longest one that this worker holds (`own`). Also sets the seconds
--- until this worker has prefilled the prompt (`here_s`), and the least such time of other workers (`there_s`).
+-- Sets for each job the bytes of its longest prefix (`all`) and of the longest one that this worker holds (`own`). Also sets the
+-- seconds until this worker has prefilled the prompt (`here_s`), and the least such time of other workers (`there_s`).
 local function estimate(jobs, list, cache, now)
   local worker, busy, hashes = cache.worker, BUSY .. list, {}
   for _, job in ipairs(jobs) do
@@ -389,9 +389,10 @@ local function estimate(jobs, list, cache, now)
   end
 end
 
--- Chooses among the first jobs of a key for a worker with a cache: the one with the longest prefix that the worker holds, or else the
--- first one, of those that no other worker would have prefilled earlier and those whose prefix no worker holds. The other jobs are left to other workers, but for no longer
--- than this worker would be behind them. The first job is passed over for at most the time to prefill its prompt.
+-- Chooses among the first jobs of a key for a worker with a cache: the one with the longest prefix that the worker holds, or else
+-- the first one, of those that no other worker would have prefilled earlier and those whose prefix no worker holds. The other jobs
+-- are left to other workers, but for no longer than this worker would be behind them. The first job is passed over for at most the
+-- time to prefill its prompt.
 -- Returns the member of the job, or nil and for how many seconds the jobs are left.
 local WINDOW = 16 -- jobs
 local MAX_LEFT_S = 30
@@ -525,8 +526,8 @@ end
 
 -- Returns the next job of a list, or nil if no job can be taken. With the weights and limits that are `given` by settings, it also
 -- returns the terms of the job, and skips jobs above a limit. A job that a worker of a version without backlogs has taken or ended
--- is removed from the backlog. If the next jobs are left to other workers, it returns nil, and for how many seconds and the message of
--- one of these jobs.
+-- is removed from the backlog. If the next jobs are left to other workers, it returns nil, and for how many seconds and the message
+-- of one of these jobs.
 local MAX_STALE = 1000 -- jobs, which takes a few milliseconds
 local FIELDS_TO_TAKE = {'state', 'holder', 'refused', 'submitted_at', 'work', 'message', 'queue', 'prefixes'}
 local function next_job(list, given)
@@ -1428,9 +1429,9 @@ return 1
 --@ ahead
 -- Estimates how many jobs get a slot before a waiting job: all more urgent ones, those with the same priority that workers hold, and
 -- those of the backlog that the choice between fairness keys prefers (docs/fair-share.md). With one key, it is the number of earlier
--- jobs. Jobs are expected to cost as much as a sample of the waiting jobs of their key. Of more than `max_keys` children of a node, an even sample
--- is read. Returns nil if the job does not wait, or else the number, and how many of these jobs are the first ones of the queue; then
--- for each key of the others: its first job, and its number of jobs.
+-- jobs. Jobs are expected to cost as much as a sample of the waiting jobs of their key. Of more than `max_keys` children of a node,
+-- an even sample is read. Returns nil if the job does not wait, or else the number, and how many of these jobs are the first ones of
+-- the queue; then for each key of the others: its first job, and its number of jobs.
 -- KEYS: hash of weights. ARGV: id, JSON of the weights of the settings, maximum number of keys.
 local id, given, max_keys = ARGV[1], cjson.decode(ARGV[2]), tonumber(ARGV[3])
 local found = redis.call('HMGET', JOB .. id, 'queue', 'list', 'priority', 'submitted_at', 'fairness_key')
@@ -1441,14 +1442,13 @@ local num_urgent = redis.call('ZCOUNT', WAITING .. queue, '-inf', string.format(
 local num_until = redis.call('ZCOUNT', WAITING .. queue, '-inf', string.format('(%.0f', (priority + 1) * WEIGHT))
 local backlog = BACKLOG .. (list or '')
 local num_held = math.max(0, num_until - num_urgent - redis.call('ZCARD', backlog))
-local own = key .. '\0' .. string.format('%0' .. PLACE .. '.6f', submitted_at) .. id
+local own = member_of(id, key, submitted_at)
 if not redis.call('ZSCORE', backlog, own) then -- a worker holds it
   local num_ahead = math.min(rank, num_urgent + math.max(0, num_held - 1))
   return {num_ahead, num_ahead}
 end
 
-local path, node, names, is_shared = {}, '', {}, false
-for at in string.gmatch(key .. '/', '()/') do names[#names+1] = string.sub(key, 1, at - 1) end
+local path, node, names, is_shared = {}, '', levels_of(key), false
 if key ~= '' then names[#names+1] = key end -- the jobs of the key itself, beside the keys below it
 for _, name in ipairs(names) do
   for _, child in ipairs({name, name .. '/'}) do
@@ -1516,7 +1516,8 @@ local function served_below(node, tokens)
     if is_node(child) then
       local base = base_of(child)
       local num_below, unit_below, first_below = jobs_between('[' .. base .. '/', '(' .. base .. '0')
-      count, unit, first = count + num_below, (count * unit + num_below * unit_below) / (count + num_below), first or first_below
+      if num_below > 0 then unit = (count * unit + num_below * unit_below) / (count + num_below) end
+      count, first = count + num_below, first or first_below
     end
     local weight = weight_of(node, child)
     rows[#rows+1] = {need = count * unit * step, unit = unit, weight = weight * step, first = first}

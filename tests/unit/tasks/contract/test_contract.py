@@ -36,6 +36,7 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
         "mode",
         "prediction",
         "only_checks",
+        "share",
         "warnings",
     ):
         del engine[internal]
