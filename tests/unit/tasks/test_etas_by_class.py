@@ -11,7 +11,7 @@ from cellama.tasks.contract.names import queue_name
 from cellama.tasks.estimates import position
 from cellama.tasks.estimates.position import ListedJob, WaitEstimate, Waiting, eta_by_class
 from cellama.tasks.estimates.samples import JobClass
-from cellama.tasks.state.ledger import JobWork
+from cellama.tasks.state.ledger import JobsAhead, JobWork
 
 NONE, TWO = Waiting(0, 0.0), Waiting(2, 1.0)
 
@@ -37,9 +37,9 @@ def test_classes_share_an_estimate_unless_the_less_urgent_one_has_jobs(
 ) -> None:
     calls: list[tuple[int, int]] = []
 
-    def estimate(_: Any, __: Any, ___: Any, queue: str, ahead: int, priority: int) -> WaitEstimate:
-        calls.append((ahead, priority))
-        return WaitEstimate(float(ahead + priority))
+    def estimate(_: Any, __: Any, ___: Any, queue: str, ahead: JobsAhead, priority: int) -> WaitEstimate:
+        calls.append((ahead.num_jobs, priority))
+        return WaitEstimate(float(ahead.num_jobs + priority))
 
     monkeypatch.setattr(position, "estimate", estimate)
     etas = eta_by_class(FakeRedis(), [], jobs, "tiny", waiting)

@@ -21,7 +21,7 @@ class LineStream:
     """Stores the events, and reports finished lines as Redis would."""
 
     def __init__(self) -> None:
-        self.attempt = SimpleNamespace(run_id="job#1")
+        self.attempt = SimpleNamespace(run_id="job#1", fairness_key="", fairness_weights=())
         self.events: list[dict[str, Any]] = []
         self.on_line: Callable[[int], None] = lambda place: None
 
