@@ -7,7 +7,8 @@ The traces themselves are not included. Their statistics are:
   unlimited cache, 37% of the blocks are found in an earlier prompt. 39% of the prompts continue an earlier one, after a
   median of 123 s. The others share at most the first block. These figures were computed from the published file.
 - Azure's conversation and code traces (Splitwise, ISCA 2024, github.com/Azure/AzurePublicDataset): medians of 1,020 and
-  1,500 prompt tokens, and of 129 and 13 generated tokens. They have no hashes, so these prompts share nothing.
+  1,469 prompt tokens, and of 129 and 13 generated tokens. They have no hashes, so these prompts share nothing. Here,
+  1,469 is rounded to 1,500.
 """
 
 from __future__ import annotations
