@@ -33,6 +33,7 @@ class ModelOptions(TypedDict, total=False):
     n_batch: int
     n_ubatch: int | Literal["auto"] | None
     chunk_size: int | Literal["auto"] | None
+    bulk_share: float
     threads: int | Literal["auto"] | None
     n_gpu_layers: int
     flash_attention: Literal["auto", "on", "off"]

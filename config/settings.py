@@ -129,6 +129,13 @@ class ModelSettings(BaseModel):
         ge=1,
         description="Maximum number of prompt tokens per slot and step, up to n_ubatch (auto: 512 or n_ubatch).",
     )
+    bulk_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the slots that bulk jobs keep while interactive jobs wait, at least one slot. 0 "
+        "guarantees none.",
+    )
     threads: AutoInt = Field(
         default=None, ge=1, le=512, description="Number of CPU threads (auto: all cores, shared with other programs)."
     )

@@ -48,6 +48,8 @@ class EngineOptions:
     # chunk_size increases it.
     chunk_size: int | None = None
     max_queue: int = 0  # maximum number of requests that wait for a slot; 0 = unlimited
+    # Share of the slots that bulk requests keep, or get first, while interactive ones wait; see `bulk_slots`.
+    bulk_share: float = 0.0
     threads: int | None = None  # number of threads; None = this process's share of the cores (core_sharing.py)
     n_gpu_layers: int = -1  # layers on the GPU; -1 = all; builds without GPU support ignore it
     flash_attention: FlashAttention = "auto"
@@ -70,6 +72,7 @@ class EngineOptions:
         check_int("n_parallel", self.num_slots, 1, MAX_SLOTS)
         check_int("n_ubatch", DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, 1)
         check_int("max_queue", self.max_queue, 0)
+        check(0 <= self.bulk_share < 1, "bulk_share", self.bulk_share, "at least 0 and less than 1")
         check_int("cache_ram_bytes", self.saved_bytes, 0)
         check_int("cache_disk_bytes", self.cache_disk_bytes, 0)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and "\0" not in self.cache_dir != "")
@@ -108,6 +111,12 @@ class EngineOptions:
     def num_slots(self) -> int:
         """`n_parallel`, or its default."""
         return DEFAULT_SLOTS if self.n_parallel is None else self.n_parallel
+
+    @property
+    def bulk_slots(self) -> int:
+        """The number of slots for `bulk_share`: at least one unless the share is 0, but never all of them."""
+        slots = round(self.bulk_share * self.num_slots)
+        return min(max(slots, 1), self.num_slots - 1) if self.bulk_share else 0
 
     @property
     def pass_tokens(self) -> int:

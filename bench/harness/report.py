@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+MAX_COLUMNS = 13  # of a table; with more, it would not fit into 100 characters
 RESULTS = Path(__file__).parents[1] / "results"
 _SOURCES = (":(top)", ":(top,exclude)bench/results")
 
@@ -61,6 +62,14 @@ def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool =
 
 def _table(rows: Sequence[Mapping[str, Any]], title: str | None) -> Table:
     table = Table(title=title)
+    if len(rows[0]) > MAX_COLUMNS:  # one line per figure
+        first, *others = rows[0]
+        table.add_column(first)
+        for row in rows:
+            table.add_column(_cell(row[first]), justify="right")
+        for key in others:
+            table.add_row(key, *(_cell(row[key]) for row in rows))
+        return table
     for key, value in rows[0].items():
         table.add_column(key, justify="left" if isinstance(value, str) else "right")
     for row in rows:

@@ -68,7 +68,7 @@ class EngineCore:
         self.inbox: Inbox[Command | EngineCall[Any]] = Inbox()
         self._backend = backend
         # A step is one micro-batch, because llama.cpp would split a larger batch into parts too small to be fast.
-        limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
+        limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue, options.bulk_slots)
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
         self._backends = [backend] if draft is None else [backend, draft]

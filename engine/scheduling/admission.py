@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence as Seq
+from typing import Literal
 
 from cellama.engine.errors import QueueFull
 from cellama.engine.kvcache.disk_tier import DiskTier
@@ -118,13 +119,15 @@ class WaitingQueue:
         self._shares.start_waiting(sequence, is_new=is_new)
         self.requeue(sequence)
 
-    def pop(self, *, interactive: bool = False) -> Sequence | None:
-        """Return the next sequence, or the next interactive sequence if `interactive` is true.
+    def pop(self, *, only: Literal["interactive", "bulk"] | None = None) -> Sequence | None:
+        """Return the next sequence, or the next interactive or bulk sequence.
 
         The sequence counts as waiting until `remove` is called.
         """
         heaps = [
-            self._next_heap(priority) for priority in self._heaps if priority <= INTERACTIVE_PRIORITY or not interactive
+            self._next_heap(priority)
+            for priority in self._heaps
+            if only is None or only == ("interactive" if priority <= INTERACTIVE_PRIORITY else "bulk")
         ]
         if not heaps:
             return None
@@ -201,10 +204,12 @@ class SlotFinder:
     It keeps interactive sequences together, so that llama.cpp decodes them in one pass (docs/adr/011).
     """
 
-    def __init__(self, cache: KvCache, slots: SlotTable, shares: FairShares) -> None:
+    def __init__(self, cache: KvCache, slots: SlotTable, shares: FairShares, bulk_slots: int = 0) -> None:
+        """Create a finder. Interactive sequences never preempt the last `bulk_slots` bulk sequences."""
         self._cache = cache
         self._slots = slots
         self._shares = shares
+        self._bulk_slots = bulk_slots
         self.disk: DiskTier | None = None
 
     def await_prefix(self, sequence: Sequence, now: float) -> bool:
@@ -287,7 +292,16 @@ class SlotFinder:
         younger = [s for s in less_urgent if ranks[s] > sequence.rank]
         older = [s for s in less_urgent if ranks[s] <= sequence.rank and yields_slot_despite_age(s, sequence, now)]
         older.sort(key=lambda s: ranks[s], reverse=True)
-        return self._cheapest_first(younger, sequence) + older
+        victims = self._cheapest_first(younger, sequence) + older
+        needs_check = self._bulk_slots > 0 and sequence.request.is_interactive
+        return self._without_guaranteed(victims) if needs_check else victims
+
+    def _without_guaranteed(self, victims: list[Sequence]) -> list[Sequence]:
+        """Return the victims without the bulk sequences that keep their slots."""
+        num_bulk = max(0, self._slots.num_bulk - self._bulk_slots)
+        bulk = [victim for victim in victims if not victim.request.is_interactive]
+        kept = set(bulk[num_bulk:])
+        return [victim for victim in victims if victim not in kept]
 
     def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
         """Sort victims by urgency and service, and then by age, or by nearness if states are saved.

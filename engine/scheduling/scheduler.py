@@ -101,6 +101,7 @@ class Limits:
     budget: int  # tokens per step
     chunk_size: int  # prompt tokens per slot and step
     max_queue: int = 0  # requests that wait in addition to those that can have a slot now; 0 = unlimited
+    bulk_slots: int = 0  # slots that bulk requests keep, or get first, while interactive ones wait
 
 
 class Scheduler:
@@ -118,7 +119,7 @@ class Scheduler:
         self.queue = WaitingQueue(self.shares, limits.max_queue)
         self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
         self._rotation = AdapterRotation()
-        self.finder = SlotFinder(self.cache, self.slots, self.shares)
+        self.finder = SlotFinder(self.cache, self.slots, self.shares, limits.bulk_slots)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
         self.costs = DecodeCosts()
         self.layout = SlotLayout(self.cache, self.slots, self.costs, limits.budget)
@@ -154,7 +155,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
         is_full = False  # then only interactive sequences can still get a slot, by preempting a bulk sequence
-        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop(interactive=is_full)) is not None:
+        while len(passed_over) < MAX_PASSED_OVER and (sequence := self._next_waiting(is_full)) is not None:
             try:
                 is_waiting = self.finder.await_prefix(sequence, now)
                 sequence.note_prefix_wait(is_waiting, now)
@@ -179,6 +180,15 @@ class Scheduler:
             self.queue.requeue(sequence)
         # A sequence may have lost its slot again: to a more urgent one, or because its request failed.
         return [sequence for sequence in admitted if sequence.slot is not None]
+
+    def _next_waiting(self, is_full: bool) -> Sequence | None:
+        """Return the next sequence of the queue, or the next bulk one while an idle slot is guaranteed to bulk work."""
+        guaranteed = self.limits.bulk_slots
+        if guaranteed and self.slots.idle and self.slots.num_bulk < guaranteed:
+            bulk = self.queue.pop(only="bulk")
+            if bulk is not None:
+                return bulk
+        return self.queue.pop(only="interactive" if is_full else None)
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
         """Return a slot for the sequence, or None if it must wait. Preempts other sequences if that makes it fit."""

@@ -263,6 +263,11 @@ class SlotTable:
         return [holder for holder in self._holders if holder is not None]
 
     @property
+    def num_bulk(self) -> int:
+        """The number of slots that have bulk sequences."""
+        return sum(holder is not None and not holder.request.is_interactive for holder in self._holders)
+
+    @property
     def busy(self) -> list[int]:
         return [slot for slot, holder in enumerate(self._holders) if holder is not None]
 

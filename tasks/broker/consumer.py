@@ -83,14 +83,22 @@ class JobLimits:
     jobs in progress plus `look_ahead`, the number of jobs that may wait inside the worker.
     """
 
-    def __init__(self, max_in_progress: Mapping[str, int], look_ahead: int, default: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        max_in_progress: Mapping[str, int],
+        look_ahead: int,
+        default: Callable[[], str | None],
+        bulk_slots: Callable[[str], int] = lambda _: 0,
+    ) -> None:
         """Compute capacity from `max_in_progress`, the maximum number of jobs per model, which can change later.
 
-        `default` returns the model that serves `:default`.
+        `default` returns the model that serves `:default`, and `bulk_slots` the number of slots of a model that are
+        guaranteed to bulk jobs.
         """
         self._max_in_progress = max_in_progress
         self._look_ahead = look_ahead
         self._default = default
+        self._bulk_slots = bulk_slots
 
     def model_of(self, queue: str) -> str:
         """Return the model that serves a queue, or the queue itself if it does not belong to a model."""
@@ -103,14 +111,21 @@ class JobLimits:
         A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a worker can hold
         two chunks for a model, and the second chunk gets the slots that the first one no longer needs.
         """
-        free: dict[str, int] = {}
+        return self._remaining(queues, held, self._limit)
+
+    def guaranteed(self, queues: Iterable[str], held: HeldJobs) -> dict[str, int]:
+        """Return how many bulk jobs each queue may deliver regardless of urgent jobs, given the bulk jobs `held`."""
+        return self._remaining(queues, [held], self._bulk_slots)
+
+    def _remaining(
+        self, queues: Iterable[str], held: Iterable[HeldJobs], limit: Callable[[str], int]
+    ) -> dict[str, int]:
         models = {queue: self.model_of(queue) for queue in queues}
-        for model in models.values():
-            free[model] = self._limit(model)
+        free = {model: limit(model) for model in models.values()}
         for queue, weights in (item for jobs in held for item in jobs.items()):
             model = self.model_of(queue)
             if model in free:
-                max_weight = (self._limit(model) + 1) // 2
+                max_weight = (limit(model) + 1) // 2
                 free[model] -= sum(min(weight, max_weight) for weight in weights)
         return {queue: max(0, free[model]) for queue, model in models.items()}
 
@@ -150,7 +165,8 @@ class QueueReader:
     ) -> None:
         """Read messages with the `priorities` of this channel.
 
-        Messages that the readers in `before` hold also count against the capacity of this reader. `cache` describes the
+        Messages that the readers in `before` hold also count against the capacity of this reader, except for the
+        guaranteed part of its own capacity (`JobLimits.guaranteed`). `cache` describes the
         prefix cache of the worker, or returns None if its jobs are taken in their order.
         """
         self.channel = channel
@@ -159,6 +175,7 @@ class QueueReader:
         self._job_limits = job_limits
         self._priorities = priorities
         self._counted_readers = [*before, self]
+        self._has_guarantee = bool(before)
         self._cache = cache
         self._left_until: dict[str, float] = {}  # monotonic seconds, by model whose next jobs are left to other workers
         self.waits_for_redis = True  # False once the worker stops
@@ -172,7 +189,12 @@ class QueueReader:
 
     def capacity(self, queues: Sequence[str]) -> dict[str, int]:
         """Return how many messages can be taken now from each of these queues."""
-        return self._job_limits().capacity(queues, *(reader._qos.held() for reader in self._counted_readers))
+        job_limits = self._job_limits()
+        capacity = job_limits.capacity(queues, *(reader._qos.held() for reader in self._counted_readers))
+        if self._has_guarantee:
+            for queue, guaranteed in job_limits.guaranteed(queues, self._qos.held()).items():
+                capacity[queue] = max(capacity[queue], guaranteed)
+        return capacity
 
     def can_take(self) -> bool:
         """Return whether kombu may read this channel.

@@ -282,6 +282,11 @@ class Runtime:
             self._trimmed = True
             trim_heap()
 
+    def _bulk_slots(self, model_id: str) -> int:
+        """Return the number of slots of a model that are guaranteed to bulk jobs, or 0 if it is not loaded."""
+        loaded = self.manager.models().get(model_id)
+        return loaded.options.bulk_slots if loaded is not None else 0
+
     def attach(self, consumer: Any) -> None:
         """Start renewing the leases of this consumer's messages, and loading and unloading models. Idempotent.
 
@@ -295,7 +300,9 @@ class Runtime:
             model.id: num_jobs_of(model, loaded[model.id].options.num_slots, loaded[model.id].capabilities)
             for model in self._models
         }
-        consumer.job_limits = JobLimits(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
+        consumer.job_limits = JobLimits(
+            num_jobs, self.settings.look_ahead, lambda: self.manager.default, self._bulk_slots
+        )
         consumer.prefix_cache = self.prefix_cache if self.settings.affinity else lambda: None
         loader = ModelLoader(
             self.manager,

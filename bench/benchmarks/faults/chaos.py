@@ -20,17 +20,29 @@ from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import FragileStrategy, Service
 
-from . import expired
+from . import expired, tenants
 from .canvases import ENDS, CanvasScenario
 from .expired import WAYS, ExpiryScenario
 from .refusals import REFUSALS, RefusalScenario
 from .scenario import SLOTS, SOURCE, Scenario, shown
+from .tenants import TenantScenario
 from .troubles import APART_S, LEASE_S
 
 MODEL = "bundled tiny"
 WITH_CANVASES = ("canvas", "ends")
 # Scenarios run in this order. `refusals` made no progress after `canvas` in one process; the cause is unknown.
-SCENARIOS = ("kills", "outages", "freezes", "clocks", "rollbacks", "poison", "refusals", "expired", *WITH_CANVASES)
+SCENARIOS = (
+    "kills",
+    "outages",
+    "freezes",
+    "clocks",
+    "rollbacks",
+    "poison",
+    "refusals",
+    "expired",
+    "tenants",
+    *WITH_CANVASES,
+)
 
 Found = tuple[list[dict[str, Any]], list[str]]  # rows and violations
 
@@ -68,7 +80,7 @@ def run(args: argparse.Namespace) -> Report:
     wrong: list[str] = []
     undisturbed: list[ReferenceText] = []
     for name in sorted(args.scenarios, key=SCENARIOS.index):
-        with tempfile.TemporaryDirectory() as folder, _service(name, Path(folder)) as service:
+        with tempfile.TemporaryDirectory() as folder, _service(name, Path(folder), args.workers) as service:
             service.dies_at_points = name == "ends"
             for number in range(args.workers):
                 service.start_worker(ahead_s=(0.5 - number % 2) * APART_S if name == "clocks" else 0.0)
@@ -82,13 +94,15 @@ def run(args: argparse.Namespace) -> Report:
     return Report(rows, caveats=caveats, wrong=wrong)
 
 
-def _service(scenario: str, folder: Path) -> Service:
+def _service(scenario: str, folder: Path, num_workers: int) -> Service:
     model = {"id": "tiny", "source": SOURCE, "n_parallel": SLOTS, "threads": 1, "default": True}
     if scenario == "poison":
         model["batch_strategy"] = f"{FragileStrategy.__module__}:{FragileStrategy.__name__}"
     settings = expired.SETTINGS if scenario == "expired" else {}
     if scenario in ("outages", "refusals"):
         settings = {"lease_s": str(LEASE_S)}
+    if scenario == "tenants":
+        settings = tenants.settings(num_workers)
     return Service(folder, [model], **settings)
 
 
@@ -97,6 +111,7 @@ def _run_one(name: str, service: Service, args: argparse.Namespace, undisturbed:
         "canvas": lambda: CanvasScenario(service, args).canvas(),
         "ends": lambda: CanvasScenario(service, args).ends(),
         "refusals": lambda: RefusalScenario(service, args).refusals(undisturbed),
+        "tenants": lambda: TenantScenario(service, args).tenants(undisturbed),
         "expired": lambda: ExpiryScenario(service, args).expired(undisturbed),
     }
     return others[name]() if name in others else ([shown(Scenario(service, args).run(name, undisturbed))], [])

@@ -52,3 +52,10 @@ def test_capacity_changes_when_models_are_loaded_and_unloaded() -> None:
     jobs["b"] = 2
     assert with_capacity(some.capacity([B], {B: [1]})) == [B]
     assert with_capacity(some.capacity([DEFAULT], {})) == [DEFAULT]  # no model serves it yet
+
+
+def test_guaranteed_bulk_jobs_do_not_depend_on_urgent_jobs() -> None:
+    some = JobLimits({"a": 8, "b": 8}, 4, lambda: "a", {"a": 2, "b": 0}.__getitem__)
+    assert some.guaranteed([A, B, DEFAULT], {}) == {A: 2, B: 0, DEFAULT: 2}
+    assert some.guaranteed([A, B, DEFAULT], {A: [1], DEFAULT: [1]}) == {A: 0, B: 0, DEFAULT: 0}
+    assert some.guaranteed([A], {A: [100]}) == {A: 1}  # a slice of a bulk run, whose lines fill the slot

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from queue import Empty
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,24 @@ def reader(channel: Channel, ledger: Any) -> QueueReader:
     reader = QueueReader(channel, ledger, 10.0, job_limits=lambda: channel.job_limits, priorities=(0, 3))
     channel._qos.held = lambda: channel.held
     return reader
+
+
+def test_bulk_channel_requests_guaranteed_jobs_although_urgent_ones_fill_the_worker(ledger: Any) -> None:
+    channels = Channel(), Channel()
+    jobs = JobLimits({"a": 2, "b": 2}, 0, lambda: "a", {"a": 1, "b": 0}.__getitem__)
+    make_reader = partial(QueueReader, ledger=ledger, lease_s=10.0, job_limits=lambda: jobs)
+    urgent = make_reader(channels[0], priorities=(0, 3))
+    bulk = make_reader(channels[1], priorities=(6,), before=[urgent])
+    for channel in channels:
+        channel._qos.held = lambda channel=channel: channel.held
+    channels[0].held = {A: [1, 1], B: [1, 1]}
+    channels[1]._brpop_start()
+    assert channels[1].requested() == [queue_key(A, 6)]
+    channels[1].held = {A: [1]}
+    assert bulk.capacity([A, B]) == {A: 0, B: 0}
+    channels[0].held = {}
+    assert bulk.capacity([A, B]) == {A: 1, B: 2}
+    assert urgent.capacity([A, B]) == {A: 2, B: 2}
 
 
 def message_of(job_id: str) -> bytes:
