@@ -171,6 +171,21 @@ def test_functions_in_namespaces_are_offered_under_joined_names() -> None:
     assert "warnings" not in response_fields({"tools": [FUNCTION, {**NAMESPACE, "tools": []}]}, {})
 
 
+def test_allowed_tools_may_name_functions_in_namespaces() -> None:
+    named = [{"type": "function", "name": "f"}, {"type": "function", "namespace": "agents", "name": "close"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": named}
+    params = params_of({"tools": [FUNCTION, NAMESPACE], "tool_choice": choice})
+    assert (params["tool_choice"], params["allowed_tools"]) == ("required", ["f", "agents__close"])
+
+
+def test_functions_whose_loading_is_deferred_are_offered_at_once() -> None:
+    deferred = {**FUNCTION, "defer_loading": True}
+    tools = [deferred, {**NAMESPACE, "tools": [{**deferred, "name": "close"}]}, {"type": "tool_search"}]
+    body = {"tools": tools}
+    assert [tool["function"]["name"] for tool in params_of(body)["tools"]] == ["f", "agents__close"]
+    assert [warning[:30] for warning in response_fields(body, {})["warnings"]] == ["tools: 1 of type 'tool_search'"]
+
+
 def test_calls_in_namespaces_are_sent_back_under_joined_names() -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "close", "namespace": "agents", "arguments": "{}"}
     question = {"role": "user", "content": "Close it"}
