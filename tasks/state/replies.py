@@ -174,7 +174,8 @@ class Conversation:
     def change_since(self, latest: LatestReply | None) -> tuple[ReplayCause, int | None]:
         """Return why the latest context of this conversation can't be continued, and the index of the message.
 
-        If nothing in the messages explains it, the record of the reply has expired.
+        If nothing in the messages explains it, there is no record of the reply: it has expired, or the reply belongs to
+        a job with a `parent_key`, whose messages are only the new ones.
         """
         if latest is None:
             return "unknown", None

@@ -56,7 +56,7 @@ def test_interactive_requests_use_guaranteed_slots_that_bulk_requests_leave_idle
     assert num_running(interactive) == 4
 
 
-def test_interactive_request_preempts_less_urgent_interactive_ones_beside_guaranteed_bulk_ones() -> None:
+def test_urgent_request_preempts_an_interactive_one_but_no_guaranteed_bulk_request() -> None:
     scheduler = scheduler_with(1, n_slots=2)
     bulk = enqueue(scheduler, 1, BULK)
     slow = enqueue(scheduler, 1, 5)
