@@ -361,8 +361,8 @@ def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Pat
         )
     if not work.keeps_results():
         raise InvalidJob(
-            f"{str(paths.output)!r} has results of another run, because none of them belongs to a line of {name} with "
-            "these parameters; name another output, or use --overwrite to delete them"
+            f"{str(paths.output)!r} contains results of another run: none of them belongs to a line of {name} with "
+            "these parameters; choose another output, or use --overwrite to delete them"
         )
 
 

@@ -84,7 +84,8 @@ def batch_run_command(
     ] = "auto",
     column: Annotated[str | None, typer.Option(help="Column with the prompts or texts of the rows.")] = None,
     template: Annotated[
-        str | None, typer.Option(help="Prompt of a row, with its columns in braces, for example 'Sum up: {text}'.")
+        str | None,
+        typer.Option(help="Prompt template for each row, with column names in braces, for example 'Sum up: {text}'."),
     ] = None,
     as_kind: Annotated[
         str | None,

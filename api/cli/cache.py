@@ -102,7 +102,7 @@ def cache_clear_command(
 
 
 def cache_explain_command(
-    job_id: Annotated[str, typer.Argument(help="Id of a finished job, or of an answer of the gateway.")],
+    job_id: Annotated[str, typer.Argument(help="Id of a finished job, or of a response of the gateway.")],
     json: JsonOption = False,
 ) -> None:
     """Show how much of a job's prompt was reused, and what differs from the earlier turns of its conversation.

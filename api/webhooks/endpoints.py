@@ -142,7 +142,7 @@ class EndpointStore:
         return bool(await self._redis.hdel(webhooks_key(), endpoint_id))
 
     async def now(self) -> datetime:
-        """Return the time of Redis' clock."""
+        """Return the current time on the Redis server."""
         return datetime.fromtimestamp(int(seconds_of(await self._redis.time())), UTC)
 
 

@@ -48,7 +48,7 @@ Lengths = Callable[[random.Random], tuple[int, int]]  # returns the tokens of a 
 def conversations(num_requests: int, per_s: float, seed: int) -> list[Session]:
     """Return sessions in the shape of Mooncake's conversation trace.
 
-    `per_s` is the mean number of requests per second, without delays of a slow fleet.
+    `per_s` is the mean number of requests per second if the fleet keeps up.
     """
     rng, numbers = random.Random(seed), itertools.count(1)
     mean_turns = 1 / (1 - CONTINUED)

@@ -91,7 +91,7 @@ class _Parser:
                 raise self._error("expected the end of the line")
             self._skip(_LINES)
         if not found:
-            raise grammar_error("it has no rule")
+            raise grammar_error("it has no rules")
         return found
 
     def _choice(self) -> GbnfPart:

@@ -53,7 +53,7 @@ def _page_cache(path: Path) -> int:
 
 
 def give_memory_back() -> None:
-    """Collect reference cycles, and return freed pages to the system, which glibc would keep."""
+    """Collect reference cycles, and return the freed pages that glibc would keep to the system."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # musl has no malloc_trim

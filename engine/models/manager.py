@@ -181,8 +181,8 @@ class ModelManager:
                 entry.status = "ready"
                 self._default = entry.id if was_default else self._default
             raise ModelBusy(
-                f"model {entry.id!r} is still in use after {timeout_s:g} s and serves again; "
-                "cancel its requests, or raise the timeout"
+                f"model {entry.id!r} is still in use after {timeout_s:g} s, so it was not unloaded and accepts "
+                "requests again; cancel its requests, or raise the timeout"
             )
         if not model.close():
             threading.Thread(target=self._remove_when_closed, args=(entry,), daemon=True).start()

@@ -100,7 +100,10 @@ class Sweep:
         return best
 
     def _vary(self, setup: Setup, name: str, values: Sequence[Any]) -> None:
-        """Measure larger values while the rate improves. If none improves it, try smaller ones until one loses 10%."""
+        """Measure larger values while the rate improves.
+
+        If no larger value improves it, smaller ones are tried until the rate is 10% below the best.
+        """
         start = best = self._rate(setup)
         index = values.index(getattr(setup, name))
         for value in values[index + 1 :]:

@@ -234,7 +234,7 @@ def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
 
 
 def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[TerminalEvent, Result | None]:
-    """Return the last event of a job whose `timeout` passes while no worker runs it, and its result if it has one.
+    """Return the last event, and the result if there is one, of a job that times out while no worker is running it.
 
     `text` and `num_tokens` are the output of earlier attempts for the first completion.
     """

@@ -125,7 +125,7 @@ class AttemptStream:
         return self.sign.get(line, unsigned)
 
     def to_write(self, event: Event) -> Iterator[Event]:
-        """Yield the events to write when this event arrives: none if it is gathered, otherwise one or more."""
+        """Yield the events to write when this event arrives. Yields none while the event is gathered."""
         if is_output(event) and not self.streams:
             yield from self._gather(event)
         elif event["type"] == "started":

@@ -61,7 +61,7 @@ def require_admin(caller: Caller) -> None:
     if not is_admin(caller):
         raise ApiError(
             403,
-            "this page needs the key of an administrator; create one with `cellama keys create TENANT --admin`",
+            "this page requires an administrator key; create one with `cellama keys create TENANT --admin`",
             code="admin_required",
         )
 

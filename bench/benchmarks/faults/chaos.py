@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ends", type=int, default=2 * len(ENDS), help="number of kills between a job and its next step"
     )
     parser.add_argument(
-        "--points", nargs="+", choices=list(POINTS), default=list(POINTS), help="points at which these kills happen"
+        "--points",
+        nargs="+",
+        choices=list(POINTS),
+        default=list(POINTS),
+        help="points between a job and its next step at which workers are killed",
     )
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
     parser.add_argument("--refused", type=float, default=5.0, help="duration of each refusal in seconds")

@@ -23,7 +23,7 @@ from cellama.tasks.contract.fairness import limit_name
 from cellama.tasks.contract.keys import job_key, leases_key, slots_key
 
 from .outcomes import of_jobs
-from .scenario import SLOTS, Scenario, prompts
+from .scenario import SLOTS, Scenario, prompts, shown
 
 if TYPE_CHECKING:  # tasks are made for the Redis of the settings, which the benchmark starts first
     from cellama.tasks import GenerateParams
@@ -79,7 +79,7 @@ class TenantScenario(Scenario):
             wrong.append(f"tenants: {leaked} slots are still held after all jobs ended")
         if watch.most_apart > 2:
             wrong.append(f"tenants: two waiting tenants were {watch.most_apart} jobs apart")
-        return [row], wrong
+        return [shown(row)], wrong
 
     def submit(self, logprobs: int | None = None, count: int | None = None) -> list[Any]:
         """Queue the jobs of one tenant after the other."""

@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--own", type=int, default=16, help="further prompt tokens of each job")
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--cache-ram", type=int, default=250, help="MB per worker, which hold about 20 families")
+    parser.add_argument(
+        "--cache-ram",
+        type=int,
+        default=250,
+        help="quota of KV states in RAM per worker, in MB; the default holds about 20 families",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)

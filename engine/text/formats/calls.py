@@ -22,7 +22,8 @@ class ParsedToolCall:
 class CallDelta:
     """The next piece of a call while the model writes it.
 
-    The first piece of a call has the name. All `arguments` of a call add up to the arguments of the finished call.
+    The first piece of a call has the name. Joined together, all `arguments` of a call are the arguments of the finished
+    call.
     """
 
     number: int  # of the call in the reply, from 0

@@ -81,7 +81,7 @@ def test_batch_run_refuses_to_overwrite_the_output_of_another_run(worker: Worker
     before = commands.output.read_text()
     commands.write([{"id": f"s{i}", "prompt": "Something else", "max_tokens": 2} for i in range(3)])
     assert commands.run() == 2
-    assert "has results of another run" in commands.words()
+    assert "contains results of another run" in commands.words()
     assert commands.output.read_text() == before
     assert commands.call("run", "other.jsonl", "-o", "out.jsonl") == 2
     commands.write(stories(3, max_tokens=2))

@@ -101,7 +101,7 @@ def test_only_administrators_see_and_create_keys(keyed: Keyed) -> None:
             visitor.get("/console/tenants/table"),
         ):
             assert answer.status_code == 403
-            assert "needs the key of an administrator" in answer.text
+            assert "requires an administrator key" in answer.text
         for path in ("/console/keys", "/console/tenants"):
             assert path not in visitor.get("/console").text
             assert path in admin.get("/console").text

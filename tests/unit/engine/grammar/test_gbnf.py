@@ -124,7 +124,7 @@ def test_large_repetitions_are_counted_and_not_expanded() -> None:
         ('root ::= a* root | "x"\na ::= "b"?', "rule 'root' starts with itself"),
         ('root ::= a\na ::= b | "x"\nb ::= a', "starts with itself"),
         ("this is not a grammar", "expected '::=' in line 1"),
-        ("", "it has no rule"),
+        ("", "it has no rules"),
         ("root ::= <[5]>", "token ids are not supported"),
         ('root ::= "a"{3,2}', "n is less than m"),
         ('root ::= "a"{0,9999999}', f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
